@@ -68,9 +68,10 @@ class Cluster:
         return max(1, math.ceil(self.nodes / self.replicas))
 
     def resized(self, ranks: int) -> "Cluster":
-        """The same model on another number of ranks: with other replicas, or without any as before."""
-        replicas = 1 if self.replicas == 1 else max(1, ranks // self.replica_ranks)
-        return replace(self, ranks=ranks, replicas=replicas)
+        """The same model on another number of ranks, of whole replicas. Without replicas, another model."""
+        if self.replicas == 1:
+            return replace(self, ranks=ranks, stages=min(self.stages, ranks))
+        return replace(self, ranks=ranks, replicas=ranks // self.replica_ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -142,7 +142,7 @@ FIGURES = (
     Figure(
         name="behind_s",
         value=3600.0,
-        words="from checkpoint to checkpoint, where another way is taken as long as it can be",
+        words="or the best interval if that is longer: between checkpoints, where another way comes first",
         source="assumed: what is lost if that way fails; --checkpoint-every has your own",
     ),
     Figure(

@@ -1,5 +1,6 @@
 """All of a calculation as one document, and as tables. The simulation is needed, and with it numpy."""
 
+import math
 import textwrap
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ def sizes(cluster: Cluster) -> list[int]:
     """Of the picture: from one replica (or one node, if there are none) by doubling, and the cluster's own."""
     unit = cluster.ranks_per_node
     if cluster.replicas > 1:
-        unit *= max(1, -(-cluster.replica_ranks // unit))
+        unit = math.lcm(unit, cluster.replica_ranks)
     found = {cluster.ranks}
     ranks = unit
     while ranks < max(SWEEP_RANKS, cluster.ranks):

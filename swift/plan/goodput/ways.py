@@ -251,8 +251,9 @@ class Maker:
     def _behind(self) -> dict[str, Any]:
         """The checkpoints that stand behind a strategy which does without them as long as it can."""
         stop = self._stop(CHECKPOINT, self._swift(self._load))
+        every_s = self._given.every_s
         return {
-            "every_s": self._of["behind_s"] if self._given.every_s is None else self._given.every_s,
+            "every_s": max(self._best_s, self._of["behind_s"]) if every_s is None else every_s,
             "save_s": self._of["save_s"],
             "fall_stop_s": sum(seconds for _, seconds in stop),
         }

@@ -77,7 +77,9 @@ def test_both_ways_agree_with_the_published_exponential_faults(written: tuple[di
     document, _ = written
     assert [row["name"] for row in document["strategies"] if not row["agrees"]] == []
     for row in document["strategies"]:
-        assert row["of_all_nodes"] <= row["simulated"]
+        nodes = document["nodes"]
+        assert row["of_all_nodes"] == pytest.approx(row["simulated"] * nodes / (nodes + row["spares"]))
+        assert (row["spares"] == 0) == (row["name"] in (ways.WAIT, ways.SHRINK, ways.ADAPTIVE))
         assert row["stop_s"] == pytest.approx(sum(row["stop_parts"].values()))
 
 
@@ -290,17 +292,20 @@ def test_names_of_a_document_cannot_break_the_picture(written: tuple[dict[str, A
     ElementTree.fromstring(plot.draw(document))
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(8, 1), (2048, 1), (200_000, 25_000), (96, 4), (64, 64)])
+@pytest.mark.parametrize(
+    ("ranks", "replicas"), [(8, 1), (2048, 1), (200_000, 25_000), (96, 4), (48, 4), (64, 64)]
+)
 def test_sizes_are_of_whole_replicas_and_hold_the_cluster(ranks: int, replicas: int) -> None:
     from tests.unit.plan.goodput.cases import cluster
 
-    size = cluster(ranks=ranks, replicas=replicas, stages=1)
+    size = cluster(ranks=ranks, replicas=replicas, stages=min(16, ranks // replicas))
     sizes = report.sizes(size)
     assert ranks in sizes
     assert sizes[-1] >= max(ranks, report.SWEEP_RANKS)
     for other in sizes:
         resized = size.resized(other)
         assert resized.ranks == other
+        assert resized.stages <= size.stages
         assert replicas == 1 or resized.replica_ranks == size.replica_ranks
 
 

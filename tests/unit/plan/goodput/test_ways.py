@@ -71,6 +71,8 @@ def test_intervals_are_the_best_or_the_users() -> None:
     assert ways.GIVEN not in found
     for name in (ways.RESTART, ways.CHECKPOINT, ways.REINIT, ways.WAIT):
         assert found[name].work_s == best
+    assert found[ways.REPLICA].every_s == max(best, figures.resolve({})["behind_s"].value)
+    assert made(size, faults(mtbf_s=1e10))[ways.REPLICA].every_s > figures.resolve({})["behind_s"].value
     replay = found[ways.REPLAY]
     assert replay.work_s == best_work_s(save_s, replay.ratio, of.job_mtbf_s(size)) > best
     mine = made(size, of, every_s=5000.0, snapshot_every_s=77.0)
@@ -184,3 +186,9 @@ def test_the_presets_say_what_was_published() -> None:
 def test_the_shape_of_a_variation_has_it(cv: float) -> None:
     assert cv_of(shape_of(cv)) == pytest.approx(cv, rel=1e-6)
     assert shape_of(1.0) == 1.0
+
+
+def test_parts_and_holders_of_what_does_not_divide() -> None:
+    """8 replicas on 12 nodes: each has one and a half, so two parts are on other nodes."""
+    size = cluster(ranks=96, replicas=8, stages=1)
+    assert (size.nodes, size.parts, size.holders) == (12, 2, 8)
