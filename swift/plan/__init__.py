@@ -17,4 +17,6 @@ adaptive  its flags
 rerouted  the throughput by number of losses, as a document and as a table
 exact     the shortest step of a small job, by an integer program
 gantt     a step as SVG
+
+And the share of time that is training, `--goodput` (docs/goodput.md): the folder `goodput`.
 """

@@ -1,9 +1,11 @@
 """`swift-ft plan`: which boundaries to log, out of a profile of the job: a file, or what a running job has measured.
-With --adaptive, what a job with replicas does with losses (`swift.plan.adaptive`)."""
+With --adaptive, what a job with replicas does with losses (`swift.plan.adaptive`); with --goodput, the share of time
+that is training (`swift.plan.goodput`)."""
 
 import argparse
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +16,7 @@ from pathlib import Path
 from swift.arguments import Parser
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.plan import adaptive
+from swift.plan.goodput import flags as goodput
 from swift.plan.profile import DOCUMENT_BYTES_MAX, Cap, Profile, parse
 from swift.plan.running import Given, RunningJob
 from swift.words import show, tell
@@ -131,6 +134,7 @@ def _parser() -> Parser:
         "--fixed", metavar="SECONDS", help="fixed part of every recovery (detect, plan, rebuild); default: 0"
     )
     adaptive.add_arguments(parser)
+    goodput.add_arguments(parser)
     caps = parser.add_mutually_exclusive_group()
     caps.add_argument(
         "--storage-cap",
@@ -146,23 +150,23 @@ def _parser() -> Parser:
         "--worst-recovery-cap", metavar="SECONDS", help="limit of the recovery time, whichever machine fails"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything as JSON, for programs")
-    parser.add_argument("--svg", type=Path, metavar="PATH", help="draw the frontier")
+    parser.add_argument(
+        "--svg", type=Path, metavar="PATH", help="draw the frontier, a step, or shares by the cluster's size"
+    )
     return parser
 
 
-def config_of(argv: Sequence[str]) -> PlanConfig | adaptive.Adaptive:
+def config_of(argv: Sequence[str]) -> PlanConfig | adaptive.Adaptive | goodput.Goodput:
     """What the command line says. UsageError: a value that is none, or flags that contradict each other."""
     options = _parser().parse_args(argv)
-    if options.adaptive:
-        for name in _ALONE:
-            if getattr(options, name) is not None:
-                flag = "PROFILE" if name == "profile" else f"--{name.replace('_', '-')}"
-                raise UsageError(f"--adaptive plans with the flags of its own: leave out {flag}")
-        _check_places({"--json": options.json, "--svg": options.svg})
-        return adaptive.config_of(options)
+    if options.adaptive or options.goodput:
+        return _other(options)
     for name in adaptive.FLAGS:
         if getattr(options, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} is for replicas that lose ranks: give --adaptive")
+    for name in goodput.OWN:
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is for the share of useful time: give --goodput")
     cap = None
     if options.storage_cap is not None:
         cap = Cap(kind="storage_bytes", value=_bytes(options.storage_cap, "--storage-cap"))
@@ -173,6 +177,20 @@ def config_of(argv: Sequence[str]) -> PlanConfig | adaptive.Adaptive:
     return PlanConfig(
         profile=options.profile, running=_running(options), cap=cap, json=options.json, svg=options.svg
     )
+
+
+def _other(options: argparse.Namespace) -> adaptive.Adaptive | goodput.Goodput:
+    """What is planned without a profile."""
+    if options.adaptive and options.goodput:
+        raise UsageError("give --adaptive or --goodput, not both")
+    mode = "--adaptive" if options.adaptive else "--goodput"
+    foreign = [*_ALONE, *(goodput.OWN if options.adaptive else set(adaptive.FLAGS) - set(goodput.SHARED))]
+    for name in foreign:
+        if getattr(options, name) is not None:
+            flag = "PROFILE" if name == "profile" else f"--{name.replace('_', '-')}"
+            raise UsageError(f"{mode} plans with the flags of its own: leave out {flag}")
+    _check_places({"--json": options.json, "--svg": options.svg})
+    return adaptive.config_of(options) if options.adaptive else goodput.config_of(options)
 
 
 def _running(options: argparse.Namespace) -> Running | None:
@@ -195,7 +213,9 @@ def _running(options: argparse.Namespace) -> Running | None:
                     f"--{flag} is for a running job: give --coordinator HOST:PORT and --job NAME"
                 )
         if options.profile is None:
-            raise UsageError("give a PROFILE, or --coordinator HOST:PORT and --job NAME, or --adaptive")
+            raise UsageError(
+                "give a PROFILE, or --coordinator HOST:PORT and --job NAME, or --adaptive, or --goodput"
+            )
         return None
     if options.profile is not None:
         raise UsageError(f"give PROFILE ({options.profile}) or --coordinator, not both")
@@ -263,15 +283,24 @@ def measured(running: Running, connect: Callable[[str, str], RunningJob]) -> Pro
 
 
 def _write(path: Path, content: str) -> None:
+    """Whole or not at all, but into what is no file (/dev/stdout) as it comes."""
     try:
-        path.write_text(content)
+        if path.exists() and not path.is_file():
+            path.write_text(content)
+            return
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            aside.write_text(content)
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; give another place") from None
 
 
-def run_adaptive(config: adaptive.Adaptive) -> int:
-    """The command with --adaptive. Raises UsageError for what cannot be planned."""
-    written = adaptive.run(config)
+def run_other(config: adaptive.Adaptive | goodput.Goodput) -> int:
+    """The command with --adaptive or --goodput. Raises UsageError for what cannot be planned."""
+    written = adaptive.run(config) if isinstance(config, adaptive.Adaptive) else goodput.run(config)
     for name, path in (("json", config.json), ("svg", config.svg)):
         if path is not None:
             _write(path, written[name])
@@ -328,7 +357,7 @@ def main(argv: Sequence[str] | None = None, connect: Callable[[str, str], Runnin
     """`connect(coordinator, job)` gives the line to a running job."""
     try:
         config = config_of(sys.argv[1:] if argv is None else argv)
-        return run_adaptive(config) if isinstance(config, adaptive.Adaptive) else run(config, connect)
+        return run(config, connect) if isinstance(config, PlanConfig) else run_other(config)
     except SwiftError as error:
         tell(error)
         return error.exit_code

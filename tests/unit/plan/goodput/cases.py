@@ -1,0 +1,47 @@
+"""Clusters, ways and faults that tests share."""
+
+from typing import Any
+
+from swift.plan.goodput import figures, ways
+from swift.plan.goodput.cluster import Cluster, Faults
+
+HOUR, DAY = 3600.0, 86400.0
+
+
+def cluster(**changes: Any) -> Cluster:
+    of: dict[str, Any] = {
+        "ranks": 1024,
+        "ranks_per_node": 8,
+        "replicas": 8,
+        "stages": 16,
+        "microbatches": 16,
+    }
+    return Cluster(**(of | changes))
+
+
+def faults(**changes: Any) -> Faults:
+    return Faults(**({"mtbf_s": 30 * DAY} | changes))
+
+
+def way(**changes: Any) -> ways.Way:
+    of: dict[str, Any] = {
+        "name": ways.CHECKPOINT,
+        "words": "a way",
+        "stop_parts": (("stop", 100.0),),
+        "work_s": 1000.0,
+        "every_s": 1000.0,
+        "save_s": 0.0,
+    }
+    return ways.Way(**(of | changes))
+
+
+def made(
+    cluster: Cluster,
+    faults: Faults,
+    given: dict[str, tuple[float, str]] | None = None,
+    **more: Any,
+) -> dict[str, ways.Way]:
+    """The ways of a cluster, by name."""
+    of = figures.resolve(given or {})
+    maker = ways.Maker(cluster, faults, of, ways.Given(**({"stops": {}} | more)))
+    return {way.name: way for way in maker.ways()}

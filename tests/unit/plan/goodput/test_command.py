@@ -1,0 +1,322 @@
+"""`swift-ft plan --goodput`: the tables, the document, the picture, and what is refused."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from swift.plan.command import main
+from swift.plan.goodput import figures, plot, report, ways
+
+SMALL = ["--goodput", "--ranks", "64", "--replicas", "4", "--stages", "2", "--machine-mtbf", "20d"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The document and the picture of the defaults."""
+    place = tmp_path_factory.mktemp("goodput")
+    out, drawing = place / "goodput.json", place / "goodput.svg"
+    assert main(["--goodput", "--json", str(out), "--svg", str(drawing)]) == 0
+    return json.loads(out.read_text()), drawing.read_text()
+
+
+def test_it_prints_tables_that_fit_and_name_every_strategy_and_source(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*SMALL, "--checkpoint-every", "45min"]) == 0
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 120
+    assert lines[0].startswith("64 ranks on 8 nodes, 4 replicas; a fault every 2.5 d")
+    rows = {
+        name: next(line for line in lines if re.match(rf"{re.escape(name)}  +\d", line))
+        for name in ways.NAMES
+        if name not in (ways.DROP, ways.LOSSY)
+    }
+    for row in rows.values():
+        assert re.search(r"\d+\.\d\d%  +\d+\.\d\d% ± \d\.\d\d", row)
+    assert "45 min" in rows[ways.GIVEN]
+    for name in figures.NAMES:
+        assert any(line.startswith(f"  {name} ") for line in lines)
+    flat = " ".join(shown.split())
+    for figure in figures.FIGURES:
+        assert figure.source in flat
+    assert "shrink, drop and lossy-forward: they need the whole model on each rank" in shown
+
+
+def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
+    texts = []
+    for number, seed in enumerate(("1", "1", "2")):
+        out = tmp_path / f"{number}.json"
+        assert main([*SMALL, "--seed", seed, "--json", str(out)]) == 0
+        texts.append(out.read_text())
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_document_has_the_sweep_up_to_100_000_ranks(written: tuple[dict[str, Any], str]) -> None:
+    document, _ = written
+    sizes = [point["ranks"] for point in document["sweep"]]
+    assert sizes[0] == document["ranks"] // document["replicas"]
+    assert document["ranks"] in sizes
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] >= 100_000
+    for point in document["sweep"]:
+        for name, shares in point["strategies"].items():
+            assert 0 <= shares["formula"] <= 1, name
+            assert 0 <= shares["simulated"] <= 1, name
+    # One replica has none to copy; the whole cluster has.
+    assert ways.REPLICA not in document["sweep"][0]["strategies"]
+    assert ways.REPLICA in document["sweep"][1]["strategies"]
+
+
+def test_both_ways_agree_with_the_published_exponential_faults(written: tuple[dict[str, Any], str]) -> None:
+    document, _ = written
+    assert [row["name"] for row in document["strategies"] if not row["agrees"]] == []
+    for row in document["strategies"]:
+        nodes = document["nodes"]
+        assert row["of_all_nodes"] == pytest.approx(row["simulated"] * nodes / (nodes + row["spares"]))
+        assert (row["spares"] == 0) == (row["name"] in (ways.WAIT, ways.SHRINK, ways.ADAPTIVE))
+        assert row["stop_s"] == pytest.approx(sum(row["stop_parts"].values()))
+
+
+def test_where_they_differ_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two nodes: a second fault in a recovery always takes the partner."""
+    pair = ["--goodput", "--ranks", "16", "--replicas", "2", "--stages", "2", "--machine-mtbf", "6h"]
+    pair += ["--set", "repair_s=2h"]
+    assert main(pair) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"snapshot: -\d\.\d+%; \d+ of \d+ faults took the last node", shown)
+    assert main([*pair, "--cv", "3"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"restart: \+\d\.\d+%; times between faults are not exponential", shown)
+
+
+def test_figures_come_from_files_and_the_command_line_outweighs_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "mine.json", tmp_path / "out.json"
+    file.write_text('{"load_s": 40, "detect_s": 2, "stop_s": {"checkpoint": 77, "restart": 99}}')
+    given = ["--measured", str(file), "--set", "detect_s=3", "--stop", "restart=2min"]
+    assert main([*SMALL, *given, "--json", str(out)]) == 0
+    document = json.loads(out.read_text())
+    assert document["figures"]["load_s"] | {"words": ""} == {"value": 40, "source": "mine.json", "words": ""}
+    assert document["figures"]["detect_s"]["value"] == 3
+    assert document["figures"]["detect_s"]["source"] == "given"
+    stops = {row["name"]: row["stop_s"] for row in document["strategies"]}
+    assert stops["checkpoint"] == 77
+    assert stops["restart"] == 120
+
+
+def test_a_trace_gives_its_own_rate_and_repairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "faults.csv", tmp_path / "out.json"
+    file.write_text("node,start_h,end_h\n" + "".join(f"n{k % 5},{10 * k},{10 * k + 4}\n" for k in range(20)))
+    assert main([*SMALL[:-2], "--trace", str(file), "--trace-nodes", "16", "--json", str(out)]) == 0
+    document = json.loads(out.read_text())
+    # One fault in 10 h of 16 nodes; the job has 8 of such nodes.
+    assert document["faults"]["job_mtbf_s"] == pytest.approx(20 * 3600)
+    assert document["faults"]["repair_s"] == pytest.approx(4 * 3600)
+    assert document["faults"]["cv"] == pytest.approx(0)
+    assert "the mean outage in" in document["figures"]["repair_s"]["source"]
+
+
+def test_a_preset_is_a_published_cluster(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert main(["--goodput", "--preset", "infinitehbd", "--json", str(out)]) == 0
+    document = json.loads(out.read_text())
+    preset = figures.PRESETS["infinitehbd"]
+    assert document["ranks"] == preset.ranks
+    assert document["faults"]["cv"] == pytest.approx(preset.cv)
+    assert preset.source in document["faults"]["source"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--ranks", "100"], "--ranks 100: give a multiple of the 8 ranks of a node"),
+        (["--ranks", "0"], "--ranks 0: give 2 to"),
+        (["--ranks", "2000000"], "--ranks 2000000: give 2 to 1000000"),
+        (["--ranks", "many"], "invalid int value"),
+        (["--ranks-per-node", "0"], "--ranks-per-node 0: give 1 to"),
+        (["--replicas", "3"], "--replicas 3: give a number that divides 16384 ranks"),
+        (["--replicas", "2048", "--stages", "16"], "--stages 16: a replica has 8 ranks"),
+        (["--microbatches", "0"], "--microbatches 0: give 1 to"),
+        (["--spares", "-1"], "--spares -1: give 0 to"),
+        (["--machine-mtbf", "soon"], "--machine-mtbf soon: write a time above 0, such as"),
+        (["--machine-mtbf", "0"], "--machine-mtbf 0: write a time above 0"),
+        (["--machine-mtbf", "1ms"], "--machine-mtbf 0.001: give 1 s to"),
+        (["--weibull-shape", "0.1"], "--weibull-shape 0.1: give 0.2 to 15"),
+        (["--weibull-shape", "nan"], "invalid"),
+        (["--cv", "0"], "--cv 0: give 0.1 to 10"),
+        (["--cv", "2", "--weibull-shape", "2"], "give one of --weibull-shape and --cv"),
+        (["--together", "1"], "--together 1: give a share of 0 to 0.9"),
+        (["--trace-nodes", "4"], "--trace-nodes is the number of nodes of --trace FILE"),
+        (["--trace", "/no/such/file"], "--trace /no/such/file: No such file or directory; give a file"),
+        (["--measured", "/no/such/file"], "--measured /no/such/file: No such file or directory; give a file"),
+        (["--measured", "/"], "--measured /: Is a directory"),
+        (["--set", "load_s"], "--set load_s: write NAME=VALUE"),
+        (["--set", "speed=4"], "--set speed=4: there is no figure speed"),
+        (["--set", "step_s=0"], "--set step_s=0: step_s is 0; give more than 0"),
+        (["--set", "helpers=3h"], "--set helpers=3h: write NAME=VALUE"),
+        (["--set", "load_s=-4"], "--set load_s=-4: write NAME=VALUE"),
+        (["--stop", "restart"], "--stop restart: write STRATEGY=TIME"),
+        (["--stop", "nothing=4"], "--stop nothing=4: there is no strategy 'nothing'"),
+        (["--checkpoint-every", "0s"], "--checkpoint-every 0s: write a time above 0"),
+        (["--machine-mtbf", "5d"], "a node is in repair for 132.8 h and fails every 120 h: give a longer"),
+        (["--seed", "-1"], "--seed -1: give 0 or more"),
+        (["--storage-cap", "1GB"], "--goodput plans with the flags of its own: leave out --storage-cap"),
+        (["--times", "1,1,1"], "--goodput plans with the flags of its own: leave out --times"),
+        (["profile.json"], "leave out PROFILE"),
+        (["--adaptive"], "give --adaptive or --goodput, not both"),
+        (["--svg", "/no/such/place.svg"], "there is no directory /no/such"),
+    ],
+)
+def test_what_is_wrong_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--goodput", *argv]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert len(shown.err.splitlines()) == 1
+    assert words in shown.err
+
+
+def test_flags_of_this_mode_need_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile.json", "--ranks", "8"]) == 2
+    assert capsys.readouterr().err == "swift: --ranks is for the share of useful time: give --goodput\n"
+    adaptive = ["--adaptive", "--stages", "2", "--replicas", "2", "--microbatches", "2"]
+    assert main([*adaptive, "--seed", "3"]) == 2
+    assert "--adaptive plans with the flags of its own: leave out --seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"node,start_h,end_h\nx,1\n", "line 2: write a node, a start and an end"),
+        (b"\xff\xfe", "is no text; give a file in UTF-8"),
+    ],
+)
+def test_a_broken_trace_is_named(
+    content: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "faults.csv"
+    file.write_bytes(content)
+    out = tmp_path / "out.json"
+    assert main(["--goodput", "--trace", str(file), "--json", str(out)]) == 2
+    shown = capsys.readouterr()
+    assert f"--trace {file}: {words}" in shown.err
+    assert not out.exists()
+
+
+def test_a_trace_needs_the_number_of_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "faults.csv"
+    file.write_text("node,start_h,end_h\n" + "".join(f"n{k % 5},{k},{k + 4}\n" for k in range(20)))
+    assert main(["--goodput", "--trace", str(file)]) == 2
+    assert "give --trace-nodes, of all nodes that were watched; 5 had faults" in capsys.readouterr().err
+    assert main(["--goodput", "--trace", str(file), "--trace-nodes", "4"]) == 2
+    assert "--trace-nodes 4: give 5 or more" in capsys.readouterr().err
+    assert main(["--goodput", "--trace", str(file), "--trace-nodes", "9", "--together", "0.1"]) == 2
+    assert "--together has no use with --trace" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_leaves_what_was_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.json"
+    out.write_text("before")
+
+    def full(self: Path, content: str) -> int:
+        with self.open("w") as file:
+            file.write(content[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main([*SMALL, "--json", str(out)]) == 2
+    assert f"cannot write {out}: No space left on device; give another place" in capsys.readouterr().err
+    assert out.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+# --- the picture ---
+
+NAME = "{http://www.w3.org/2000/svg}"
+
+
+def parts(markup: str, tag: str, kind: str) -> list[ElementTree.Element]:
+    return [part for part in ElementTree.fromstring(markup).iter(NAME + tag) if part.get("class") == kind]
+
+
+def test_the_picture_has_a_line_for_each_strategy_where_the_formula_is(
+    written: tuple[dict[str, Any], str],
+) -> None:
+    document, markup = written
+    names = [row["name"] for row in document["strategies"]]
+    lines = {line[0].text: line.get("points") or "" for line in parts(markup, "polyline", "line")}
+    assert set(lines) == set(names)
+    bottom, top = plot.HEIGHT - plot.BOTTOM, plot.TOP
+    for name, points in lines.items():
+        found = [tuple(map(float, point.split(","))) for point in points.split()]
+        shares = [
+            point["strategies"][name]["formula"] for point in document["sweep"] if name in point["strategies"]
+        ]
+        assert [(bottom - y) / (bottom - top) for _, y in found] == pytest.approx(shares, abs=0.001)
+        assert [x for x, _ in found] == sorted(x for x, _ in found)
+        assert found[-1][0] == pytest.approx(plot.WIDTH - plot.RIGHT)
+    dots = parts(markup, "circle", "dot")
+    assert len(dots) == sum(len(point["strategies"]) for point in document["sweep"])
+
+
+def test_its_labels_are_inside_and_apart(written: tuple[dict[str, Any], str]) -> None:
+    document, markup = written
+    labels = parts(markup, "text", "label")
+    assert {label.text for label in labels} == {row["name"] for row in document["strategies"]}
+    heights = sorted(float(label.attrib["y"]) for label in labels)
+    assert all(b - a >= plot.LABEL - 0.2 for a, b in pairwise(heights))
+    assert heights[0] > plot.TOP
+    assert heights[-1] <= plot.HEIGHT - plot.BOTTOM + 6
+    # A bold letter of 16 pixels is 10 wide at most, on average.
+    assert all(float(label.attrib["x"]) + 10 * len(label.text or "") <= plot.WIDTH + 8 for label in labels)
+    ends = [float(size.attrib["x"]) for size in parts(markup, "text", "size")]
+    assert all(b - a > 40 for a, b in pairwise(ends))
+
+
+def test_every_strategy_has_a_look_of_its_own() -> None:
+    assert set(plot.STYLES) == set(ways.NAMES)
+    assert len(set(plot.STYLES.values())) == len(ways.NAMES)
+
+
+def test_names_of_a_document_cannot_break_the_picture(written: tuple[dict[str, Any], str]) -> None:
+    """All words in it are ours, but for the numbers; it is XML whatever they are."""
+    document, _ = written
+    ElementTree.fromstring(plot.draw(document))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas"), [(8, 1), (2048, 1), (200_000, 25_000), (96, 4), (48, 4), (64, 64)]
+)
+def test_sizes_are_of_whole_replicas_and_hold_the_cluster(ranks: int, replicas: int) -> None:
+    from tests.unit.plan.goodput.cases import cluster
+
+    size = cluster(ranks=ranks, replicas=replicas, stages=min(16, ranks // replicas))
+    sizes = report.sizes(size)
+    assert ranks in sizes
+    assert sizes[-1] >= max(ranks, report.SWEEP_RANKS)
+    for other in sizes:
+        resized = size.resized(other)
+        assert resized.ranks == other
+        assert resized.stages <= size.stages
+        assert replicas == 1 or resized.replica_ranks == size.replica_ranks
+
+
+def test_the_docs_show_what_it_prints(written: tuple[dict[str, Any], str]) -> None:
+    """All columns but the simulation's, whose numbers are those of numpy's generator."""
+    document, _ = written
+    printed = {line.split("  ")[0]: line for line in report.text(document) if "±" in line}
+    shown = (Path(__file__).parents[4] / "docs" / "goodput.md").read_text().splitlines()
+    rows = {line.split("  ")[0]: line for line in shown if "±" in line}
+    assert rows.keys() == printed.keys()
+    for name, line in rows.items():
+        theirs, ours = (re.split(r"\d+\.\d+% ± \S+ +\d+\.\d+%", text) for text in (line, printed[name]))
+        assert [part.split() for part in theirs] == [part.split() for part in ours]
+    assert report.text(document)[0] in shown

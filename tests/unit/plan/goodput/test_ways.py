@@ -1,0 +1,194 @@
+"""Strategies in the terms of the model: what they share, what they differ in, and who has none."""
+
+import pytest
+
+from swift.plan import rerouted
+from swift.plan.goodput import figures, ways
+from swift.plan.goodput.cluster import cv_of, shape_of
+from swift.plan.interval import best_work_s
+from swift.recovery.adaptive import Costs
+from tests.unit.plan.goodput.cases import HOUR, cluster, faults, made
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "replicas"), [(2, 4, 4), (4, 8, 4), (3, 5, 3)])
+def test_adaptive_has_the_throughput_that_the_planner_finds_with_whole_backwards(
+    stages: int, microbatches: int, replicas: int
+) -> None:
+    request = rerouted.Request(
+        stages=stages,
+        replicas=replicas,
+        microbatches=microbatches,
+        costs=Costs(),
+        cap_factor=1.0,
+        losses=replicas - 1,
+    )
+    document, _ = rerouted.build(request)
+    size = cluster(
+        ranks=stages * replicas, ranks_per_node=1, replicas=replicas, stages=stages, microbatches=microbatches
+    )
+    speeds = made(size, faults())[ways.ADAPTIVE].speeds
+    assert len(speeds) == replicas + 1
+    for row in document["rows"]:
+        assert speeds[row["losses"]] == pytest.approx(row["ways"]["fused"]["throughput_bound"], rel=1e-9)
+    assert speeds[0] == 1
+    assert speeds[-1] == 0
+    assert list(speeds) == sorted(speeds, reverse=True)
+
+
+def test_a_node_with_several_replicas_takes_them_all() -> None:
+    """64 replicas of 1 rank on 8 nodes: one node is an eighth of them."""
+    size = cluster(ranks=64, ranks_per_node=8, replicas=64, stages=1)
+    found = made(size, faults())
+    assert size.parts == 1
+    assert found[ways.DROP].speeds[1] == 7 / 8
+    assert found[ways.ADAPTIVE].speeds[1] == 16 / 19  # 16 * 8 / 7, in whole microbatches
+    assert found[ways.SHRINK].speeds[1] == 1 / 2
+
+
+def test_shrink_adds_a_whole_step_for_each_pipeline_that_a_whole_one_adopts() -> None:
+    speeds = made(cluster(replicas=4), faults())[ways.SHRINK].speeds
+    assert speeds == (1.0, 1 / 2, 1 / 2, 1 / 4, 0.0)
+
+
+def test_replay_takes_the_bound_of_its_recovery_group() -> None:
+    """docs/planning.md (4): (ceil(M / d) + w - 1) / (M + P - 1)."""
+    found = made(cluster(stages=4, microbatches=12), faults())
+    assert found[ways.REPLAY].ratio == 12 / 15
+    assert found[ways.SHARED].ratio == 3 / 15
+    two = made(cluster(ranks=128, replicas=8, stages=16, microbatches=16), faults())  # 2 nodes, 8 stages each
+    assert two[ways.REPLAY].ratio == (16 + 7) / 31
+    assert two[ways.SHARED].ratio == (8 + 7) / 31
+    alone = made(cluster(ranks=8, replicas=1, stages=1), faults())
+    assert alone[ways.REPLAY].ratio == 1
+    assert ways.SHARED not in alone
+
+
+def test_intervals_are_the_best_or_the_users() -> None:
+    size, of = cluster(), faults()
+    save_s = figures.resolve({})["save_s"].value
+    best = best_work_s(save_s, 1.0, of.job_mtbf_s(size))
+    found = made(size, of)
+    assert ways.GIVEN not in found
+    for name in (ways.RESTART, ways.CHECKPOINT, ways.REINIT, ways.WAIT):
+        assert found[name].work_s == best
+    assert found[ways.REPLICA].every_s == max(best, figures.resolve({})["behind_s"].value)
+    assert made(size, faults(mtbf_s=1e10))[ways.REPLICA].every_s > figures.resolve({})["behind_s"].value
+    replay = found[ways.REPLAY]
+    assert replay.work_s == best_work_s(save_s, replay.ratio, of.job_mtbf_s(size)) > best
+    mine = made(size, of, every_s=5000.0, snapshot_every_s=77.0)
+    assert mine[ways.GIVEN].work_s == 5000
+    assert mine[ways.RESTART].work_s == best
+    assert mine[ways.REPLICA].every_s == mine[ways.SNAPSHOT].every_s == mine[ways.ADAPTIVE].every_s == 5000
+    assert mine[ways.SNAPSHOT].work_s == 77
+
+
+def test_faults_that_come_together_are_one_recovery() -> None:
+    size = cluster()
+    alone, together = made(size, faults()), made(size, faults(together=0.5))
+    save_s = figures.resolve({})["save_s"].value
+    assert together[ways.RESTART].work_s == best_work_s(save_s, 1.0, 2 * faults().job_mtbf_s(size))
+    assert together[ways.RESTART].work_s > alone[ways.RESTART].work_s
+
+
+def test_every_stop_is_made_of_the_figures() -> None:
+    of = figures.resolve({})
+    found = made(cluster(ranks=16384, replicas=128), faults())
+    own = of["coordinate_s_per_rank"].value * 16384
+    ours = of["detect_s"].value + own + of["rebuild_s"].value
+    copy = of["state_bytes"].value / of["copy_bytes_per_s"].value
+    restart = sum(of[name].value for name in ("detect_s", "start_s", "rebuild_s", "load_s"))
+    restart += of["restart_s_per_rank"].value * (16384 - figures.RESTART_RANKS)
+    stops = {
+        ways.RESTART: restart,
+        ways.WAIT: restart,
+        ways.CHECKPOINT: ours + of["load_s"].value,
+        ways.REINIT: ours + of["load_s"].value + of["reinit_s"].value,
+        ways.SNAPSHOT: ours + copy,
+        ways.REPLICA: ours + copy,
+        ways.AUTO: ours + copy,
+        ways.REPLAY: ours + of["load_s"].value + of["step_s"].value / 2,
+        ways.SHRINK: ours,
+        ways.ADAPTIVE: ours,
+    }
+    for name, stop in stops.items():
+        assert found[name].stop_s == pytest.approx(stop), name
+    assert found[ways.ADAPTIVE].back_s == pytest.approx(
+        own + of["rebuild_s"].value + copy + of["save_s"].value
+    )
+    assert found[ways.AUTO].fall_stop_s == pytest.approx(ours + of["load_s"].value)
+    assert found[ways.AUTO].fall_ratio == found[ways.REPLAY].ratio < found[ways.REPLICA].fall_ratio == 1
+
+
+def test_a_measured_stop_outweighs_the_parts_and_holds_for_what_falls_back_on_it() -> None:
+    found = made(cluster(), faults(), stops={ways.RESTART: 7.0, ways.CHECKPOINT: 9.0, ways.REPLAY: 5.0})
+    assert found[ways.RESTART].stop_s == found[ways.WAIT].stop_s == 7
+    assert found[ways.CHECKPOINT].stop_s == found[ways.REPLICA].fall_stop_s == 9
+    half = figures.resolve({})["step_s"].value / 2
+    assert found[ways.REPLAY].stop_s == found[ways.SHARED].stop_s == 5 + half
+    assert found[ways.AUTO].fall_stop_s == 5
+
+
+def test_only_what_logs_pays_for_the_log() -> None:
+    of = figures.resolve({"log_share": (0.25, "given"), "session_s_per_step": (0.0, "given")})
+    found = made(cluster(), faults(), {name: (f.value, f.source) for name, f in of.items()})
+    logs = {name for name, way in found.items() if way.overhead == 0.25}
+    assert logs == {ways.REPLAY, ways.SHARED, ways.AUTO}
+    assert all(way.overhead == 0 for name, way in found.items() if name not in logs)
+
+
+def test_who_cannot_is_left_out_with_the_reason() -> None:
+    def left_out(**changes: int) -> dict[str, str]:
+        size = cluster(**changes)
+        of = figures.resolve({})
+        maker = ways.Maker(size, faults(), of, ways.Given(stops={}))
+        names = [way.name for way in maker.ways()]
+        assert names == [name for name in ways.NAMES if name in names]
+        return dict(maker.left_out())
+
+    assert "shrink, drop and lossy-forward" in left_out()
+    assert "replica, auto, shrink, adaptive" not in left_out()
+    alone = left_out(replicas=1)
+    assert "give --replicas" in alone["replica, auto, shrink, adaptive"]
+    assert {ways.REPLICA, ways.SHRINK, ways.ADAPTIVE}.isdisjoint(made(cluster(replicas=1), faults()))
+    one = left_out(ranks=8, replicas=8, stages=1)
+    assert "snapshot" in one
+    assert ways.SNAPSHOT not in made(cluster(ranks=8, replicas=8, stages=1), faults())
+    whole = cluster(ranks=64, replicas=64, stages=1)
+    assert {ways.DROP, ways.LOSSY} <= made(whole, faults()).keys()
+
+
+def test_spares_hold_for_all_that_replace_and_no_row_stands_twice() -> None:
+    found = made(cluster(spares=3), faults())
+    for name, one in found.items():
+        assert one.spares == (None if one.speeds else 0 if name == ways.WAIT else 3), name
+    assert ways.WAIT not in made(cluster(spares=0), faults())
+
+
+def test_a_checkpoint_and_a_snapshot_follow_what_they_are_made_of() -> None:
+    of = figures.resolve(
+        {"step_s": (10.0, "given"), "state_bytes": (3e9, "given"), "copy_bytes_per_s": (1e9, "")}
+    )
+    assert of["save_s"].value == pytest.approx(13.0)
+    assert of["snapshot_s"].value == pytest.approx(6.0)
+    assert figures.resolve({"save_s": (2.0, "given"), "step_s": (10.0, "")})["save_s"].value == 2
+    assert all(figure.source and figure.words for figure in of.values() if figure.name != "copy_bytes_per_s")
+    assert all(figure.source for figure in figures.FIGURES)
+    assert all(preset.source for preset in figures.PRESETS.values())
+
+
+def test_the_presets_say_what_was_published() -> None:
+    assert figures.PRESETS["llama3"].per_1000_node_days == pytest.approx(3.79, abs=0.005)
+    assert figures.PRESETS["infinitehbd"].per_1000_node_days == pytest.approx(4.18, abs=0.005)
+    assert figures.PRESETS["llama3"].mtbf_s / (16384 / 8) == pytest.approx(54 * 24 * HOUR / 419)
+
+
+@pytest.mark.parametrize("cv", [0.11, 0.5, 0.99, 1.0, 1.76, 9.9])
+def test_the_shape_of_a_variation_has_it(cv: float) -> None:
+    assert cv_of(shape_of(cv)) == pytest.approx(cv, rel=1e-6)
+    assert shape_of(1.0) == 1.0
+
+
+def test_parts_and_holders_of_what_does_not_divide() -> None:
+    """8 replicas on 12 nodes: each has one and a half, so two parts are on other nodes."""
+    size = cluster(ranks=96, replicas=8, stages=1)
+    assert (size.nodes, size.parts, size.holders) == (12, 2, 8)
