@@ -19,6 +19,7 @@ from torch.distributed import DistError
 from swift import events
 from swift.arguments import only_finite
 from swift.errors import ServiceError, SwiftError, UsageError
+from swift.launch import failing
 from swift.launch.agent import ReplacingAgent, say
 from swift.launch.children import Nursery
 from swift.launch.decisions import Outcome
@@ -108,6 +109,7 @@ class LaunchPlan:
     last_checkpoint_s: float
     health_check: HealthCheck | None
     signals: list[signal.Signals]
+    failures: failing.Planned | None
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -164,6 +166,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_recovery(ours)
     _add_health_check(ours)
     _add_checkpoints(ours)
+    failing.add_arguments(ours)
     return parser
 
 
@@ -298,6 +301,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         raise UsageError(f"run: --signals-to-handle: no signal {error}") from error
     if config.nproc_per_node < 1:
         raise UsageError(f"run: --nproc-per-node {args.nproc_per_node}: 1 or more")
+    failures = failing.schedule_of(args, config)
     shown = None
     if args.local_ranks_filter:
         shown = frozenset(int(rank) for rank in args.local_ranks_filter.split(","))
@@ -338,6 +342,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         if args.health_check is None
         else HealthCheck.parse(args.health_check, args.health_check_s, path0),
         signals=signals,
+        failures=failing.planned(failures, run_dir, log_dir, job),
     )
 
 
@@ -502,7 +507,7 @@ def main(argv: Sequence[str]) -> int:
         plan = make_plan(argv)
         if plan.made_up:
             say(f"this is job {plan.job.name} (--job gives it another name)")
-        outcome = run(plan)
+        outcome = failing.around(plan.failures, lambda: run(plan))
     except SwiftError as error:
         tell(error)
         return error.exit_code

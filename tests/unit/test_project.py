@@ -63,6 +63,7 @@ def test_torch_comes_with_the_session_only() -> None:
         "swift.drill.command, swift.drill.report, swift.drill.cluster",
         "swift.doctor.command",
         "swift.plan.command",
+        "swift.failures.schedule, swift.failures.report, swift.failures.damage",
     ],
 )
 def test_no_torch_here(modules: str) -> None:
