@@ -68,7 +68,7 @@ def check(
 def _check_kind(fault: Fault) -> None:
     """A drill kills, and flips bits."""
     others = isinstance(fault, FillFault) or (isinstance(fault, RankFault) and fault.kind != "kill")
-    timed = getattr(fault, "at_s", None) is not None
+    timed = getattr(fault, "at_s", None) is not None or getattr(fault, "for_s", None) is not None
     if others or timed or (isinstance(fault, CoordinatorFault) and not fault.state):
         raise UsageError(
             f"--kill {fault}: a drill kills at coordinates; swift-ft run --failures does this (docs/failures.md)"

@@ -65,13 +65,13 @@ class What:
     KEYS = ("unit", "kind", "for", "factor", "phase", "microbatches")
 
     @classmethod
-    def of(cls, given: Fields) -> "What":
-        """Raises UsageError."""
+    def of(cls, given: Fields, *, mixed: bool = False) -> "What":
+        """`mixed`: there may be failures of other kinds as well, which `for` and `factor` are for. Raises UsageError."""
         kind = given.one_of("kind", KINDS, "kill")
         for_s, factor = given.seconds("for"), given.decimal("factor", 1.0, 1000.0)
-        if kind == "kill" and for_s is not None:
+        if kind == "kill" and for_s is not None and not mixed:
             raise given.error("a kill is for good: leave for= out")
-        if (kind == "slow") != (factor is not None):
+        if (kind == "slow") != (factor is not None) and not mixed:
             raise given.error("kind=slow needs factor=F" if kind == "slow" else "factor needs kind=slow")
         return cls(
             unit=given.one_of("unit", UNITS, "steps"),
@@ -92,7 +92,7 @@ class What:
             "unit": None if self.unit == "steps" else self.unit,
             "kind": None if self.kind == "kill" else self.kind,
             "for": None if self.for_s is None else seconds_text(self.for_s),
-            "factor": None if self.kind != "slow" else seconds_text(self.factor),
+            "factor": None if self.kind != "slow" and self.factor == 1.0 else seconds_text(self.factor),
             "phase": None if self.phase == "idle" else self.phase,
         }
 
@@ -101,8 +101,8 @@ class What:
     ) -> Iterator[RankFault]:
         """The failures of these ranks of one host at that time. `other`: fields that are said for this one alone."""
         kind = other.get("kind", self.kind)
-        fields_ = {"kind": kind, "for_s": self.for_s, "factor": self.factor if kind == "slow" else 1.0}
-        fields_ |= other
+        lasts = None if kind == "kill" else other.get("for_s", self.for_s)
+        fields_ = {"kind": kind, "for_s": lasts, "factor": self.factor if kind == "slow" else 1.0}
         phase = generator.choice(DRAWN_PHASES) if self.phase == "any" else self.phase
         microbatch = generator.randrange(self.microbatches) if phase in MICROBATCH_PHASES else 0
         # A machine has one network.

@@ -12,6 +12,7 @@
     kind=slow,rank=2,step=17,factor=4,for=5        from there on it gets a quarter of the time, for 5 s
     kind=network,rank=2,step=17,for=5              the machine of rank 2 loses its network for 5 s
     service=logserver,step=12                      the log server is killed when training reaches that step
+    service=logserver,step=12,for=3                ... and started again 3 s later
     service=coordinator,state=recovering           the coordinator kills itself when it enters that state
     service=coordinator,step=12                    the coordinator is killed when training reaches that step
     log=0,step=17                                  that log server is killed for good
@@ -75,6 +76,10 @@ def _when(step: int | None, at_s: float | None) -> str:
     return f"step={step}" if at_s is None else f"at={seconds_text(at_s)}"
 
 
+def _lasts(for_s: float | None) -> str:
+    return "" if for_s is None else f",for={seconds_text(for_s)}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFault:
     """What happens to a rank at (step, microbatch, phase), or at a time. `kind` is one of `KINDS`."""
@@ -112,9 +117,7 @@ class RankFault:
             parts.append(f"bucket={self.bucket}")
         if self.kind == "slow":
             parts.append(f"factor={seconds_text(self.factor)}")
-        if self.for_s is not None:
-            parts.append(f"for={seconds_text(self.for_s)}")
-        return ",".join(parts)
+        return ",".join(parts) + _lasts(self.for_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,9 +126,11 @@ class LogServerFault:
 
     step: int | None = None
     at_s: float | None = None
+    for_s: float | None = None
+    """It is down for so long; None: it is started again at once."""
 
     def __str__(self) -> str:
-        return f"service=logserver,{_when(self.step, self.at_s)}"
+        return f"service=logserver,{_when(self.step, self.at_s)}{_lasts(self.for_s)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,9 +155,12 @@ class CoordinatorFault:
     state: str = ""
     step: int | None = None
     at_s: float | None = None
+    for_s: float | None = None
+    """It is down for so long; None: it is started again at once."""
 
     def __str__(self) -> str:
-        return "service=coordinator," + (f"state={self.state}" if self.state else _when(self.step, self.at_s))
+        when = f"state={self.state}" if self.state else _when(self.step, self.at_s)
+        return f"service=coordinator,{when}{_lasts(self.for_s)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,8 +206,7 @@ class FillFault:
     for_s: float | None = None
 
     def __str__(self) -> str:
-        lasts = "" if self.for_s is None else f",for={seconds_text(self.for_s)}"
-        return f"fill={self.directory},{_when(self.step, self.at_s)}{lasts}"
+        return f"fill={self.directory},{_when(self.step, self.at_s)}{_lasts(self.for_s)}"
 
 
 Fault = (
@@ -381,17 +388,21 @@ def _log_loss(fields: Fields) -> LogLossFault:
 def _service_fault(fields: Fields) -> Fault:
     service = fields.word("service")
     if service == "logserver":
-        fields.only("service", "step", "at")
+        fields.only("service", "step", "at", "for")
         step, at_s = fields.when()
-        return LogServerFault(step=step, at_s=at_s)
+        return LogServerFault(step=step, at_s=at_s, for_s=fields.seconds("for"))
     if service == "coordinator":
-        fields.only("service", "state", "step", "at")
+        fields.only("service", "state", "step", "at", "for")
         if "step" in fields or "at" in fields:
             if "state" in fields:
                 raise fields.error("give a state or a step, not both")
             step, at_s = fields.when()
-            return CoordinatorFault(step=step, at_s=at_s)
+            return CoordinatorFault(step=step, at_s=at_s, for_s=fields.seconds("for"))
         state = fields.word("state")
+        if "for" in fields:
+            raise fields.error(
+                "for needs a step, or at: whoever gives a state starts the coordinator again at once"
+            )
         if state not in STATES:
             raise fields.error(f"state must be one of {', '.join(STATES)}")
         return CoordinatorFault(state=state)

@@ -25,6 +25,10 @@ from swift.failures.grammar import (
 
 Event = Mapping[str, Any]
 INJECTED = ("fault", "service_killed", "corrupted")
+_WATCHED_S = 120.0
+"""What is seen later than this is of something else."""
+_ASKED_LATER_S = 2.0
+"""So long after a failure that lasts is over, what was suspected while it lasted may become known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +79,11 @@ def outcomes(
             continue
         at = injected["t"]
         over = next((e for e in trace if e["event"] == "fault_over" and e.get("id") == name), None)
+        until = (at if over is None else over["t"]) + (
+            _ASKED_LATER_S if _lasts(fault) and over else _WATCHED_S
+        )
         behind = [event for event in trace if event["t"] >= at]
-        sign = next((event for event in behind if _is_sign(fault, injected, event)), None)
+        sign = next((e for e in behind if e["t"] <= until and _is_sign(fault, injected, e)), None)
         before = max((e["generation"] for e in trace if e["event"] == "view_seen" and e["t"] < at), default=0)
         newer = [e for e in behind if e["event"] == "view_seen" and e["generation"] > before]
         runs = next((e for e in newer if e["state"] in ("RUNNING", "FINISHED")), None)
@@ -108,6 +115,10 @@ def _never(fault: Fault) -> str:
             return "the run was over before"
 
 
+def _lasts(fault: Fault) -> bool:
+    return isinstance(fault, RankFault) and fault.kind != "kill"
+
+
 def _rank_of(injected: Event) -> Callable[[Event], bool]:
     return lambda event: event.get("rank") == injected.get("rank")
 
@@ -121,8 +132,10 @@ def _is_sign(fault: Fault, injected: Event, event: Event) -> bool:
         case RankFault():
             fenced = f"rank {injected.get('rank')} " in f"{event.get('reason', '')} "
             silent = name == "heartbeat_unanswered" and fault.kind == "network"
-            named = name in ("suspicion_seen", "fenced_kill", "child_exit") or silent
-            return (named and mine) or (made_anew and fenced)
+            suspected = name == "suspicion_seen" and not event.get(
+                "told"
+            )  # what a rank tells, it tells of another
+            return (mine and (suspected or silent or name == "fenced_kill")) or (made_anew and fenced)
         case CoordinatorFault():
             return name in ("heartbeat_unanswered", "coordinator_unanswered")
         case LogServerFault() | LogLossFault():

@@ -189,7 +189,7 @@ class Traced:
             seed=given.number_or_none("seed") or 0,
             nodes=given.number_or_none("nodes"),
             per_host=given.number_or_none("per_host"),
-            what=What.of(given),
+            what=What.of(given, mixed=True),
         )
 
     def __str__(self) -> str:
@@ -233,14 +233,14 @@ class Traced:
         said: dict[str, Any] = {"kind": outage.kind} if outage.kind else {}
         kind = outage.kind or self.what.kind
         if kind == "kill":
-            return {**said, "for_s": None}
+            return said
         lasts = None if outage.end is None else (outage.end - outage.start) / self.per
         if self.what.for_s is None and self.what.unit == "seconds" and lasts is not None:
             said["for_s"] = round(lasts, 3)
         elif self.what.for_s is None and kind in ("slow", "network"):
             raise UsageError(f"{flag} {self}: kind={kind} needs for=SECONDS, as steps have no length")
-        if kind == "slow" and self.what.kind != "slow":
-            raise UsageError(f"{flag} {self}: the file has kind=slow: give kind=slow,factor=F")
+        if kind == "slow" and self.what.factor == 1.0:
+            raise UsageError(f"{flag} {self}: kind=slow needs factor=F, more than 1")
         return said
 
     def _hosts_of(self, outages: Sequence[Outage], hosts: Hosts, flag: str) -> dict[str, int]:

@@ -170,7 +170,11 @@ def around(plan: Planned | None, run: Callable[[], Outcome]) -> Outcome:
 
 
 def _about(plan: Planned) -> dict[str, object]:
-    return {"job": plan.job.name, "command": shlex.join(sys.argv), "given": plan.schedule.given.splitlines()}
+    return {
+        "job": plan.job.name,
+        "command": f"swift-ft run {shlex.join(sys.argv[1:])}",
+        "given": plan.schedule.given.splitlines(),
+    }
 
 
 def _write(plan: Planned, content: dict[str, object]) -> Path:

@@ -214,11 +214,11 @@ class Injector:
             case RankFault():
                 self._hurt_rank(index, fault)
             case LogServerFault():
-                self._kill(index, fault, self._log_server(0), again=True)
+                self._kill(index, self._log_server(0), fault.for_s or 0.0)
             case LogLossFault(server=server):
-                self._kill(index, fault, self._log_server(server), again=False)
+                self._kill(index, self._log_server(server), None)
             case CoordinatorFault():
-                self._kill(index, fault, self._plan.job.coordinator, again=True)
+                self._kill(index, self._plan.job.coordinator, fault.for_s or 0.0)
             case FillFault(directory=directory):
                 self._tell(
                     "fault", index, kind="fill", directory=directory, bytes=disk_filling.fill(directory)
@@ -286,13 +286,20 @@ class Injector:
             raise UsageError(f"log must be 0 to {len(addresses) - 1}: so many log servers the job has")
         return addresses[number]
 
-    def _kill(self, index: int, fault: Fault, address: str, *, again: bool) -> None:
+    def _kill(self, index: int, address: str, down_s: float | None) -> None:
+        """`down_s`: it is started again so much later; None: never."""
         service = service_at(address)
-        self._tell("service_killed", index, address=address, pid=service.pid, again=again)
+        self._tell("service_killed", index, address=address, pid=service.pid)
         service.kill()
-        if again:
-            self._again.append(service.start_again())
-        service.close()
+
+        def start_again() -> None:
+            with contextlib.closing(service):
+                self._again.append(service.start_again())
+
+        if down_s is None:
+            service.close()
+        else:
+            self._lasts(index, down_s, start_again)
 
     def _corrupt(self, index: int, fault: CorruptFault | CorruptCheckpointFault) -> None:
         """As soon as there is something to damage; a victim does not wait for it for ever."""
@@ -320,12 +327,13 @@ class Injector:
         self._ends[index] = (float("inf") if for_s is None else events.now() + for_s, end)
 
     def _end(self, index: int) -> None:
-        _, end = self._ends.pop(index)
+        at, end = self._ends.pop(index)
         try:
             end()
         except (OSError, subprocess.SubprocessError) as error:
             tell(f"failures: {self._faults[index]}: it cannot be ended: {error}")
-        events.emit("fault_over", id=fault_id(index))
+        if at < float("inf"):
+            events.emit("fault_over", id=fault_id(index))
 
     def _reached(self, index: int) -> bool:
         if not (self._plan.fault_directory / f"{fault_id(index)}.reached").exists():

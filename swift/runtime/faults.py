@@ -74,7 +74,7 @@ class FaultInjector:
         self._beside = [fault for fault in self._faults if rank in fault.beside]
         self._waited_for: set[str] = set()
         self._any_in_replay = any(fault.phase == "replay" for fault in self._faults)
-        self.layers = frozenset(fault.layer for fault in self._mine if fault.layer)
+        self.layers = sorted({fault.layer for fault in self._mine if fault.layer})
         """Names of modules at which this rank is to fail."""
 
     def at(
@@ -93,6 +93,12 @@ class FaultInjector:
                 and (fault.layer, fault.bucket) == (layer, bucket)
             ):
                 self._fire(fault, step)
+
+    def behind_bucket(self, phase: str, step: int, bucket: int, *, is_middle: bool) -> None:
+        """`at`, for a phase that goes from bucket to bucket: behind this one, which `is_middle` of them or not."""
+        self.at(phase, step, bucket=bucket)
+        if is_middle:
+            self.at(phase, step)
 
     def due(self, phase: str, step: int) -> bool:
         """Whether this rank is to fail in this phase of the step, half-way through its buckets."""
