@@ -18,12 +18,12 @@ what fails there can be repeated bit for bit. A second is not: the same time fin
 import heapq
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from swift.errors import UsageError
-from swift.failures.grammar import KINDS, MICROBATCH_PHASES, Fault, Fields, RankFault, seconds_text
+from swift.failures.grammar import KINDS, MICROBATCH_PHASES, Fault, Fields, RankFault, lasting, seconds_text
 
 FAILURES_MAX = 500
 """Of one schedule: ranks are told of them in their environment."""
@@ -58,26 +58,24 @@ class What:
     kind: str = "kill"
     for_s: float | None = None
     factor: float = 1.0
+    link: str = ""
     phase: str = "idle"
     microbatches: int = 1
     """``phase=any`` draws one of so many."""
 
-    KEYS = ("unit", "kind", "for", "factor", "phase", "microbatches")
+    KEYS = ("unit", "kind", "for", "factor", "link", "phase", "microbatches")
 
     @classmethod
     def of(cls, given: Fields, *, mixed: bool = False) -> "What":
-        """`mixed`: there may be failures of other kinds as well, which `for` and `factor` are for. Raises UsageError."""
+        """`mixed`: see `lasting`. Raises UsageError."""
         kind = given.one_of("kind", KINDS, "kill")
-        for_s, factor = given.seconds("for"), given.decimal("factor", 1.0, 1000.0)
-        if kind == "kill" and for_s is not None and not mixed:
-            raise given.error("a kill is for good: leave for= out")
-        if (kind == "slow") != (factor is not None) and not mixed:
-            raise given.error("kind=slow needs factor=F" if kind == "slow" else "factor needs kind=slow")
+        for_s, factor, link = lasting(given, kind, mixed=mixed)
         return cls(
             unit=given.one_of("unit", UNITS, "steps"),
             kind=kind,
             for_s=for_s,
-            factor=1.0 if factor is None else factor,
+            factor=factor,
+            link=link,
             phase=given.one_of("phase", _PHASES, "idle"),
             microbatches=given.number("microbatches") if "microbatches" in given else 1,
         )
@@ -93,20 +91,22 @@ class What:
             "kind": None if self.kind == "kill" else self.kind,
             "for": None if self.for_s is None else seconds_text(self.for_s),
             "factor": None if self.kind != "slow" and self.factor == 1.0 else seconds_text(self.factor),
+            "link": self.link or None,
             "phase": None if self.phase == "idle" else self.phase,
         }
 
-    def hits(
-        self, ranks: range | list[int], at: float, generator: random.Random, **other: Any
-    ) -> Iterator[RankFault]:
-        """The failures of these ranks of one host at that time. `other`: fields that are said for this one alone."""
-        kind = other.get("kind", self.kind)
-        lasts = None if kind == "kill" else other.get("for_s", self.for_s)
-        fields_ = {"kind": kind, "for_s": lasts, "factor": self.factor if kind == "slow" else 1.0}
+    def hits(self, ranks: Sequence[int], at: float, generator: random.Random) -> Iterator[RankFault]:
+        """The failures of these ranks of one host at that time."""
+        lasts = None if self.kind == "kill" else self.for_s
+        fields_: dict[str, Any] = {"kind": self.kind, "for_s": lasts}
+        if self.kind == "slow":
+            fields_["factor"] = self.factor
+        if self.kind == "network":
+            fields_["link"] = self.link
         phase = generator.choice(DRAWN_PHASES) if self.phase == "any" else self.phase
         microbatch = generator.randrange(self.microbatches) if phase in MICROBATCH_PHASES else 0
         # A machine has one network.
-        for rank in ranks[:1] if kind == "network" else ranks:
+        for rank in ranks[:1] if self.kind == "network" else ranks:
             if self.unit == "seconds":
                 yield RankFault(rank=rank, at_s=round(at, 3), **fields_)
             else:
@@ -151,9 +151,6 @@ class Drawn:
             raise given.error(f"count must be 1 to {FAILURES_MAX}")
         if given.number_or_none("per_host") == 0:
             raise given.error("per_host must be at least 1")
-        what = What.of(given)
-        if what.kind in ("slow", "network") and what.for_s is None:
-            raise given.error(f"kind={what.kind} needs for=SECONDS")
         lemons, lemon = given.number_or_none("lemons") or 0, given.decimal("lemon", 1.0, 1e6)
         if lemon is not None and not lemons:
             raise given.error("lemon needs lemons=K: so many hosts fail so much more often")
@@ -168,7 +165,7 @@ class Drawn:
             lemon=10.0 if lemon is None else lemon,
             together=given.decimal("together", 0.0, 1.0) or 0.0,
             per_host=given.number_or_none("per_host"),
-            what=what,
+            what=What.of(given),
         )
 
     def __str__(self) -> str:
@@ -182,10 +179,10 @@ class Drawn:
                 words.append(f"{name}={seconds_text(value)}")
         return ",".join([*words, *self.what.words()])
 
-    def faults(self, hosts: Hosts) -> list[Fault]:
+    def faults(self, hosts: Hosts, flag: str = "--failures") -> list[Fault]:
         """The failures of a job with these hosts, by time. UsageError: too many, or there are not so many hosts."""
         if self.lemons > hosts.count:
-            raise UsageError(f"{self}: lemons must be 0 to {hosts.count}, the hosts of this job")
+            raise UsageError(f"{flag} {self}: lemons must be 0 to {hosts.count}, the hosts of this job")
         lemons = random.Random(f"lemons {self.seed}").sample(range(hosts.count), self.lemons)
         found: list[Fault] = []
         for number, (at, host) in enumerate(
@@ -194,7 +191,9 @@ class Drawn:
             if number == self.count:
                 break
             if len(found) >= FAILURES_MAX:
-                raise UsageError(f"{self}: more than {FAILURES_MAX} failures: lower until, or raise mtbf")
+                raise UsageError(
+                    f"{flag} {self}: more than {FAILURES_MAX} failures: lower until, or raise mtbf"
+                )
             generator = random.Random(f"hit {self.seed} {host} {at!r}")
             there = hosts.ranks_of(host)
             all_of_it = generator.random() < self.together

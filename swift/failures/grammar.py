@@ -10,7 +10,7 @@
     kind=stop,rank=2,step=17,for=5                 SIGSTOP there, SIGCONT 5 s later
     kind=hang,rank=2,step=17,for=5                 its thread waits there for 5 s; the process lives on
     kind=slow,rank=2,step=17,factor=4,for=5        from there on it gets a quarter of the time, for 5 s
-    kind=network,rank=2,step=17,for=5              the machine of rank 2 loses its network for 5 s
+    kind=network,rank=2,step=17,link=e0,for=5      the machine of rank 2 loses that link for 5 s
     service=logserver,step=12                      the log server is killed when training reaches that step
     service=logserver,step=12,for=3                ... and started again 3 s later
     service=coordinator,state=recovering           the coordinator kills itself when it enters that state
@@ -64,6 +64,8 @@ _NUMBER = re.compile(r"[0-9]{1,9}\Z")
 _DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,6})?\Z")
 _STREAM = re.compile(r"s[0-9]{1,4}(c[0-9]{1,4})?\.[FB]\Z")
 _LAYER = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*\Z")
+LINK = re.compile(r"(?!lo\Z)[A-Za-z0-9][A-Za-z0-9_.-]{0,14}\Z")
+LINK_WORDS = "a network device other than lo (such as e0)"
 _DIRECTORY = re.compile(r"[^,;\s]+\Z")
 
 
@@ -98,6 +100,8 @@ class RankFault:
     """How long it lasts; None: for good."""
     factor: float = 1.0
     """(slow) It gets one part in so many of the time."""
+    link: str = ""
+    """(network) The device that is down."""
     at_s: float | None = None
     """Since the first rank was started; then there are no other coordinates."""
 
@@ -117,6 +121,8 @@ class RankFault:
             parts.append(f"bucket={self.bucket}")
         if self.kind == "slow":
             parts.append(f"factor={seconds_text(self.factor)}")
+        if self.link:
+            parts.append(f"link={self.link}")
         return ",".join(parts) + _lasts(self.for_s)
 
 
@@ -317,16 +323,18 @@ def parse(spec: str, flag: str = "--kill") -> Fault:
 
 
 def _rank_fault(fields: Fields) -> RankFault:
-    fields.only("kind", "rank", "step", "at", "microbatch", "phase", "layer", "bucket", "for", "factor")
+    fields.only(
+        "kind", "rank", "step", "at", "microbatch", "phase", "layer", "bucket", "for", "factor", "link"
+    )
     kind = fields.one_of("kind", KINDS, "kill")
-    for_s, factor = _lasting(fields, kind)
+    for_s, factor, link = lasting(fields, kind)
     rank = fields.number("rank")
     if "at" in fields:
         for key in ("microbatch", "phase", "layer", "bucket"):
             if key in fields:
                 raise fields.error(f"{key} needs a step: at is any place in a step")
         _, at_s = fields.when()
-        return RankFault(rank=rank, at_s=at_s, kind=kind, for_s=for_s, factor=factor)
+        return RankFault(rank=rank, at_s=at_s, kind=kind, for_s=for_s, factor=factor, link=link)
     phase = fields.one_of("phase", PHASES, "backward")
     if "step" not in fields and phase not in RECOVERY_PHASES:
         raise fields.error("step is missing (only phase=replay and phase=copy need none)")
@@ -351,19 +359,27 @@ def _rank_fault(fields: Fields) -> RankFault:
         bucket=fields.number_or_none("bucket"),
         for_s=for_s,
         factor=factor,
+        link=link,
     )
 
 
-def _lasting(fields: Fields, kind: str) -> tuple[float | None, float]:
-    """(how many seconds it lasts, by what factor it is slower)"""
+def lasting(fields: Fields, kind: str, *, mixed: bool = False) -> tuple[float | None, float, str]:
+    """(how many seconds it lasts, by what factor it is slower, which link is down). `mixed`: there may be failures of
+    other kinds as well, which these are for. Raises UsageError."""
     for_s, factor = fields.seconds("for"), fields.decimal("factor", 1.0, FACTOR_MAX)
-    if kind == "kill" and for_s is not None:
-        raise fields.error("a kill is for good: leave for= out")
-    if kind in ("slow", "network") and for_s is None:
-        raise fields.error(f"kind={kind} needs for=SECONDS")
-    if (kind == "slow") != (factor is not None):
-        raise fields.error("kind=slow needs factor=F" if kind == "slow" else "factor needs kind=slow")
-    return for_s, 1.0 if factor is None else factor
+    link = fields.text("link", LINK, LINK_WORDS)
+    if not mixed:
+        if kind == "kill" and for_s is not None:
+            raise fields.error("a kill is for good: leave for= out")
+        if kind in ("slow", "network") and for_s is None:
+            raise fields.error(f"kind={kind} needs for=SECONDS")
+        if (kind == "slow") != (factor is not None):
+            raise fields.error("kind=slow needs factor=F" if kind == "slow" else "factor needs kind=slow")
+        if (kind == "network") != bool(link):
+            raise fields.error(
+                "kind=network needs link=DEVICE" if kind == "network" else "link needs kind=network"
+            )
+    return for_s, 1.0 if factor is None else factor, link
 
 
 def _fill_fault(fields: Fields) -> FillFault:

@@ -97,7 +97,7 @@ def schedule_of(given: str, ranks: int, per_host: int = 1, flag: str = "--failur
     for entry in entries:
         if isinstance(entry, Drawn | Traced):
             hosts = Hosts(ranks=ranks, per_host=entry.per_host or per_host)
-            found += entry.faults(hosts)
+            found += entry.faults(hosts, flag)
         else:
             found.append(entry)
     check_ranks(found, ranks, flag)

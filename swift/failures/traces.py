@@ -21,7 +21,7 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -223,25 +223,23 @@ class Traced:
                 )
             generator = random.Random(f"hit {self.seed} {host} {outage.start!r}")
             at = (outage.start - self.begin) / self.per
-            found += self.what.hits(hosts.ranks_of(host), at, generator, **self._said(outage, flag))
+            found += self._what(outage, flag).hits(hosts.ranks_of(host), at, generator)
         if not found:
             raise UsageError(f"{flag} {self}: none of its failures is of this job: give from, until or seed")
         return found
 
-    def _said(self, outage: Outage, flag: str) -> dict[str, Any]:
-        """What the row itself says of its failure."""
-        said: dict[str, Any] = {"kind": outage.kind} if outage.kind else {}
-        kind = outage.kind or self.what.kind
-        if kind == "kill":
-            return said
-        lasts = None if outage.end is None else (outage.end - outage.start) / self.per
-        if self.what.for_s is None and self.what.unit == "seconds" and lasts is not None:
-            said["for_s"] = round(lasts, 3)
-        elif self.what.for_s is None and kind in ("slow", "network"):
+    def _what(self, outage: Outage, flag: str) -> What:
+        """With what the row itself says of its failure."""
+        kind, for_s = outage.kind or self.what.kind, self.what.for_s
+        if for_s is None and self.what.unit == "seconds" and outage.end is not None:
+            for_s = round((outage.end - outage.start) / self.per, 3)
+        if kind in ("slow", "network") and for_s is None:
             raise UsageError(f"{flag} {self}: kind={kind} needs for=SECONDS, as steps have no length")
         if kind == "slow" and self.what.factor == 1.0:
             raise UsageError(f"{flag} {self}: kind=slow needs factor=F, more than 1")
-        return said
+        if kind == "network" and not self.what.link:
+            raise UsageError(f"{flag} {self}: kind=network needs link=DEVICE")
+        return replace(self.what, kind=kind, for_s=for_s)
 
     def _hosts_of(self, outages: Sequence[Outage], hosts: Hosts, flag: str) -> dict[str, int]:
         names = list(dict.fromkeys(outage.node for outage in outages))

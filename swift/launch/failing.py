@@ -29,7 +29,7 @@ from swift.failures.grammar import (
     fault_id,
 )
 from swift.failures.schedule import Schedule
-from swift.launch import disk_filling, network_loss
+from swift.launch import disk_filling, network_loss, services_here
 from swift.launch.decisions import Outcome
 from swift.launch.ranks import RankProgram, make_run_dir
 from swift.launch.torch_names import LaunchConfig
@@ -90,17 +90,14 @@ def _check(found: Schedule, args: argparse.Namespace, *, alone: bool) -> None:
         match fault:
             case RankFault(kind="hang", at_s=float()):
                 raise UsageError(f"{flag} {fault}: a thread hangs at a place in a step: give step=N")
-            case RankFault(kind="network"):
-                network_loss.check(flag)
+            case RankFault(kind="network", link=link):
+                network_loss.check(link, flag)
             case CoordinatorFault(state=state) if state:
                 raise UsageError(
                     f"{flag} {fault}: a state is known to the coordinator alone: give step=N (or use swift-ft drill)"
                 )
-            case CoordinatorFault():
-                from swift.launch.services_here import service_at
-
-                if alone:
-                    service_at(args.coordinator).close()
+            case CoordinatorFault() if alone:
+                services_here.service_at(args.coordinator, f"{flag} {fault}: ").close()
             case CorruptFault(stream=""):
                 raise UsageError(f"{flag} {fault}: name the stream (stream=s1.F)")
             case CorruptCheckpointFault() if args.checkpoint_dir is None:

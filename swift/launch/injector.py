@@ -33,8 +33,7 @@ from swift.failures.grammar import (
     RankFault,
     fault_id,
 )
-from swift.launch import disk_filling
-from swift.launch.network_loss import Network
+from swift.launch import disk_filling, network_loss
 from swift.launch.services_here import Service, service_at
 from swift.words import tell
 
@@ -94,7 +93,6 @@ class Injector:
         self._injected_at = float("-inf")
         self._asked_at = 0.0
         self._said: set[tuple[Any, ...]] = set()
-        self._network = Network()
         self._again: list[subprocess.Popen[bytes]] = []
         self._client: CoordinatorClient | None = None
         self._services: dict[str, Service] = {}
@@ -247,8 +245,8 @@ class Injector:
                 self._slow(index, fault, process.pid)
             case "network":
                 self._tell("fault", index, **about)
-                self._network.cut()
-                self._lasts(index, fault.for_s, self._network.restore)
+                routes = network_loss.cut(fault.link)
+                self._lasts(index, fault.for_s, lambda: network_loss.restore(fault.link, routes))
         self._go(index)
 
     def _signal(self, rank: int, signum: signal.Signals, pid: int) -> None:

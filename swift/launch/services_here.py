@@ -80,8 +80,9 @@ def _option(command: Sequence[str], flag: str) -> str:
     return ""
 
 
-def service_at(address: str) -> Service:
-    """Who listens at this HOST:PORT. UsageError: nobody of this machine does, or it is none of swift's services."""
+def service_at(address: str, where: str = "") -> Service:
+    """Who listens at this HOST:PORT. UsageError, which begins with `where`: nobody of this machine does, or it is none
+    of swift's services."""
     host, _, port = address.rpartition(":")
     inodes = _listening(int(port)) if port.isdecimal() else set()
     for entry in Path("/proc").iterdir() if inodes else ():
@@ -90,8 +91,8 @@ def service_at(address: str) -> Service:
             if service is not None:
                 return service
     raise UsageError(
-        f"{address}: no service of swift listens there on this machine, as this user: "
-        "a failure of a service needs it here"
+        f"{where}no service of swift listens at {address} on this machine, as this user: start it here, or leave the "
+        "failure to a launcher of its machine"
     )
 
 

@@ -38,7 +38,9 @@ def lasting(draw: st.DrawFn) -> dict[str, object]:
     if kind == "slow":
         factor = draw(st.integers(1000, 10**6).map(lambda thousandths: thousandths / 1000))
         return {"kind": kind, "factor": factor, "for_s": draw(seconds)}
-    return {"kind": kind, "for_s": draw(seconds if kind == "network" else st.none() | seconds)}
+    if kind == "network":
+        return {"kind": kind, "link": draw(st.sampled_from(["e0", "eth0.1"])), "for_s": draw(seconds)}
+    return {"kind": kind, "for_s": draw(st.none() | seconds)}
 
 
 @st.composite

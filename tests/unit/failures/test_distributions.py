@@ -110,7 +110,9 @@ def test_phase_any_draws_from_all_of_them() -> None:
 
 
 def test_a_machine_loses_one_network() -> None:
-    found = drawn("every=exponential,mtbf=50,count=5,kind=network,for=2,together=1", ranks=8, per_host=4)
+    found = drawn(
+        "every=exponential,mtbf=50,count=5,kind=network,link=e0,for=2,together=1", ranks=8, per_host=4
+    )
     assert [fault.rank % 4 for fault in found] == [0] * 5
 
 

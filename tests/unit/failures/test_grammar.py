@@ -18,6 +18,8 @@ from swift.failures.grammar import (
 )
 from tests.unit.failures.drawn import any_fault
 
+NETWORK = RankFault(rank=1, at_s=0.5, kind="network", link="e0", for_s=1)
+
 
 @pytest.mark.parametrize(
     ("spec", "fault"),
@@ -50,7 +52,7 @@ from tests.unit.failures.drawn import any_fault
         ("kind=stop,rank=1,step=3,for=2.5", RankFault(rank=1, step=3, kind="stop", for_s=2.5)),
         ("kind=HANG,rank=1,step=3", RankFault(rank=1, step=3, kind="hang")),
         ("kind=slow,rank=1,at=4,factor=3,for=1", RankFault(rank=1, at_s=4, kind="slow", factor=3, for_s=1)),
-        ("kind=network,rank=1,at=0.5,for=1", RankFault(rank=1, at_s=0.5, kind="network", for_s=1)),
+        ("kind=network,rank=1,at=0.5,link=e0,for=1", NETWORK),
         ("rank=1,at=3", RankFault(rank=1, at_s=3.0)),
         ("rank=1,step=3,layer=Blocks.1", RankFault(rank=1, step=3, layer="Blocks.1")),
         ("rank=1,step=3,phase=update,bucket=2", RankFault(rank=1, step=3, phase="update", bucket=2)),
@@ -102,6 +104,10 @@ def test_parses(spec: str, fault: Fault) -> None:
         ("kind=slow,rank=1,step=3,factor=0.5,for=2", "factor must be a number from 1 to 1000"),
         ("kind=stop,rank=1,step=3,factor=2", "factor needs kind=slow"),
         ("kind=network,rank=1,step=3", "kind=network needs for=SECONDS"),
+        ("kind=network,rank=1,step=3,for=1", "kind=network needs link=DEVICE"),
+        ("kind=network,rank=1,step=3,for=1,link=lo", "a network device other than lo"),
+        ("kind=network,rank=1,step=3,for=1,link=../x", "a network device other than lo"),
+        ("rank=1,step=3,link=e0", "link needs kind=network"),
         ("kind=stop,rank=1,phase=replay", "a phase that is not of a recovery"),
         ("rank=1,step=3,at=4", "step and at are both given"),
         ("rank=1,at=4,phase=idle", "phase needs a step"),
