@@ -83,9 +83,10 @@ def outcomes(
             _ASKED_LATER_S if _lasts(fault) and over else _WATCHED_S
         )
         behind = [event for event in trace if event["t"] >= at]
-        sign = next((e for e in behind if e["t"] <= until and _is_sign(fault, injected, e)), None)
         before = max((e["generation"] for e in trace if e["event"] == "view_seen" and e["t"] < at), default=0)
         newer = [e for e in behind if e["event"] == "view_seen" and e["generation"] > before]
+        signs = (e for e in behind if e["event"] != "view_seen" or e in newer)
+        sign = next((e for e in signs if e["t"] <= until and _is_sign(fault, injected, e)), None)
         runs = next((e for e in newer if e["state"] in ("RUNNING", "FINISHED")), None)
         hidden = (*INJECTED, "t", "who", "event", "id", "kind")
         found.append(
@@ -124,13 +125,14 @@ def _rank_of(injected: Event) -> Callable[[Event], bool]:
 
 
 def _is_sign(fault: Fault, injected: Event, event: Event) -> bool:
+    """`event`: if it is a View, one of a newer generation."""
     name, mine = event["event"], _rank_of(injected)(event)
-    made_anew = name == "view_seen" and event["state"] not in ("RUNNING", "FINISHED")
+    made_anew, reason = name == "view_seen", f"{event.get('reason', '')} "
     match fault:
         case RankFault(kind="kill"):
             return name == "child_exit" and event.get("pid") == injected.get("pid")
         case RankFault():
-            fenced = f"rank {injected.get('rank')} " in f"{event.get('reason', '')} "
+            fenced = f"rank {injected.get('rank')} " in reason
             silent = name == "heartbeat_unanswered" and fault.kind == "network"
             suspected = name == "suspicion_seen" and not event.get(
                 "told"
@@ -140,16 +142,15 @@ def _is_sign(fault: Fault, injected: Event, event: Event) -> bool:
             return name in ("heartbeat_unanswered", "coordinator_unanswered")
         case LogServerFault() | LogLossFault():
             silent = name == "log_silent_seen" and event.get("address") == injected.get("address")
-            return silent or (made_anew and str(injected.get("address")) in str(event.get("reason")))
+            return silent or (made_anew and str(injected.get("address")) in reason)
         case FillFault():
             return name in ("checkpoint_failed", "log_full_seen")
         case CorruptFault() | CorruptCheckpointFault() | CorruptCopyFault():
-            return name in ("damage_seen", "stream_corrupt", "refused") or (
-                made_anew and any(word in str(event.get("reason")) for word in _DAMAGE)
-            )
+            refused = made_anew and any(word in reason for word in _DAMAGE)
+            return refused or name in ("stream_corrupt", "refused")
 
 
-_DAMAGE = ("corrupt", "damage", "checksum", "digest", "differ")
+_DAMAGE = (" refused ", "corrupt", "damage")
 """Words of a reason for a generation that somebody's refusal of what it was given has made."""
 
 

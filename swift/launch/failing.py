@@ -46,8 +46,6 @@ class Planned:
     """The failures of this launcher's run."""
 
     schedule: Schedule
-    ranks: int
-    """Of the whole job, as far as the flags say."""
     run_dir: Path
     job: RankProgram
 
@@ -113,7 +111,7 @@ def planned(
     if found is None:
         return None
     made = make_run_dir(log_dir, job.name) if run_dir is None else run_dir
-    plan = Planned(schedule=found, ranks=0, run_dir=made, job=job)
+    plan = Planned(schedule=found, run_dir=made, job=job)
     try:
         plan.fault_directory.mkdir()
         os.environ.setdefault(events.ENV_EVENTS_DIR, str(made / "events"))
@@ -150,13 +148,15 @@ def around(plan: Planned | None, run: Callable[[], Outcome]) -> Outcome:
         return run()
     from swift.launch.injector import Injector
 
-    with Injector(plan) as injector:
-        outcome = run()
+    try:
+        with Injector(plan) as injector:
+            outcome = run()
+    finally:
+        with contextlib.suppress(OSError):
+            (plan.run_dir / f"{REPORT}.space").unlink()
     found = report.outcomes(plan.schedule.faults, injector.trace(), injector.began, injector.why_not)
     for line in report.lines(found):
         tell(line)
-    with contextlib.suppress(OSError):
-        (plan.run_dir / f"{REPORT}.space").unlink()
     try:
         path = _write(plan, report.as_json(found, **_about(plan), exit_code=outcome.exit_code))
     except OSError as error:

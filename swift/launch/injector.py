@@ -81,6 +81,8 @@ class Injector:
         self._held = in_ranks.held_together(plan.schedule.faults)
         self._processes: dict[int, _Process] = {}
         """By rank, of this launcher."""
+        self._local: set[int] = set()
+        """The ranks that it has had."""
         self._lock = threading.Lock()
         """Around `_processes`: the launcher's thread reports their ends."""
         self._done: set[int] = set()
@@ -117,6 +119,11 @@ class Injector:
         self._end_listening()
         for index in list(self._ends):
             self._end(index)
+        for index, fault in self._faults.items():
+            if isinstance(fault, RankFault) and fault.rank not in self._local:
+                self.why_not[fault_id(index)] = (
+                    f"rank {fault.rank} is another launcher's, whose report has it"
+                )
         for process in self._processes.values():
             process.close()
         for service in self._services.values():
@@ -136,6 +143,7 @@ class Injector:
             with contextlib.suppress(OSError), self._lock:
                 if not self._rank_started:
                     self._rank_started, self.began = True, events.now()
+                self._local.add(fields["rank"])
                 self._processes[fields["rank"]] = _Process(fields["pid"])
         elif event == "child_exit":
             with self._lock:

@@ -81,7 +81,7 @@ def test_what_did_not_happen_says_why() -> None:
         ("kind=stop,rank=2,step=5", {}, event(4.0, "fenced_kill", rank=1), False),
         ("kind=stop,rank=2,step=5", {}, view(4.0, 2, "FENCING", "rank 2 was silent for 1.0 s"), True),
         ("kind=stop,rank=2,step=5", {}, view(4.0, 2, "FENCING", "rank 21 was silent for 1.0 s"), False),
-        ("kind=stop,rank=2,step=5", {}, view(4.0, 2, "RUNNING", "rank 2 was silent for 1.0 s"), False),
+        ("kind=stop,rank=2,step=5", {}, view(4.0, 1, "FENCING", "rank 2 was silent for 1.0 s"), False),
         ("kind=hang,rank=2,step=5", {}, event(4.0, "suspicion_seen", rank=2, told=False), True),
         ("kind=hang,rank=2,step=5", {}, event(4.0, "suspicion_seen", rank=2, told=True), False),
         ("kind=hang,rank=2,step=5", {}, event(4.0, "child_exit", rank=2, pid=77, code=0), False),
@@ -96,12 +96,13 @@ def test_what_did_not_happen_says_why() -> None:
         ("fill=/mnt,step=5", {}, event(4.0, "checkpoint_failed", "rank0", rank=0), True),
         ("corrupt=log,step=5,stream=s0.F", {}, view(4.0, 2, "FENCING", "rank 1: record is corrupt"), True),
         ("corrupt=log,step=5,stream=s0.F", {}, view(4.0, 2, "FENCING", "rank 1: killed by SIGKILL"), False),
+        ("corrupt=copy,rank=2", {}, view(4.0, 2, "RUNNING", "rank 2 refused REPLICA: it differs"), True),
     ],
 )
 def test_only_what_can_come_of_a_failure_is_a_sign_of_it(
     spec: str, injected: dict[str, Any], sign: Event, noticed: bool
 ) -> None:
-    (found,) = of([fault(3.0, **injected), sign], spec)
+    (found,) = of([view(1.0, 1, "RUNNING"), fault(3.0, **injected), sign], spec)
     assert (found.detected is not None) is noticed
 
 
