@@ -34,6 +34,8 @@ _BESIDE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
+    """One item of the list, as the module's docstring has it."""
+
     id: str
     rank: int
     phase: str
