@@ -29,6 +29,10 @@ def to_environment(
     def beside(fault: Fault) -> list[int]:
         if topology is None or not isinstance(fault, RankFault) or fault.phase not in waits:
             return []
+        if (
+            fault.bucket is not None
+        ):  # replicas come to the middle, which may wait for what is behind that bucket
+            return []
         gone = _lost_before(fault, faults) if shrinks(strategy) else set()
         return [r for r in topology.replicas_of(fault.rank) if r not in {fault.rank, *gone}]
 

@@ -134,9 +134,8 @@ def _is_sign(fault: Fault, injected: Event, event: Event) -> bool:
         case RankFault():
             fenced = f"rank {injected.get('rank')} " in reason
             silent = name == "heartbeat_unanswered" and fault.kind == "network"
-            suspected = name == "suspicion_seen" and not event.get(
-                "told"
-            )  # what a rank tells, it tells of another
+            # What a rank tells, it tells of another.
+            suspected = name == "suspicion_seen" and not event.get("told")
             return (mine and (suspected or silent or name == "fenced_kill")) or (made_anew and fenced)
         case CoordinatorFault():
             return name in ("heartbeat_unanswered", "coordinator_unanswered")

@@ -3,7 +3,8 @@
     (rank)     stands at its coordinates: ``<id>.reached``, and waits for ``<id>.go`` (`swift.runtime.faults`)
     (injector) does what is to be done, and says ``<id>.go``; what has a time, or a step that any rank has begun, it
                does when that has come; what lasts, it ends
-    (injector) asks the coordinator what is suspected, as long as somebody may notice, and writes it into the trace
+    (asker)    asks the coordinator what is suspected, as long as somebody may notice, and writes it into the trace; it
+               may wait for an answer
 
 It learns of ranks and their processes from the launcher's own events, and of all else from the trace of the run. A
 process is signalled by its pidfd, so never another one.
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from swift import events
-from swift.errors import SwiftError, UsageError
+from swift.errors import AccessDenied, SwiftError, UsageError
 from swift.failures import damage, in_ranks
 from swift.failures.grammar import (
     CoordinatorFault,
@@ -52,6 +53,8 @@ WATCHED_S = 120.0
 """So long after a failure it is looked for who has noticed."""
 SLICE_S = 0.005
 """A slow process runs for so long at a time."""
+PATIENCE_S = 1.0
+"""A coordinator that does not answer for so long is one that somebody has noticed."""
 SILENT_S = 2.0
 """A log server that has not answered for so long is one that somebody has noticed."""
 
@@ -93,15 +96,18 @@ class Injector:
         self._step = -1
         self._replayed = False
         self._injected_at = float("-inf")
-        self._asked_at = 0.0
         self._said: set[tuple[Any, ...]] = set()
         self._again: list[subprocess.Popen[bytes]] = []
         self._client: CoordinatorClient | None = None
+        self._client_lock = threading.Lock()
         self._services: dict[str, Service] = {}
         self._tail = events.Tail(plan.trace)
         self._began_at = events.now()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="swift-failures", daemon=True)
+        self._threads = [
+            threading.Thread(target=work, name=f"swift-failures-{name}", daemon=True)
+            for name, work in (("inject", self._run), ("ask", self._ask_again))
+        ]
         self.began: float = self._began_at
         """The clock of the events when the first rank was started."""
         self._rank_started = False
@@ -110,12 +116,14 @@ class Injector:
 
     def __enter__(self) -> Self:
         self._end_listening = events.listen(self._hear)
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._end_listening()
         for index in list(self._ends):
             self._end(index)
@@ -185,7 +193,6 @@ class Injector:
                     self._end(index)
             for process in self._again:
                 process.poll()
-            self._ask()
 
     def _try(self, index: int, fault: Fault) -> None:
         try:
@@ -375,17 +382,22 @@ class Injector:
         """ServiceError, UsageError."""
         from swift.control.client import CoordinatorClient
 
-        if self._client is None:
-            self._client = CoordinatorClient(self._plan.job.coordinator, self._plan.job.name, patience_s=1.0)
+        with self._client_lock:
+            if self._client is None:
+                job = self._plan.job
+                self._client = CoordinatorClient(job.coordinator, job.name, patience_s=PATIENCE_S)
         return self._client.status()
 
+    def _ask_again(self) -> None:
+        while not self._over.wait(ASK_S):
+            if events.now() - self._injected_at <= WATCHED_S:
+                self._ask()
+
     def _ask(self) -> None:
-        now = events.now()
-        if now - self._injected_at > WATCHED_S or now - self._asked_at < ASK_S:
-            return
-        self._asked_at = now
         try:
             status = self._status()
+        except (UsageError, AccessDenied):  # there is no such job, or it is not for us to know
+            return
         except SwiftError as error:
             self._note("coordinator_unanswered", reason=" ".join(str(error).split()))
             return

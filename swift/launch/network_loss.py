@@ -31,23 +31,26 @@ def check(link: str, flag: str) -> None:
         raise UsageError(f"{flag} kind=network: {link} cannot be changed here ({why}): {_HOW}") from None
 
 
-def cut(link: str) -> bytes:
+def cut(link: str) -> list[str]:
     """Sets it down. Its routes, for `restore`. OSError, subprocess.SubprocessError."""
     routes = _routes(link)
     _ip("link", "set", link, "down")
     return routes
 
 
-def restore(link: str, routes: bytes) -> None:
+def restore(link: str, routes: list[str]) -> None:
     """OSError, subprocess.SubprocessError."""
     _ip("link", "set", link, "up")
-    # Some have come back with the device: that they are there already is no error.
-    command = ["ip", "route", "restore"]
-    subprocess.run(command, input=routes, capture_output=True, timeout=_TIMEOUT_S, check=False)
+    for route in sorted(
+        routes, key=lambda route: "via" in route.split()
+    ):  # gateways are reached by the others
+        _ip("route", "replace", *route.split(), "dev", link)
 
 
-def _routes(link: str) -> bytes:
-    return _ip("route", "save", "dev", link)
+def _routes(link: str) -> list[str]:
+    """Those of IPv4, as the command takes them."""
+    shown = _ip("-4", "route", "show", "dev", link).decode().splitlines()
+    return [" ".join(word for word in line.split() if word != "linkdown") for line in shown]
 
 
 def _ip(*words: str) -> bytes:

@@ -176,6 +176,11 @@ def test_starts_and_ends_of_a_node_belong_together(tmp_path: Path) -> None:
     ]
 
 
+def test_of_two_failures_that_are_alike_the_first_ends_first(tmp_path: Path) -> None:
+    found = converted(tmp_path, [event("a", 1.0, "start"), event("a", 2.0, "start"), event("a", 3.0, "end")])
+    assert [(outage.start, outage.end) for outage in found] == [(1.0, 3.0), (2.0, None)]
+
+
 def test_what_is_no_failure_of_a_job_is_left_out(tmp_path: Path) -> None:
     stress = event("a", 1.0, "start", "Stress Test Failure")
     assert converted(tmp_path, [stress, event("b", 2.0, "start")], "Stress Test Failure") == [

@@ -157,7 +157,7 @@ def test_who_is_no_service_of_swift_is_not_found(sleeper: "subprocess.Popen[byte
     code = (
         f"import socket; s = socket.create_server(('127.0.0.1', {port})); print('on', flush=True); s.accept()"
     )
-    stranger = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    stranger = subprocess.Popen([sys.executable, "-c", code, "--directory", "."], stdout=subprocess.PIPE)
     try:
         assert stranger.stdout is not None
         assert stranger.stdout.readline() == b"on\n"
@@ -180,3 +180,35 @@ def test_a_link_that_is_not_there_is_one_line() -> None:
     ) as caught:
         network_loss.check("no0", "--failures")
     assert "\n" not in str(caught.value)
+
+
+LINK = """
+ip link set lo up && ip link add e0 type veth peer name e1 && ip address add 10.9.0.1/24 dev e0 &&
+ip link set e1 up && ip link set e0 up && ip route add default via 10.9.0.2 && exec "$0" -c "$1"
+"""
+CUT = """
+import subprocess
+from swift.launch import network_loss
+
+def routes():
+    return subprocess.run(["ip", "-4", "route"], capture_output=True, check=True, text=True).stdout
+
+before = routes()
+network_loss.check("e0", "--failures")
+assert routes() == before
+lost = network_loss.cut("e0")
+assert routes() == "", routes()
+network_loss.restore("e0", lost)
+assert sorted(routes().split()) == sorted(before.split()), (before, routes())
+print("so it is")
+"""
+
+
+def test_a_link_that_was_down_has_its_routes_again() -> None:
+    """As a user alone may have it: in a user namespace."""
+    alone = ["unshare", "--user", "--map-root-user", "--net"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("user namespaces cannot be made here")
+    command = [*alone, "sh", "-c", LINK, sys.executable, CUT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "so it is\n", done.stderr
