@@ -328,12 +328,12 @@ def _rank_fault(fields: Fields) -> RankFault:
     )
     kind = fields.one_of("kind", KINDS, "kill")
     for_s, factor, link = lasting(fields, kind)
-    rank = fields.number("rank")
     if "at" in fields:
         for key in ("microbatch", "phase", "layer", "bucket"):
             if key in fields:
                 raise fields.error(f"{key} needs a step: at is any place in a step")
         _, at_s = fields.when()
+        rank = fields.number("rank")
         return RankFault(rank=rank, at_s=at_s, kind=kind, for_s=for_s, factor=factor, link=link)
     phase = fields.one_of("phase", PHASES, "backward")
     if "step" not in fields and phase not in RECOVERY_PHASES:
@@ -349,7 +349,7 @@ def _rank_fault(fields: Fields) -> RankFault:
         raise fields.error(f"kind={kind} needs a phase that is not of a recovery")
     microbatch = fields.number("microbatch") if "microbatch" in fields else 0
     return RankFault(
-        rank=rank,
+        rank=fields.number("rank"),
         step=fields.number_or_none("step"),
         # The other phases come once a step: a microbatch given there has no meaning, and does no harm.
         microbatch=microbatch if phase in MICROBATCH_PHASES else 0,

@@ -80,6 +80,8 @@ def _of_file(path: Path, flag: str) -> list[Entry]:
     text = text_of(path, flag)
     if is_trace(text):
         return [Traced(path=str(path))]
+    if text.lstrip().startswith("["):
+        raise UsageError(f"{flag} {path}: JSON of somebody else's: convert it with swift-ft failures convert")
     if text.lstrip().startswith("{"):
         try:
             schedule = json.loads(text)["schedule"]
