@@ -143,7 +143,9 @@ def _is_sign(fault: Fault, injected: Event, event: Event) -> bool:
             silent = name == "log_silent_seen" and event.get("address") == injected.get("address")
             return silent or (made_anew and str(injected.get("address")) in reason)
         case FillFault():
-            return name in ("checkpoint_failed", "log_full_seen")
+            return name == "checkpoint_failed" or (
+                name == "checkpoint_wanted_seen" and "log server" in reason
+            )
         case CorruptFault() | CorruptCheckpointFault() | CorruptCopyFault():
             refused = made_anew and any(word in reason for word in _DAMAGE)
             return refused or name in ("stream_corrupt", "refused")

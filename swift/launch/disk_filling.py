@@ -46,6 +46,9 @@ def fill(directory: str) -> int:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 chunk //= 2
+    except BaseException:
+        free(directory)
+        raise
     finally:
         os.close(descriptor)
     return taken

@@ -35,7 +35,7 @@ from swift.failures.grammar import (
     fault_id,
 )
 from swift.launch import disk_filling, network_loss
-from swift.launch.services_here import Service, service_at
+from swift.launch.services_here import service_at
 from swift.words import tell
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ PATIENCE_S = 1.0
 """A coordinator that does not answer for so long is one that somebody has noticed."""
 SILENT_S = 2.0
 """A log server that has not answered for so long is one that somebody has noticed."""
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 class _Process:
@@ -87,11 +89,10 @@ class Injector:
         self._local: set[int] = set()
         """The ranks that it has had."""
         self._lock = threading.Lock()
-        """Around `_processes`: the launcher's thread reports their ends."""
+        """Around `_processes`, and while one of them is signalled: the launcher's thread reports their ends."""
         self._done: set[int] = set()
         self._ends: dict[int, tuple[float, Callable[[], None]]] = {}
         """By failure: when it is over, and what is to be done then."""
-        self._slowed: dict[int, threading.Event] = {}
         self._held_since: dict[int, float] = {}
         self._step = -1
         self._replayed = False
@@ -100,7 +101,6 @@ class Injector:
         self._again: list[subprocess.Popen[bytes]] = []
         self._client: CoordinatorClient | None = None
         self._client_lock = threading.Lock()
-        self._services: dict[str, Service] = {}
         self._tail = events.Tail(plan.trace)
         self._began_at = events.now()
         self._over = threading.Event()
@@ -134,8 +134,6 @@ class Injector:
                 )
         for process in self._processes.values():
             process.close()
-        for service in self._services.values():
-            service.close()
         if self._client is not None:
             self._client.close()
 
@@ -241,25 +239,23 @@ class Injector:
                 self._corrupt(index, fault)
 
     def _hurt_rank(self, index: int, fault: RankFault) -> None:
+        about = {"rank": fault.rank, "kind": fault.kind}
+        if fault.step is not None:
+            about |= {"step": fault.step, "phase": fault.phase}
         with self._lock:
             process = self._processes.get(fault.rank)
-        if process is None:  # of another machine; or it is being replaced, and the next process is hit
-            return
-        place = {} if fault.step is None else {"step": fault.step, "phase": fault.phase}
-        about = {"rank": fault.rank, "pid": process.pid, "kind": fault.kind, **place}
+            if process is None:  # of another machine; or it is being replaced, and the next process is hit
+                return
+            pid = process.pid
+            self._tell("fault", index, pid=pid, **about)
+            if fault.kind in _SIGNALS:
+                process.send(_SIGNALS[fault.kind])
         match fault.kind:
-            case "kill":
-                self._tell("fault", index, **about)
-                process.send(signal.SIGKILL)
             case "stop":
-                self._tell("fault", index, **about)
-                process.send(signal.SIGSTOP)
-                self._lasts(index, fault.for_s, lambda: self._signal(fault.rank, signal.SIGCONT, process.pid))
+                self._lasts(index, fault.for_s, lambda: self._signal(fault.rank, signal.SIGCONT, pid))
             case "slow":
-                self._tell("fault", index, **about)
-                self._slow(index, fault, process.pid)
+                self._lasts(index, fault.for_s, self._slow(fault, pid))
             case "network":
-                self._tell("fault", index, **about)
                 routes = network_loss.cut(fault.link)
                 self._lasts(index, fault.for_s, lambda: network_loss.restore(fault.link, routes))
         self._go(index)
@@ -271,8 +267,9 @@ class Injector:
             if process is not None and process.pid == pid:
                 process.send(signum)
 
-    def _slow(self, index: int, fault: RankFault, pid: int) -> None:
-        over = self._slowed[index] = threading.Event()
+    def _slow(self, fault: RankFault, pid: int) -> Callable[[], None]:
+        """From now on it takes turns with standing still; the result ends that."""
+        over = threading.Event()
 
         def take_turns() -> None:
             while not over.wait(SLICE_S):
@@ -280,14 +277,14 @@ class Injector:
                 over.wait(SLICE_S * (fault.factor - 1.0))
                 self._signal(fault.rank, signal.SIGCONT, pid)
 
-        thread = threading.Thread(target=take_turns, name=f"swift-slow-{index}", daemon=True)
+        thread = threading.Thread(target=take_turns, name=f"swift-slow-{fault.rank}", daemon=True)
         thread.start()
 
         def end() -> None:
             over.set()
             thread.join()
 
-        self._lasts(index, fault.for_s, end)
+        return end
 
     # --- services and files ---
 
@@ -403,6 +400,8 @@ class Injector:
             return
         for suspicion in status.suspicions:
             self._note("suspicion_seen", rank=suspicion.rank, told=suspicion.told)
+        if status.view.checkpoint_reason:  # a log that runs full asks for one
+            self._note("checkpoint_wanted_seen", reason=status.view.checkpoint_reason)
         for server in status.log_servers:
             if server.silent_s > SILENT_S:
                 self._note("log_silent_seen", address=server.address)

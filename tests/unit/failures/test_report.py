@@ -94,6 +94,8 @@ def test_what_did_not_happen_says_why() -> None:
         ("log=0,step=5", {"address": "h:1"}, event(4.0, "log_silent_seen", address="h:2"), False),
         ("log=0,step=5", {"address": "h:1"}, view(4.0, 2, "FENCING", "log server h:1 is lost"), True),
         ("fill=/mnt,step=5", {}, event(4.0, "checkpoint_failed", "rank0", rank=0), True),
+        ("fill=/mnt,step=5", {}, event(4.0, "checkpoint_wanted_seen", reason="log server h:1: full"), True),
+        ("fill=/mnt,step=5", {}, event(4.0, "checkpoint_wanted_seen", reason="SIGTERM"), False),
         ("corrupt=log,step=5,stream=s0.F", {}, view(4.0, 2, "FENCING", "rank 1: record is corrupt"), True),
         ("corrupt=log,step=5,stream=s0.F", {}, view(4.0, 2, "FENCING", "rank 1: killed by SIGKILL"), False),
         ("corrupt=copy,rank=2", {}, view(4.0, 2, "RUNNING", "rank 2 refused REPLICA: it differs"), True),
