@@ -39,6 +39,8 @@ FLAG = "--failures"
 REPORT = "failures.json"
 _RESERVED_BYTES = 1 << 20
 """Of the disk, for the report at the end."""
+_TOLD_BYTES_MAX = 120_000
+"""Linux takes 128 KiB in one variable of the environment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,11 +112,13 @@ def planned(
     """Makes the directories and the report, so that a disk without space is known now. Raises UsageError."""
     if found is None:
         return None
+    told = _for_ranks(found)
     made = make_run_dir(log_dir, job.name) if run_dir is None else run_dir
     plan = Planned(schedule=found, run_dir=made, job=job)
     try:
         plan.fault_directory.mkdir()
-        os.environ.setdefault(events.ENV_EVENTS_DIR, str(made / "events"))
+        if not os.environ.get(events.ENV_EVENTS_DIR):
+            os.environ[events.ENV_EVENTS_DIR] = str(made / "events")
         plan.trace.mkdir(parents=True, exist_ok=True)
         _write(plan, report.as_json(report.outcomes(found.faults, [], 0.0, {}), **_about(plan)))
         _reserve(made)
@@ -123,7 +127,7 @@ def planned(
             f"run: --log-dir {made}: {error.strerror}: name a directory with space for the report of {FLAG}"
         ) from None
     os.environ[in_ranks.ENV_FAULTS_DIR] = str(plan.fault_directory)
-    os.environ[in_ranks.ENV_FAULTS] = _for_ranks(found)
+    os.environ[in_ranks.ENV_FAULTS] = told
     return plan
 
 
@@ -133,7 +137,12 @@ def _for_ranks(found: Schedule) -> str:
     for index, fault in enumerate(found.faults):
         if isinstance(fault, RankFault | CorruptCopyFault) and getattr(fault, "at_s", None) is None:
             told.append(in_ranks.item(fault, fault_id(index), hold=index in held))
-    return json.dumps(told)
+    text = json.dumps(told)
+    if len(text) > _TOLD_BYTES_MAX:
+        raise UsageError(
+            f"run: {FLAG}: ranks can be told no more than {_TOLD_BYTES_MAX} bytes: give fewer failures"
+        )
+    return text
 
 
 def _reserve(directory: Path) -> None:

@@ -111,6 +111,16 @@ def test_the_report_is_there_from_the_start_and_says_what_became_of_it(
     assert "kind=stop,rank=3,at=1: did not happen: rank 3 is another launcher's" in said
 
 
+def test_what_does_not_fit_into_the_environment_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = ".".join(["long"] * 60)
+    spec = ";".join(f"rank={n % 4},step={n},layer={layer}" for n in range(400))
+    with pytest.raises(UsageError, match="give fewer failures"), planned(tmp_path, spec, monkeypatch):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_report_that_cannot_be_written_is_one_line_and_the_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
