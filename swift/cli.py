@@ -16,6 +16,7 @@ PROGRAMS = {
 }
 OTHERS = {
     "drill": "kill ranks of a real training run and compare the recovered bits with a run that did not fail",
+    "failures": "show which failures swift-ft run --failures would make happen; convert traces of failures",
     "token": "make signing keys, and job tokens signed with them",
     "plan": "choose which boundaries to log: bytes, overhead and recovery time of every choice worth having",
     "inspect": "show, verify and export what is in the log; drop a job's log",
@@ -61,6 +62,8 @@ def _main(argv: list[str] | None) -> int:
         return int(importlib.import_module("swift.drill.command").main(rest))
     if command == "bench":
         return int(importlib.import_module("swift.bench.command").main(rest))
+    if command == "failures":
+        return int(importlib.import_module("swift.failures.command").main(rest))
     if command == "token":
         return int(importlib.import_module("swift.security.command").main(rest))
     if command == "inspect":

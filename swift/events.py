@@ -108,3 +108,23 @@ def read(directory: str | Path) -> list[dict[str, Any]]:
                 events.append(json.loads(line))
     events.sort(key=lambda event: event["t"])
     return events
+
+
+class Tail:
+    """Follows the trace of all processes while it is written."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._offsets: dict[Path, int] = {}
+
+    def read(self) -> list[dict[str, Any]]:
+        """What is new, by time. A line that is not whole yet comes later."""
+        found = []
+        for path in self._directory.glob("*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
+            found += [json.loads(line) for line in whole.splitlines()]
+        return sorted(found, key=lambda event: float(event["t"]))

@@ -16,7 +16,7 @@ from swift.arguments import Parser
 from swift.bench import output
 from swift.errors import ServiceError, UsageError
 from swift.launch.children import Nursery
-from swift.launch.command import PRELOAD_DEFAULT
+from swift.launch.flags import PRELOAD_DEFAULT
 from swift.launch.imports import imports_of
 from swift.launch.worker import Assignment
 

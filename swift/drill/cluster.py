@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from swift import events
-from swift.drill.faults import ENV_FAULTS, ENV_FAULTS_DIR
 from swift.drill.security import COORDINATOR, LAUNCHER, LOG_SERVER, Security
 from swift.errors import ServiceError
+from swift.failures.in_ranks import ENV_FAULTS, ENV_FAULTS_DIR
 
 JOB = "drill"
 SERVE_TIMEOUT_S = 30.0
@@ -107,26 +107,6 @@ class Process:
         return ""
 
 
-class EventTail:
-    """Follows the trace of all processes while it is written."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._offsets: dict[Path, int] = {}
-
-    def read(self) -> list[dict[str, Any]]:
-        """What is new, by time. A line that is not whole yet comes later."""
-        events = []
-        for path in self._directory.glob("*.jsonl"):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            events += [json.loads(line) for line in whole.splitlines()]
-        return sorted(events, key=lambda event: float(event["t"]))
-
-
 class Cluster:
     """A run of the job. Use as a context: whatever happens, all processes are gone when it is left."""
 
@@ -179,7 +159,7 @@ class Cluster:
         self._to_be_killed: set[str] = set()
         for name in ("log", "coordinator", "checkpoints", "events", "digests", "faults", "output"):
             (directory / name).mkdir(parents=True, exist_ok=True)
-        self.tail = EventTail(directory / "events")
+        self.tail = events.Tail(directory / "events")
         self._env = {
             name: value
             for name, value in os.environ.items()

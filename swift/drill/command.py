@@ -15,13 +15,14 @@ from types import FrameType
 from typing import Any
 
 from swift.arguments import Parser
-from swift.drill import faults, html, options, regroup, report, run
+from swift.drill import html, options, regroup, report, run
 from swift.drill.config import DrillConfig
 from swift.drill.console import LiveProgress, show
 from swift.drill.facts import Facts
 from swift.drill.random_kills import kills_of
 from swift.drill.topology import Topology
 from swift.errors import ServiceError, SwiftError, UsageError
+from swift.failures import grammar
 from swift.recovery.groups import RecoveryGroups
 
 DESCRIPTION = "Kills ranks of a real training run and compares every bit with a run that did not fail."
@@ -93,9 +94,9 @@ def _groups(text: str) -> RecoveryGroups:
 
 def _faults(
     specs: Sequence[str], random_kills: int | None, topology: Topology, given: Mapping[str, Any]
-) -> tuple[faults.Fault, ...]:
+) -> tuple[grammar.Fault, ...]:
     """Those that were given, and the random ones; without either, the default."""
-    chosen = tuple(faults.parse(spec) for spec in specs)
+    chosen = tuple(grammar.parse(spec) for spec in specs)
     if random_kills is None:
         return chosen or (default_kill(topology),)
     if random_kills < 1:
@@ -103,12 +104,12 @@ def _faults(
     return chosen + kills_of(random_kills, topology, given["seed"], given["updates"], chosen)
 
 
-def default_kill(topology: Topology) -> faults.RankFault:
+def default_kill(topology: Topology) -> grammar.RankFault:
     """`options.DEFAULT_KILL`, or what is most like it in a smaller drill: late, and not right behind a checkpoint."""
     step = min(17, topology.steps * 17 // 30)
     if step > 1 and step % topology.checkpoint_every == 0:
         step -= 1
-    return faults.RankFault(
+    return grammar.RankFault(
         rank=min(2, topology.ranks - 1),
         step=step,
         microbatch=min(3, topology.microbatches - 1),

@@ -11,12 +11,12 @@ from typing import Any
 
 from swift.drill import faults as fault_specs
 from swift.drill import gate, options, shrinking, warming
-from swift.drill.faults import Fault
 from swift.drill.options import DEFAULTS, OPTIMIZERS, Reach
 from swift.drill.regroup import Regroup
 from swift.drill.regroup import check as check_regroups
 from swift.drill.topology import Topology
 from swift.errors import UsageError
+from swift.failures.grammar import CorruptFault, Fault
 from swift.log.placement import COPIES_MAX
 from swift.recovery import SNAPSHOTTING, shrinks
 from swift.recovery.groups import RecoveryGroups
@@ -123,7 +123,7 @@ class DrillConfig:
         if self.snapshot_every and self.strategy not in SNAPSHOTTING:
             raise UsageError(f"--snapshot-every {self.snapshot_every} needs --strategy snapshot or auto")
 
-        corrupt = next((f for f in self.faults if isinstance(f, fault_specs.CorruptFault)), None)
+        corrupt = next((f for f in self.faults if isinstance(f, CorruptFault)), None)
         if corrupt is not None and self.copies > 1:
             raise UsageError(
                 f"--kill {corrupt}: with --copies {self.copies} a replay reads another copy: leave --copies out"
@@ -138,7 +138,7 @@ class DrillConfig:
             ),
             (f"--schedule {shape.schedule}", shape.stages_per_rank > 1),
             ("--secure", self.secure),
-            ("--kill corrupt=log", any(isinstance(f, fault_specs.CorruptFault) for f in self.faults)),
+            ("--kill corrupt=log", any(isinstance(f, CorruptFault) for f in self.faults)),
         ):
             if self.regroups and there:
                 what = "storage-cap" if flag.startswith("--replicas") else "--regroup"

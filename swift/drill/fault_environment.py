@@ -1,14 +1,12 @@
-"""What ranks are told of the faults that they carry out themselves: the value of ``SWIFT_FAULTS``.
-
-The runtime's side is `swift.runtime.faults`.
-"""
+"""What ranks are told of the faults that they carry out themselves (`swift.failures.in_ranks`)."""
 
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from swift.drill.faults import CorruptCopyFault, Fault, RankFault, fault_id, held_together
 from swift.drill.topology import Topology
+from swift.failures import in_ranks
+from swift.failures.grammar import CorruptCopyFault, Fault, RankFault, fault_id
 from swift.recovery import shrinks
 from swift.recovery.strategies import may_finish
 
@@ -26,38 +24,24 @@ def to_environment(
     update applied waits for its replicas; so does who dies in a reduction that these are to finish. `each_held`: every
     victim waits for the drill's word."""
     waits = {"update", "reduce"} if may_finish(strategy) else {"update"}
-    held = {index for group in held_together(faults, each=each_held) for index in group}
+    held = {index for group in in_ranks.held_together(faults, each=each_held) for index in group}
 
-    def beside(fault: RankFault) -> dict[str, list[int]]:
-        if topology is None or fault.phase not in waits:
-            return {}
+    def beside(fault: Fault) -> list[int]:
+        if topology is None or not isinstance(fault, RankFault) or fault.phase not in waits:
+            return []
+        if (
+            fault.bucket is not None
+        ):  # replicas come to the middle, which may wait for what is behind that bucket
+            return []
         gone = _lost_before(fault, faults) if shrinks(strategy) else set()
-        return {"beside": [r for r in topology.replicas_of(fault.rank) if r not in {fault.rank, *gone}]}
+        return [r for r in topology.replicas_of(fault.rank) if r not in {fault.rank, *gone}]
 
-    return json.dumps(
-        [
-            {
-                "id": fault_id(index),
-                "rank": fault.rank,
-                "step": fault.step,
-                "microbatch": fault.microbatch,
-                "phase": fault.phase,
-                **({"hold": True} if index in held else {}),
-                **beside(fault),
-            }
-            for index, fault in enumerate(faults)
-            if isinstance(fault, RankFault)
-        ]
-        + [
-            {"id": fault_id(index), "rank": fault.rank, "phase": "flip"}
-            for index, fault in enumerate(faults)
-            if isinstance(fault, CorruptCopyFault)
-        ]
-        + [
-            {"id": pause, "rank": paused, "step": step, "phase": "pause", "hold": True}
-            for pause, step in pauses.items()
-        ]
-    )
+    told = [
+        in_ranks.item(fault, fault_id(index), hold=index in held, beside=beside(fault))
+        for index, fault in enumerate(faults)
+        if isinstance(fault, RankFault | CorruptCopyFault)
+    ]
+    return json.dumps(told + [in_ranks.pause(name, paused, step) for name, step in pauses.items()])
 
 
 def _lost_before(fault: RankFault, faults: Sequence[Fault]) -> set[int]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.drill import shrinking
-from swift.drill.faults import ENV_FAULTS_DIR, RankFault
 from swift.drill.verdict_checks import Check
 from swift.errors import UsageError
+from swift.failures.grammar import RankFault
+from swift.failures.in_ranks import ENV_FAULTS_DIR
 from swift.launch.decisions import CHECKS_MAX
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from swift.drill.facts import Facts
-from swift.drill.faults import LogLossFault
 from swift.drill.timeline import Event
 from swift.drill.verdict_checks import Check
+from swift.failures.grammar import LogLossFault
 
 
 def places(events: Sequence[Event]) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift.drill.facts import Facts
-from swift.drill.faults import RankFault
 from swift.drill.timeline import Event
 from swift.drill.verdict_checks import Check
+from swift.failures.grammar import RankFault
 
 Bucket = Mapping[str, Any]
 """`parameters`: numbers in the optimizer's order; `contributors`: data-parallel ranks; `divisor`."""

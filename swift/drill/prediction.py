@@ -13,11 +13,11 @@ from typing import Any
 from swift.drill import regroup
 from swift.drill.config import DrillConfig
 from swift.drill.facts import Facts
-from swift.drill.faults import LogLossFault
 from swift.drill.sizes import MODELS, NORM_BYTES
 from swift.drill.timeline import Event, Recovery
 from swift.drill.verdict_checks import Check, all_of
 from swift.errors import UsageError
+from swift.failures.grammar import LogLossFault
 from swift.log import streams
 from swift.plan.profile import RATE_MAX, Profile
 from swift.recovery.groups import RecoveryGroups

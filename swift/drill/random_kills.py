@@ -3,9 +3,10 @@
 import random
 from collections.abc import Sequence
 
-from swift.drill.faults import MICROBATCH_PHASES, RECOVERY_PHASES, Fault, RankFault, phases_of
+from swift.drill.faults import phases_of
 from swift.drill.topology import Topology
 from swift.errors import UsageError
+from swift.failures.grammar import MICROBATCH_PHASES, RECOVERY_PHASES, Fault, RankFault
 
 RANDOM_GAP = 4
 """Steps between two random kills: the first one's recovery is over long before the next."""

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift.drill.facts import Facts
-from swift.drill.faults import CorruptCopyFault
 from swift.drill.timeline import Event, Recovery, steps_done
 from swift.drill.verdict_checks import TRAINED_FIELDS, Check, all_of
+from swift.failures.grammar import CorruptCopyFault
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.strategies import may_copy
 

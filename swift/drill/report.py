@@ -26,15 +26,9 @@ from swift.drill import (
 )
 from swift.drill.config import versions
 from swift.drill.facts import Facts
-from swift.drill.faults import (
-    CorruptCheckpointFault,
-    CorruptCopyFault,
-    CorruptFault,
-    RankFault,
-    fault_id,
-)
 from swift.drill.timeline import Event, Recovery
 from swift.drill.verdict_checks import Check, all_of
+from swift.failures.grammar import CorruptCheckpointFault, CorruptCopyFault, CorruptFault, RankFault, fault_id
 from swift.recovery import FROM_CHECKPOINT
 from swift.recovery.strategies import TABLE, permitted
 

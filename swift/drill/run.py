@@ -23,8 +23,12 @@ from swift.drill.cluster import JOB, POLL_S, Cluster
 from swift.drill.config import DrillConfig, same_identity
 from swift.drill.facts import Evidence, Measured
 from swift.drill.fault_environment import to_environment
-from swift.drill.faults import (
-    BEFORE_A_LOSS,
+from swift.drill.operator import Operator
+from swift.drill.security import Security
+from swift.drill.verdict_checks import Digest
+from swift.errors import UsageError
+from swift.failures import damage, in_ranks
+from swift.failures.grammar import (
     CoordinatorFault,
     CorruptCheckpointFault,
     CorruptFault,
@@ -32,10 +36,6 @@ from swift.drill.faults import (
     LogServerFault,
     fault_id,
 )
-from swift.drill.operator import Operator
-from swift.drill.security import Security
-from swift.drill.verdict_checks import Digest
-from swift.errors import UsageError
 from swift.plan.command import read as read_profile
 
 STALL_S = 90.0
@@ -140,7 +140,7 @@ class FaultedRun:
         self._progress = progress
         self._done: set[int] = set()
         self._held_since: dict[int, float] = {}
-        self._held = faults.held_together(config.faults, each=config.warm_up)
+        self._held = in_ranks.held_together(config.faults, each=config.warm_up)
         self._corruption: dict[str, Any] | None = None
         self._copy: Path | None = None
         self._copy_tried = 0.0
@@ -261,7 +261,7 @@ class FaultedRun:
         for index, fault in enumerate(self._config.faults):
             if index in self._done:
                 continue
-            if isinstance(fault, LogServerFault) and self._watch.step >= fault.step:
+            if isinstance(fault, LogServerFault) and self._watch.step >= (fault.step or 0):
                 self._done.add(index)
                 self._cluster.kill_log_server(fault_id(index))
             elif isinstance(fault, LogLossFault):
@@ -309,11 +309,11 @@ class FaultedRun:
             if self._watch.saved < newest:
                 return None
             place = self.directory / "checkpoints" / JOB
-            return control.corrupt_checkpoint(place, fault.rank, newest, self._config.seed)
+            return damage.corrupt_checkpoint(place, fault.rank, newest, self._config.seed)
         stream = faults.corrupted_stream(
             fault, self._config.faults, self._config.topology, self._config.groups
         )
-        return control.corrupt_stream(self._cluster.log_directories, stream, fault.step, self._config.seed)
+        return damage.corrupt_stream(self._cluster.log_directories, stream, fault.step, self._config.seed)
 
     def _let_go(self, group: list[int]) -> bool:
         """Lets the victims of one step die at once: all are there and their log is corrupted, if it is to be."""
@@ -322,7 +322,7 @@ class FaultedRun:
             return False
         step = getattr(self._config.faults[group[0]], "step", None)
         for index, fault in enumerate(self._config.faults):
-            beside = isinstance(fault, BEFORE_A_LOSS) and fault.step == step
+            beside = isinstance(fault, in_ranks.BEFORE_A_LOSS) and fault.step == step
             if beside and index not in self._done:
                 return False
         waited = time.monotonic() - min(self._held_since[index] for index in there)

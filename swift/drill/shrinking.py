@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swift.drill.faults import ENV_FAULTS, ENV_FAULTS_DIR, CorruptFault, RankFault
 from swift.drill.options import DEFAULTS
 from swift.errors import ServiceError, UsageError
+from swift.failures.grammar import CorruptFault, RankFault
+from swift.failures.in_ranks import ENV_FAULTS, ENV_FAULTS_DIR
 from swift.recovery import lost_shard_problem, reroutes
 
 if TYPE_CHECKING:

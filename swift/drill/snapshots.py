@@ -9,9 +9,10 @@ from statistics import median
 from typing import Any
 
 from swift.drill.facts import Facts
-from swift.drill.faults import SNAPSHOT, CorruptCopyFault
+from swift.drill.faults import SNAPSHOT
 from swift.drill.timeline import Event, Recovery
 from swift.drill.verdict_checks import Check, all_of
+from swift.failures.grammar import CorruptCopyFault
 
 
 def checks(facts: Facts) -> list[Check]:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from swift.drill import shrinking
-from swift.drill.faults import RECOVERY_PHASES, Fault, RankFault
 from swift.drill.verdict_checks import Check
 from swift.errors import UsageError
+from swift.failures.grammar import RECOVERY_PHASES, Fault, RankFault
 
 if TYPE_CHECKING:
     from swift.drill.config import DrillConfig

@@ -1,6 +1,8 @@
 """The launcher, `swift-ft run`: torchrun's flags, but one dead rank is replaced and the others stay.
 
-command     flags -> LaunchPlan -> run
+command     flags -> LaunchPlan -> run (flags: which there are)
+failing     --failures: what is to fail, checked, and the report (injector: makes it happen; services_here,
+            disk_filling, network_loss: what is done to whom)
 agent       torch's elastic agent with children of its own: replaces a rank, restarts nobody else
 children    processes: start, hand a rank to, signal, reap
 forkserver  imports once what ranks need, and forks them

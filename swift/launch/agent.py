@@ -436,7 +436,8 @@ class ReplacingAgent(SimpleElasticAgent):
         if view is None or view is self._looked_at or self.outcome is not None:
             return
         self._looked_at = view
-        events.emit("view_seen", generation=view.generation, state=state_name(view.state))
+        state = state_name(view.state)
+        events.emit("view_seen", generation=view.generation, state=state, reason=view.reason)
         if self._known and self._job.run not in view.runs:
             self._end({1}, "the job was started again by another swift-ft run: this one ends")
             return

@@ -27,6 +27,7 @@ from swift.log.writers import Writer
 from swift.recovery.assignment import Assignment
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.regroup import LoggedGroups
+from swift.runtime import layer_faults
 from swift.runtime.capture import Capture, NoCapture, capture_for
 from swift.runtime.faults import FaultInjector
 from swift.runtime.process_groups import Interrupted
@@ -86,6 +87,8 @@ class Channel:
         self.randomness = Randomness(seed, self._origin, device)
         self._device = device
         self._faults = faults
+        self._in_microbatch = 0
+        """Whose forward or backward is under way, for failures."""
         self.shapes = Shapes(store, self._origin, check)
         self._check_whole = check_whole  # raises RuntimeError if a collective was broken
         self._check = check  # raises Interrupted once a newer generation is published
@@ -339,8 +342,9 @@ class Channel:
         self._record(stream, key, tensor, now=True)
 
     @contextmanager
-    def computing(self, stage: int, direction: str) -> Iterator[None]:
+    def computing(self, stage: int, direction: str, microbatch: int = 0) -> Iterator[None]:
         """Around what a stage computes for one microbatch."""
+        self._in_microbatch = microbatch
         began = time.perf_counter()
         with self.profile.computing(stage, direction):
             yield
@@ -354,6 +358,16 @@ class Channel:
             self._faults.replaying(self._step, microbatch)
         else:
             self._faults.at(_PHASES[direction], self._step, microbatch)
+
+    def fails_at_layers(self, module: torch.nn.Module) -> None:
+        """(session) A stage's or a whole module: a place inside of it where failures are injected, if they are to be.
+        A hook on the module does it, and only then."""
+        for name in self._faults.layers:
+            layer_faults.watch(module, name, lambda phase, name=name: self._at_layer(phase, name))  # type: ignore[misc]
+
+    def _at_layer(self, phase: str, layer: str) -> None:
+        if not self.replaying:
+            self._faults.at(phase, self._step, self._in_microbatch, layer=layer)
 
     def inferring(self) -> None:
         """A stage is about to learn its shapes: a place where tests kill."""

@@ -1,17 +1,20 @@
-"""Faults with coordinates: the runtime's side of a drill.
+"""Failures with coordinates: the part that a rank makes happen itself.
 
-The environment variable ``SWIFT_FAULTS`` holds a JSON list of ``{"id", "rank", "step", "microbatch", "phase",
-"hold", "beside"}``. At its coordinates a rank sends SIGKILL to itself: the kernel ends it in the middle of what it
-does, as a lost machine would. A fault fires once per job: ``<id>.fired`` in ``SWIFT_FAULTS_DIR`` is made first.
+The environment variable ``SWIFT_FAULTS`` holds a JSON list of ``{"id", "rank", "step", "microbatch", "phase", "layer",
+"bucket", "kind", "for_s", "hold", "beside"}`` (`swift.failures.in_ranks`). At its coordinates a rank does what the kind
+says. "kill", which is the default: it sends SIGKILL to itself, and the kernel ends it in the middle of what it does,
+as a lost machine would. "stop": SIGSTOP. "hang": its thread waits for ``for_s`` seconds, or for ever. "pause": nothing,
+but for what "hold" says. A failure fires once per job: ``<id>.fired`` in ``SWIFT_FAULTS_DIR`` is made first.
 With the phase "flip" it lives, and a bit of the replica's state that it receives is flipped on arrival.
-With ``hold`` the rank makes ``<id>.reached`` and waits for ``<id>.go``, so that the drill can prepare the log. With the
-phase "pause", which is before the step, it does nothing else. With ``beside`` it dies once these ranks have come as far
-as well, of which each makes ``<id>.rank<n>``: a loss that is to find replicas half-way must not come before they are.
+With ``hold`` the rank makes ``<id>.reached`` and waits for ``<id>.go``, so that whoever has started it can prepare the
+log, or do at this place what a rank cannot. With ``beside`` it dies once these ranks have come as far as well, of which
+each makes ``<id>.rank<n>``: a loss that is to find replicas half-way must not come before they are.
 """
 
 import json
 import os
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +23,8 @@ import torch
 
 from swift import events
 from swift.errors import ServiceError
+from swift.failures.in_ranks import ENV_FAULTS, ENV_FAULTS_DIR
 
-ENV_FAULTS = "SWIFT_FAULTS"
-ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
 _WHOLE_STEP = ("optimizer", "idle", "reduce", "update", "finish", "save")
 """Phases that belong to no microbatch."""
 _HOLD_TIMEOUT_S = 30.0
@@ -32,11 +34,17 @@ _BESIDE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
+    """One item of the list, as the module's docstring has it."""
+
     id: str
     rank: int
     phase: str
     step: int | None = None
     microbatch: int = 0
+    layer: str = ""
+    bucket: int | None = None
+    kind: str = "kill"
+    for_s: float | None = None
     hold: bool = False
     beside: frozenset[int] = frozenset()
 
@@ -55,6 +63,10 @@ class FaultInjector:
                 phase=str(item["phase"]),
                 step=item.get("step"),
                 microbatch=int(item.get("microbatch") or 0),
+                layer=str(item.get("layer") or ""),
+                bucket=item.get("bucket"),
+                kind=str(item.get("kind") or "kill"),
+                for_s=item.get("for_s"),
                 hold=bool(item.get("hold", False)),
                 beside=frozenset(item.get("beside") or ()),
             )
@@ -64,25 +76,38 @@ class FaultInjector:
         self._beside = [fault for fault in self._faults if rank in fault.beside]
         self._waited_for: set[str] = set()
         self._any_in_replay = any(fault.phase == "replay" for fault in self._faults)
+        self.layers = sorted({fault.layer for fault in self._mine if fault.layer})
+        """Names of modules at which this rank is to fail."""
 
-    def at(self, phase: str, step: int, microbatch: int = 0) -> None:
-        """Does not return if a fault of this rank has these coordinates and has not fired yet."""
+    def at(
+        self, phase: str, step: int, microbatch: int = 0, *, layer: str = "", bucket: int | None = None
+    ) -> None:
+        """Does not return if this rank is to die at these coordinates and has not yet. `layer`: inside of a phase, at
+        that module. `bucket`: inside of a phase, at that bucket; without either, at the place of the phase itself."""
         for fault in self._beside:
-            if fault.phase == phase and fault.step in (None, step):
+            if fault.phase == phase and fault.step in (None, step) and not layer and bucket is None:
                 (self._directory / f"{fault.id}.rank{self._rank}").touch()
         for fault in self._mine:
             if (
-                (fault.phase == phase or (fault.phase == "pause" and phase == "idle"))
+                fault.phase == phase
                 and fault.step in (None, step)
                 and (fault.microbatch == microbatch or phase in _WHOLE_STEP)
+                and (fault.layer, fault.bucket) == (layer, bucket)
             ):
                 self._fire(fault, step)
 
+    def behind_bucket(self, phase: str, step: int, bucket: int, *, is_middle: bool) -> None:
+        """`at`, for a phase that goes from bucket to bucket: behind this one, which `is_middle` of them or not."""
+        self.at(phase, step, bucket=bucket)
+        if is_middle:
+            self.at(phase, step)
+
     def due(self, phase: str, step: int) -> bool:
-        """Whether this rank is to die in this phase of the step."""
+        """Whether this rank is to fail in this phase of the step, half-way through its buckets."""
         return any(
             fault.phase == phase
             and fault.step in (None, step)
+            and fault.bucket is None
             and not (self._directory / f"{fault.id}.fired").exists()
             for fault in self._mine
         )
@@ -150,15 +175,31 @@ class FaultInjector:
             return
         self._wait_beside(fault)
         if fault.hold:
-            (self._directory / f"{fault.id}.reached").touch()
-            deadline = time.monotonic() + _HOLD_TIMEOUT_S
-            while not (self._directory / f"{fault.id}.go").exists():
-                if time.monotonic() > deadline:
-                    raise ServiceError(f"fault {fault.id}: nobody made {fault.id}.go")
-                time.sleep(0.005)
-        if fault.phase == "pause":
+            self._wait_for_word(fault)
+        if fault.kind == "pause":
             return
         events.emit(
-            "fault", rank=self._rank, id=fault.id, phase=fault.phase, step=step, microbatch=fault.microbatch
+            "fault",
+            rank=self._rank,
+            id=fault.id,
+            kind=fault.kind,
+            phase=fault.phase,
+            step=step,
+            microbatch=fault.microbatch,
         )
-        os.kill(os.getpid(), signal.SIGKILL)
+        match fault.kind:
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "hang":
+                threading.Event().wait(fault.for_s)
+                events.emit("fault_over", rank=self._rank, id=fault.id)
+            case _:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _wait_for_word(self, fault: Fault) -> None:
+        (self._directory / f"{fault.id}.reached").touch()
+        deadline = time.monotonic() + _HOLD_TIMEOUT_S
+        while not (self._directory / f"{fault.id}.go").exists():
+            if time.monotonic() > deadline:
+                raise ServiceError(f"fault {fault.id}: nobody made {fault.id}.go")
+            time.sleep(0.005)

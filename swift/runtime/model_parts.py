@@ -156,6 +156,7 @@ class ModelParts:
         if problem := self._channel.groups.problem(stage.num_stages, mine):
             raise UsageError(problem)
         stage.groups = list(self._groups.values())
+        self._channel.fails_at_layers(stage.submod)
         self._updates.reduced_elsewhere(sharded.sharded_parameters(stage.submod, self._groups))
         if isinstance(stage.submod, DistributedDataParallel):
             if stage.submod.process_group is not self._groups["data"]:

@@ -242,7 +242,7 @@ class _Logged(LearnsShapesAlone):
         self._channel.entered(self.stage_index, mb, [t for t in external if isinstance(t, torch.Tensor)])
         if self.skipped is not None:
             return None
-        with self._channel.computing(self.stage_index, FORWARD):
+        with self._channel.computing(self.stage_index, FORWARD, fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         self._channel.computed(FORWARD, fwd_chunk_id)
         return output
@@ -257,7 +257,7 @@ class _Logged(LearnsShapesAlone):
             self._fill(self.grad_recv_info[bwd_chunk_id], BACKWARD, bwd_chunk_id)
         self.last_backward = last_backward
         self._channel.randomness.backward(self.stage_index, self._microbatch(bwd_chunk_id))
-        with self._channel.computing(self.stage_index, BACKWARD):
+        with self._channel.computing(self.stage_index, BACKWARD, bwd_chunk_id):
             result = super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.last_backward = False
         self._channel.computed(BACKWARD, bwd_chunk_id)

@@ -224,8 +224,8 @@ class Updates:
             if number < len(buckets):
                 self._check()
                 self._launch(buckets[number])
-                if number + 1 == half and buckets[number].reduction is not None:
-                    self._fault("reduce")
+                if buckets[number].reduction is not None:
+                    self._fault("reduce", number, half - 1)
             if (oldest := number - _IN_FLIGHT) >= 0 and oldest < len(buckets):
                 self.cut_step.finish(buckets[oldest])
 
@@ -258,8 +258,8 @@ class Updates:
         bucket = self._buckets[self._launched]
         self._launched += 1
         self._launch(bucket)
-        if self._launched == half and bucket.reduction is not None:
-            self._fault("reduce")
+        if bucket.reduction is not None:
+            self._fault("reduce", self._launched - 1, half - 1)
 
     def _finish_next(self) -> None:
         bucket = self._buckets[self._finished]
@@ -268,8 +268,7 @@ class Updates:
         self._channel.settle()
         with self.cut_step.own():
             bucket.journal.apply(bucket.index)
-        if self._finished == (len(self._buckets) + 1) // 2:
-            self._fault("update")
+        self._fault("update", self._finished - 1, (len(self._buckets) + 1) // 2 - 1)
 
     def _step(self, journal: Journal, closure: Any) -> Any:
         """`optimizer.step()` as the trainer calls it."""
@@ -408,8 +407,7 @@ class Updates:
 
     def _between(self, journal: Journal) -> Callable[[int], None]:
         def between(applied: int) -> None:
-            if applied == max(1, len(journal.buckets) // 2):
-                self._fault("optimizer")
+            self._fault("optimizer", applied - 1, max(1, len(journal.buckets) // 2) - 1)
 
         return between
 
@@ -417,9 +415,10 @@ class Updates:
         """A reduction that DDP or FSDP has asked for is under way."""
         self._fault("reduce")
 
-    def _fault(self, phase: str) -> None:
+    def _fault(self, phase: str, bucket: int = 0, middle: int = 0) -> None:
+        """Behind that bucket; half-way through the phase is behind bucket `middle`."""
         if not self._channel.replaying:
-            self._faults.at(phase, self._version)
+            self._faults.behind_bucket(phase, self._version, bucket, is_middle=bucket == middle)
 
     # --- wait-free ---
 

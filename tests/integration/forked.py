@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from swift.drill.cluster import JOB, TAIL_LINES, Cluster
 from swift.drill.security import COORDINATOR, LAUNCHER
 from swift.launch.children import Child, Nursery
-from swift.launch.command import PRELOAD_DEFAULT
+from swift.launch.flags import PRELOAD_DEFAULT
 from swift.launch.worker import Assignment
 
 REPOSITORY = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from swift.drill.cluster import EventTail
+from swift import events
 from swift.events import read
 from tests.integration.drill_world import (
     CHECKPOINT_EVERY,
@@ -218,7 +218,7 @@ def strays(directory: Path) -> list[int]:
 
 def follow_until(directory: Path, process: "subprocess.Popen[str]", name: str) -> list[dict[str, Any]]:
     """Events of the run until one of that name is there."""
-    tail = EventTail(directory / "run" / "events")
+    tail = events.Tail(directory / "run" / "events")
     seen: list[dict[str, Any]] = []
     deadline = time.monotonic() + 120
     while not any(event["event"] == name for event in seen):
@@ -278,7 +278,7 @@ def test_a_sidecar_that_is_killed_is_replaced_without_a_word(tmp_path: Path) -> 
     directory = tmp_path / "drill"
     arguments = [*kills("rank=2,step=12,microbatch=1,phase=backward"), "--strategy", "replay"]
     words = [*COMMAND, *arguments, "--directory", str(directory), "--json", str(tmp_path / "report.json")]
-    tail = EventTail(directory / "run" / "events")
+    tail = events.Tail(directory / "run" / "events")
     killed: list[int] = []
     sidecars: dict[str, int] = {}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

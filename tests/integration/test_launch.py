@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from swift._pb import coordinator_pb2 as pb
-from swift.launch.command import PRELOAD_DEFAULT
+from swift.launch.flags import PRELOAD_DEFAULT
 from tests.integration.launch_world import Launch, Rank, ScriptedCoordinator, assert_all_gone, wait_until
 from tests.integration.logserver_world import free_port
 

@@ -15,7 +15,7 @@ import pytest
 from swift._pb import coordinator_pb2 as pb
 from swift.launch import forkserver
 from swift.launch.children import Child, Nursery
-from swift.launch.command import PRELOAD_DEFAULT
+from swift.launch.flags import PRELOAD_DEFAULT
 from swift.launch.forkserver import ForkFailed, ForkServer, adopting, own_children
 from swift.launch.worker import Assignment
 from tests.integration.launch_world import Launch, ScriptedCoordinator, wait_until

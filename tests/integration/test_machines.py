@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from swift.drill.cluster import EventTail
+from swift import events
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import REPOSITORY, LogServer
 from tests.integration.namespaces import Network, skip_where_impossible
@@ -37,7 +37,7 @@ class Machines:
         self._world, self._directory, self._flags, self._stages = world, directory, flags, stages
         for name in ("events", "digests", "checkpoints"):
             (directory / name).mkdir(parents=True)
-        self._tail = EventTail(directory / "events")
+        self._tail = events.Tail(directory / "events")
         self._trace: list[dict[str, Any]] = []
         self.launchers: dict[str, subprocess.Popen[bytes]] = {}
 

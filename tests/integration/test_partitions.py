@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from swift import control
+from swift import control, events
 from swift.control.patience import ATTEMPT_TIMEOUT_S
-from swift.drill.cluster import EventTail
 from tests.faults.world import Helper
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import REPOSITORY, LogServer
@@ -360,7 +359,7 @@ class Training:
             (directory / name).mkdir(parents=True)
         self.directory = directory
         self._trace: list[dict[str, Any]] = []
-        self._tail = EventTail(directory / "events")
+        self._tail = events.Tail(directory / "events")
         command = [*world.network.inside("a"), sys.executable, "-m", "swift.launch", "--nproc-per-node", "2"]
         command += ["--spares", str(spares), "--coordinator", world.meta, "--job", job]
         command += ["--checkpoint-dir", str(directory / "checkpoints"), "-m", "swift.drill.trainer"]

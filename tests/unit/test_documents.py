@@ -90,8 +90,8 @@ def test_commands_and_their_flags_exist(document: Path) -> None:
         used = {word.partition("=")[0] for word in rest.split() if re.match(r"--[a-z]", word)}
         if not used:
             continue
-        if command == "bench":
-            command = " ".join(["bench", *[word for word in rest.split()[:1] if not word.startswith("-")]])
+        if command in ("bench", "failures"):
+            command = " ".join([command, *[word for word in rest.split()[:1] if not word.startswith("-")]])
         flags = set(re.findall(r"--[a-z][\w-]*", help_of(command)))
         assert used <= flags, (line, used - flags)
 

@@ -63,6 +63,7 @@ def test_torch_comes_with_the_session_only() -> None:
         "swift.drill.command, swift.drill.report, swift.drill.cluster",
         "swift.doctor.command",
         "swift.plan.command",
+        "swift.failures.schedule, swift.failures.report, swift.failures.damage",
     ],
 )
 def test_no_torch_here(modules: str) -> None:
@@ -353,7 +354,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "logserver", "coordinator", "drill", "token", "inspect", "doctor", "plan"]
+    "command", ["run", "logserver", "coordinator", "drill", "token", "inspect", "doctor", "plan", "failures"]
 )
 def test_help_begins_with_what_it_does(command: str) -> None:
     done = run(sys.executable, "-m", "swift.cli", command, "--help")
@@ -364,7 +365,7 @@ def test_help_begins_with_what_it_does(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "fly", "run", "logserver", "coordinator", "token", "inspect", "plan"]
+    "command", ["", "fly", "run", "logserver", "coordinator", "token", "inspect", "plan", "failures"]
 )
 def test_what_is_missing_is_said_in_one_line(command: str) -> None:
     done = run(sys.executable, "-m", "swift.cli", *command.split())

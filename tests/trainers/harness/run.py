@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swift import events
-from swift.drill.faults import ENV_FAULTS, ENV_FAULTS_DIR
+from swift.failures.in_ranks import ENV_FAULTS, ENV_FAULTS_DIR
 from tests.integration.forked import Forked
 from tests.trainers import probe
 from tests.trainers.harness.header import Trainer

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from swift.drill import faults
 from swift.drill.config import DrillConfig
 from swift.drill.facts import Evidence
 from swift.drill.topology import Topology
 from swift.drill.verdict_checks import DIGEST_FIELDS
+from swift.failures import grammar
 
 RANKS, STEPS = 4, 12
 KILL_STEP, CHECKPOINT = 8, 5
@@ -19,7 +19,7 @@ def config(*specs: str, **changes: Any) -> DrillConfig:
     shape = Topology(
         pipeline_ranks=RANKS, steps=STEPS, microbatches=4, schedule="1f1b", checkpoint_every=CHECKPOINT
     )
-    planned = tuple(faults.parse(spec) for spec in specs or (f"rank=2,step={KILL_STEP},microbatch=3",))
+    planned = tuple(grammar.parse(spec) for spec in specs or (f"rank=2,step={KILL_STEP},microbatch=3",))
     return DrillConfig(topology=shape, faults=planned, **changes)
 
 

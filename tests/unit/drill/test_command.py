@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from swift.drill import command, faults
+from swift.drill import command
 from swift.drill.command import parse
 from swift.drill.options import DEFAULT_KILL
 from swift.errors import UsageError
+from swift.failures import grammar
 
 
 def test_the_default_drill() -> None:
@@ -138,5 +139,5 @@ def test_help_begins_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> No
         parse(["--help"])
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == command.DESCRIPTION
-    for phase in faults.PHASES:
+    for phase in grammar.PHASES:
         assert any(phase in line for line in rest)

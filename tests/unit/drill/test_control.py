@@ -7,6 +7,7 @@ import pytest
 
 from swift.drill import control
 from swift.errors import LogError
+from swift.failures import damage
 from swift.log import frame, segment
 from swift.log.record import RecordKey, digest_of, stream_tag
 
@@ -45,13 +46,13 @@ def test_every_bit_of_a_segment_is_guarded(tmp_path: Path) -> None:
     assert len(whole.records) == 2
     unnoticed = []
     for bit in range(whole.end * 8):
-        control.flip(path, bit)
+        damage.flip(path, bit)
         try:
             segment.scan(path)
             unnoticed.append(bit)
         except LogError:
             pass
-        control.flip(path, bit)
+        damage.flip(path, bit)
     assert unnoticed == []
     assert len(segment.scan(path).records) == 2, "flipped back"
 
@@ -82,26 +83,26 @@ def test_without_a_record_there_is_no_control(tmp_path: Path) -> None:
 
 def test_a_live_corruption_hits_the_last_step_before_the_kill(tmp_path: Path) -> None:
     path = write_segment(tmp_path, range(5, 9), body_bytes=3000)
-    flipped = control.corrupt_stream([tmp_path], STREAM, 8, seed=3)
+    flipped = damage.corrupt_stream([tmp_path], STREAM, 8, seed=3)
     assert flipped is not None
-    damage = segment.walk(path).damage
-    assert [d.end_sequence is not None for d in damage] == [True]
-    assert damage[0].sequence in (4, 5), "the records of step 7"
-    assert control.corrupt_stream([tmp_path], STREAM, 12, seed=3) is None
-    assert control.corrupt_stream([tmp_path], "s0.F", 8, seed=3) is None
+    found = segment.walk(path).damage
+    assert [d.end_sequence is not None for d in found] == [True]
+    assert found[0].sequence in (4, 5), "the records of step 7"
+    assert damage.corrupt_stream([tmp_path], STREAM, 12, seed=3) is None
+    assert damage.corrupt_stream([tmp_path], "s0.F", 8, seed=3) is None
 
 
 def test_a_live_corruption_is_not_where_the_server_would_write_it_whole_again(tmp_path: Path) -> None:
     path = write_segment(tmp_path, range(5, 8), body_bytes=1500)
     last_block = (path.stat().st_size - 1) // 4096 * 4096
     for seed in range(200):
-        flipped = control.corrupt_stream([tmp_path], STREAM, 8, seed=seed)
+        flipped = damage.corrupt_stream([tmp_path], STREAM, 8, seed=seed)
         assert flipped is not None
         assert flipped["bit"] // 8 < last_block
-        control.flip(path, flipped["bit"])
+        damage.flip(path, flipped["bit"])
     small = write_segment(tmp_path / "small", range(5, 8))
     assert small.stat().st_size < 4096
-    assert control.corrupt_stream([tmp_path / "small"], STREAM, 8, seed=0) is None
+    assert damage.corrupt_stream([tmp_path / "small"], STREAM, 8, seed=0) is None
 
 
 def test_what_is_in_the_log_is_counted_by_stream_and_step(tmp_path: Path) -> None:

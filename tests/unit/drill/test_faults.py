@@ -1,4 +1,4 @@
-"""The kill grammar: what is read, what is refused and with which words."""
+"""What a drill refuses of the faults that it is given, and what it tells ranks of them."""
 
 import itertools
 import json
@@ -9,19 +9,13 @@ from hypothesis import strategies as st
 
 from swift.drill import faults
 from swift.drill.fault_environment import to_environment
-from swift.drill.faults import (
-    CoordinatorFault,
-    CorruptCheckpointFault,
-    CorruptCopyFault,
-    CorruptFault,
-    Fault,
-    LogLossFault,
-    LogServerFault,
-    RankFault,
-)
 from swift.drill.random_kills import RANDOM_GAP, kills_of
 from swift.drill.topology import SCHEDULES, Topology
 from swift.errors import UsageError
+from swift.failures import grammar, in_ranks
+from swift.failures.grammar import (
+    CorruptFault,
+)
 
 
 def topology(**changes: object) -> Topology:
@@ -33,108 +27,6 @@ def topology(**changes: object) -> Topology:
         "checkpoint_every": 10,
     }
     return Topology(**{**values, **changes})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("spec", "fault"),
-    [
-        (
-            "rank=2,step=17,microbatch=3,phase=backward",
-            RankFault(rank=2, step=17, microbatch=3, phase="backward"),
-        ),
-        (" Rank=2, step=17 ,phase=BACKWARD", RankFault(rank=2, step=17)),
-        ("rank=2,step=17", RankFault(rank=2, step=17)),
-        ("rank=0,step=0,phase=optimizer", RankFault(rank=0, step=0, phase="optimizer")),
-        ("rank=2,phase=replay", RankFault(rank=2, phase="replay")),
-        ("rank=2,phase=copy", RankFault(rank=2, phase="copy")),
-        ("rank=2,step=3,microbatch=1,phase=update", RankFault(rank=2, step=3, phase="update")),
-        (
-            "rank=2,step=12,microbatch=1,phase=replay",
-            RankFault(rank=2, step=12, microbatch=1, phase="replay"),
-        ),
-        ("service=logserver,step=3", LogServerFault(step=3)),
-        ("log=1,step=3", LogLossFault(server=1, step=3)),
-        ("LOG=0,phase=Replay", LogLossFault(server=0)),
-        ("service=coordinator,state=fencing", CoordinatorFault(state="fencing")),
-        ("corrupt=log,step=17,stream=s1.F", CorruptFault(step=17, stream="s1.F")),
-        ("corrupt=log,step=17,stream=S1.f", CorruptFault(step=17, stream="s1.F")),
-        ("corrupt=log,step=17", CorruptFault(step=17)),
-        ("corrupt=log,step=17,stream=S1C0.b", CorruptFault(step=17, stream="s1c0.B")),
-        ("corrupt=copy,rank=3", CorruptCopyFault(rank=3)),
-        ("rank=2,step=9,phase=save", RankFault(rank=2, step=9, phase="save")),
-        ("Corrupt=Checkpoint,rank=1,step=17", CorruptCheckpointFault(rank=1, step=17)),
-    ],
-)
-def test_parses(spec: str, fault: Fault) -> None:
-    assert faults.parse(spec) == fault
-
-
-@pytest.mark.parametrize(
-    ("spec", "word"),
-    [
-        ("", "key=value"),
-        ("rank", "key=value"),
-        ("rank=2,,step=3", "key=value"),
-        ("step=3", "names no victim"),
-        ("rank=two,step=3", "rank must be a number"),
-        ("rank=-1,step=3", "rank must be a number"),
-        ("rank=2,step=1e3", "step must be a number"),
-        ("rank=2,step=9999999999", "step must be a number"),
-        ("rank=2", "step is missing"),
-        ("rank=2,step=3,step=4", "twice"),
-        ("rank=2,step=3,phase=sleep", "forward, backward, reduce, update, optimizer, idle, save"),
-        ("rank=2,step=3,phase=copy", "takes no step"),
-        ("rank=2,phase=update", "step is missing"),
-        ("rank=2,step=3,stage=1", "unknown key 'stage'"),
-        ("rank=2,service=logserver", "unknown key 'service'"),
-        ("service=database,step=1", "logserver or coordinator"),
-        ("service=logserver", "step is missing"),
-        ("log=0", "give a step, or phase=replay"),
-        ("log=0,step=3,phase=replay", "give a step, or phase=replay"),
-        ("log=0,phase=copy", "give a step, or phase=replay"),
-        ("log=all,step=3", "log must be a number"),
-        ("log=0,rank=1,step=3", "unknown key 'log'"),
-        ("service=coordinator", "running, fencing, planning, recovering"),
-        ("service=coordinator,state=asleep", "running, fencing, planning, recovering"),
-        ("corrupt=memory,step=1", "corrupt must be log, checkpoint or copy"),
-        ("corrupt=log,step=1,stream=../x", "s<stage>.F"),
-        ("corrupt=checkpoint,step=1", "rank is missing"),
-        ("corrupt=checkpoint,rank=1", "step is missing"),
-    ],
-)
-def test_refuses_to_parse(spec: str, word: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        faults.parse(spec)
-    assert word in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@st.composite
-def any_fault(draw: st.DrawFn) -> Fault:
-    number = st.integers(0, 999)
-    kind = draw(st.sampled_from(["rank", "logserver", "log", "coordinator", "corrupt", "checkpoint"]))
-    if kind == "checkpoint":
-        return CorruptCheckpointFault(rank=draw(number), step=draw(number))
-    if kind == "log":
-        return LogLossFault(server=draw(number), step=draw(st.none() | number))
-    if kind == "logserver":
-        return LogServerFault(step=draw(number))
-    if kind == "coordinator":
-        return CoordinatorFault(state=draw(st.sampled_from(faults.STATES)))
-    if kind == "corrupt":
-        return CorruptFault(step=draw(number), stream=draw(st.sampled_from(["", "s0.F", "s12.B"])))
-    phase = draw(st.sampled_from(faults.PHASES))
-    return RankFault(
-        rank=draw(number),
-        phase=phase,
-        step={"replay": draw(st.none() | number), "copy": None}.get(phase, draw(number)),
-        microbatch=draw(number) if phase in faults.MICROBATCH_PHASES else 0,
-    )
-
-
-@given(any_fault())
-def test_round_trips(fault: Fault) -> None:
-    assert faults.parse(str(fault)) == fault
 
 
 @pytest.mark.parametrize(
@@ -159,7 +51,7 @@ def test_round_trips(fault: Fault) -> None:
 )
 def test_refuses_what_the_topology_cannot_have(specs: list[str], word: str) -> None:
     with pytest.raises(UsageError) as caught:
-        faults.check([faults.parse(spec) for spec in specs], topology(), log_servers=2)
+        faults.check([grammar.parse(spec) for spec in specs], topology(), log_servers=2)
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -179,7 +71,7 @@ def test_refuses_what_the_topology_cannot_have(specs: list[str], word: str) -> N
     ],
 )
 def test_accepts(specs: list[str]) -> None:
-    faults.check([faults.parse(spec) for spec in specs], topology(), log_servers=2)
+    faults.check([grammar.parse(spec) for spec in specs], topology(), log_servers=2)
 
 
 HYBRID = {"pipeline_ranks": 2, "replicas": 2}
@@ -215,7 +107,7 @@ HYBRID = {"pipeline_ranks": 2, "replicas": 2}
 )
 def test_refuses_what_replicas_cannot_have(specs: list[str], options: dict[str, str], word: str) -> None:
     with pytest.raises(UsageError) as caught:
-        faults.check([faults.parse(spec) for spec in specs], topology(**HYBRID), **options)
+        faults.check([grammar.parse(spec) for spec in specs], topology(**HYBRID), **options)
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -231,11 +123,11 @@ def test_refuses_what_replicas_cannot_have(specs: list[str], options: dict[str, 
     ],
 )
 def test_accepts_with_replicas(specs: list[str], options: dict[str, str]) -> None:
-    faults.check([faults.parse(spec) for spec in specs], topology(**HYBRID), **options)
+    faults.check([grammar.parse(spec) for spec in specs], topology(**HYBRID), **options)
 
 
 def test_a_pipeline_of_one_rank_has_no_stream_to_corrupt() -> None:
-    planned = [faults.parse("rank=1,step=7"), faults.parse("corrupt=log,step=7")]
+    planned = [grammar.parse("rank=1,step=7"), grammar.parse("corrupt=log,step=7")]
     with pytest.raises(UsageError, match="reads no stream"):
         faults.check(planned, topology(pipeline_ranks=1, replicas=2), strategy="replay")
 
@@ -244,7 +136,7 @@ def test_a_pipeline_of_one_rank_has_no_stream_to_corrupt() -> None:
 def test_random_kills_are_apart_and_possible(seed: int, count: int, wait_free: bool) -> None:
     shape = topology(**HYBRID)
     updates = "wait_free" if wait_free else "after_backward"
-    beside = [faults.parse("rank=0,step=11"), faults.parse("rank=0,phase=copy")]
+    beside = [grammar.parse("rank=0,step=11"), grammar.parse("rank=0,phase=copy")]
     kills = kills_of(count, shape, seed, updates, beside)
     assert kills == kills_of(count, shape, seed, updates, beside), "the seed decides"
     steps = [kill.step for kill in kills if kill.step is not None]
@@ -253,7 +145,7 @@ def test_random_kills_are_apart_and_possible(seed: int, count: int, wait_free: b
     assert steps == sorted(steps)
     assert all(later - earlier >= RANDOM_GAP for earlier, later in itertools.pairwise(apart))
     faults.check([*kills, *beside], shape, updates=updates)
-    assert [faults.parse(str(kill)) for kill in kills] == list(kills)
+    assert [grammar.parse(str(kill)) for kill in kills] == list(kills)
 
 
 def test_random_kills_reach_every_phase_and_rank() -> None:
@@ -278,7 +170,7 @@ def test_random_kills_fill_a_run_that_has_just_enough_steps() -> None:
 
 @pytest.mark.parametrize("extra", ["rank=2,phase=replay", "corrupt=log,step=17"])
 def test_the_checkpoint_strategy_replays_nothing(extra: str) -> None:
-    planned = [faults.parse("rank=1,step=17"), faults.parse(extra)]
+    planned = [grammar.parse("rank=1,step=17"), grammar.parse(extra)]
     faults.check(planned, topology())
     with pytest.raises(UsageError, match="--strategy checkpoint"):
         faults.check(planned, topology(), strategy="checkpoint")
@@ -296,17 +188,17 @@ def test_the_checkpoint_strategy_replays_nothing(extra: str) -> None:
 )
 def test_a_checkpoint_is_damaged_where_all_load_it_and_have_one_before(specs: list[str], word: str) -> None:
     with pytest.raises(UsageError, match=word):
-        faults.check([faults.parse(spec) for spec in specs], topology(), strategy="checkpoint")
-    good = [faults.parse(spec) for spec in ("rank=1,step=17", "corrupt=checkpoint,rank=3,step=17")]
+        faults.check([grammar.parse(spec) for spec in specs], topology(), strategy="checkpoint")
+    good = [grammar.parse(spec) for spec in ("rank=1,step=17", "corrupt=checkpoint,rank=3,step=17")]
     faults.check(good, topology(), strategy="checkpoint")
-    assert faults.held_together(good) == [[0]], "its victim waits until that is done"
+    assert in_ranks.held_together(good) == [[0]], "its victim waits until that is done"
     with pytest.raises(UsageError, match="only with --strategy checkpoint"):
         faults.check(good, topology())
 
 
 def test_environment_holds_only_the_rank_under_corruption() -> None:
     planned = [
-        faults.parse(spec)
+        grammar.parse(spec)
         for spec in (
             "service=logserver,step=3",
             "rank=2,step=17",
@@ -324,20 +216,20 @@ def test_environment_holds_only_the_rank_under_corruption() -> None:
 def test_victims_of_one_step_wait_for_each_other() -> None:
     specs = ["rank=0,step=8", "service=logserver,step=8", "rank=1,step=9", "rank=3,step=8,phase=reduce"]
     specs += ["rank=2,phase=copy", "rank=1,step=8,phase=replay", "rank=2,step=12", "corrupt=log,step=12"]
-    planned = [faults.parse(spec) for spec in specs]
-    assert faults.held_together(planned) == [[0, 3], [6]]
+    planned = [grammar.parse(spec) for spec in specs]
+    assert in_ranks.held_together(planned) == [[0, 3], [6]]
     held = [fault["id"] for fault in json.loads(to_environment(planned)) if fault.get("hold")]
     assert held == ["fault0", "fault3", "fault6"]
 
 
 def test_who_dies_with_half_an_update_applied_waits_for_its_replicas() -> None:
-    planned = [faults.parse(spec) for spec in ("rank=3,step=8,phase=update", "rank=0,step=9,phase=reduce")]
+    planned = [grammar.parse(spec) for spec in ("rank=3,step=8,phase=update", "rank=0,step=9,phase=reduce")]
     shape = topology(pipeline_ranks=2, replicas=3)
     found = json.loads(to_environment(planned, topology=shape))
     assert [fault.get("beside") for fault in found] == [[4, 5], None]
     found = json.loads(to_environment(planned, topology=shape, strategy="lossy-forward"))
     assert [fault.get("beside") for fault in found] == [[4, 5], [1, 2]]
-    planned.append(faults.parse("rank=1,step=10,phase=reduce"))
+    planned.append(grammar.parse("rank=1,step=10,phase=reduce"))
     found = json.loads(to_environment(planned, topology=shape, strategy="lossy-forward"))
     assert found[2]["beside"] == [2], "rank 0 is lost before"
 
@@ -354,7 +246,7 @@ def test_who_dies_with_half_an_update_applied_waits_for_its_replicas() -> None:
 )
 def test_victims_that_need_nothing_of_each_other_are_all_waited_for(specs: list[str], all_come: bool) -> None:
     shape = topology(pipeline_ranks=2, replicas=2)
-    assert faults.all_get_there([faults.parse(spec) for spec in specs], shape) is all_come
+    assert faults.all_get_there([grammar.parse(spec) for spec in specs], shape) is all_come
 
 
 @pytest.mark.parametrize(
@@ -393,7 +285,7 @@ def test_a_v_has_no_boundary_inside_its_last_rank() -> None:
 
 
 def test_a_microbatch_in_a_phase_that_comes_once_a_step_has_no_meaning() -> None:
-    assert faults.parse("rank=2,step=3,microbatch=1,phase=idle") == faults.parse("rank=2,step=3,phase=idle")
+    assert grammar.parse("rank=2,step=3,microbatch=1,phase=idle") == grammar.parse("rank=2,step=3,phase=idle")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -417,5 +309,5 @@ def test_a_replay_reads_the_streams_of_its_own_dp_rank() -> None:
 
 
 def test_a_victim_waits_until_the_log_server_of_its_step_is_gone() -> None:
-    specs = [faults.parse(spec) for spec in ("rank=2,step=17", "log=0,step=17", "rank=1,step=20")]
-    assert faults.held_together(specs) == [[0]]
+    specs = [grammar.parse(spec) for spec in ("rank=2,step=17", "log=0,step=17", "rank=1,step=20")]
+    assert in_ranks.held_together(specs) == [[0]]

@@ -9,9 +9,9 @@ import pytest
 from swift.drill import prediction, report
 from swift.drill.config import DrillConfig
 from swift.drill.facts import Facts, Measured
-from swift.drill.faults import parse
 from swift.drill.prediction import predicted_streams, section
 from swift.drill.topology import Topology
+from swift.failures.grammar import parse
 from swift.plan.model import CostModel
 from swift.recovery.groups import RecoveryGroups
 from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, STEPS, Trace, config, digests, good, kept

@@ -12,6 +12,7 @@ from swift.errors import UsageError
 from swift.launch import command, torch_names
 from swift.launch.command import make_plan
 from swift.launch.decisions import Outcome
+from swift.launch.flags import PRELOAD_DEFAULT
 from swift.launch.machines import Meeting, job_name
 from swift.launch.meeting import Terms
 from swift.launch.torch_names import Std
@@ -255,7 +256,7 @@ def test_a_job_without_a_name_gets_one_that_is_printed_and_can_be_typed(
 
 
 def test_preload_adds_to_what_is_imported_anyway() -> None:
-    base = command.PRELOAD_DEFAULT
+    base = PRELOAD_DEFAULT
     for flags, found in (
         ([], base),
         (["--preload", "numpy"], f"{base},numpy"),
@@ -281,7 +282,7 @@ def test_what_the_script_imports_is_found_unless_nothing_else_is_wanted(tmp_path
 
 
 def test_spares_can_import_what_they_are_told_to() -> None:
-    for name in command.PRELOAD_DEFAULT.split(","):
+    for name in PRELOAD_DEFAULT.split(","):
         importlib.import_module(name)
 
 

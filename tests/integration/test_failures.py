@@ -1,0 +1,312 @@
+"""Failures of `swift-ft run --failures`, of every kind, to real processes: what was planned is what happened, who
+noticed is in the report, and the bits are those of a run in which nothing failed."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift.failures.grammar import RankFault
+from swift.failures.schedule import parse_entry, schedule_of
+from tests.integration import on_tmpfs
+from tests.integration.failing_world import LEASES, STEPS, Ended, run, trainer, undisturbed
+from tests.integration.forked import Forks
+from tests.integration.launch_world import Launch, ScriptedCoordinator, wait_until
+
+REPLICAS = ("--stages", "1", "--replicas", "2")
+
+
+@pytest.fixture(scope="module")
+def bits(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> dict[str, Any]:
+    return undisturbed(forks, tmp_path_factory.mktemp("twin"), ranks=2)
+
+
+def places(ended: Ended) -> list[tuple[Any, ...]]:
+    """Where ranks have failed: as they tell it themselves."""
+    told = sorted(ended.said("fault"), key=lambda event: event["id"])
+    return [(event["rank"], event["step"], event["phase"], event["microbatch"]) for event in told]
+
+
+def assert_noticed(ended: Ended, *by: str) -> None:
+    """Every failure, by one of these events."""
+    for failure in ended.failures:
+        assert failure["injected_s"] is not None, failure
+        assert failure["detected"] is not None, failure
+        assert failure["detected"]["by"] in by, failure
+        assert failure["detected"]["after_s"] >= 0.0, failure
+
+
+def test_ranks_die_exactly_where_they_are_told_to(tmp_path: Path, bits: dict[str, Any]) -> None:
+    planned = [
+        "rank=1,step=3,microbatch=2,phase=forward,layer=blocks.0",
+        "rank=0,step=6,microbatch=1,phase=backward,layer=blocks.0",
+        "rank=1,step=9,phase=optimizer,bucket=0",
+        "rank=0,step=12,phase=idle",
+        "rank=1,step=16,microbatch=3,phase=backward",
+    ]
+    ended = run(tmp_path, *planned)
+    assert ended.digests == bits
+    assert places(ended) == [
+        (1, 3, "forward", 2),
+        (0, 6, "backward", 1),
+        (1, 9, "optimizer", 0),
+        (0, 12, "idle", 0),
+        (1, 16, "backward", 3),
+    ]
+    assert_noticed(ended, "child_exit")
+    killed = {event["pid"] for event in ended.said("child_exit") if event["code"] == -signal.SIGKILL}
+    assert [failure["where"]["pid"] for failure in ended.failures] == [e["pid"] for e in ended.said("fault")]
+    assert killed == {event["pid"] for event in ended.said("fault")}
+    assert [failure["generation"] for failure in ended.failures] == [2, 3, 4, 5, 6]
+    assert all(failure["running_after_s"] > failure["detected"]["after_s"] for failure in ended.failures)
+    assert ended.report["schedule"] == list(map(str, map(parse_entry, planned)))
+    assert "failures: 5 planned, 5 injected, 5 noticed" in ended.output
+    assert f"the same failures again: --failures {ended.path}" in ended.output
+
+
+def test_a_seed_kills_and_its_report_kills_again_at_the_same_places(
+    tmp_path: Path, bits: dict[str, Any]
+) -> None:
+    spec = "every=weibull,shape=0.6,mtbf=14,until=18,seed=5,per_host=1,phase=any,microbatches=4"
+    planned = schedule_of(spec, 2).faults
+    assert len(planned) >= 3
+    first = run(tmp_path / "first", spec)
+    again = run(tmp_path / "again", str(first.path))
+    for ended in (first, again):
+        assert ended.digests == bits
+        assert places(ended) == [
+            (f.rank, f.step, f.phase, f.microbatch) for f in planned if isinstance(f, RankFault)
+        ]
+        assert_noticed(ended, "child_exit")
+    assert again.report["schedule"] == first.report["schedule"]
+
+
+@pytest.mark.matrix
+def test_hosts_that_die_as_a_whole_die_at_once(tmp_path: Path, forks: Forks) -> None:
+    shape = ("--stages", "2", "--replicas", "2")
+    twin = undisturbed(forks, tmp_path / "twin", *shape, ranks=4)
+    spec = "every=exponential,mtbf=12,count=2,seed=2,per_host=2,together=1"
+    ended = run(tmp_path / "run", spec, ranks=4, spares=2, trainer_arguments=trainer(STEPS, *shape))
+    assert ended.digests == twin
+    ranks = [event["rank"] for event in sorted(ended.said("fault"), key=lambda e: e["t"])]
+    assert [{*ranks[:2]}, {*ranks[2:]}] == [
+        {f.rank for f in schedule_of(spec, 4).faults[n : n + 2] if isinstance(f, RankFault)} for n in (0, 2)
+    ]
+    assert len({failure["generation"] for failure in ended.failures}) == 2, "two of a host are one loss"
+
+
+@pytest.mark.matrix
+def test_a_rank_that_is_stopped_and_continued_goes_on(tmp_path: Path, bits: dict[str, Any]) -> None:
+    ended = run(tmp_path, "kind=stop,rank=1,step=6,microbatch=1,phase=forward,for=0.5")
+    assert ended.digests == bits
+    (failure,) = ended.failures
+    assert failure["over_s"] - failure["injected_s"] >= 0.5
+    assert failure["generation"] is None, "it was back within its lease"
+    assert len({event["pid"] for event in ended.said("step_end") if event["rank"] == 1}) == 1
+
+
+@pytest.mark.matrix
+def test_a_rank_that_is_stopped_for_good_is_fenced(tmp_path: Path, bits: dict[str, Any]) -> None:
+    ended = run(tmp_path, "kind=stop,rank=1,step=6,phase=idle", coordinator_flags=LEASES)
+    assert ended.digests == bits
+    assert_noticed(ended, "view_seen", "fenced_kill", "suspicion_seen")
+    (fault,) = ended.said("fault")
+    assert {event["pid"] for event in ended.said("fenced_kill")} == {fault["pid"]}
+    assert ended.failures[0]["over_s"] is None
+
+
+@pytest.mark.matrix
+def test_a_rank_that_hangs_is_suspected_and_goes_on(tmp_path: Path, bits: dict[str, Any]) -> None:
+    hang = "kind=hang,rank=0,step=12,microbatch=2,phase=backward,for=8"
+    ended = run(tmp_path, hang, coordinator_flags=LEASES)
+    assert ended.digests == bits
+    assert places(ended) == [(0, 12, "backward", 2)]
+    assert_noticed(ended, "suspicion_seen")
+    assert ended.failures[0]["generation"] is None, "a hang is shown, not acted on"
+
+
+@pytest.mark.matrix
+def test_a_slow_rank_goes_on(tmp_path: Path, bits: dict[str, Any]) -> None:
+    ended = run(tmp_path, "kind=slow,rank=0,step=5,phase=idle,factor=4,for=1.5", "rank=1,step=15")
+    assert ended.digests == bits
+    slow, _ = ended.failures
+    assert (slow["where"]["rank"], slow["where"]["step"]) == (0, 5)
+    assert slow["over_s"] - slow["injected_s"] >= 1.5
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("service", "sign"), [("logserver", "log_silent_seen"), ("coordinator", "coordinator_unanswered")]
+)
+def test_a_service_that_is_killed_is_started_again(
+    service: str, sign: str, tmp_path: Path, bits: dict[str, Any]
+) -> None:
+    ended = run(tmp_path, f"service={service},step=4,for=5", "rank=1,step=14", coordinator_flags=LEASES)
+    assert ended.digests == bits
+    assert_noticed(ended, sign, "child_exit")
+    (killed,) = ended.said("service_killed")
+    assert [killed["pid"]] == [e["service_pid"] for e in ended.said("started") if e["service"] == service]
+    assert ended.failures[0]["over_s"] - ended.failures[0]["injected_s"] >= 5.0
+
+
+@pytest.mark.matrix
+def test_a_log_server_that_is_lost_is_replaced_by_the_other(tmp_path: Path, bits: dict[str, Any]) -> None:
+    ended = run(tmp_path, "rank=1,step=8", "log=0,step=8", log_servers=2, copies=2, log_lost_s=6.0, spares=1)
+    assert ended.digests == bits
+    assert_noticed(ended, "log_silent_seen", "child_exit", "view_seen")
+
+
+@pytest.mark.matrix
+def test_a_damaged_log_is_refused_and_the_checkpoint_stands(tmp_path: Path, bits: dict[str, Any]) -> None:
+    ended = run(tmp_path, "rank=1,step=8", "corrupt=log,step=8,stream=s0.F")
+    assert ended.digests == bits
+    assert {event["id"] for event in ended.said("corrupted")} == {"fault1"}
+    assert_noticed(ended, "child_exit", "view_seen", "stream_corrupt")
+
+
+@pytest.mark.matrix
+def test_a_damaged_checkpoint_leads_to_the_one_before(tmp_path: Path, forks: Forks) -> None:
+    twin = undisturbed(forks, tmp_path / "twin", "--strategy", "checkpoint", ranks=2)
+    planned = ["rank=1,step=13,phase=idle", "corrupt=checkpoint,rank=0,step=13"]
+    arguments = trainer(STEPS, "--strategy", "checkpoint")
+    ended = run(tmp_path / "run", *planned, trainer_arguments=arguments)
+    assert ended.digests == twin
+    assert_noticed(ended, "child_exit", "view_seen")
+
+
+@pytest.mark.matrix
+def test_a_copy_that_is_damaged_on_its_way_is_copied_again(tmp_path: Path, forks: Forks) -> None:
+    twin = undisturbed(forks, tmp_path / "twin", *REPLICAS, ranks=2)
+    planned = ["rank=1,step=6,phase=optimizer", "corrupt=copy,rank=1"]
+    ended = run(tmp_path / "run", *planned, trainer_arguments=trainer(STEPS, *REPLICAS))
+    assert ended.digests == twin
+    assert_noticed(ended, "child_exit", "view_seen")
+
+
+@pytest.mark.matrix
+def test_a_full_disk_is_one_of_its_own_and_training_goes_on(tmp_path: Path, bits: dict[str, Any]) -> None:
+    place = tmp_path / "checkpoints"
+    place.mkdir()
+    on_tmpfs.skip_where_impossible(str(place))
+    planned = [f"fill={place},step=6,for=3", "rank=1,step=17"]
+    ended = run(tmp_path, *planned, tmpfs=("48m", place))
+    assert ended.digests == bits
+    assert_noticed(ended, "checkpoint_failed", "child_exit")
+    assert ended.failures[0]["where"]["bytes"] > 1 << 20
+
+
+# --- a script without a session, and a coordinator that says what the test wants ---
+
+
+@pytest.fixture
+def coordinator() -> Iterator[ScriptedCoordinator]:
+    scripted = ScriptedCoordinator()
+    yield scripted
+    scripted.close()
+
+
+def test_any_script_is_killed_at_a_time(tmp_path: Path, coordinator: ScriptedCoordinator) -> None:
+    flags = ("--nproc-per-node", "2", "--failures", "rank=1,at=0.3", "--log-dir", "out")
+    launch = Launch(tmp_path, coordinator.address, *flags)
+    try:
+        first = launch.rank(1)
+        second = launch.rank(1, process=2)
+        assert not first.alive
+        assert second.pid != first.pid
+        for number in (0, 1):
+            launch.go(number)
+        code, said = launch.wait()
+    finally:
+        launch.close()
+    assert code == 0, said
+    (failure,) = json.loads(next((tmp_path / "out").glob("*/failures.json")).read_text())["failures"]
+    assert failure["where"] == {"rank": 1, "pid": first.pid}
+    assert failure["injected_s"] >= 0.3
+    assert failure["detected"]["by"] == "child_exit"
+
+
+def test_what_has_stopped_goes_on_before_the_run_is_over(
+    tmp_path: Path, coordinator: ScriptedCoordinator
+) -> None:
+    """Nothing that was done to processes outlasts the run; what never came is named."""
+    planned = "kind=stop,rank=0,at=0.1,for=0.2;rank=1,step=3"
+    flags = ("--nproc-per-node", "2", "--failures", planned, "--log-dir", "out")
+    launch = Launch(tmp_path, coordinator.address, *flags)
+    try:
+        launch.rank(0)
+        launch.rank(1)
+        wait_until(lambda: launch.events("fault_over"), "SIGCONT")
+        for number in (0, 1):
+            launch.go(number)
+        code, said = launch.wait()
+    finally:
+        launch.close()
+    assert code == 0, said
+    assert len(launch.ranks(0)) == 1
+    assert "2 planned, 1 injected" in said
+    assert "rank=1,step=3,microbatch=0,phase=backward: did not happen: rank 1 never came to its place" in said
+
+
+# --- what cannot be ---
+
+
+@pytest.mark.parametrize(
+    ("failures", "word"),
+    [
+        ("kind=burn,rank=0,step=1", "unknown kind 'burn': one of kill, stop, hang, slow, network"),
+        ("rank=2,step=1", "rank must be 0 to 1"),
+        ("trace.csv", "there is no such file"),
+        ("bad.csv", "line 2: start must be a number of 0 or more, not 'soon'"),
+        (
+            "kind=network,rank=0,step=1,for=1,link=no0",
+            "start swift-ft run inside a network namespace of its own",
+        ),
+        ("fill=/tmp,step=1,for=1", "it is not on a file system of its own"),
+        ("service=coordinator,step=3", "no service of swift listens at 127.0.0.1:1"),
+    ],
+)
+def test_bad_input_is_one_line_and_starts_nothing(failures: str, word: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.csv").write_text("node,start\n0,soon\n")
+    (tmp_path / "script.py").write_text("open('ran', 'w')\n")
+    done = launched(tmp_path, failures)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("swift: run: --failures")
+    assert word in line
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_without_space_for_the_report_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    on_tmpfs.skip_where_impossible(str(tmp_path / "out"))
+    (tmp_path / "script.py").write_text("open('ran', 'w')\n")
+    done = launched(tmp_path, "rank=0,step=1", tmpfs=("64k", tmp_path / "out"))
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "No space left on device: name a directory with space for the report of --failures" in line
+    assert not (tmp_path / "ran").exists()
+
+
+def launched(
+    directory: Path, failures: str, tmpfs: tuple[str, Path] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    flags = ["--coordinator", "127.0.0.1:1", "--job", "test", "--nproc-per-node", "2"]
+    command = ["-m", "swift.launch", *flags, "--failures", failures, "--log-dir", "out", "script.py"]
+    if tmpfs is not None:
+        command = ["-m", "tests.integration.on_tmpfs", tmpfs[0], str(tmpfs[1]), *command]
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=directory,
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )

@@ -1,0 +1,103 @@
+"""FILE or SPEC -> failures: the same again from what was written down, and every mistake in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift.errors import UsageError
+from swift.failures import schedule
+from swift.failures.distributions import Drawn
+from swift.failures.grammar import Fault
+from swift.failures.schedule import schedule_of
+from tests.unit.failures.drawn import any_distribution, any_fault
+
+
+@given(st.lists(st.one_of(any_fault(), any_distribution()), min_size=1, max_size=6))
+def test_entries_round_trip(entries: list[Fault | Drawn]) -> None:
+    for between in (";", "\n", " ;\n  # so it is\n"):
+        assert schedule.parse(between.join(map(str, entries))) == entries
+
+
+@given(any_distribution(), st.integers(6, 12))
+def test_a_schedule_as_text_is_the_same_schedule(entry: Drawn, ranks: int) -> None:
+    made = schedule_of(str(entry), ranks)
+    if made.faults:
+        assert schedule_of(str(made), ranks).faults == made.faults
+
+
+def test_failures_come_in_their_order() -> None:
+    spec = "rank=1,at=3;rank=0,step=9;rank=1,phase=replay;rank=1,step=2;rank=0,at=1;rank=1,step=2"
+    assert list(map(str, schedule_of(spec, 2).faults)) == [
+        "rank=1,step=2,microbatch=0,phase=backward",
+        "rank=0,step=9,microbatch=0,phase=backward",
+        "rank=0,at=1",
+        "rank=1,at=3",
+        "rank=1,phase=replay",
+    ]
+
+
+def test_a_machine_is_a_host_unless_an_entry_says_otherwise() -> None:
+    spec = "every=exponential,mtbf=50,count=1,together=1"
+    assert len(schedule_of(spec, 8).faults) == 1
+    assert len(schedule_of(spec, 8, per_host=4).faults) == 4
+    assert len(schedule_of(f"{spec},per_host=2", 8, per_host=4).faults) == 2
+
+
+def test_a_file_of_entries(tmp_path: Path) -> None:
+    path = tmp_path / "failures.txt"
+    path.write_text("# two of them\nrank=1,step=2  # the first\n\nevery=exponential,mtbf=9,count=3\n")
+    assert len(schedule_of(str(path), 4).faults) == 4
+
+
+def test_the_report_of_a_run_is_a_file_of_its_failures(tmp_path: Path) -> None:
+    made = schedule_of("every=weibull,shape=0.5,mtbf=9,count=8,seed=3", 4)
+    path = tmp_path / "failures.json"
+    path.write_text(json.dumps({"job": "j", "schedule": list(map(str, made.faults))}))
+    assert schedule_of(str(path), 4).faults == made.faults
+
+
+@pytest.mark.parametrize(
+    ("given_", "word"),
+    [
+        ("nowhere.csv", "there is no such file"),
+        ("", "there is no such file"),
+        (" ; ", "there is no such file"),
+        ("#=", "there is no failure in it"),
+        ("rank=4,step=1", "rank must be 0 to 3"),
+        ("corrupt=copy,rank=4", "rank must be 0 to 3"),
+        ("rank=1,step=1;rank=2", "'rank=2': step is missing"),
+        ("rank=1,step=1;rank=9,at=2", "rank must be 0 to 3"),
+        ("trace=nowhere.csv", "No such file"),
+        (";".join(f"rank={n % 4},step={n}" for n in range(501)), "501 failures: 500 are the most"),
+    ],
+)
+def test_refuses(given_: str, word: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        schedule_of(given_, 4)
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"rank=1,step=1\nkind=burn,rank=1,step=2\n", "unknown kind 'burn'"),
+        (b'[{"node_id": "a"}]', "convert it with swift-ft failures convert"),
+        (b"{}", "not the failures.json of a run"),
+        (b'{"schedule": 3}', "not the failures.json of a run"),
+        (b"{", "not the failures.json of a run"),
+        (b"\xff\xfe", "not a text in UTF-8"),
+        (b"", "there is no failure in it"),
+        (b"lines of anything", "is not key=value"),
+    ],
+)
+def test_refuses_a_file(content: bytes, word: str, tmp_path: Path) -> None:
+    path = tmp_path / "failures"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        schedule_of(str(path), 4)
+    assert word in str(caught.value)
+    assert str(path) in str(caught.value)

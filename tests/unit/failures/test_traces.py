@@ -1,0 +1,223 @@
+"""Trace files: what is read, how nodes become hosts, every mistake in one line; and the converter."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift.errors import UsageError
+from swift.failures import traces
+from swift.failures.grammar import RankFault
+from swift.failures.schedule import parse_entry, schedule_of
+from swift.failures.traces import Outage, Traced
+
+TRACE = """\
+Class, start ,node,end,kind,place
+GPU,0.5,gamma,3,,rack 1
+NIC,2,alpha,4,stop,rack 2
+"Fan, rear",2.25,beta,,,rack 1
+GPU,6,gamma,7,,rack 1
+"""
+
+
+def written(directory: Path, text: str = TRACE) -> Path:
+    path = directory / "trace.csv"
+    path.write_text(text)
+    return path
+
+
+def test_rows_are_read_by_time_and_by_the_names_of_columns(tmp_path: Path) -> None:
+    assert traces.read(written(tmp_path)) == [
+        Outage(node="gamma", start=0.5, end=3.0, reason="GPU"),
+        Outage(node="alpha", start=2.0, end=4.0, kind="stop", reason="NIC"),
+        Outage(node="beta", start=2.25, reason="Fan, rear"),
+        Outage(node="gamma", start=6.0, end=7.0, reason="GPU"),
+    ]
+
+
+names = st.text("abcxyz-", min_size=1, max_size=4)
+times = st.floats(0, 1e6, allow_nan=False)
+
+
+@st.composite
+def outage(draw: st.DrawFn) -> Outage:
+    start = draw(times)
+    end = draw(st.none() | times.map(lambda more: start + more))
+    kind = draw(st.sampled_from(["", "kill", "stop"]))
+    return Outage(
+        node=draw(names), start=start, end=end, kind=kind, reason=draw(st.sampled_from(["", 'a, "b"']))
+    )
+
+
+@given(st.lists(outage(), min_size=1, max_size=20))
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows: list[Outage]) -> None:
+    path = tmp_path_factory.mktemp("trace") / "trace.csv"
+    assert traces.write(rows, path) == len(rows)
+    assert traces.read(path) == sorted(rows, key=lambda row: row.start)
+
+
+def test_a_trace_becomes_failures_of_the_jobs_hosts(tmp_path: Path) -> None:
+    path = written(tmp_path, TRACE.replace("gamma", "0").replace("alpha", "1").replace("beta", "2"))
+    made = schedule_of(f"trace={path},per=0.25,for=3", 3)
+    assert list(map(str, made.faults)) == [
+        "rank=0,step=2,phase=idle",
+        "kind=stop,rank=1,step=8,phase=idle,for=3",
+        "rank=2,step=9,phase=idle",
+        "rank=0,step=24,phase=idle",
+    ]
+
+
+def test_a_failure_lasts_as_long_as_the_row_says_if_times_are_seconds(tmp_path: Path) -> None:
+    path = written(tmp_path, "node,start,end,kind\n1,2,4,stop\n")
+    made = schedule_of(f"trace={path},per=0.5,unit=seconds", 2)
+    assert list(map(str, made.faults)) == ["kind=stop,rank=1,at=4,for=4"]
+
+
+def test_a_window_of_the_trace(tmp_path: Path) -> None:
+    path = written(tmp_path, TRACE.replace("gamma", "0").replace("alpha", "1").replace("beta", "1"))
+    made = schedule_of(f"trace={path},from=2,until=6,kind=kill", 2)
+    assert [(f.rank, f.step) for f in made.faults if isinstance(f, RankFault)] == [(1, 0), (1, 0)]
+
+
+def test_a_file_may_be_given_as_it_is(tmp_path: Path) -> None:
+    path = written(tmp_path, "node,start\n0,3\n1,7\n")
+    assert schedule_of(str(path), 2).faults == schedule_of(f"trace={path}", 2).faults
+
+
+def test_names_are_drawn_by_the_seed_and_so_many_as_the_job_has_hosts(tmp_path: Path) -> None:
+    rows = "".join(f"n{node},{node}\n" for node in range(40))
+    path = written(tmp_path, "node,start\n" + rows)
+    made = [schedule_of(f"trace={path},seed={seed}", 4).faults for seed in range(8)]
+    assert [schedule_of(f"trace={path},seed={seed}", 4).faults for seed in range(8)] == made
+    assert len(set(made)) == 8
+    for faults in made:
+        assert {f.rank for f in faults if isinstance(f, RankFault)} == {0, 1, 2, 3}
+    rare = [_count(f"trace={path},seed={seed},nodes=400") for seed in range(100)]
+    assert sum(rare) == pytest.approx(4 * 100 * 40 / 400, rel=0.5), "a host is one of 400 nodes"
+
+
+def _count(spec: str) -> int:
+    try:
+        return len(schedule_of(spec, 4).faults)
+    except UsageError:
+        return 0
+
+
+@given(st.integers(0, 10**6), st.floats(0.01, 100).map(lambda x: round(x, 3)), st.none() | st.integers(1, 99))
+def test_an_entry_round_trips(seed: int, per: float, nodes: int | None) -> None:
+    entry = Traced(path="/a/b.csv", seed=seed, per=per, nodes=nodes, until=9.5)
+    assert parse_entry(str(entry)) == entry
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "word"),
+    [
+        ("", "", "no trace: its first line must name the columns"),
+        ("start,end\n1,2\n", "", "with node and start among them"),
+        ("node,start\n", "", "there is no failure in it"),
+        ("node,start\na,soon\n", "", "line 2: start must be a number of 0 or more, not 'soon'"),
+        ("node,start\na,1\nb,nan\n", "", "line 3: start must be a number"),
+        ("node,start\na,-1\n", "", "line 2: start must be a number of 0 or more"),
+        ("node,start,end\na,3,2\n", "", "line 2: end 2 is before start 3"),
+        ("node,start\n,3\n", "", "line 2: node is empty"),
+        ("node,start,kind\na,3,burn\n", "", "line 2: unknown kind 'burn': one of kill, stop"),
+        ("node,start\n7,3\n", "", "there is no host 7: hosts are 0 to 3"),
+        ("node,start\na,3\nb,4\n", ",nodes=1", "nodes must be at least 2"),
+        ("node,start,kind\n1,3,network\n", "", "kind=network needs for=SECONDS"),
+        ("node,start,kind\n1,3,slow\n", ",for=3", "kind=slow needs factor=F, more than 1"),
+        ("node,start\n1,3\n", ",from=9", "none of its failures is of this job"),
+        ("node,start\n" + "1,3\n" * 501, "", "more than 500 failures"),
+        ("node,start\n1,3\n", ",mtbf=3", "unknown key 'mtbf'"),
+        ("node,start\n1,3\n", ",per=0", "per must be a number from 1e-06"),
+    ],
+)
+def test_refuses(text: str, options: str, word: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        schedule_of(f"trace={written(tmp_path, text)}{options}", 4)
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# --- the converter ---
+
+
+def event(node: str, at: float, kind: str, reason: str = "GPU") -> dict[str, Any]:
+    about = {"Level": "Hardware Failure", "Class": reason, "Desc": "GPU xid Error"}
+    return {"node_id": node, "event_time": at, "event_type": f"fault_{kind}", "fault_type": about}
+
+
+def converted(directory: Path, content: object, *without: str) -> list[Outage]:
+    path = directory / "fault_trace.json"
+    path.write_text(json.dumps(content))
+    return traces.from_infinitehbd(path, without)
+
+
+def test_starts_and_ends_of_a_node_belong_together(tmp_path: Path) -> None:
+    found = converted(
+        tmp_path,
+        [
+            event("b", 1.0, "start"),
+            event("a", 1.0, "start"),
+            event("a", 1.5, "start", "NIC"),
+            event("a", 2.0, "end", "NIC"),
+            event("a", 3.0, "end"),
+            event("a", 4.0, "start"),
+            event("c", 5.0, "end"),
+        ],
+    )
+    assert found == [
+        Outage(node="a", start=1.0, end=3.0, reason="GPU"),
+        Outage(node="b", start=1.0, reason="GPU"),
+        Outage(node="a", start=1.5, end=2.0, reason="NIC"),
+        Outage(node="a", start=4.0, reason="GPU"),
+    ]
+
+
+def test_of_two_failures_that_are_alike_the_first_ends_first(tmp_path: Path) -> None:
+    found = converted(tmp_path, [event("a", 1.0, "start"), event("a", 2.0, "start"), event("a", 3.0, "end")])
+    assert [(outage.start, outage.end) for outage in found] == [(1.0, 3.0), (2.0, None)]
+
+
+def test_what_is_no_failure_of_a_job_is_left_out(tmp_path: Path) -> None:
+    stress = event("a", 1.0, "start", "Stress Test Failure")
+    assert converted(tmp_path, [stress, event("b", 2.0, "start")], "Stress Test Failure") == [
+        Outage(node="b", start=2.0, reason="GPU")
+    ]
+
+
+@given(st.lists(st.tuples(names, times, st.booleans()), max_size=30))
+def test_every_start_is_a_row_and_what_is_converted_is_a_trace(
+    tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[str, float, bool]]
+) -> None:
+    directory = tmp_path_factory.mktemp("hbd")
+    listed = [
+        event(node, at, "end" if ends else "start") for node, at, ends in sorted(moves, key=lambda m: m[1])
+    ]
+    found = converted(directory, listed)
+    assert sorted((o.node, o.start) for o in found) == sorted((n, at) for n, at, ends in moves if not ends)
+    if found:
+        traces.write(found, directory / "trace.csv")
+        assert len(traces.read(directory / "trace.csv")) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ({}, "a list of events is expected"),
+        ([3], "event 0: it needs node_id"),
+        ([{"node_id": "a", "event_time": "soon", "event_type": "fault_start", "fault_type": {}}], "event 0"),
+        ([event("a", 1.0, "middle")], "event 0: unknown event_type 'fault_middle'"),
+    ],
+)
+def test_the_converter_refuses(content: object, word: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=word):
+        converted(tmp_path, content)
+
+
+def test_the_converter_refuses_what_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text("node,start\n")
+    with pytest.raises(UsageError, match="not the JSON of an InfiniteHBD trace"):
+        traces.from_infinitehbd(tmp_path / "trace.json")

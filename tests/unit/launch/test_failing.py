@@ -1,0 +1,224 @@
+"""The launcher's part of failures: what is refused, and what is done to real processes and files."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swift import events
+from swift.errors import UsageError
+from swift.failures import schedule
+from swift.launch import disk_filling, failing, network_loss
+from swift.launch.decisions import Outcome
+from swift.launch.failing import Planned
+from swift.launch.injector import Injector
+from swift.launch.ranks import RankProgram
+from swift.launch.services_here import service_at
+from tests.integration.logserver_world import LogServer, free_port
+
+
+@pytest.fixture
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def program() -> RankProgram:
+    return RankProgram(
+        script="s.py",
+        module=False,
+        args=[],
+        cwd=".",
+        coordinator="127.0.0.1:1",
+        name="j",
+        checkpoint_dir=None,
+    )
+
+
+@contextlib.contextmanager
+def planned(directory: Path, spec: str, monkeypatch: pytest.MonkeyPatch, ranks: int = 4) -> Iterator[Planned]:
+    for name in ("SWIFT_EVENTS", "SWIFT_FAULTS", "SWIFT_FAULTS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    made = failing.planned(schedule.schedule_of(spec, ranks), None, str(directory), program())
+    assert made is not None
+    events.configure("launcher")
+    yield made
+    events.configure("test")
+
+
+def until(pid: int, what: int) -> None:
+    """The kernel reports it to the parent: nothing is polled for."""
+    status = os.waitid(os.P_PID, pid, what)
+    assert status is not None
+
+
+def test_a_slow_process_takes_turns_with_standing_still_and_then_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: "subprocess.Popen[bytes]"
+) -> None:
+    with planned(tmp_path, "kind=slow,rank=1,at=0,factor=3,for=600", monkeypatch) as plan:
+        with Injector(plan):
+            events.emit("spare_assigned", rank=1, pid=sleeper.pid)
+            for _ in range(5):
+                until(sleeper.pid, os.WSTOPPED)
+                until(sleeper.pid, os.WCONTINUED)
+        state = Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        assert state in "SR", "the run is over, and it runs"
+
+
+def test_a_process_that_takes_the_rank_is_not_signalled_for_its_predecessor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: "subprocess.Popen[bytes]"
+) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        with planned(tmp_path, "kind=stop,rank=1,at=0", monkeypatch) as plan, Injector(plan):
+            events.emit("spare_assigned", rank=1, pid=sleeper.pid)
+            until(sleeper.pid, os.WSTOPPED)
+            events.emit("child_exit", rank=1, pid=sleeper.pid, code=-9)
+            other.send_signal(signal.SIGSTOP)
+            until(other.pid, os.WSTOPPED)
+            events.emit("spare_assigned", rank=1, pid=other.pid)
+        assert os.waitid(os.P_PID, other.pid, os.WCONTINUED | os.WNOHANG) is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_the_report_is_there_from_the_start_and_says_what_became_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with planned(tmp_path, "rank=1,step=3;kind=stop,rank=3,at=1", monkeypatch) as plan:
+        before = (plan.run_dir / "failures.json").read_text()
+        assert '"injected": 0' in before
+        assert (plan.run_dir / "failures.json.space").stat().st_size > 0
+
+        def run() -> Outcome:
+            events.emit("spare_assigned", rank=1, pid=os.getpid())
+            return Outcome(exit_code=0)
+
+        assert failing.around(plan, run) == Outcome(exit_code=0)
+        assert not (plan.run_dir / "failures.json.space").exists()
+    said = capsys.readouterr().err
+    assert "rank=1,step=3,microbatch=0,phase=backward: did not happen: rank 1 never came to its place" in said
+    assert "kind=stop,rank=3,at=1: did not happen: rank 3 is another launcher's" in said
+
+
+def test_what_does_not_fit_into_the_environment_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = ".".join(["long"] * 60)
+    spec = ";".join(f"rank={n % 4},step={n},layer={layer}" for n in range(400))
+    with pytest.raises(UsageError, match="give fewer failures"), planned(tmp_path, spec, monkeypatch):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_cannot_be_written_is_one_line_and_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with planned(tmp_path, "rank=1,step=3", monkeypatch) as plan:
+
+        def run() -> Outcome:
+            (plan.run_dir / "failures.part").mkdir()
+            return Outcome(exit_code=0)
+
+        assert failing.around(plan, run).exit_code == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.endswith("Is a directory: free space there, or name another --log-dir")
+
+        failed = failing.around(plan, lambda: Outcome(exit_code=1))
+        assert failed.exit_code == 1, "what the run itself ends with is worse"
+
+
+def test_a_service_is_found_by_its_port_killed_and_started_again_there(tmp_path: Path) -> None:
+    server = LogServer(tmp_path / "log").start()
+    try:
+        service = service_at(server.address)
+        assert service.data == tmp_path / "log"
+        service.kill()
+        again = service.start_again()
+        service.close()
+        try:
+            found = None
+            while found is None:
+                assert again.poll() is None
+                with contextlib.suppress(UsageError):
+                    found = service_at(server.address)
+            assert found.pid == again.pid
+            assert found.data == service.data
+            found.close()
+        finally:
+            again.kill()
+            again.wait()
+    finally:
+        server.kill()
+
+
+def test_who_is_no_service_of_swift_is_not_found(sleeper: "subprocess.Popen[bytes]") -> None:
+    port = free_port()
+    code = (
+        f"import socket; s = socket.create_server(('127.0.0.1', {port})); print('on', flush=True); s.accept()"
+    )
+    stranger = subprocess.Popen([sys.executable, "-c", code, "--directory", "."], stdout=subprocess.PIPE)
+    try:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == b"on\n"
+        with pytest.raises(UsageError, match="no service of swift listens at"):
+            service_at(f"127.0.0.1:{port}")
+    finally:
+        stranger.kill()
+        stranger.communicate()
+
+
+@pytest.mark.parametrize("directory", ["/tmp", "/", "/nowhere"])
+def test_the_machines_own_disk_is_never_filled(directory: str) -> None:
+    with pytest.raises(UsageError, match=r"a file system of its own|name a directory that is there"):
+        disk_filling.check(directory, "--failures")
+
+
+def test_a_link_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(
+        UsageError, match="start swift-ft run inside a network namespace of its own"
+    ) as caught:
+        network_loss.check("no0", "--failures")
+    assert "\n" not in str(caught.value)
+
+
+LINK = """
+ip link set lo up && ip link add e0 type veth peer name e1 && ip address add 10.9.0.1/24 dev e0 &&
+ip link set e1 up && ip link set e0 up && ip route add default via 10.9.0.2 && exec "$0" -c "$1"
+"""
+CUT = """
+import subprocess
+from swift.launch import network_loss
+
+def routes():
+    return subprocess.run(["ip", "-4", "route"], capture_output=True, check=True, text=True).stdout
+
+before = routes()
+network_loss.check("e0", "--failures")
+assert routes() == before
+lost = network_loss.cut("e0")
+assert routes() == "", routes()
+network_loss.restore("e0", lost)
+assert sorted(routes().split()) == sorted(before.split()), (before, routes())
+print("so it is")
+"""
+
+
+def test_a_link_that_was_down_has_its_routes_again() -> None:
+    """As a user alone may have it: in a user namespace."""
+    alone = ["unshare", "--user", "--map-root-user", "--net"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("user namespaces cannot be made here")
+    command = [*alone, "sh", "-c", LINK, sys.executable, CUT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "so it is\n", done.stderr
