@@ -12,6 +12,9 @@ are of that run: steps of all ranks by torch's own 1F1B, and steps without those
 
 Beside each: what the planner says of the same work (`plan`), below which no order gets (`bound`), and what is left of
 the batch if the lost ranks' pipelines are dropped (`dropped`, which changes the result).
+
+With `--simulated` nothing runs: the planner says for each shape what a step takes while ranks are missing at the worst
+place, also with staggered steps, which no process does yet. What others have published stands beside it.
 """
 
 import json
@@ -27,6 +30,7 @@ from swift.arguments import Parser
 from swift.bench import output
 from swift.drill.cluster import Cluster
 from swift.errors import ServiceError, UsageError
+from swift.plan import rerouted
 from swift.recovery.adaptive import Costs, Work, plan_step, shared
 
 MODES: dict[str, dict[str, Any]] = {
@@ -39,6 +43,13 @@ EXACT_MAX = 1.03
 """Time of exact steps over inexact ones."""
 PLAN_MAX = 1.05
 """Time over the planner's."""
+SIMULATED = "4x4x8,2x4x8,4x8x16,8x16x32"
+"""Replicas x stages x microbatches of each."""
+LOSSES_MAX = 2
+PUBLISHED = (
+    "ReCycle: up to 1.46 times the throughput of Oobleck and 1.64 times that of Bamboo (arXiv 2405.14009; GPUs, its own "
+    "models, spot preemptions; nothing of it is measured here)"
+)
 _BEFORE, _AFTER, _SKIPPED = 9, 9, 3
 """Steps in which all are there, steps in which some are not; of both, those at the start that do not count."""
 
@@ -51,9 +62,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lost", default="1:0", help="STAGE:REPLICA,... that are killed (1:0)")
     parser.add_argument("--unit", type=float, default=0.05, help="seconds of a unit of work (0.05)")
     parser.add_argument("--modes", default=",".join(MODES), help=f"of {', '.join(MODES)} (all)")
+    parser.add_argument(
+        "--simulated",
+        nargs="?",
+        const=SIMULATED,
+        metavar="SHAPES",
+        help=f"run nothing; plan for these, as REPLICASxSTAGESxMICROBATCHES,... ({SIMULATED})",
+    )
     output.add_json(parser)
     given = parser.parse_args(argv)
     output.check_json(given.json)
+    if given.simulated is not None:
+        result = simulated(_shapes(given.simulated))
+        for line in _simulated_table(result):
+            print(line)
+        output.write_json(given.json, result)
+        return 0
     lost = _lost(given.lost, given.stages, given.replicas)
     modes = [mode for mode in given.modes.split(",") if mode]
     if unknown := [mode for mode in modes if mode not in MODES]:
@@ -108,6 +132,58 @@ def measure(
         "exact_over_inexact": exact,
         "verdict": "PASS" if met else "FAIL",
     }
+
+
+def simulated(requests: Sequence[rerouted.Request]) -> dict[str, Any]:
+    """``shapes``: of each, what `swift-ft plan --adaptive` says of up to two losses."""
+    shapes = [rerouted.build(request)[0] for request in requests]
+    return {"bench": "adaptive", "simulated": True, "shapes": shapes, "published": [PUBLISHED]}
+
+
+def _shapes(words: str) -> list[rerouted.Request]:
+    requests = []
+    for word in words.split(","):
+        try:
+            replicas, stages, microbatches = map(int, word.lower().split("x"))
+        except ValueError:
+            raise UsageError(
+                f"bench adaptive: --simulated {word}: give REPLICASxSTAGESxMICROBATCHES, with commas between"
+            ) from None
+        losses = min(LOSSES_MAX, stages * (replicas - 1))
+        requests.append(
+            rerouted.Request(
+                stages=stages,
+                replicas=replicas,
+                microbatches=microbatches,
+                costs=Costs(),
+                cap_factor=1.0,
+                losses=losses,
+            )
+        )
+    return requests
+
+
+def _simulated_table(result: dict[str, Any]) -> list[str]:
+    """Of each shape and number of losses: a step over that of all ranks, by way, with its bound."""
+    lines = [
+        "planned, nothing is run; a step over one of all ranks with whole backwards (no order is below the second)"
+    ]
+    for shape in result["shapes"]:
+        lines += [
+            "",
+            f"{shape['replicas']} replicas, {shape['stages']} stages, {shape['microbatches']} microbatches",
+        ]
+        names = list(shape["rows"][0]["ways"])
+        lines.append("losses  " + "".join(f"{name:>14}" for name in names) + "   dropped: throughput")
+        for row in shape["rows"]:
+            over = [
+                f"{way['length'] / shape['whole']:.2f} ({way['bound'] / shape['whole']:.2f})"
+                for way in row["ways"].values()
+            ]
+            lines.append(
+                f"{row['losses']:>6}  " + "".join(f"{each:>14}" for each in over) + f"{row['dropped']:>12.0%}"
+            )
+    return [*lines, "", "published:", *(f"  {line}" for line in result["published"])]
 
 
 def _run(
