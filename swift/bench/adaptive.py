@@ -47,8 +47,8 @@ SIMULATED = "4x4x8,2x4x8,4x8x16,8x16x32"
 """Replicas x stages x microbatches of each."""
 LOSSES_MAX = 2
 PUBLISHED = (
-    "ReCycle: up to 1.46 times the throughput of Oobleck and 1.64 times that of Bamboo (arXiv 2405.14009; GPUs, its own "
-    "models, spot preemptions; nothing of it is measured here)"
+    "ReCycle: up to 1.46 times the throughput of Oobleck, and 1.64 times that of Bamboo",
+    "(arXiv 2405.14009; GPUs, its own models, spot preemptions; nothing of it is measured here)",
 )
 _BEFORE, _AFTER, _SKIPPED = 9, 9, 3
 """Steps in which all are there, steps in which some are not; of both, those at the start that do not count."""
@@ -137,7 +137,7 @@ def measure(
 def simulated(requests: Sequence[rerouted.Request]) -> dict[str, Any]:
     """``shapes``: of each, what `swift-ft plan --adaptive` says of up to two losses."""
     shapes = [rerouted.build(request)[0] for request in requests]
-    return {"bench": "adaptive", "simulated": True, "shapes": shapes, "published": [PUBLISHED]}
+    return {"bench": "adaptive", "simulated": True, "shapes": shapes, "published": list(PUBLISHED)}
 
 
 def _shapes(words: str) -> list[rerouted.Request]:
@@ -166,7 +166,7 @@ def _shapes(words: str) -> list[rerouted.Request]:
 def _simulated_table(result: dict[str, Any]) -> list[str]:
     """Of each shape and number of losses: a step over that of all ranks, by way, with its bound."""
     lines = [
-        "planned, nothing is run; a step over one of all ranks with whole backwards (no order is below the second)"
+        "planned, nothing is run: a step over one of all ranks with whole backwards (no order is below this)"
     ]
     for shape in result["shapes"]:
         lines += [

@@ -24,8 +24,10 @@ def test_shapes_are_planned_and_nothing_runs(tmp_path: Path, capsys: pytest.Capt
                 assert way["length"] >= way["bound"] - 1e-9
     one_loss = told["shapes"][0]["rows"][1]["ways"]
     whole = told["shapes"][0]["whole"]
-    assert one_loss["split, 2x"]["length"] / whole <= 1.05, "the prototype's: 1.03"
-    assert one_loss["staggered"]["length"] <= one_loss["split, 2x"]["length"]
+    for way in ("fused", "split, 2x", "staggered"):
+        assert one_loss[way]["length"] <= 1.05 * one_loss[way]["bound"]
+    assert one_loss["staggered"]["length"] < one_loss["split, 2x"]["length"] < one_loss["fused"]["length"]
+    assert one_loss["fused"]["length"] < 1.64 * whole, "the prototype's"
     assert "4 replicas, 4 stages, 8 microbatches" in shown
     assert "Oobleck" in shown
     assert "Bamboo" in shown
