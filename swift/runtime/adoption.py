@@ -33,7 +33,7 @@ from swift.runtime.config import SessionConfig
 from swift.runtime.differences import Differences
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.origin_loaders import OriginLoaders
-from swift.runtime.reducer import Row, Shares
+from swift.runtime.reducer import Row, Shares, check_dense
 from swift.runtime.state import TrainerState
 from swift.runtime.tensors import byte_view, plain
 from swift.runtime.witness import Witness
@@ -183,11 +183,10 @@ class Adoption:
         return self._carried_out(origin, train_step, step, drop, self._gradients_now)
 
     def _gradients_now(self) -> Gradients:
-        return {
-            p: p.grad.detach().clone()
-            for p in chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
-            if p.grad is not None and p.requires_grad
-        }
+        parameters = chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
+        given = {p: p.grad.detach() for p in parameters if p.grad is not None and p.requires_grad}
+        check_dense(given.values())
+        return {parameter: gradient.clone() for parameter, gradient in given.items()}
 
     def _carried_out(
         self,

@@ -12,7 +12,7 @@ Two ways to sum: *ordered* by data-parallel rank (`swift.runtime.backends`), who
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -128,11 +128,7 @@ class Reducer:
         # that nobody has used stay without one, or the optimizer would decay them.
         used = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        if any(grad.layout is not torch.strided for grad in grads):
-            raise UsageError(
-                "a sparse gradient cannot be averaged over replicas: give the embedding sparse=False (and Adam in the "
-                "place of SparseAdam), or train it on one replica"
-            )
+        check_dense(grads)
         parts = [grad.detach().reshape(-1) for grad in grads] + [used]
         sizes = _sizes(bucket)
         shares = self._shares()
@@ -214,6 +210,15 @@ class Reducer:
                 collectives.broadcast(tensor, 0)
 
         self._group.run(run)
+
+
+def check_dense(gradients: Iterable[torch.Tensor]) -> None:
+    """Raises UsageError."""
+    if any(gradient.layout is not torch.strided for gradient in gradients):
+        raise UsageError(
+            "a sparse gradient cannot be averaged over replicas: give the embedding sparse=False (and Adam in the "
+            "place of SparseAdam), or train it on one replica"
+        )
 
 
 def _sizes(bucket: Bucket) -> list[int]:

@@ -242,7 +242,10 @@ class Rerouting(Adoption):
         if not here:
             left = in_torchs_way._replace(gradients=theirs)
         told = all_told(self._world, difference(stages, in_torchs_way, left))
-        events.emit("vacancies_tried", rank=self._slot, step=step, vacant=list(pretended.vacant))
+        held = sum(gradient.nbytes for row in mine for gradient in row.values())
+        events.emit(
+            "vacancies_tried", rank=self._slot, step=step, vacant=list(pretended.vacant), gradient_bytes=held
+        )
         slot, what = next((pair for pair in zip(assignment.occupied, told, strict=True) if pair[1]), (0, ""))
         if what:
             lost = " and ".join(map(str, pretended.vacant)) if len(pretended.vacant) < 3 else "of all stages"
