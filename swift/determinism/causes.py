@@ -258,10 +258,12 @@ def _settings(found: Divergence) -> Cause | None:
     if found.base is None:
         return None
     mine, theirs = found.base.settings, found.record.settings
-    other = [name for name in mine if theirs.get(name) != mine[name]]
+    other = [name for name in {**mine, **theirs} if theirs.get(name) != mine.get(name)]
     if not other:
         return None
-    evidence = tuple(f"{name}: {mine[name]} uninterrupted, {theirs.get(name)} otherwise" for name in other)
+    evidence = tuple(
+        f"{name}: {mine.get(name)} uninterrupted, {theirs.get(name)} otherwise" for name in other
+    )
     return Cause(name=THREADS if THREADS_SETTING in other else SETTING, evidence=evidence)
 
 

@@ -172,6 +172,11 @@ def _of_state(value: Any) -> str:
     return repr(value.item()) if is_number else text_of(value)
 
 
+def _infers(stage: Any) -> bool:
+    """It runs for its shapes only, with arbitrary bits."""
+    return bool(getattr(stage, "inferring", False))
+
+
 def _has_closure(args: Any, kwargs: Any) -> bool:
     """The optimizer computes the gradients itself: those that are there before are the last step's."""
     return any(callable(value) for value in (*args[1:], *kwargs.values()))
@@ -197,7 +202,8 @@ class Recorder:
         """Forwards there are computed again, and are nobody's input."""
         self._in_optimizer = 0
         """How many optimizers are in their step: forwards there (of a closure) are no step's begin."""
-        self._stages: dict[int, str] = {}
+        self._stages: dict[int, tuple[str, Any]] = {}
+        """By the id of their modules: their names, and they themselves."""
         self._begun_with = digests_of_states()
 
     # --- what is watched ---
@@ -238,7 +244,8 @@ class Recorder:
     def _name_of(self, module: torch.nn.Module) -> str | None:
         """None: its call belongs to no step."""
         if self._session:
-            return self._stages.get(id(module)) if self._step is not None else None
+            name, stage = self._stages.get(id(module), (None, None))
+            return None if self._step is None or _infers(stage) else name
         if self._step is None or (self._step.stepped and not self._in_optimizer):
             self._next()
         assert self._step is not None
@@ -251,7 +258,8 @@ class Recorder:
     @contextlib.contextmanager
     def backward(self, roots: Any) -> Any:
         """A backward pass from these tensors."""
-        if self._step is not None and not self._in_backward:
+        inferring = any(_infers(stage) for _, stage in self._stages.values())
+        if self._step is not None and not (self._in_backward or inferring):
             losses = [root for root in tensors_of(roots) if root.numel() == 1]
             self._step.number_of(LOSS, "loss", losses)
         before, self._in_backward = self._in_backward, True
@@ -296,7 +304,7 @@ class Recorder:
         """(runtime) All that the session knows of is seen."""
         self._step = _Step(state.version, replay)
         self._see_state(self._step, state)
-        self._stages = {id(stage.submod): f"stage {key}" for key, stage in state.keyed().items()}
+        self._stages = {id(stage.submod): (f"stage {key}", stage) for key, stage in state.keyed().items()}
 
     def _see_state(self, step: _Step, state: TrainerState) -> None:
         for key, stage in state.keyed().items():
