@@ -283,10 +283,14 @@ def _of_computation(found: Divergence) -> tuple[str, ...]:
     kinds = [kind for kind in (INPUTS, OUTPUTS, LOSS) if kind not in found.kinds]
     before = found.first.kind
     equal = [kind for kind in (PARAMETERS, BUFFERS, *kinds) if kind != before]
-    said = [f"{before} differ; {', '.join(equal)}, generators and settings of torch are equal"]
+    said = [f"{_differ(before)}; {', '.join(equal)}, generators and settings of torch are equal"]
     if found.of(GRADIENTS) and _is_rounding(found):
         said.append("the norms of the gradients are equal but for rounding")
     return tuple(said)
+
+
+def _differ(kind: str) -> str:
+    return "the loss differs" if kind == LOSS else f"{kind} differ"
 
 
 def _steps(found: Divergence) -> str:

@@ -2,7 +2,7 @@
 
 # verdict: DIFFERS
 # cause: hidden-state
-# says: loss differ
+# says: the loss differs
 
 import os
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift.determinism.alignment import first_step, place
@@ -17,6 +17,7 @@ def started(first: int, steps: int, rank: int = 0, **changed: dict[str, str]) ->
     return process([replace(r, step=n) for n, r in enumerate(records)], rank, at=1.0)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1), st.integers(1, 4))))
 def test_the_parameters_tell(sizes: tuple[int, int, int]) -> None:
     """Whatever else is not restored, and however many steps follow."""
@@ -25,6 +26,7 @@ def test_the_parameters_tell(sizes: tuple[int, int, int]) -> None:
     assert first_step(whole(steps), [started(first, more, **broken)]) == first
 
 
+@settings(deadline=None)
 @given(st.integers(2, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1))))
 def test_without_parameters_the_optimizer_tells(sizes: tuple[int, int]) -> None:
     steps, first = sizes

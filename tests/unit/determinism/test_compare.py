@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift.determinism.compare import ABSENT, STEPS, diverge, drawn, unseeded
@@ -25,6 +25,7 @@ def changed(step: int, kind: str, rank: int = 0) -> Record:
     return record(step, rank, **{kind: {name: "other"}})
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 3))
 def test_a_run_equals_itself(steps: int, ranks: int) -> None:
     assert diverge(whole(steps, ranks), whole(steps, ranks)) is None
@@ -33,6 +34,7 @@ def test_a_run_equals_itself(steps: int, ranks: int) -> None:
 COMPARED = [kind for kind in KINDS if kind != "objects"]
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 5), st.sampled_from(COMPARED), st.integers(0, 1)), min_size=1, max_size=4

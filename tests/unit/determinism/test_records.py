@@ -1,6 +1,6 @@
 """Lines of JSON -> runs."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift.determinism.records import Begin, Record, line, processes_of, run_of
@@ -11,6 +11,7 @@ def lines_of(records: list[Record], rank: int = 0, at: float = 1.0) -> list[str]
     return [line(Begin(rank=rank, at=at, rng={"torch": "a"}, hash="h")), *map(line, records)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), max_size=6), st.integers(0, 3))
 def test_what_is_written_is_read(steps: list[int], rank: int) -> None:
     records = [record(step, rank) for step in steps]
