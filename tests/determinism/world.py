@@ -13,7 +13,9 @@ from swift.drill.cluster import Process
 from tests.integration.forked import Forked, Forks
 
 FOLDER = Path(__file__).parent / "scripts"
-_FIELD = re.compile(r"^# (verdict|cause|says|ranks|interpreters|session|strategy)(?:: (.*))?$", re.MULTILINE)
+_FIELD = re.compile(
+    r"^# (verdict|cause|says|ranks|interpreters|session|quick|strategy)(?:: (.*))?$", re.MULTILINE
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +30,8 @@ class Script:
     interpreters: bool
     """Each run needs a Python of its own: what matters is read when that starts."""
     session: bool
+    quick: bool
+    """The default suite runs it too."""
     strategies: tuple[str, ...]
 
 
@@ -43,6 +47,7 @@ def read(path: Path) -> Script:
         ranks=int(fields.get("ranks") or 1),
         interpreters="interpreters" in fields,
         session="session" in fields,
+        quick="quick" in fields,
         strategies=tuple(fields.get("strategy", "auto").split(", ")),
     )
 

@@ -1,5 +1,6 @@
 """A running mean in a buffer that is registered with persistent=False."""
 
+# quick
 # verdict: DIFFERS
 # cause: buffer-not-saved
 # says: persistent=False

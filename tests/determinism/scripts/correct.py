@@ -1,5 +1,6 @@
 """Checkpoints of its own that hold all of it: dropout, batch norm, a schedule, shuffled data."""
 
+# quick
 # verdict: EQUAL
 
 import random

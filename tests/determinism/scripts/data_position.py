@@ -1,5 +1,6 @@
 """A restart begins with the first batch of the epoch again."""
 
+# quick
 # verdict: DIFFERS
 # cause: data-position
 # says: are those of step 0

@@ -1,5 +1,6 @@
 """The model is saved, the optimizer is not."""
 
+# quick
 # verdict: DIFFERS
 # cause: optimizer-not-saved
 # says: exp_avg is absent

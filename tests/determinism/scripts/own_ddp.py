@@ -1,5 +1,6 @@
 """DistributedDataParallel of its own, as torchrun starts it; rank 0 saves."""
 
+# quick
 # verdict: EQUAL
 # ranks: 2
 

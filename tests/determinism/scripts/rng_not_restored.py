@@ -1,5 +1,6 @@
 """Dropout after a restart draws what it drew in the first steps: the generator's state is not in the checkpoint."""
 
+# quick
 # verdict: DIFFERS
 # cause: rng-not-restored
 # says: torch has the state of step 0

@@ -1,5 +1,6 @@
 """The warm-up of the learning rate begins again after a restart."""
 
+# quick
 # verdict: DIFFERS
 # cause: scheduler-not-saved
 # says: lr

@@ -3,7 +3,7 @@
 # verdict: EQUAL
 # ranks: 2
 # session
-# strategy: auto, checkpoint, shrink, rollback
+# strategy: auto, checkpoint, snapshot, reinit
 
 import torch
 from torch import nn

@@ -1,5 +1,6 @@
 """After a restart another number of threads: the shares of a batch are others."""
 
+# quick
 # verdict: DIFFERS
 # cause: thread-count
 # says: threads: 3 uninterrupted, 1 otherwise

@@ -1,5 +1,6 @@
 """Gradients of parts of a batch are added in the order in which they happen to be ready."""
 
+# quick
 # verdict: NOT DETERMINISTIC
 # cause: unordered-reduction
 # says: equal but for rounding

@@ -1,5 +1,6 @@
 """Noise of numpy's global generator, which nobody seeds."""
 
+# quick
 # verdict: NOT DETERMINISTIC
 # cause: unseeded-rng
 # says: numpy

@@ -1,5 +1,6 @@
 """Augmentation by Python's random, which nobody seeds."""
 
+# quick
 # verdict: NOT DETERMINISTIC
 # cause: unseeded-rng
 # says: random
