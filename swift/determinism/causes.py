@@ -40,6 +40,7 @@ WEIGHTS = "parameters-not-saved"
 OBJECT = "object-not-saved"
 HIDDEN = "hidden-state"
 STEPS = "other-steps"
+INEXACT = "inexact-strategy"
 
 WORDS = {
     UNSEEDED: "a random generator that is not seeded",
@@ -57,6 +58,7 @@ WORDS = {
     HIDDEN: "something that a step depends on and that is neither parameter, buffer, optimizer state, input nor "
     "generator: an attribute, a target, a variable of the script",
     STEPS: "another number of steps",
+    INEXACT: "the strategy does not lead to the bits of a run that never failed",
 }
 THREADS_SETTING = "threads"
 _ROUNDING = 1e-3
@@ -112,8 +114,11 @@ def candidates(base: Run, chance: Divergence) -> list[str]:
     return found
 
 
-def of_resumption(base: Run, found: Divergence) -> list[Cause]:
-    """Of a difference that an interruption makes: the first cause, and others that show in the same step."""
+def of_resumption(base: Run, found: Divergence, *, inexact: str = "") -> list[Cause]:
+    """Of a difference that an interruption makes: the first cause, and others that show in the same step. `inexact`:
+    what was asked for and promises no bits."""
+    if inexact:
+        return [Cause(name=INEXACT, evidence=(f"{inexact} was asked for, and allowed",))]
     if found.first.kind == MISSING:
         return [Cause(name=STEPS, evidence=(_steps(found),))]
     causes = [

@@ -7,9 +7,10 @@ common: every process begins with a state of its own of a generator that nobody 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from swift.determinism.records import INPUTS, KINDS, OUTPUTS, RNG, Process, Record, Run
+from swift.determinism.records import INPUTS, KINDS, LOSS, OUTPUTS, RNG, Process, Record, Run
 
 ABSENT = "absent"
+_OF_MICROBATCHES = (INPUTS, OUTPUTS, LOSS)
 STEPS = "steps"
 """The kind of a difference: a step that one run has done and the other one has not."""
 
@@ -81,17 +82,20 @@ def diverge(
     *,
     apart: Collection[str] = (),
     may_lack: Callable[[int], bool] = lambda step: False,
+    shared: bool = False,
 ) -> Divergence | None:
     """The first step, by its number, in which `other` differs from `base`; None: in none.
 
     `apart`: generators whose states may differ. `may_lack(step)`: `other` may not have this step.
+    `shared`: ranks of `other` may compute microbatches of one another, so that what these take in and give is compared
+    with that of all ranks. (One that nobody computes shows in the gradients.)
     """
     counted = drawn(base) - set(apart)
     found: dict[tuple[int, bool], list[tuple[Difference, Process, Record, Record | None]]] = {}
     for process in other.processes:
         for record in process.records:
             known = base.at(process.rank, record.step, last=record.last)
-            for difference in _differences(base, process.rank, known, record, counted):
+            for difference in _differences(base, process.rank, known, record, counted, shared=shared):
                 found.setdefault((record.step, record.last), []).append((difference, process, record, known))
     if not found:
         return _missing(base, other, may_lack)
@@ -115,16 +119,26 @@ def _rank_of(difference: Difference) -> tuple[int, int, int]:
 
 
 def _differences(
-    base: Run, rank: int, known: Record | None, record: Record, counted: Collection[str]
+    base: Run,
+    rank: int,
+    known: Record | None,
+    record: Record,
+    counted: Collection[str],
+    *,
+    shared: bool,
 ) -> Iterator[Difference]:
     if known is None:
         # A state at the end is compared with that of a run that has ended at the same step.
         if not record.last:
             yield Difference(rank=rank, kind=STEPS, name="step", base=ABSENT, other=str(record.step))
         return
-    sent = _outputs_elsewhere(base, rank, record.step)
+    sent = _all_of(base, record.step, OUTPUTS, but=rank)
     for kind in KINDS:
         mine, theirs = known.of(kind), record.of(kind)
+        if shared and kind in _OF_MICROBATCHES:
+            anybodys = _all_of(base, record.step, kind)
+            theirs = {name: value for name, value in theirs.items() if value not in anybodys}
+            mine = {name: mine.get(name, ABSENT) for name in theirs}
         for name in [*mine, *(name for name in theirs if name not in mine)]:
             if kind == RNG and name not in counted:
                 continue
@@ -134,9 +148,10 @@ def _differences(
                 yield Difference(rank=rank, kind=kind, name=name, base=one, other=other, received=received)
 
 
-def _outputs_elsewhere(base: Run, rank: int, step: int) -> set[str]:
-    records = [base.at(other, step) for other in base.ranks if other != rank]
-    return {value for record in records if record is not None for value in record.of(OUTPUTS).values()}
+def _all_of(base: Run, step: int, kind: str, *, but: int | None = None) -> set[str]:
+    """The values of all ranks."""
+    records = [base.at(rank, step) for rank in base.ranks if rank != but]
+    return {value for record in records if record is not None for value in record.of(kind).values()}
 
 
 def _missing(base: Run, other: Run, may_lack: Callable[[int], bool]) -> Divergence | None:

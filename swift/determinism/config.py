@@ -6,6 +6,7 @@ from pathlib import Path
 
 from swift.drill.faults import RankFault
 from swift.errors import UsageError
+from swift.recovery.strategies import may_finish
 from swift.recovery.types import shrinks
 
 RUN = "{run}"
@@ -54,6 +55,14 @@ class Config:
                     )
 
     @property
+    def inexact(self) -> str:
+        """The flags that ask for what promises no bits; empty: none does."""
+        given = [f"--lost-shard {self.lost_shard}"] if self.lost_shard == "drop" else []
+        if self.strategy is not None and may_finish(self.strategy):
+            given.append(f"--strategy {self.strategy}")
+        return " ".join(given)
+
+    @property
     def replaces(self) -> bool:
         """A process is started for a lost rank."""
-        return self.strategy is None or not shrinks(self.strategy)
+        return self.lost_shard is None and (self.strategy is None or not shrinks(self.strategy))

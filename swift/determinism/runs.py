@@ -32,6 +32,7 @@ from swift.drill.fault_environment import to_environment
 from swift.drill.faults import RankFault, fault_id
 from swift.errors import ServiceError, UsageError
 from swift.names import ENV_ALLOW_INEXACT, LAUNCHER_SETTINGS
+from swift.recovery.types import reroutes
 from swift.words import tell
 
 THREADS = "OMP_NUM_THREADS"
@@ -116,7 +117,14 @@ class SessionRuns(_Runs):
         run = read(directory)
         first = [process for process in run.processes if process.rank == kill.rank][1:]
         resumed = min((record.step for process in first for record in process.records), default=None)
-        return Interrupted(run=run, step=kill.step or 0, resumed_at=resumed, session=True)
+        return Interrupted(
+            run=run,
+            step=kill.step or 0,
+            resumed_at=resumed,
+            session=True,
+            inexact=self._config.inexact,
+            shared=reroutes(self._config.strategy or "", self._config.lost_shard or ""),
+        )
 
     def _no_steps(self, directory: Path) -> str:
         return (

@@ -36,6 +36,12 @@ class Interrupted:
     session: bool
     """Ranks may have left steps out: a replacement copies a state, or a rank is not replaced."""
 
+    shared: bool = False
+    """Ranks have computed microbatches of one that was lost."""
+
+    inexact: str = ""
+    """The flags that were given, if what they ask for promises no bits."""
+
     def may_lack(self, step: int) -> bool:
         """Also without a session, a rank that was not killed may have saved the step that another one was killed in."""
         return self.session or step == self.step
@@ -74,7 +80,7 @@ def verify(runs: Runs) -> Verdict:
     interrupted = runs.interrupted(base)
     if interrupted.resumed_at is None and not interrupted.session:
         return Verdict(word=INCONCLUSIVE, base=base, interrupted=interrupted)
-    found = diverge(base, interrupted.run, may_lack=interrupted.may_lack)
+    found = diverge(base, interrupted.run, may_lack=interrupted.may_lack, shared=interrupted.shared)
     if found is None:
         began_anew = interrupted.resumed_at == 0 and interrupted.step > 0
         return Verdict(word=INCONCLUSIVE if began_anew else EQUAL, base=base, interrupted=interrupted)
@@ -88,10 +94,12 @@ def verify(runs: Runs) -> Verdict:
         return Verdict(
             word=NOT_DETERMINISTIC, base=base, interrupted=interrupted, found=chance, causes=[cause]
         )
-    found = diverge(base, interrupted.run, apart=apart, may_lack=interrupted.may_lack)
+    found = diverge(
+        base, interrupted.run, apart=apart, may_lack=interrupted.may_lack, shared=interrupted.shared
+    )
     if found is None:
         return Verdict(word=EQUAL, base=base, interrupted=interrupted, apart=apart)
-    named = causes.of_resumption(base, found)
+    named = causes.of_resumption(base, found, inexact=interrupted.inexact)
     return Verdict(word=DIFFERS, base=base, interrupted=interrupted, found=found, causes=named, apart=apart)
 
 

@@ -133,6 +133,11 @@ def test_another_number_of_steps() -> None:
     assert named(found(base, whole(STEPS - 1)), base) == [causes.STEPS]
 
 
+def test_what_promises_no_bits_is_the_cause() -> None:
+    (cause,) = of_resumption(whole(STEPS), resumed(**OTHER), inexact="--lost-shard drop")
+    assert (cause.name, cause.evidence) == (causes.INEXACT, ("--lost-shard drop was asked for, and allowed",))
+
+
 # --- without an interruption ---
 
 

@@ -29,6 +29,19 @@ def test_a_kill_is_in_the_update_unless_it_says_otherwise(script: str) -> None:
     assert given == RankFault(rank=0, step=3, phase="idle")
 
 
+def test_who_shares_a_lost_ranks_batches_needs_no_replacement(script: str) -> None:
+    assert not command.parse(["--strategy", "shrink", script]).replaces
+    assert not command.parse(["--strategy", "auto", "--lost-shard", "reroute", script]).replaces
+    assert command.parse(["--strategy", "checkpoint", script]).replaces
+
+
+def test_what_promises_no_bits_is_known(script: str) -> None:
+    given = ["--strategy", "shrink", "--lost-shard", "drop", "--allow-inexact", script]
+    assert command.parse(given).inexact == "--lost-shard drop"
+    assert command.parse(["--strategy", "lossy-forward", script]).inexact == "--strategy lossy-forward"
+    assert command.parse(["--strategy", "shrink", script]).inexact == ""
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

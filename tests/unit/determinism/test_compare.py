@@ -16,6 +16,7 @@ from swift.determinism.records import (
     PARAMETERS,
     RNG,
     Record,
+    Run,
 )
 from tests.unit.determinism.runs import digest, process, record, run, whole
 
@@ -139,3 +140,23 @@ def test_the_record_is_that_of_the_first_difference() -> None:
     assert found is not None
     assert found.record is other.processes[0].records[1]
     assert found.base == record(1)
+
+
+def test_microbatches_that_ranks_compute_for_one_another() -> None:
+    base = whole(3, ranks=2)
+    lost = process([record(0, 1), record(1, 1)], 1)
+
+    def going_on(*more: str) -> Record:
+        inputs = {f"input {n}": value for n, value in enumerate((digest("x", 2, 0), *more))}
+        return record(2, 0, inputs=inputs)
+
+    def other(*more: str) -> Run:
+        return run(process([record(0), record(1), going_on(*more)]), lost)
+
+    def differs(made: Run, *, shared: bool) -> bool:
+        return diverge(base, made, may_lack=lambda step: step == 2, shared=shared) is not None
+
+    assert not differs(other(digest("x", 2, 1)), shared=True)
+    assert differs(other(digest("x", 2, 1)), shared=False)
+    assert differs(other(digest("x", 1, 1)), shared=True), "the microbatch of another step"
+    assert differs(other("wrong"), shared=True)
