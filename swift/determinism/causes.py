@@ -128,7 +128,7 @@ def of_resumption(base: Run, found: Divergence, *, inexact: str = "") -> list[Ca
     ]
     external = [d for d in found.of(INPUTS) if not d.received]
     generators = _generators(base, found)
-    if external and (moved := _elsewhere(base, found, external[0])) is not None:
+    if external and (moved := _elsewhere(base, external[0])) is not None:
         words = f"the inputs of step {found.step} are those of step {moved} of the uninterrupted run"
         causes.append(Cause(name=DATA, evidence=(words,)))
     if generators and (found.of(RNG) or external or not causes):
@@ -153,11 +153,11 @@ def _unseen(found: Divergence) -> str:
 
 
 def _hyperparameters(base: Run, found: Divergence, differences: list[Difference]) -> Cause:
-    return Cause(name=SCHEDULER, evidence=_values(base, found, differences))
+    return Cause(name=SCHEDULER, evidence=_values(base, differences))
 
 
 def _parameters(base: Run, found: Divergence, differences: list[Difference]) -> Cause:
-    return Cause(name=WEIGHTS, evidence=_values(base, found, differences))
+    return Cause(name=WEIGHTS, evidence=_values(base, differences))
 
 
 def _optimizer(base: Run, found: Divergence, differences: list[Difference]) -> Cause:
@@ -174,11 +174,11 @@ def _optimizer(base: Run, found: Divergence, differences: list[Difference]) -> C
                 "was given its parameters in another order",
             ),
         )
-    return Cause(name=MOMENTUM, evidence=_values(base, found, differences))
+    return Cause(name=MOMENTUM, evidence=_values(base, differences))
 
 
 def _buffers(base: Run, found: Divergence, differences: list[Difference]) -> Cause:
-    evidence = _values(base, found, differences)
+    evidence = _values(base, differences)
     unsaved = [d.name for d in differences if d.name in found.record.unsaved]
     if unsaved:
         evidence += (f"{_listed(unsaved)} is registered with persistent=False",)
@@ -186,7 +186,7 @@ def _buffers(base: Run, found: Divergence, differences: list[Difference]) -> Cau
 
 
 def _objects(base: Run, found: Divergence, differences: list[Difference]) -> Cause:
-    return Cause(name=OBJECT, evidence=_values(base, found, differences))
+    return Cause(name=OBJECT, evidence=_values(base, differences))
 
 
 _BY_KIND: dict[str, Callable[[Run, Divergence, list[Difference]], Cause]] = {
@@ -198,7 +198,7 @@ _BY_KIND: dict[str, Callable[[Run, Divergence, list[Difference]], Cause]] = {
 }
 
 
-def _values(base: Run, found: Divergence, differences: list[Difference]) -> tuple[str, ...]:
+def _values(base: Run, differences: list[Difference]) -> tuple[str, ...]:
     """What can be said of a few of them."""
     said = []
     for difference in differences[:_NAMED_MAX]:
@@ -206,7 +206,7 @@ def _values(base: Run, found: Divergence, differences: list[Difference]) -> tupl
             said.append(f"{difference.name} is absent")
         elif difference.base == ABSENT:
             said.append(f"{difference.name} is there, and absent in the uninterrupted run")
-        elif (step := _elsewhere(base, found, difference)) is not None:
+        elif (step := _elsewhere(base, difference)) is not None:
             shown = "" if _is_digest(difference.other) else f" ({difference.other})"
             said.append(f"{difference.name} has the value of step {step} of the uninterrupted run{shown}")
         elif not _is_digest(difference.other):
@@ -222,10 +222,10 @@ def _is_digest(value: str) -> bool:
     return len(value) == 32 and set(value) <= set("0123456789abcdef")
 
 
-def _elsewhere(base: Run, found: Divergence, difference: Difference) -> int | None:
+def _elsewhere(base: Run, difference: Difference) -> int | None:
     """Another step of the uninterrupted run in which the rank has had this value."""
     for record in base.history(difference.rank):
-        if record.step != found.step and record.of(difference.kind).get(difference.name) == difference.other:
+        if record.of(difference.kind).get(difference.name) == difference.other:
             return record.step
     return None
 
@@ -253,7 +253,7 @@ def _not_restored(base: Run, found: Divergence, generators: list[str]) -> Cause:
     for name in generators:
         state = found.record.of(RNG)[name]
         for record in base.history(found.process.rank):
-            if record.step != found.step and record.of(RNG).get(name) == state:
+            if record.of(RNG).get(name) == state:
                 said.append(f"{name} has the state of step {record.step} of the uninterrupted run")
                 break
     return Cause(name=NOT_RESTORED, evidence=tuple(said))

@@ -12,7 +12,7 @@ from typing import Protocol
 from swift.determinism import causes
 from swift.determinism.causes import Cause
 from swift.determinism.compare import Divergence, diverge, unseeded
-from swift.determinism.records import Process, Run
+from swift.determinism.records import Process, Record, Run
 
 EQUAL, DIFFERS, NOT_DETERMINISTIC, INCONCLUSIVE = "EQUAL", "DIFFERS", "NOT DETERMINISTIC", "INCONCLUSIVE"
 EXIT_CODES = {EQUAL: 0, DIFFERS: 1, NOT_DETERMINISTIC: 1, INCONCLUSIVE: 3}
@@ -110,10 +110,10 @@ def before(run: Run, step: int) -> Run:
         first.setdefault(process.rank, process)
     kept = []
     for process in first.values():
-        records = []
+        records: list[Record] = []
         for record in process.records:
-            if record.step >= step or record.last:
-                break
+            if record.step >= step or record.last or (records and record.step <= records[-1].step):
+                break  # steps that are done again are behind the interruption
             records.append(record)
         kept.append(Process(begin=process.begin, records=tuple(records)))
     return Run(processes=tuple(kept))

@@ -1,5 +1,6 @@
 """Which step a process that was started again begins with."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -7,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift.determinism.alignment import first_step, place
-from swift.determinism.records import OPTIMIZER, PARAMETERS, Process, Record
+from swift.determinism.records import BUFFERS, HYPERPARAMETERS, OPTIMIZER, PARAMETERS, Process, Record
 from tests.unit.determinism.runs import process, record, whole
 
 
-def started(first: int, steps: int, rank: int = 0, **changed: dict[str, str]) -> Process:
+def started(first: int, steps: int, rank: int = 0, **changed: Mapping[str, str]) -> Process:
     """As its recorder has it: steps are counted from 0."""
     records = [record(first, rank, **changed), *(record(s, rank) for s in range(first + 1, first + steps))]
     return process([replace(r, step=n) for n, r in enumerate(records)], rank, at=1.0)
@@ -24,6 +25,14 @@ def test_the_parameters_tell(sizes: tuple[int, int, int]) -> None:
     steps, first, more = sizes
     broken = {kind: {"w.momentum": "none"} for kind in (OPTIMIZER,)}
     assert first_step(whole(steps), [started(first, more, **broken)]) == first
+
+
+@given(st.integers(1, 7))
+@settings(deadline=None)
+def test_the_parameters_tell_also_where_all_else_is_that_of_step_0(first: int) -> None:
+    fresh = record(0)
+    others = {kind: fresh.of(kind) for kind in (OPTIMIZER, BUFFERS, HYPERPARAMETERS)}
+    assert first_step(whole(8), [started(first, 8, **others)]) == first
 
 
 @settings(deadline=None)

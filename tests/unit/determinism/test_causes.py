@@ -165,7 +165,9 @@ def test_a_generator_that_was_drawn_from_before_the_first_step() -> None:
         return Process(begin=Begin(rank=0, at=0.0, rng={"numpy": f"fresh {state}"}), records=(first,))
 
     base, other = run(begun("a")), run(begun("b"))
-    assert of_chance(base, found(base, other)).name == causes.UNSEEDED
+    cause = of_chance(base, found(base, other))
+    assert cause.name == causes.UNSEEDED
+    assert "other states of numpy" in cause.evidence[0]
 
 
 def test_what_is_tried_out() -> None:
