@@ -98,7 +98,6 @@ class _Step:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
     """Of parameters, by id."""
-    calls: int = 0
 
     def __post_init__(self) -> None:
         self.put(RNG, digests_of_states())
@@ -187,10 +186,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class Recorder:
-    """One process's. Whether it has a session shows when that begins its first step."""
+    """One process's."""
 
     def __init__(self, directory: Path, *, session: bool, die_in: int | None = None) -> None:
-        """`die_in`: the step, counted in this process, in which it kills itself."""
+        """`session`: its runtime tells of steps. `die_in`: the step, counted in this process, in which it kills
+        itself."""
         self._directory = directory
         self._session = session
         self._die_in = die_in
@@ -233,7 +233,6 @@ class Recorder:
         step, self._depth.value = self._step, depth + 1
         try:
             step.see_module(name, module)
-            step.calls += 1
             step.number_of(INPUTS, "input", tensors_of(values))
             outputs = run()
             step.number_of(OUTPUTS, "output", tensors_of(outputs))
