@@ -17,6 +17,7 @@ PROGRAMS = {
 OTHERS = {
     "drill": "kill ranks of a real training run and compare the recovered bits with a run that did not fail",
     "failures": "show which failures swift-ft run --failures would make happen; convert traces of failures",
+    "verify-determinism": "compare an interrupted run of a script with an uninterrupted one, and name what differs",
     "token": "make signing keys, and job tokens signed with them",
     "plan": "choose which boundaries to log: bytes, overhead and recovery time of every choice worth having",
     "inspect": "show, verify and export what is in the log; drop a job's log",
@@ -60,6 +61,8 @@ def _main(argv: list[str] | None) -> int:
         os.execv(sys.executable, [sys.executable, "-P", "-m", module, *rest])
     if command == "drill":
         return int(importlib.import_module("swift.drill.command").main(rest))
+    if command == "verify-determinism":
+        return int(importlib.import_module("swift.determinism.command").main(rest))
     if command == "bench":
         return int(importlib.import_module("swift.bench.command").main(rest))
     if command == "failures":

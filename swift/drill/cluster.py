@@ -39,7 +39,6 @@ KILL_WAIT_S = 10.0
 POLL_S = 0.01
 TAIL_LINES = 12
 
-# What an outer job would say to the ranks of this one.
 _FOREIGN = ("SWIFT_", "TORCHELASTIC_", "PET_")
 _FOREIGN_NAMES = (
     "RANK",
@@ -54,10 +53,26 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def own_environment() -> dict[str, str]:
+    """This process's, without what an outer job would say to the ranks of this one."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
+    }
+
+
 class Process:
     """One child that leads a session of its own, and dies with this process."""
 
-    def __init__(self, name: str, arguments: Sequence[str], env: Mapping[str, str], output: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        output: Path,
+        cwd: Path | None = None,
+    ) -> None:
         self.name = name
         self.output = output
         parent = os.getpid()
@@ -72,6 +87,7 @@ class Process:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", *arguments],
                 env=dict(env),
+                cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -160,11 +176,7 @@ class Cluster:
         for name in ("log", "coordinator", "checkpoints", "events", "digests", "faults", "output"):
             (directory / name).mkdir(parents=True, exist_ok=True)
         self.tail = events.Tail(directory / "events")
-        self._env = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
-        } | {
+        self._env = own_environment() | {
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             events.ENV_EVENTS_DIR: str(directory / "events"),
@@ -348,13 +360,18 @@ class Cluster:
 
     def strays(self) -> list[int]:
         """Processes that carry this run's environment and are still there."""
-        mark = f"{events.ENV_EVENTS_DIR}={self.directory / 'events'}".encode()
-        pids = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if mark in path.read_bytes().split(b"\0"):
-                    pids.append(int(path.parent.name))
-        return [pid for pid in pids if pid != os.getpid()]
+        return with_environment(events.ENV_EVENTS_DIR, str(self.directory / "events"))
+
+
+def with_environment(name: str, value: str) -> list[int]:
+    """The other processes of this machine that were started with this variable, and are still there."""
+    mark = f"{name}={value}".encode()
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes().split(b"\0"):
+                pids.append(int(path.parent.name))
+    return [pid for pid in pids if pid != os.getpid()]
 
 
 def _directory_of(name: str) -> str:

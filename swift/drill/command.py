@@ -1,17 +1,14 @@
 """`swift-ft drill`: flags -> DrillConfig -> two runs -> report."""
 
 import argparse
-import contextlib
 import json
-import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from swift.arguments import Parser
@@ -19,6 +16,7 @@ from swift.drill import html, options, regroup, report, run
 from swift.drill.config import DrillConfig
 from swift.drill.console import LiveProgress, show
 from swift.drill.facts import Facts
+from swift.drill.place import Signals, Stopped, check_directory, check_file, replace_file, work_directory
 from swift.drill.random_kills import kills_of
 from swift.drill.topology import Topology
 from swift.errors import ServiceError, SwiftError, UsageError
@@ -54,14 +52,6 @@ pipeline rank * replicas + replica.
 exit codes: 0 PASS, 1 FAIL, 2 usage, 3 INCONCLUSIVE or an error of the environment, 130 interrupted
 """
 SPACE_NEEDED_MB = {"tiny": 64, "default": 512, "paced": 64}
-
-
-class Stopped(BaseException):
-    """A signal asked the drill to end."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
 
 
 def make_parser() -> Parser:
@@ -119,24 +109,10 @@ def default_kill(topology: Topology) -> grammar.RankFault:
 
 def check_paths(config: DrillConfig) -> None:
     """Everything that will be written can be, before anything runs."""
-    for flag, path in (("--json", config.json_path), ("--html", config.html_path)):
-        if path is None:
-            continue
-        if path.is_dir() or not path.parent.is_dir():
-            raise UsageError(f"{flag} {path}: give a file in a directory that exists")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise UsageError(f"{flag} {path}: no permission to write there")
-    for flag, directory in (("--directory", config.directory), ("--twin", config.twin)):
-        if directory is None:
-            continue
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            if flag == "--directory" and any(directory.iterdir()):
-                raise UsageError(f"--directory {directory}: not empty; give a new one")
-        except OSError as error:
-            raise UsageError(f"{flag} {directory}: {error.strerror}") from None
-        if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
-            raise UsageError(f"{flag} {directory}: no permission to read and write there")
+    check_file("--json", config.json_path)
+    check_file("--html", config.html_path)
+    check_directory("--directory", config.directory, empty=True)
+    check_directory("--twin", config.twin, empty=False)
     place = config.directory or Path(tempfile.gettempdir())
     free_mb = shutil.disk_usage(place).free >> 20
     if free_mb < SPACE_NEEDED_MB[config.model]:
@@ -148,47 +124,12 @@ def check_paths(config: DrillConfig) -> None:
         run.stored_twin(config, config.twin)
 
 
-class _Signals:
-    """Notes SIGINT, SIGTERM and SIGHUP; `check` acts on them where it is safe to."""
-
-    def __init__(self) -> None:
-        self.signum = 0
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.signum = number
-
-    def check(self) -> None:
-        if self.signum:
-            raise Stopped(self.signum)
-
-
-@contextlib.contextmanager
-def work_directory(config: DrillConfig) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """(where the runs lie, a call that keeps it). A temporary one is removed at the end unless it is kept."""
-    if config.directory is not None:
-        yield config.directory.resolve(), lambda: None
-        return
-    place = Path(tempfile.mkdtemp(prefix="swift-drill-"))
-    kept = config.keep
-    try:
-
-        def keep() -> None:
-            nonlocal kept
-            kept = True
-
-        yield place, keep
-    finally:
-        if kept:
-            print(f"everything of this drill is in {place}", file=sys.stderr)
-        else:
-            shutil.rmtree(place, ignore_errors=True)
-
-
 def drill(config: DrillConfig, check_stop: Callable[[], None]) -> int:
     """Runs it and shows the report; the exit code."""
-    with work_directory(config) as (place, keep), LiveProgress() as progress:
+    with (
+        work_directory(config.directory, keep=config.keep, name="drill") as (place, keep),
+        LiveProgress() as progress,
+    ):
         outputs: list[str] = []
 
         def twin() -> run.Twin:
@@ -225,14 +166,8 @@ def write(config: DrillConfig, result: dict[str, Any]) -> None:
         raise ServiceError(f"{error.filename}: {error.strerror}") from None
 
 
-def replace_file(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text)
-    aside.replace(path)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    signals = _Signals()
+    signals = Signals()
     try:
         config = parse(sys.argv[1:] if argv is None else argv)
         check_paths(config)

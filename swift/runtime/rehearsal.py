@@ -11,6 +11,7 @@ of its own) shows at once, without a failure: at the start the job is refused fo
 from collections.abc import Callable
 
 from swift import events
+from swift.runtime import evidence
 from swift.runtime.channel import Channel
 from swift.runtime.differences import Differences
 from swift.runtime.errors import Rehearsed
@@ -71,3 +72,4 @@ class Rehearsal:
                         self._witness.saw(GRADIENT, stage.stage_index, 0, slot, parameter.grad)
         if self._channel.rehearsing and not self._channel.replaying:
             raise Rehearsed
+        evidence.before_update(self._state)

@@ -124,6 +124,18 @@ def digest_of_states() -> str:
     return sha.hexdigest()
 
 
+def digests_of_states() -> dict[str, str]:
+    """The same of each generator by itself: "torch" (and "torch.cuda0", …), "random", "numpy"."""
+    words = ["torch", *(f"torch.cuda{n}" for n in range(len(_torch.generator_states()) - 1))]
+    found = {
+        word: state.numpy().tobytes() for word, state in zip(words, _torch.generator_states(), strict=True)
+    }
+    found["random"] = repr(random.getstate()).encode()
+    parts = np.random.get_state(legacy=True)
+    found["numpy"] = b"".join(p.tobytes() if isinstance(p, np.ndarray) else repr(p).encode() for p in parts)
+    return {word: hashlib.sha256(state).hexdigest()[:32] for word, state in found.items()}
+
+
 @contextmanager
 def kept() -> Iterator[None]:
     """The default generators are afterwards what they were before."""

@@ -8,6 +8,7 @@
 from collections.abc import Callable
 
 from swift import events
+from swift.runtime import evidence
 from swift.runtime.adoption import Adoption
 from swift.runtime.audit import Audit
 from swift.runtime.channel import Channel
@@ -15,7 +16,6 @@ from swift.runtime.checkpointing import Saving
 from swift.runtime.config import SessionConfig
 from swift.runtime.early_checkpoint import EarlyCheckpoint, UnloggedSteps
 from swift.runtime.ending import Ending
-from swift.runtime.evidence import write_every_version
 from swift.runtime.lines import Lines
 from swift.runtime.member import Member
 from swift.runtime.membership import Membership
@@ -92,6 +92,7 @@ class StepRunner:
         self._ending.begin_step()
         self._state.begin_step()
         self._script.begin(step, train_step, self._state.code)
+        evidence.step_begins(self._state, self._rank, replay=replaying)
         with self._retries.step(step):
             train_step(step)
         self._channel.settle()
@@ -104,7 +105,8 @@ class StepRunner:
         self._ending.end_step(version)
         events.emit("step_end", rank=self._rank, step=step, replay=replaying)
         self._channel.profile.end(step, replay=replaying, logged_by=self._channel.logged_by)
-        write_every_version(self._state, self._rank)
+        evidence.step_ended(self._state)
+        evidence.write_every_version(self._state, self._rank)
         self._script.end(step, checkpoint=due)
         # One that has rolled forward compares nothing: those that were past the vote have done so or will not.
         if self._audit is not None and (due or version == 1) and not (replaying or self.rolled_forward):

@@ -175,14 +175,15 @@ def tensors_of(values: Any) -> Iterable[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def digest_of(tensor: torch.Tensor) -> bytes:
-    """Of its bits, its type and its shape. Those that hold no plain memory (sparse, meta) count by type and shape."""
+def digest_of(tensor: torch.Tensor, *, whole: bool = False) -> bytes:
+    """Of its bits, its type and its shape. Those that hold no plain memory (sparse, meta) count by type and shape.
+    `whole`: also of a large one all bits."""
     about = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
     ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not ordinary or tensor.device.type == "meta":
         return xxhash.xxh3_128_digest(about)
     flat = tensor.detach()
-    if flat.nbytes > SAMPLED_BYTES:
+    if flat.nbytes > SAMPLED_BYTES and not whole:
         flat = flat.reshape(-1)[:: -(-flat.nbytes // SAMPLED_BYTES)]
     state = xxhash.xxh3_128(about)
     if flat.numel():

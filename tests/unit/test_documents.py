@@ -82,7 +82,7 @@ def test_commands_and_their_flags_exist(document: Path) -> None:
     """Of each line in a code block that calls swift-ft."""
     known = {*cli.PROGRAMS, *cli.OTHERS}
     for line in code_blocks(document.read_text()):
-        called = re.search(r"(?:^|[$>] +|bin/)swift-ft ([a-z]+)(.*)", line.strip())
+        called = re.search(r"(?:^|[$>] +|bin/)swift-ft ([a-z-]+)(.*)", line.strip())
         if called is None:
             continue
         command, rest = called[1], called[2].split("#")[0]
@@ -99,7 +99,7 @@ def test_commands_and_their_flags_exist(document: Path) -> None:
 @every_document
 def test_commands_in_the_text_exist(document: Path) -> None:
     known = {*cli.PROGRAMS, *cli.OTHERS}
-    called = re.findall(r"`swift-ft ([a-z]+)", "\n".join(prose(document.read_text())))
+    called = re.findall(r"`swift-ft ([a-z-]+)", "\n".join(prose(document.read_text())))
     assert set(called) <= known
 
 

@@ -61,6 +61,7 @@ def test_torch_comes_with_the_session_only() -> None:
         "swift.inspect.command",
         # The drill's own process: it starts everything else and must come up, and answer, at once.
         "swift.drill.command, swift.drill.report, swift.drill.cluster",
+        "swift.determinism.command",
         "swift.doctor.command",
         "swift.plan.command",
         "swift.failures.schedule, swift.failures.report, swift.failures.damage",
@@ -354,7 +355,19 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "logserver", "coordinator", "drill", "token", "inspect", "doctor", "plan", "failures"]
+    "command",
+    [
+        "run",
+        "logserver",
+        "coordinator",
+        "drill",
+        "verify-determinism",
+        "token",
+        "inspect",
+        "doctor",
+        "plan",
+        "failures",
+    ],
 )
 def test_help_begins_with_what_it_does(command: str) -> None:
     done = run(sys.executable, "-m", "swift.cli", command, "--help")
@@ -365,7 +378,19 @@ def test_help_begins_with_what_it_does(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "fly", "run", "logserver", "coordinator", "token", "inspect", "plan", "failures"]
+    "command",
+    [
+        "",
+        "fly",
+        "run",
+        "logserver",
+        "coordinator",
+        "verify-determinism",
+        "token",
+        "inspect",
+        "plan",
+        "failures",
+    ],
 )
 def test_what_is_missing_is_said_in_one_line(command: str) -> None:
     done = run(sys.executable, "-m", "swift.cli", *command.split())

@@ -1,0 +1,33 @@
+"""Gradients of parts of a batch are added in the order in which they happen to be ready."""
+
+# quick
+# verdict: NOT DETERMINISTIC
+# cause: unordered-reduction
+# says: equal but for rounding
+
+import os
+import random
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(32, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+first = 0
+if os.path.exists("last.pt"):
+    saved = torch.load("last.pt")
+    model.load_state_dict(saved["model"])
+    first = saved["step"]
+for step in range(first, 10):
+    x = torch.randn(256, 32, generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    losses = [part.pow(2).mean() for part in model(x).chunk(64)]
+    grads = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+    random.SystemRandom().shuffle(grads)  # as they arrive
+    for parameter, *parts in zip(model.parameters(), *grads):
+        parameter.grad = torch.zeros_like(parameter)
+        for part in parts:
+            parameter.grad += part
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "step": step + 1}, "last.pt")
