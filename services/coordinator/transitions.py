@@ -60,6 +60,7 @@ class Transitions:
     def become_running(self, now: float) -> list[Effect]:
         """All ranks are ready: the recovery, if there was one, is over and forgotten."""
         self._enter(State.RUNNING)
+        progress = self._progress()  # by a checkpoint that was complete while they recovered
         inexact = self._inexact(exactness.settle(self.row))
         vacancies.settle(self.row, max(self.row.ready.values()))
         forget_recovery(self.row)
@@ -68,7 +69,7 @@ class Transitions:
         version = max(self.row.ready.values())
         self.checkpoints.run_on(version)
         asked = self._asked(version, self.places.settle(version) or vacancies.wants_checkpoint(self.row))
-        return [*self._transition(), *inexact, *asked, *self._trim()]
+        return [*self._transition(), *progress, *inexact, *asked, *self._trim()]
 
     def become_forming(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
         """A new generation of a job that has not run yet: all begin anew, at version 0."""

@@ -64,7 +64,7 @@ class Awaited:
         then the job has nothing better to do than to wait."""
         waits = shrinks_late(row.config) and row.state in (State.FENCING, State.PLANNING)
         missing = [slot for slot in row.slots() if slot not in row.holders] if waits else []
-        if not self._since.keys() <= set(missing):
+        if any(slot in row.holders for slot in self._since):
             self._since = {}  # one has come: others may be on their way
         self._since = {slot: self._since.get(slot, now) for slot in missing}
         late = [slot for slot, since in self._since.items() if now - since > limit_s]
@@ -72,7 +72,10 @@ class Awaited:
 
 
 def patience_s(row: JobRow, measured: Iterable[RankMeasured], least_s: float, most_s: float) -> float:
-    """How long to wait for a process: as long as that costs less than to go on without it, within these bounds."""
+    """How long to wait for a process: as long as that costs less than to go on without it, within these bounds. If to
+    go on costs the bits as well, to the end."""
+    if _drops(row):
+        return most_s
     worth_s = worth_waiting_s(measured, replicas=int(row.config["replicas"]), reroutes=_reroutes(row))
     return most_s if worth_s is None else min(max(worth_s, least_s), most_s)
 

@@ -328,14 +328,14 @@ class Before:
 
     def lend(self) -> None:
         """Behind `keep`: buffers are copies until `put_back`. What a forward does to them does not touch those that
-        graphs of other forwards have saved: autograd refuses a backward whose tensors were changed in place."""
-        copies: dict[int, torch.Tensor] = {}
+        graphs of other forwards have saved: autograd refuses a backward whose tensors were changed in place.
+
+        Buffers that share memory share it as copies. Those that autograd follows stay as they are."""
+        memories: dict[int, torch.Tensor] = {}
         for module in self._modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and plain_tensor(buffer):
-                    if id(buffer) not in copies:
-                        copies[id(buffer)] = buffer.detach().clone()
-                    module._buffers[name] = copies[id(buffer)]
+                if buffer is not None and plain_tensor(buffer) and not buffer.requires_grad:
+                    module._buffers[name] = _copy_of(buffer, memories)
 
     def forget(self) -> None:
         """The step is done."""
@@ -451,3 +451,16 @@ class Before:
             kept_copy = _Copy(value)
         self._copies[id(value)] = kept_copy
         self._kept.append(kept_copy)
+
+
+def _copy_of(buffer: torch.Tensor, memories: dict[int, torch.Tensor]) -> torch.Tensor:
+    """The same view of a copy of its memory. `memories`: those copied so far, by their address."""
+    memory = buffer.untyped_storage()
+    address = memory.data_ptr()
+    if address not in memories:
+        whole = torch.empty(0, dtype=torch.uint8, device=buffer.device)
+        memories[address] = whole.set_(memory).clone()
+    copy = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+    return copy.set_(
+        memories[address].untyped_storage(), buffer.storage_offset(), buffer.shape, buffer.stride()
+    )

@@ -96,7 +96,9 @@ def seconds_of(told: Sequence[torch.Tensor]) -> Seconds:
     medians = torch.stack(list(told)).nanmedian(dim=0).values
     if not bool(torch.isfinite(medians).all() and (medians > 0).all()):
         return equal_seconds(len(medians))
-    return tuple((float(forward), float(backward)) for forward, backward in medians / medians[:, 0].mean())
+    # One rounding, whatever the processor: all ranks plan by the same numbers.
+    mean = math.fsum(medians[:, 0].tolist()) / len(medians)
+    return tuple((forward / mean, backward / mean) for forward, backward in medians.tolist())
 
 
 def routes_of(

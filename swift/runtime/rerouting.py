@@ -66,6 +66,8 @@ class Rerouting(Adoption):
         """That stages take, as all have told at the beginning of this generation."""
         self._stops = False
         """A step ends with its call of the schedule, and is taken back."""
+        self._evaluates = False
+        """In such a step the schedule was called before that for something else."""
         self._left: Left | None = None
         """By that call."""
         self._pretended: Assignment | None = None
@@ -167,10 +169,16 @@ class Rerouting(Adoption):
         self._begins, self._seconds = False, ()
         if not self._assignment().adopted:
             if self._try_due():
+                tried, self._tried = (
+                    self._tried,
+                    False,
+                )  # a loss may cut this short: it is not done before its end
                 self._try_out(train_step, step, drop)
+                passed, self._tried = self._tried, tried
                 in_torchs_way = self._left_by_call(train_step, step, drop)
                 self._try_to_split(in_torchs_way, train_step, step, drop)
                 self._try_vacancies(in_torchs_way, train_step, step, drop)
+                self._tried = passed
             return
         if not self._tried:
             self._differences.say(
@@ -210,7 +218,7 @@ class Rerouting(Adoption):
             try:
                 left = self._left_by_call(train_step, step, drop)
             finally:
-                self._trying = False
+                self._trying, self._call = False, None
             equal = not difference(self._state.stages, in_torchs_way, left)
         told = torch.tensor([equal], dtype=torch.uint8)
         self._splits = all(bool(each) for each in self._world.gathered(told))
@@ -228,6 +236,14 @@ class Rerouting(Adoption):
         assignment, stages = self._assignment(), self._state.stages
         if assignment.vacant:
             return  # nobody's batch is to be computed by others, or it would be adopted
+        if not self._config.exact_gradients:
+            return  # other bits are allowed, and there may be no memory to keep gradients apart
+        # Those that are taken for vacant do not call the schedule, so all have to know.
+        evaluates = self._world.gathered(torch.tensor([self._evaluates], dtype=torch.uint8))
+        if any(bool(each) for each in evaluates):
+            if self._at_start:
+                raise self._config.not_shared(_ONE_CALL)
+            return  # a recovery has led to such a step, and nobody is missing
         pretended, schedule = with_vacancies(assignment), self._state.schedules[0]
         routes, here = self._routes_of(pretended, schedule), self._slot in pretended.members
         group = assignment.group(self._slot)
@@ -277,7 +293,7 @@ class Rerouting(Adoption):
 
     def _left_by_call(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> Left:
         """What the call of the schedule leaves, in a step of this rank's own that is taken back."""
-        self._stops = True
+        self._stops, self._evaluates = True, False
         try:
             return self._carried_out(self._channel.origin, train_step, step, drop, self._what_is_left)
         finally:
@@ -320,6 +336,7 @@ class Rerouting(Adoption):
             raise Computed
         trains = all(stage.has_backward for stage in _torch.schedule_stages(schedule))
         self._calls += trains and not (self.under_way or self._channel.rehearsing)
+        self._evaluates = self._evaluates or (self._stops and not trains)
         given = self._called(schedule, inner, arguments, trains=trains)
         if self._stops and trains:
             self._left = left_by(schedule, arguments, self._state.stages)
@@ -334,7 +351,7 @@ class Rerouting(Adoption):
             return self._in_torchs_way(schedule, inner)
         if self._calls > 1 or not trains:
             raise self._config.not_shared(_ONE_CALL)
-        apart = self._config.exact_gradients or self._pretended is not None
+        apart = self._config.exact_gradients
         self._call = ReroutedCall(
             self._routes_of(assignment, schedule),
             self._slot,

@@ -423,7 +423,13 @@ def _launchers(settings: Mapping[str, Any]) -> dict[str, Any]:
         if not word:
             continue
         kind = type(getattr(_USUAL, name))
-        value = word == "on" if kind is bool else kind(word)
+        try:
+            value = {"on": True, "off": False}[word] if kind is bool else kind(word)
+        except (KeyError, ValueError):
+            wanted = "on or off" if kind is bool else "a number"
+            raise UsageError(
+                f"{variable}={word}: give {wanted} ({flag_of(name)} of swift-ft run sets it)"
+            ) from None
         if settings.get(name, value) != value:
             raise UsageError(
                 f"swift-ft run was given {flag_of(name)} {word}, and the script says {name}={settings[name]!r}: leave "

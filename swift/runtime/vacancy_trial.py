@@ -39,7 +39,7 @@ class Left(NamedTuple):
 def left_by(schedule: Any, call: Mapping[str, Any], stages: Sequence[Any]) -> Left:
     """`call`: its arguments, by name. `stages`: this rank's."""
     parameters = chain.from_iterable(stage.submod.parameters() for stage in stages)
-    gradients = {p: p.grad.detach().clone() for p in parameters if p.grad is not None}
+    gradients = {p: p.grad.detach().clone() for p in parameters if p.grad is not None and p.requires_grad}
     digests = {
         f"buffer {name!r} of stage {stage.stage_index}": _digest(buffer)
         for stage in stages

@@ -67,6 +67,27 @@ def test_a_script_that_says_the_same_is_taken_and_another_one_is_not() -> None:
 
 
 @pytest.mark.parametrize(
+    ("variable", "word", "problem"),
+    [
+        (
+            "SWIFT_SPLIT_BACKWARD",
+            "1",
+            "SWIFT_SPLIT_BACKWARD=1: give on or off (--split-backward of swift-ft run",
+        ),
+        ("SWIFT_ADAPTIVE_MEMORY", "x", "SWIFT_ADAPTIVE_MEMORY=x: give a number"),
+        ("SWIFT_SNAPSHOT_EVERY", "2.5", "SWIFT_SNAPSHOT_EVERY=2.5: give a number"),
+    ],
+)
+def test_a_variable_that_says_something_else(
+    variable: str, word: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, word)
+    with pytest.raises(UsageError) as refused:
+        _launchers({})
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--adaptive-memory=0.5"], "--adaptive-memory 0.5: 1 or more"),

@@ -54,13 +54,34 @@ def test_buffers_that_are_not_lent_break_the_backward() -> None:
         gradients(batches(1), others=batches(2), lends=False)
 
 
-def test_a_buffer_of_two_names_is_lent_once() -> None:
-    module = model()
-    module.register_buffer("again", module[1].running_mean)  # type: ignore[index]
+def test_buffers_that_share_memory_share_it_while_they_are_lent() -> None:
+    module = nn.Module()
+    table = torch.arange(6.0).reshape(2, 3)
+    for name, buffer in (("table", table), ("again", table), ("row", table[1]), ("turned", table.T[1:])):
+        module.register_buffer(name, buffer, persistent=name != "row")
+    module.register_buffer("none", None)
+    module.register_buffer("empty", torch.empty(0))
     before = Before([module])
     before.keep()
     before.lend()
-    assert module.again is module[1].running_mean  # type: ignore[index]
-    lent = module.again
+    module.table.add_(10.0)
+    assert torch.equal(module.again, module.table)
+    assert torch.equal(module.row, torch.tensor([13.0, 14.0, 15.0]))
+    assert torch.equal(module.turned, torch.tensor([[11.0, 14.0], [12.0, 15.0]]))
+    assert module.turned.stride() == table.T[1:].stride()
     before.put_back()
-    assert module.again is module[1].running_mean is not lent  # type: ignore[index]
+    assert module.table is table
+    assert torch.equal(table, torch.arange(6.0).reshape(2, 3))
+    assert torch.equal(module.row, torch.tensor([3.0, 4.0, 5.0]))
+
+
+def test_what_autograd_follows_is_not_lent() -> None:
+    module = nn.Module()
+    weight = nn.Parameter(torch.ones(2))
+    module.register_buffer("scaled", weight * 2)
+    scaled = module.scaled
+    before = Before([module])
+    before.keep()
+    before.lend()
+    assert module.scaled is scaled
+    before.put_back()
