@@ -7,6 +7,8 @@ stall      how long `save` holds training up
 durable    from its call until the files are synced
 cost       the stall, and by how much the steps done meanwhile took longer than steps without a save
 limits     the same bytes copied in memory; the same bytes written to one file and synced, with nothing else
+
+``--formats`` measures something else: what each format of a checkpoint costs and loses (`swift.bench.formats`).
 """
 
 import os
@@ -25,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from swift.arguments import Parser
 from swift.bench import output
+from swift.bench.formats import command as formats
 from swift.checkpoint import MODES
 from swift.checkpoint.dcp import alone
 from swift.checkpoint.export import Reading
@@ -33,6 +36,7 @@ from swift.checkpoint.store import CheckpointStore
 from swift.errors import ServiceError, UsageError
 
 WIDTH, BATCH = 512, 64
+PARAMETERS, ROUNDS = 8_000_000, 7
 STEPS_PLAIN = 5
 """Without a save, in each round: what the others are compared with."""
 STALL_GOAL = 3.0
@@ -217,36 +221,48 @@ def row(way: str, case: dict[str, float]) -> str:
 def parser() -> Parser:
     parsing = Parser(
         prog="swift-ft bench checkpoint",
-        description="Measures what a save costs training: in both modes, beside torch.distributed.checkpoint.",
+        description="Measures what a save costs training: in both modes, beside torch's DCP; or its formats.",
     )
     output.add_json(parsing)
     parsing.add_argument(
-        "--parameters", type=int, default=8_000_000, metavar="N", help="elements of the model"
+        "--parameters", type=int, metavar="N", help=f"elements of the model ({PARAMETERS:,})"
     )
-    parsing.add_argument("--rounds", type=int, default=7, metavar="N", help="repetitions that are timed")
+    parsing.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help=f"repetitions that are timed ({ROUNDS}; with --formats {formats.ROUNDS})",
+    )
     parsing.add_argument(
         "--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)"
     )
+    formats.add_arguments(parsing)
     return parsing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`swift-ft bench checkpoint ...`; returns the exit code."""
     arguments = parser().parse_args(sys.argv[1:] if argv is None else argv)
-    if arguments.parameters < 1 or arguments.rounds < 1:
+    if any(number is not None and number < 1 for number in (arguments.parameters, arguments.rounds)):
         raise UsageError("--parameters and --rounds must be positive")
+    if arguments.formats is not None:
+        if arguments.parameters is not None:
+            raise UsageError("--parameters is not for --formats; give --sizes")
+        return formats.main(arguments)
+    formats.check_unused(arguments)
+    rounds = arguments.rounds or ROUNDS
     output.check_json(arguments.json)
     print(f"{output.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}", flush=True)
     with output.place(arguments.directory) as place:
-        bench = Bench(Path(place), arguments.parameters)
-        for index in range(arguments.rounds + 1):
+        bench = Bench(Path(place), arguments.parameters or PARAMETERS)
+        for index in range(rounds + 1):
             if index == 1:
                 bench.forget()
             bench.round()
     result = bench.result()
     print(
         f"{result['parameters']} parameters, {result['state_bytes'] / 1e6:.0f} MB of state, medians of "
-        f"{arguments.rounds} rounds; a step takes {1e3 * result['step_s']:.1f} ms\n"
+        f"{rounds} rounds; a step takes {1e3 * result['step_s']:.1f} ms\n"
         f"limits: a copy in memory {1e3 * result['copy_s']:.1f} ms, written and synced "
         f"{1e3 * result['write_s']:.1f} ms\n{HEAD}"
     )

@@ -42,10 +42,10 @@ def add_json(parser: Parser) -> None:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
 
 
-def check_json(path: Path | None) -> None:
+def check_json(path: Path | None, option: str = "--json") -> None:
     """Before anything is measured: UsageError if the result could not be written."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise UsageError(f"--json {path}: give a file in a directory that exists")
+        raise UsageError(f"{option} {path}: give a file in a directory that exists")
 
 
 def write_json(path: Path | None, result: Mapping[str, Any]) -> None:

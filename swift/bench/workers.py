@@ -35,10 +35,19 @@ class Worker:
         return line
 
     def begin(self) -> None:
-        assert self._process.stdin is not None
         assert self.line() == "ready"
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
+        self.tell("")
+
+    def tell(self, line: str) -> None:
+        """ServiceError: it has ended."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise ServiceError(
+                f"a process of the benchmark ended with exit code {self._process.wait()}"
+            ) from None
 
     def result(self) -> dict[str, float]:
         result: dict[str, float] = json.loads(self.line())

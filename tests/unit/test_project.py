@@ -123,7 +123,7 @@ def test_small_rooms_and_nothing_forbidden(path: Path) -> None:
             assert lines <= FUNCTION_LINES_MAX, f"{node.name} has {lines} lines"
     for what, pattern in FORBIDDEN.items():
         assert pattern.search(text) is None or (
-            what == "pickle" and path.relative_to(ROOT) in {*ONLY_PICKLES, READS_DCP}
+            what == "pickle" and path.relative_to(ROOT) in {*ONLY_PICKLES, READS_DCP, COMPARES_FORMATS}
         ), what
 
 
@@ -223,6 +223,9 @@ ONLY_PICKLES = {Path("swift/runtime/bulk.py")}
 READS_DCP = Path("swift/checkpoint/dcp.py")
 """For a trainer that asks for it: an unpickler that finds DCP's data classes only, and torch's `weights_only`
 (`tests/unit/checkpoint/test_dcp.py`)."""
+COMPARES_FORMATS = Path("swift/bench/formats/kinds.py")
+"""A benchmark of the formats, these among them: it reads what it has just written, and makes tensors, arrays and plain
+values of it."""
 
 # What makes objects, or runs, out of bytes that somebody else wrote.
 UNSAFE_MODULES = {
@@ -289,6 +292,9 @@ def test_no_bytes_become_objects(path: Path) -> None:
     if path.relative_to(ROOT) == READS_DCP:
         allowed = {"pickle", "pickle._Unpickler", "pickle._Unpickler.dispatch", "pickle.BUILD"}
         allowed |= {"pickle.UnpicklingError", "torch.load", "torch.save"}
+    if path.relative_to(ROOT) == COMPARES_FORMATS:
+        allowed = {"torch.load", "torch.save"}
+        assert all(told in path.read_text() for told in ("weights_only=True", "allow_pickle=False"))
     assert unsafe(path.read_text()) <= allowed
 
 

@@ -1,0 +1,171 @@
+"""The state that is saved, and what of it a format has lost. Pure.
+
+A state has a group of leaves for each thing that formats treat in their own ways. A leaf is whatever is neither dict
+nor list: a tensor, an array, a number, a tuple. It is kept if the one that was loaded has the same type, dtype,
+shape, strides and bits.
+"""
+
+import math
+import random
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+State = dict[str, Any]
+Path = tuple[str, ...]
+
+GROUPS: dict[str, Path] = {
+    "bf16": ("model", "bf16"),
+    "fp32": ("model", "fp32"),
+    "int64": ("model", "int64"),
+    "0-dim": ("model", "0-dim"),
+    "strided": ("model", "strided"),
+    "moments": ("optimizer", "state"),
+    "numbers": ("optimizer", "param_groups"),
+    "torch rng": ("rng", "torch"),
+    "numpy rng": ("rng", "numpy"),
+    "python rng": ("rng", "python"),
+}
+"""Where each lies. "moments" has the optimizer's step tensors, too; "numbers" are those of its param_groups."""
+GONE, TYPE, DTYPE, SHAPE, BITS, STRIDES = "gone", "type", "dtype", "shape", "bits", "strides"
+LOSSES = (GONE, TYPE, DTYPE, SHAPE, BITS, STRIDES)
+COLUMNS = 1024
+_ROWS_MAX = 1024
+"""Of a parameter: 2 MiB in bf16, 4 MiB in fp32."""
+
+
+def make(parameter_bytes: int, seed: int) -> State:
+    """About that many bytes of parameters, half of them in bf16; with two moments of AdamW for each, three times."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def parameters(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        rows = max(1, parameter_bytes // 2 // (COLUMNS * dtype.itemsize))
+        parts = math.ceil(rows / _ROWS_MAX)
+        sizes = [rows // parts + (part < rows % parts) for part in range(parts)]
+        return {
+            f"{part}.weight": torch.randn(size, COLUMNS, generator=generator).to(dtype)
+            for part, size in enumerate(sizes)
+        }
+
+    model: State = {
+        "bf16": parameters(torch.bfloat16),
+        "fp32": parameters(torch.float32),
+        "int64": {"seen": torch.tensor([2**53 + 1, seed, -1])},
+        "0-dim": {"scale": torch.tensor(math.pi)},
+        "strided": {"table": torch.randn(3, 5, generator=generator).t()},
+    }
+    trained = [*model["bf16"].values(), *model["fp32"].values()]
+    moments = {
+        index: {
+            "step": torch.tensor(7.0),
+            "exp_avg": torch.randn(p.shape, generator=generator).to(p.dtype),
+            "exp_avg_sq": torch.rand(p.shape, generator=generator).to(p.dtype),
+        }
+        for index, p in enumerate(trained)
+    }
+    groups = [
+        {
+            "lr": 0.1 + 0.2,
+            "betas": (0.9, 0.95),
+            "weight_decay": 0,
+            "amsgrad": False,
+            "foreach": None,
+            "decoupled": "yes",
+            "params": list(range(len(trained))),
+        }
+    ]
+    return {
+        "model": model,
+        "optimizer": {"state": moments, "param_groups": groups},
+        "rng": {
+            "torch": generator.get_state(),
+            "numpy": np.random.RandomState(seed).get_state(),
+            "python": random.Random(seed).getstate(),
+        },
+    }
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every leaf with its path: keys and positions as text."""
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in pairs:
+            yield from leaves(item, (*path, str(key)))
+    else:
+        yield path, value
+
+
+def nested(flat: dict[Path, Any]) -> State:
+    """Dicts of what `leaves` gives."""
+    state: State = {}
+    for path, value in flat.items():
+        place = state
+        for key in path[:-1]:
+            place = place.setdefault(key, {})
+        place[path[-1]] = value
+    return state
+
+
+def nbytes(state: State) -> int:
+    """Of its tensors."""
+    return sum(value.nbytes for _, value in leaves(state) if isinstance(value, torch.Tensor))
+
+
+def losses(saved: State, loaded: State) -> dict[str, list[str]]:
+    """By group, what has become of leaves in it (`LOSSES`, in that order); nothing if all are kept."""
+    there = dict(leaves(loaded))
+    found: dict[str, set[str]] = {group: set() for group in GROUPS}
+    for path, value in leaves(saved):
+        group = next(group for group, prefix in GROUPS.items() if path[: len(prefix)] == prefix)
+        found[group] |= lost(value, there[path]) if path in there else {GONE}
+    return {group: [what for what in LOSSES if what in of] for group, of in found.items()}
+
+
+def together(found: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """The losses of several states as one."""
+    return {group: [what for what in LOSSES if any(what in of[group] for of in found)] for group in found[0]}
+
+
+def lost(saved: Any, loaded: Any) -> set[str]:
+    """What a leaf has lost on its way."""
+    if type(saved) is not type(loaded):
+        return {TYPE}
+    if isinstance(saved, torch.Tensor):
+        return _lost_of_tensor(saved, loaded)
+    if isinstance(saved, np.ndarray):
+        if saved.dtype != loaded.dtype:
+            return {DTYPE}
+        if saved.shape != loaded.shape:
+            return {SHAPE}
+        return set() if saved.tobytes() == loaded.tobytes() else {BITS}
+    if isinstance(saved, tuple | list):
+        if len(saved) != len(loaded):
+            return {SHAPE}
+        return set().union(*map(lost, saved, loaded))
+    if isinstance(saved, float):
+        return set() if struct.pack("d", saved) == struct.pack("d", loaded) else {BITS}
+    return set() if saved == loaded else {BITS}
+
+
+def _lost_of_tensor(saved: torch.Tensor, loaded: torch.Tensor) -> set[str]:
+    if saved.shape != loaded.shape:
+        return {SHAPE}
+    found = set()
+    if saved.dtype != loaded.dtype:
+        found.add(DTYPE)
+        loaded = loaded.to(saved.dtype)
+    if not torch.equal(bytes_of(saved), bytes_of(loaded)):
+        found.add(BITS)
+    if saved.stride() != loaded.stride():
+        found.add(STRIDES)
+    return found
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in order; its own memory, if they lie so."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,409 @@
+"""The benchmark of formats: what a round trip finds lost, what is counted, what is drawn."""
+
+import argparse
+import math
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift.bench import checkpoint
+from swift.bench.formats import command, kinds, plot, report, states
+from swift.bench.formats.kinds import FORMATS
+from swift.bench.formats.ranks import limits
+from swift.bench.formats.turns import GATHERED, LIMITS, SHARDED, Pace, Plan, Turn
+from swift.errors import UsageError
+
+# torch warns in the thread of an asynchronous save.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+ALL_KEPT = {group: [] for group in states.GROUPS}
+EXACT = [name for name in FORMATS if name.split()[0] in ("swift", "dcp", "torch")]
+
+
+def trip(name: str, state: states.State, fsync: bool = False) -> states.State:
+    """Saved and loaded."""
+    kind = FORMATS[name]
+    with tempfile.TemporaryDirectory() as place:
+        kind.save(state, Path(place), fsync or kind.fsync == (True,), together=False)()
+        return kind.load(Path(place), state)
+
+
+# What is lost.
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_rng_and_the_numbers_of_the_optimizer_are_what_formats_lose(name: str) -> None:
+    state = states.make(1 << 16, seed=1)
+    found = states.losses(state, trip(name, state, fsync=True))
+    family = name.split()[0]
+    rngs = {"numpy rng": ["gone"], "python rng": ["gone"]}
+    arrays = {"bf16": ["dtype"], "moments": ["dtype"], "numbers": ["gone", "type"]}
+    expected: dict[str, dict[str, list[str]]] = {
+        "safetensors": {"strided": ["strides"], "numbers": ["gone"], **rngs},
+        "npz": {**arrays, **rngs},
+        "hdf5": {"strided": ["strides"], **arrays, **rngs},
+    }
+    assert found == ALL_KEPT | expected.get(family, {})
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+@st.composite
+def tensors(draw: st.DrawFn, dtypes: list[torch.dtype]) -> torch.Tensor:
+    """Of any bits, NaN among them."""
+    dtype, shape = draw(st.sampled_from(dtypes)), draw(st.lists(st.integers(0, 4), max_size=3))
+    size = math.prod(shape) * dtype.itemsize
+    raw = bytearray(draw(st.binary(min_size=size, max_size=size)))
+    if dtype == torch.bool:
+        raw = bytearray(byte & 1 for byte in raw)
+    if not raw:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+KEYS = st.text("abcdefgh_", min_size=1, max_size=6)
+PLAIN = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text("xyzäß", max_size=5)
+)
+TREES = st.dictionaries(
+    KEYS,
+    st.recursive(
+        tensors(DTYPES) | PLAIN | st.tuples(PLAIN, PLAIN) | st.builds(np.arange, st.integers(0, 5)),
+        lambda inner: (
+            st.dictionaries(KEYS, inner, min_size=1, max_size=3) | st.lists(inner, min_size=1, max_size=3)
+        ),
+        max_leaves=6,
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def lost_of(saved: states.State, loaded: states.State) -> set[str]:
+    there = dict(states.leaves(loaded))
+    of = [
+        states.lost(value, there[path]) if path in there else {states.GONE}
+        for path, value in states.leaves(saved)
+    ]
+    return set().union(*of)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@settings(deadline=None, max_examples=10)
+@given(state=TREES)
+def test_a_format_that_keeps_all_keeps_any_state(name: str, state: states.State) -> None:
+    assert lost_of(state, trip(name, state)) == set()
+
+
+@pytest.mark.parametrize(
+    "name", ["safetensors", "safetensors lz4", "npz", "npz zlib", "hdf5", "hdf5 lzf", "hdf5 gzip"]
+)
+@settings(deadline=None, max_examples=10)
+@given(
+    state=st.dictionaries(KEYS, st.dictionaries(KEYS, tensors(DTYPES), min_size=1), min_size=1, max_size=3)
+)
+def test_the_others_keep_the_bits_of_tensors(name: str, state: states.State) -> None:
+    loaded = dict(states.leaves(trip(name, state)))
+    for path, tensor in states.leaves(state):
+        if tensor.dtype == torch.bfloat16 and not name.startswith("safetensors"):
+            # As fp32: a NaN stays one, with other bits perhaps.
+            assert torch.equal(loaded[path].nan_to_num(), tensor.float().nan_to_num())
+            assert states.lost(tensor, loaded[path]) >= {states.DTYPE}
+        else:
+            assert states.lost(tensor, loaded[path]) <= {states.STRIDES}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "lost"),
+    [
+        (1, 1.0, {"type"}),
+        (True, 1, {"type"}),
+        (0.0, -0.0, {"bits"}),
+        (math.nan, math.nan, set()),
+        ((1, (2.0, None)), (1, (2.0, None)), set()),
+        ((1, (2.0, None)), (1, (2, None)), {"type"}),
+        ((1, 2), (1,), {"shape"}),
+        ("a", "b", {"bits"}),
+        (np.arange(3), np.arange(3), set()),
+        (np.arange(3), np.arange(3.0), {"dtype"}),
+        (np.arange(3), np.arange(3)[None], {"shape"}),
+        (np.arange(3), np.arange(3)[::-1], {"bits"}),
+        (torch.arange(3), torch.arange(3), set()),
+        (torch.tensor(math.nan), torch.tensor(math.nan), set()),
+        (torch.tensor(0.0), torch.tensor(-0.0), {"bits"}),
+        (torch.zeros(()), torch.zeros(1), {"shape"}),
+        (torch.tensor(1.0), 1.0, {"type"}),
+        (torch.ones(2, dtype=torch.bfloat16), torch.ones(2), {"dtype"}),
+        (torch.ones(2), torch.ones(2, dtype=torch.bfloat16), {"dtype"}),
+        (torch.tensor([1.0, 1e-20]), torch.tensor([1.0, 0.0], dtype=torch.float16), {"dtype", "bits"}),
+        (torch.ones(2, 3).t(), torch.ones(3, 2), {"strides"}),
+    ],
+)
+def test_what_is_lost(saved: Any, loaded: Any, lost: set[str]) -> None:
+    assert states.lost(saved, loaded) == lost
+
+
+def test_a_group_tells_of_any_of_its_leaves() -> None:
+    state = states.make(1 << 14, seed=2)
+    flat = dict(states.leaves(state))
+    del flat["rng", "python"]
+    flat["optimizer", "state", "0", "step"] = torch.tensor(8.0)
+    flat["optimizer", "param_groups", "0", "lr"] = np.float64(0.3)
+    found = states.losses(state, states.nested(flat))
+    assert found == ALL_KEPT | {"python rng": ["gone"], "moments": ["bits"], "numbers": ["type"]}
+    assert states.together([found, ALL_KEPT | {"moments": ["gone"]}])["moments"] == ["gone", "bits"]
+
+
+@pytest.mark.parametrize("size", [1 << 14, 1 << 20, 9 << 20])
+def test_a_state_is_as_large_as_it_was_asked_for(size: int) -> None:
+    state = states.make(size, seed=0)
+    model = state["model"]
+    assert states.nbytes({"a": model["bf16"], "b": model["fp32"]}) == pytest.approx(size, rel=0.01)
+    assert states.nbytes(state) == pytest.approx(3 * size, rel=0.5 if size < 1 << 20 else 0.01)
+    assert states.nbytes({"a": model["bf16"]}) == states.nbytes({"b": model["fp32"]})
+    assert {path[:2] for path, _ in states.leaves(state)} == set(states.GROUPS.values())
+
+
+@pytest.mark.parametrize("name", ["swift async", "dcp async"])
+def test_the_state_may_change_when_an_asynchronous_save_returns(name: str, tmp_path: Path) -> None:
+    state, same = states.make(4 << 20, seed=3), states.make(4 << 20, seed=3)
+    wait = FORMATS[name].save(state, tmp_path, True, together=False)
+    for _, value in states.leaves(state):
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    wait()
+    assert states.losses(same, FORMATS[name].load(tmp_path, same)) == ALL_KEPT
+
+
+def test_compression_makes_what_can_be_compressed_smaller(tmp_path: Path) -> None:
+    state = {"zeros": {"a": torch.zeros(1 << 16)}}
+    sizes = {}
+    for name in (name for name in FORMATS if name.split()[0] not in ("swift", "dcp")):
+        FORMATS[name].save(state, tmp_path, False, together=False)()
+        sizes[name] = (tmp_path / "state").stat().st_size
+        assert (sizes[name] < 1 << 14) == (" " in name), name
+
+
+# In which order, and what takes too long.
+
+
+def test_in_every_round_every_format_has_its_turns_beside_the_limits() -> None:
+    formats = {"torch": (False, True), "swift sync": (True,)}
+    turns = list(Plan(ranks=2, sizes=(10, 20), rounds=2, formats=formats).turns())
+    kinds_of_round = [(LIMITS, False), ("torch", False), ("torch", True), ("swift sync", True)]
+    assert len(turns) == 4 * ((3 + 3) + (2 + 2))
+    for start in range(0, len(turns), 4):
+        of = turns[start : start + 4]
+        assert [(turn.format, turn.fsync) for turn in of] == kinds_of_round
+        assert len({(turn.parameter_bytes, turn.layout, turn.round) for turn in of}) == 1
+    assert {turn.parameter_bytes for turn in turns if turn.round < 0} == {10}
+    assert {turn.layout for turn in turns} == {SHARDED, GATHERED}
+    alone = Plan(ranks=1, sizes=(10,), rounds=1, formats=formats).turns()
+    assert {turn.layout for turn in alone} == {SHARDED}
+
+
+TURN = Turn(parameter_bytes=100, layout=SHARDED, round=0, format="npz")
+
+
+def test_what_would_take_too_long_is_left_out() -> None:
+    pace = Pace(5.0)
+    assert pace.too_long(TURN) is None
+    pace.note(TURN, 9.0)
+    pace.note(TURN, 1.0)
+    pace.note(TURN, 7.0)
+    assert pace.too_long(TURN) is None  # what was begun is ended
+    assert pace.too_long(replace(TURN, parameter_bytes=500)) is None
+    assert pace.too_long(replace(TURN, parameter_bytes=600)) == pytest.approx(6.0)
+    assert pace.too_long(replace(TURN, parameter_bytes=600, layout=GATHERED)) is None
+    assert pace.too_long(replace(TURN, parameter_bytes=600, format="torch")) is None
+    pace.note(replace(TURN, parameter_bytes=500), 2.0)
+    assert pace.too_long(replace(TURN, parameter_bytes=600)) is None
+
+
+# The report.
+
+BASE = {"copy_s": 0.1, "write_s": 0.2, "write_fsync_s": 0.5, "read_s": 0.05, "gather_s": 0.0}
+
+
+def made_up(
+    *sizes: int, ranks: int = 1, formats: tuple[str, ...] = ("torch", "swift async")
+) -> report.Measures:
+    """The machine is `round + 1` times slower than in the first round, for all alike."""
+    measures = report.Measures()
+    for size in sizes:
+        for number in (-1, 0, 1, 2):
+            slow = size * (number + 1 if number >= 0 else 1000)
+            turn = Turn(parameter_bytes=size, layout=SHARDED, round=number, format=LIMITS)
+            measures.add(ranks, turn, {name: slow * value for name, value in BASE.items()})
+            for index, name in enumerate(formats):
+                lost = {"losses": ALL_KEPT | {"bf16": ["dtype"]}} if number <= 0 else {}
+                measured = {
+                    "blocked_s": slow * 0.3 * (index + 1),
+                    "total_s": slow * 1.0 * (index + 1),
+                    "cpu_s": slow * 0.7,
+                    "load_s": slow * 0.1,
+                    "bytes": 4 * size,
+                    "state_bytes": 3 * size,
+                }
+                measures.add(ranks, replace(turn, format=name, fsync=True), {**measured, **lost})
+    return measures
+
+
+def test_times_are_medians_and_ratios_those_of_the_rounds() -> None:
+    (case,) = made_up(2).cases()
+    assert (case["parameter_bytes"], case["state_bytes"], case["rounds"]) == (2, 6, 3)
+    assert case["limits"]["copy_s"] == pytest.approx(0.4)
+    row = case["formats"][0]
+    assert (row["format"], row["fsync"], row["bytes"]) == ("torch", True, 8)
+    expected = {
+        "blocked_s": 1.2,
+        "total_s": 4.0,
+        "cpu_s": 2.8,
+        "load_s": 0.4,
+        "size": 4 / 3,
+        "blocked_over_copy": 3.0,
+        "total_over_write": 2.0,
+        "load_over_read": 2.0,
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+
+
+def test_without_fsync_the_limit_is_a_write_without() -> None:
+    measures = report.Measures()
+    measures.add(1, replace(TURN, format=LIMITS), BASE)
+    row = {"blocked_s": 1.0, "total_s": 1.0, "cpu_s": 1.0, "load_s": 1.0, "bytes": 1, "state_bytes": 1}
+    measures.add(1, TURN, row)
+    assert measures.cases()[0]["formats"][0]["total_over_write"] == pytest.approx(5.0)
+
+
+def test_the_slowest_rank_counts_and_all_of_their_work() -> None:
+    one = {"blocked_s": 1.0, "total_s": 4.0, "cpu_s": 1.0, "bytes": 10, "state_bytes": 5, "load_s": 1.0}
+    other = {"blocked_s": 2.0, "total_s": 3.0, "cpu_s": 2.0, "bytes": 0, "state_bytes": 5}
+    lost = [{"losses": ALL_KEPT | {"fp32": ["gone"]}}, {"losses": ALL_KEPT | {"fp32": ["bits"]}}]
+    merged = report.merge([one | lost[0], other | lost[1]])
+    assert merged.pop("losses") == ALL_KEPT | {"fp32": ["gone", "bits"]}
+    expected = {"blocked_s": 2.0, "total_s": 4.0, "cpu_s": 3.0, "bytes": 10, "state_bytes": 10, "load_s": 1.0}
+    assert merged == expected
+
+
+def test_the_tables_say_it() -> None:
+    measures = made_up(1 << 20, formats=tuple(FORMATS))
+    measures.leave_out(1, replace(TURN, parameter_bytes=1 << 20, format="hdf5"), 12.0)
+    (case,) = measures.cases()
+    lines = report.table(case).splitlines()
+    assert "1 MiB of parameters (3.0 MiB of state), 1 rank" in lines[0]
+    assert [line[:16].strip() for line in lines[4:-1]] == list(FORMATS)
+    assert lines[-1].startswith("hdf5")
+    assert "12.0 s" in lines[-1]
+    said = report.losses_table(measures.losses(), {"hdf5": "no h5py"}).splitlines()
+    assert said[1].split()[:2] == ["bf16", "fp32"]
+    assert said[2].split()[2:4] == ["dtype", "-"]
+    assert said[-1] == "hdf5             skipped: no h5py"
+    assert max(map(len, [*report.table(made_up(1).cases()[0]).splitlines(), *said])) <= 120
+
+
+# The picture.
+
+
+def test_lines_lie_where_the_times_are() -> None:
+    cases = made_up(1, 10, 100, formats=tuple(FORMATS)).cases()
+    other = made_up(7, ranks=2).cases()
+    markup = ElementTree.fromstring(plot.draw({"cases": [*cases, *other], "rounds": 3}))
+    space = "{http://www.w3.org/2000/svg}"
+    lines = {}
+    for line in markup.iter(f"{space}polyline"):
+        if line.get("class") == "line":
+            lines.setdefault(line[0].text, []).append(
+                [tuple(map(float, pair.split(","))) for pair in (line.get("points") or "").split()]
+            )
+    assert set(lines) == {*FORMATS, "a copy", "a plain write"}
+    for name, parts in lines.items():
+        assert len(parts) == (1 if name.startswith("a ") else 2)
+        for points in parts:
+            assert len(points) == 3
+            steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(points)]
+            assert steps[0] == pytest.approx(steps[1], abs=0.2)  # ten times the size, ten times the time
+            assert steps[0][0] > 0 > steps[0][1]
+            assert all(plot.LEFT <= x <= plot.WIDTH - plot.RIGHT and 0 < y < plot.HEIGHT for x, y in points)
+    waits, durable = lines["torch"]
+    assert waits[-1][1] <= plot.TOP + plot.PANEL < durable[-1][1]
+    labels = [
+        (text.text, float(text.get("x") or 0), float(text.get("y") or 0))
+        for text in markup.iter(f"{space}text")
+        if text.get("class") == "label"
+    ]
+    heights = sorted(y for _, _, y in labels)
+    assert len(labels) == 2 * (len(FORMATS) + 1)
+    assert all(b - a >= plot.LABEL - 0.2 for a, b in pairwise(heights))
+    assert all(x + 8.2 * len(words or "") <= plot.WIDTH for words, x, _ in labels)
+    assert heights[-1] <= plot.HEIGHT - plot.BOTTOM + 10
+    assert len({plot.style(name) for name in FORMATS}) == len(FORMATS)
+
+
+def test_one_size_is_drawn_too() -> None:
+    assert plot.draw({"cases": made_up(5).cases(), "rounds": 3}).count('class="dot"') == 6
+
+
+# The limits, and the options.
+
+
+def test_the_limits_leave_nothing(tmp_path: Path) -> None:
+    took = limits(states.make(1 << 14, seed=0), tmp_path / "limit")
+    assert set(took) == {"copy_s", "write_s", "write_fsync_s", "read_s"}
+    assert all(seconds > 0 for seconds in took.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--formats", "tar"], "there is no format 'tar'; there are: swift sync"),
+        (["--formats", "--sizes", "0"], "--sizes 0: give numbers above 0"),
+        (["--formats", "--sizes", "nan"], "--sizes nan"),
+        (["--formats", "--ranks", "two"], "--ranks two: give numbers"),
+        (["--formats", "--ranks", "65"], "up to 64"),
+        (["--formats", "--rounds", "0"], "must be positive"),
+        (["--formats", "--save-max", "0"], "--save-max 0: give seconds above 0"),
+        (["--formats", "--parameters", "9"], "--parameters is not for --formats"),
+        (["--formats", "--svg", "/nowhere/there.svg"], "--svg /nowhere/there.svg: give a file"),
+        (["--formats", "--json", "/nowhere/there.json"], "--json /nowhere/there.json: give a file"),
+        (["--formats", "--directory", "/nowhere"], "--directory /nowhere: "),
+        (["--sizes", "1"], "--sizes is for --formats"),
+        (["--save-max", "1"], "--save-max is for --formats"),
+        (["--quick"], "--quick is for --formats"),
+    ],
+)
+def test_what_it_is_told(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as raised:
+        checkpoint.main(words)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_format_whose_package_is_not_there_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = kinds.importlib.util.find_spec
+    monkeypatch.setattr(
+        kinds.importlib.util, "find_spec", lambda name: None if name == "h5py" else there(name)
+    )
+    names, skipped = command._formats("hdf5,torch,hdf5 gzip,torch")
+    assert names == ["torch"]
+    assert skipped == dict.fromkeys(
+        ["hdf5", "hdf5 gzip"], "h5py is not installed (pip install 'swift-ft[formats]')"
+    )
+
+
+def test_if_nothing_can_be_measured_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "lacking", lambda name: "no h5py")
+    given = argparse.Namespace(formats="hdf5", sizes=None, ranks=None, rounds=None, quick=True, save_max=None)
+    given.json = given.svg = given.directory = None
+    with pytest.raises(UsageError, match="--formats hdf5: no h5py"):
+        command.main(given)
