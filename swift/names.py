@@ -22,6 +22,7 @@ LAUNCHER_SETTINGS = {
         "exact_gradients",
         "split_backward",
         "adaptive_memory",
+        "staggered",
     )
 }
 """Settings of a session that `swift-ft run` has flags for (`flag_of`) -> the variable by which ranks are told."""

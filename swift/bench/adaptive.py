@@ -8,13 +8,14 @@ are of that run: steps of all ranks by torch's own 1F1B, and steps without those
     fused      the peers of a lost rank compute its microbatches, with whole backwards
     split      gradients of weights are computed where nobody waits for them
     memory     the same, with twice the activations
+    staggered  as `memory`, and a rank begins the next step before other stages have done this one
     inexact    as `memory`, and gradients of other origins are added to a rank's own
 
 Beside each: what the planner says of the same work (`plan`), below which no order gets (`bound`), and what is left of
 the batch if the lost ranks' pipelines are dropped (`dropped`, which changes the result).
 
 With `--simulated` nothing runs: the planner says for each shape what a step takes while ranks are missing at the worst
-place, also with staggered steps, which no process does yet. What others have published stands beside it.
+place. What others have published stands beside it.
 """
 
 import json
@@ -31,12 +32,13 @@ from swift.bench import output
 from swift.drill.cluster import Cluster
 from swift.errors import ServiceError, UsageError
 from swift.plan import rerouted
-from swift.recovery.adaptive import Costs, Work, plan_step, shared
+from swift.recovery.adaptive import Costs, Work, plan_step, shared, shortest_period
 
 MODES: dict[str, dict[str, Any]] = {
     "fused": {"split_backward": False},
     "split": {},
     "memory": {"adaptive_memory": 2.0},
+    "staggered": {"adaptive_memory": 2.0, "staggered": True},
     "inexact": {"adaptive_memory": 2.0, "exact_gradients": False, "allow_inexact": True},
 }
 EXACT_MAX = 1.03
@@ -255,7 +257,9 @@ def _planned(
         },
     )
     usual = 3.0 * (microbatches + stages - 1)
-    return plan_step(work).length / usual, work.bound() / usual
+    staggered = settings.get("staggered", False)
+    planned = shortest_period(work, staggered=True) if staggered else plan_step(work).length
+    return planned / usual, work.bound(staggered=staggered) / usual
 
 
 def _lost(words: str, stages: int, replicas: int) -> list[tuple[int, int]]:

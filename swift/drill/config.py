@@ -43,6 +43,7 @@ class DrillConfig:
     """Of "adaptive". "on" or "off", as the next one."""
     split_backward: str = DEFAULTS["split_backward"]
     adaptive_memory: float = DEFAULTS["adaptive_memory"]
+    staggered: str = DEFAULTS["staggered"]
     snapshot_every: int = DEFAULTS["snapshot_every"]
     """Steps, of the strategies "snapshot" and "auto"."""
     allow_inexact: bool = DEFAULTS["allow_inexact"]

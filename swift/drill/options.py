@@ -200,6 +200,13 @@ OPTIONS = (
         reach=Reach.RUN,
     ),
     Option(
+        name="staggered",
+        help="with --strategy adaptive, whether a rank begins the next step before other stages have done this one",
+        default="off",
+        known=("on", "off"),
+        reach=Reach.RUN,
+    ),
+    Option(
         name="snapshot-every",
         metavar="K",
         help="with --strategy snapshot (there 4, if 0) and auto, steps between copies in host memory; 0: none",

@@ -79,6 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         exact_gradients=args.exact_gradients == "on",
         split_backward=args.split_backward == "on",
         adaptive_memory=args.adaptive_memory,
+        staggered=args.staggered == "on",
         allow_inexact=args.allow_inexact,
         snapshot_every=args.snapshot_every,
         groups=args.groups,

@@ -42,6 +42,33 @@ def add(ours: "argparse._ArgumentGroup") -> None:
         metavar="K",
         help="With --strategy snapshot, and auto: steps between two copies of the state in host memory.",
     )
+    _add_adaptive(ours)
+    ours.add_argument(
+        "--allow-inexact",
+        "--allow_inexact",
+        action="store_true",
+        help="Allow strategies that do not lead to the bits of a run that never failed.",
+    )
+    ours.add_argument(
+        "--max-restarts",
+        "--max_restarts",
+        type=int,
+        default=int(os.environ.get("PET_MAX_RESTARTS", REPLACEMENTS_DEFAULT)),
+        metavar="N",
+        help="How many dead processes this launcher replaces in total (default %(default)s). If a process ends by "
+        "itself three times before a new version is reached, the job ends in any case.",
+    )
+    ours.add_argument(
+        "--retry-exceptions",
+        type=int,
+        default=0,
+        metavar="N",
+        help="How many times all ranks do a step again that has raised an exception (default 0: the job ends with the "
+        "exception). The same exception twice in one step ends the job.",
+    )
+
+
+def _add_adaptive(ours: "argparse._ArgumentGroup") -> None:
     ours.add_argument(
         "--exact-gradients",
         "--exact_gradients",
@@ -65,27 +92,10 @@ def add(ours: "argparse._ArgumentGroup") -> None:
         "(default 1; with 2 hardly any gaps are left).",
     )
     ours.add_argument(
-        "--allow-inexact",
-        "--allow_inexact",
-        action="store_true",
-        help="Allow strategies that do not lead to the bits of a run that never failed.",
-    )
-    ours.add_argument(
-        "--max-restarts",
-        "--max_restarts",
-        type=int,
-        default=int(os.environ.get("PET_MAX_RESTARTS", REPLACEMENTS_DEFAULT)),
-        metavar="N",
-        help="How many dead processes this launcher replaces in total (default %(default)s). If a process ends by "
-        "itself three times before a new version is reached, the job ends in any case.",
-    )
-    ours.add_argument(
-        "--retry-exceptions",
-        type=int,
-        default=0,
-        metavar="N",
-        help="How many times all ranks do a step again that has raised an exception (default 0: the job ends with the "
-        "exception). The same exception twice in one step ends the job.",
+        "--staggered",
+        choices=ON_OFF,
+        help="With --strategy adaptive: a rank does not wait for other stages before it begins the next step. If the "
+        "norm of all gradients then demands clipping, the step is taken back (default off).",
     )
 
 

@@ -80,6 +80,8 @@ class Channel:
         self.logged_groups = LoggedGroups(rank, groups)
         """By which it is logged; not always the same ones (`swift.recovery.regroup`)."""
         self.logged_by = self.logged_groups.at(0)
+        self.unsettled = False
+        """(staggering) The step under way may be of a state that is taken back: it is not logged."""
         """In the step under way."""
         self._rank = rank
         self._assignment = assignment
@@ -376,7 +378,7 @@ class Channel:
     def _record(self, stream: str, key: RecordKey, tensor: torch.Tensor, now: bool) -> None:
         """``now``: it may change after the call."""
         self._check_whole()
-        if self.rehearsing:
+        if self.rehearsing or self.unsettled:
             return
         if now:
             self.profile.beside(tensor.nbytes)

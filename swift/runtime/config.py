@@ -18,7 +18,7 @@ SNAPSHOT_EVERY = 10
 NON_FINITE = ("warn", "fail", "ignore")
 
 
-_ADAPTIVE = {"exact_gradients": True, "split_backward": True, "adaptive_memory": 1.0}
+_ADAPTIVE = {"exact_gradients": True, "split_backward": True, "adaptive_memory": 1.0, "staggered": False}
 """Settings of strategy "adaptive", as they are if nothing is said."""
 
 
@@ -59,6 +59,10 @@ class SessionConfig:
     adaptive_memory: float = 1.0
     """With "adaptive": how many times the activations that the schedule holds at a time a rank may hold while others
     are missing. From 2 on there are hardly any gaps in which it waits."""
+    staggered: bool = False
+    """With "adaptive": a rank begins the next step once its own stage has stepped. What it needs of other stages (the
+    vote over the step, the norm of `Session.clip_grad_norm_`) it learns in the next step; if that demands clipping, the
+    step is taken back and done again. It keeps up to two copies of its state (docs/adaptive.md)."""
     snapshot_every: int = 0
     """Optimizer steps between two copies of the state in host memory, for strategy="snapshot" (0: 10), and for "auto",
     which goes back to them where that takes less time than a replay (0: there are none)."""
@@ -167,6 +171,11 @@ class SessionConfig:
                     f"{name}={getattr(self, name)} with strategy={self.strategy!r}: it is for strategy='adaptive', and "
                     "for 'auto' with lost_shard='reroute'"
                 )
+        if self.staggered and self.strategy != "adaptive":
+            raise UsageError(
+                f"staggered=True with strategy={self.strategy!r}: only strategy='adaptive' takes whole steps back; "
+                "leave it out"
+            )
         if self.paranoid and self.updates == "wait_free":
             raise UsageError(
                 "paranoid with updates='wait_free': half a step is applied before it can be compared; use "

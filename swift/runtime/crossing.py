@@ -11,6 +11,7 @@ from swift.errors import UsageError
 from swift.runtime import sharded
 from swift.runtime.channel import Channel
 from swift.runtime.groups import ReconfigurableGroup
+from swift.runtime.staggering import Staggering, norm_of, summed
 from swift.runtime.tensors import laid_like
 from swift.runtime.updates import Updates
 
@@ -18,7 +19,14 @@ from swift.runtime.updates import Updates
 class Crossing:
     """Carried out in a step by the ranks of the session's groups; answered from the log in a replay."""
 
-    def __init__(self, channel: Channel, updates: Updates, groups: Mapping[str, ReconfigurableGroup]):
+    def __init__(
+        self,
+        channel: Channel,
+        updates: Updates,
+        groups: Mapping[str, ReconfigurableGroup],
+        staggering: Staggering,
+    ):
+        self._staggering = staggering
         self._channel = channel
         self._updates = updates
         self._groups = groups
@@ -32,7 +40,7 @@ class Crossing:
         if group.answers is not None:
             group.answers.trainers(self._channel.step)
         with self._updates.spoiling():
-            total = self._channel.collective(name, lambda: _sum(tensor, group), group.ranks)
+            total = self._channel.collective(name, lambda: summed(group.gathered(tensor)), group.ranks)
             return laid_like(total, tensor)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -69,31 +77,24 @@ class Crossing:
         shards = {id(mine) for mine, theirs in zip(own, given, strict=True) if mine is not theirs}
         infinite = norm_type == float("inf")
 
-        def combined(part: torch.Tensor, group: str) -> torch.Tensor:
-            if infinite:
-                return torch.stack(self._groups[group].gathered(part)).max()
-            return _sum(part, self._groups[group])
+        def own_part() -> torch.Tensor:
+            grads = [p.grad for p in counted if p.grad is not None and id(p) not in shards]
+            return sharded.part_of_norm(grads, norm_type)
 
         def total() -> torch.Tensor:
-            grads = [p.grad for p in counted if p.grad is not None and id(p) not in shards]
-            part = sharded.part_of_norm(grads, norm_type)
+            part = own_part()
             if "shard" in self._groups:
                 grads = [p.grad for p in counted if p.grad is not None and id(p) in shards]
-                of_shards = combined(sharded.part_of_norm(grads, norm_type), "shard")
+                parts = self._groups["shard"].gathered(sharded.part_of_norm(grads, norm_type))
+                of_shards = torch.stack(parts).max() if infinite else summed(parts)
                 part = torch.maximum(part, of_shards) if infinite else part + of_shards
-            whole = combined(part, "pipeline")
-            return whole if infinite else whole ** (1.0 / norm_type)
+            return norm_of(self._groups["pipeline"].gathered(part), norm_type)
 
+        if self._updates.ahead:  # as if it did not clip
+            with self._updates.spoiling():
+                return self._staggering.norm(own_part(), norm_type, max_norm)
         with self._updates.spoiling():
             norm = self._channel.collective("clip_grad_norm_", total)
+        self._staggering.clipped(norm, max_norm)
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
         return norm
-
-
-def _sum(tensor: torch.Tensor, group: ReconfigurableGroup) -> torch.Tensor:
-    """In rank order."""
-    parts = group.gathered(tensor)
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total

@@ -48,6 +48,7 @@ from swift.runtime.retries import Retries
 from swift.runtime.script import Script
 from swift.runtime.shared_replay.helper import MakeModule
 from swift.runtime.snapshots import Snapshots
+from swift.runtime.staggering import Staggering
 from swift.runtime.state import TrainerState
 from swift.runtime.step_runner import StepRunner, TrainStep
 from swift.runtime.witness import Witness
@@ -78,6 +79,7 @@ class Engine:
         adoption: Adoption,
         audit: Audit | None,
         lines: Lines,
+        staggering: Staggering,
     ):
         """`assignment`: of the full world, in which `rank` is the number of a slot. `audit`: None if there are no
         replicas to compare with. `world`: all ranks, for the session itself."""
@@ -89,6 +91,8 @@ class Engine:
         self._faults = faults
         self._world = world
         self._lines = lines
+        self._staggering = staggering
+        self._num_steps = 0
         self._reinits = config.strategy == "reinit"
         self.vote_seconds = 0.0
         self._measures = Measures(channel, store)
@@ -105,22 +109,9 @@ class Engine:
         self.log = OwnLog(rank, config, member, channel)
         groups, every = RecoveryGroups.parse(config.groups), config.steps_to_snapshot
         self._snapshots = Snapshots(rank, every, member, state, world, faults, groups)
-        self._restorer = Restorer(
-            rank, member, channel, state, store, faults, world, config.replay_stall_s, self._snapshots
-        )
-        self._recovery = RankRecovery(
-            rank,
-            assignment.slots[rank].shard,
-            member,
-            channel,
-            state,
-            store,
-            self.log,
-            saving=self._saving,
-            restorer=self._restorer,
-            witness=witness,
-            faults=faults,
-        )
+        self._restorer = self._restorer_of(config, channel)
+        shard = assignment.slots[rank].shard
+        self._recovery = self._recovery_of(shard, channel, self._restorer, witness)
         self.membership = Membership(
             rank,
             assignment,
@@ -134,6 +125,39 @@ class Engine:
         )
         self._steps = self._steps_of(config, channel, witness, retries, audit)
         state.updates.vote.bind(self.vote)
+        staggering.lasts.bind(lambda version: self._saving_or_end(version, config.checkpoint_every))
+
+    def _restorer_of(self, config: SessionConfig, channel: Channel) -> Restorer:
+        return Restorer(
+            self._rank,
+            self._member,
+            channel,
+            self._state,
+            self._store,
+            self._faults,
+            self._world,
+            config.replay_stall_s,
+            self._snapshots,
+            self._staggering,
+        )
+
+    def _recovery_of(
+        self, shard: int, channel: Channel, restorer: Restorer, witness: Witness
+    ) -> RankRecovery:
+        return RankRecovery(
+            self._rank,
+            shard,
+            self._member,
+            channel,
+            self._state,
+            self._store,
+            self.log,
+            saving=self._saving,
+            restorer=restorer,
+            witness=witness,
+            faults=self._faults,
+            staggering=self._staggering,
+        )
 
     def _steps_of(
         self, config: SessionConfig, channel: Channel, witness: Witness, retries: Retries, audit: Audit | None
@@ -156,7 +180,14 @@ class Engine:
             audit=audit,
             lines=self._lines,
             snapshots=self._snapshots,
+            staggering=self._staggering,
         )
+
+    def _saving_or_end(self, version: int, every: int) -> bool:
+        """That version is saved, or the run ends with it, as far as is known here."""
+        view = self._member.watcher.latest
+        early = view is not None and view.HasField("checkpoint_at") and view.checkpoint_at == version
+        return early or version % every == 0 or version >= self.ending.last(self._num_steps)
 
     def begin_again(self) -> None:
         """(before the first step) This process has done steps before, under another engine."""
@@ -193,6 +224,7 @@ class Engine:
             self.ending.come_back(self.membership.view, num_steps)
             return
         self.ending.begin(num_steps)
+        self._num_steps = num_steps
         while True:
             try:
                 self._rejoin(train_step)
@@ -202,6 +234,7 @@ class Engine:
                     self._steps.run(train_step)
                     if self._steps.rolled_forward:
                         self._rejoin(train_step)
+                self._staggering.settle()
                 self._script.look()
                 write_digests(self._state, self._rank)
                 self._lines.cut(self._state.version)
@@ -213,7 +246,7 @@ class Engine:
                 self._steps.drop()
                 continue
             except Exception as error:  # noqa: BLE001  (a lost peer shows as any error; the others are raised again)
-                self._failures.handle(error, self.membership.generation)
+                self._failures.handle(self._staggering.blamed(error), self.membership.generation)
             self._freed()
             if self._reinits:
                 raise reinitializing.hand_on(self._member)
@@ -225,6 +258,7 @@ class Engine:
         self._steps.rolled_forward = False
         view, published = self.membership.view, self.membership.plan
         self._recovery.rejoin(view, published, lambda: self._steps.run(train_step))
+        self._staggering.forget()
         self._measures.gradient_bytes = self._state.gradient_bytes()
         at_start = view.state == pb.FORMING
         self._rehearsal.arm(at_start=at_start)
@@ -241,23 +275,30 @@ class Engine:
         A barrier of all ranks, which nobody enters before its gradients are all reduced. If it fails, this rank
         cannot know whether others are through it. So it does not unwind: it takes part in the recovery
         from here, with the trainer's step on the stack, and finishes the step if the plan says roll forward.
-        Raises StepDropped if the plan says anything else. (Where steps that are cut short are finished together, it
+        Raises StepDropped if the plan says anything else. A step that goes on without its vote does not wait here
+        (`swift.runtime.staggering`). (Where steps that are cut short are finished together, it
         raises what has broken the vote instead: `swift.runtime.cut_step`.)
         """
+        self._staggering.settle()
         began = time.monotonic()
         self._member.check()
         self._communicator.check_whole()
         self._lines.write(self._state.version)
-        updates = self._state.updates
-        updates.voting = True  # only now: what DDP has made of a broken reduction is no vote
+        updates, step = self._state.updates, self._state.version
+        updates.voting = not updates.ahead  # only now: what DDP has made of a broken reduction is no vote
         # Also before the first line: who is to write it may be the one that is lost.
         lines = self._lines.in_use or self._script.loads("log")
         stage_group = self.membership.slot.stage_group
-        ballot = updates.ballot(stage_group, self.membership.assignment.stage_groups, lines=lines)
+        stage_groups, waits = self.membership.assignment.stage_groups, self._staggering.waits()
+        ballot = updates.ballot(stage_group, stage_groups, lines=lines, waits=waits)
+        if updates.ahead:
+            vote = self._world.submit(lambda collectives: collectives.barrier(ballot))
+            self._staggering.voted(ballot, vote)
+            return
         try:
             self._world.run(lambda collectives: collectives.barrier(ballot))
             self.vote_seconds += time.monotonic() - began
-            updates.heard(ballot)
+            self._staggering.agreed(updates.heard(ballot, step).waits_next)
             return
         except (JobFailed, Fenced, UsageError):
             raise

@@ -48,3 +48,7 @@ def words_of(error: BaseException) -> str:
 
 class Rehearsed(Exception):
     """The step is as far as it is to go (`swift.runtime.rehearsal`, `swift.runtime.warming`)."""
+
+
+class Misspeculated(Exception):
+    """A step has gone on as if nothing had to be clipped. All ranks take it back (`swift.runtime.staggering`)."""

@@ -8,7 +8,7 @@ import time
 
 from swift import events
 from swift.errors import LogError, LogUnavailable, ReplayRefused, SwiftError, UsageError, is_difference
-from swift.runtime.errors import advice_on, let_go, words_of
+from swift.runtime.errors import Misspeculated, advice_on, let_go, words_of
 from swift.runtime.member import RESAY_S, Member
 from swift.runtime.process_groups import Interrupted, ProcessGroups
 from swift.runtime.retries import Retries
@@ -55,6 +55,8 @@ class Failures:
             # Not ours to decide: the coordinator hears of a death from a launcher or from the lease, and if there is
             # none, all go on together in another generation.
             self.await_notice(error, generation)
+        elif isinstance(error, Misspeculated):
+            self.await_notice(error, generation, str(error))
         elif again := self._retries.again(error):
             self.await_notice(error, generation, again)
         else:

@@ -227,6 +227,12 @@ class ReconfigurableGroup(TorchCollectives):
         self.run_into(parts, lambda collectives: collectives.all_gather(parts, own))
         return parts
 
+    def gathering(self, tensor: torch.Tensor) -> tuple[Task, list[torch.Tensor]]:
+        """As `gathered`, without waiting: the parts are there once the task is done."""
+        own = tensor.detach().contiguous().clone()
+        parts = [torch.empty_like(own) for _ in self._present]
+        return self.submit(lambda collectives: collectives.all_gather(parts, own)), parts
+
     def run_into(self, results: Sequence[torch.Tensor], run: Collective) -> None:
         """As `run`, of something that leaves its result there."""
         if self.answers is None:

@@ -24,6 +24,7 @@ from swift.runtime.faults import FaultInjector
 from swift.runtime.member import Member
 from swift.runtime.own_log import OwnLog
 from swift.runtime.restore import Restorer
+from swift.runtime.staggering import Staggering
 from swift.runtime.standing import Standing
 from swift.runtime.state import TrainerState
 from swift.runtime.witness import Witness
@@ -46,6 +47,7 @@ class RankRecovery:
         restorer: Restorer,
         witness: Witness,
         faults: FaultInjector,
+        staggering: Staggering,
     ) -> None:
         self._rank = rank
         self._shard = shard
@@ -58,12 +60,13 @@ class RankRecovery:
         self._restorer = restorer
         self._witness = witness
         self._faults = faults
+        self._staggering = staggering
 
     def report(self, view: pb.View) -> None:
         """(PLANNING) What this rank has to offer."""
         if self._log.opened:
             self._restorer.site.flushed = self._log.enter(view) is None
-        standing = self._standing()
+        standing = self._staggering.standing(self._standing())
         self._member.client.report(
             view.generation,
             standing.version,

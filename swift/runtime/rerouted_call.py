@@ -17,7 +17,7 @@ import torch
 
 from swift.errors import UsageError
 from swift.recovery import Assignment
-from swift.recovery.adaptive import Action, Costs, Work, period, plan_step
+from swift.recovery.adaptive import Action, Costs, Work, found_steps, period, plan_step
 from swift.recovery.adaptive.work import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from swift.runtime import _torch, _torch_calls
 from swift.runtime.apart import Accumulator, Gradients
@@ -102,12 +102,12 @@ def seconds_of(told: Sequence[torch.Tensor]) -> Seconds:
 
 
 def routes_of(
-    assignment: Assignment, schedule: Any, *, split: bool, memory: float, seconds: Seconds
+    assignment: Assignment, schedule: Any, *, split: bool, memory: float, seconds: Seconds, staggered: bool
 ) -> Routes:
     """Of a call of this schedule in this generation; the same at all ranks.
 
     `split`: backwards are split, also if the schedule's are whole. `memory`: how many times the activations that a rank
-    holds in the schedule it may hold, at most.
+    holds in the schedule it may hold, at most. `staggered`: what counts is the time between two steps that overlap.
     """
     stages = _torch.schedule_stages(schedule)
     groups = dict(stages[0].stage_index_to_group_rank)
@@ -125,7 +125,7 @@ def routes_of(
         else tuple((slot, caps[assignment.slots[slot].stage_group]) for slot in assignment.occupied)
     )
     split = split or _torch.splits_backward(schedule)
-    return _routes(tuple(owners), len(groups), microbatches, split, cap, seconds)
+    return _routes(tuple(owners), len(groups), microbatches, split, cap, seconds, staggered)
 
 
 @lru_cache(maxsize=8)
@@ -136,6 +136,7 @@ def _routes(
     split: bool,
     cap: tuple[tuple[int, int], ...] | None,
     seconds: Seconds,
+    staggered: bool,
 ) -> Routes:
     work = Work(
         stages=stages,
@@ -146,12 +147,12 @@ def _routes(
         costs=_costs_of(seconds, split=split),
         cap=None if cap is None else dict(cap),
     )
-    steps = [plan_step(work)]
+    steps = [plan_step(work), *(found_steps(work) if staggered else ())]
     if seconds != equal_seconds(stages):
         # The rules are no exact method: now and then they find more where all stages are alike.
         alike = _costs_of(equal_seconds(stages), split=split)
         steps.append(plan_step(replace(work, costs=alike)))
-    return Routes(work, min(steps, key=lambda step: period(work, step, staggered=False)).orders())
+    return Routes(work, min(steps, key=lambda step: period(work, step, staggered=staggered)).orders())
 
 
 def _costs_of(seconds: Seconds, *, split: bool) -> Costs:

@@ -385,6 +385,7 @@ class Rerouting(Adoption):
             split=self._trying or bool(self._splits),
             memory=self._config.adaptive_memory,
             seconds=self._seconds or equal_seconds(self._stage_count()),
+            staggered=self._config.staggered,
         )
 
     def _in_torchs_way(self, schedule: Any, inner: Callable[[], Any]) -> Any:

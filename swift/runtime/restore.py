@@ -30,6 +30,7 @@ from swift.runtime.shared_replay.helper import Helper, MakeModule
 from swift.runtime.shared_replay.owner import Helped, Owner, send_away, why_alone, why_no_help
 from swift.runtime.shared_replay.waits import bottleneck, split
 from swift.runtime.snapshots import Snapshots
+from swift.runtime.staggering import Staggering
 from swift.runtime.standstill import Standstill
 from swift.runtime.state import TrainerState
 from swift.runtime.strategies import TABLE
@@ -50,6 +51,7 @@ class Restorer:
         world: ReconfigurableGroup,
         stall_s: float,
         snapshots: Snapshots,
+        staggering: Staggering,
     ):
         """`stall_s`: a replay that stands still for so long is refused."""
         self._world = world
@@ -67,6 +69,7 @@ class Restorer:
             faults=faults,
             world=world,
             snapshots=snapshots,
+            staggering=staggering,
         )
         self._own = OwnStreams(rank, member, channel, state)
         self.make_module: MakeModule | None = None

@@ -24,6 +24,7 @@ from swift.runtime.rehearsal import Rehearsal
 from swift.runtime.retries import Retries
 from swift.runtime.script import Script
 from swift.runtime.snapshots import Snapshots
+from swift.runtime.staggering import Staggering
 from swift.runtime.state import TrainerState
 from swift.runtime.witness import Witness
 
@@ -53,6 +54,7 @@ class StepRunner:
         audit: Audit | None,
         lines: Lines,
         snapshots: Snapshots,
+        staggering: Staggering,
     ) -> None:
         """`audit`: None if there are no replicas to compare with."""
         self._rank = rank
@@ -72,6 +74,7 @@ class StepRunner:
         self._audit = audit
         self._lines = lines
         self._snapshots = snapshots
+        self._staggering = staggering
         self._early = EarlyCheckpoint(member)
         self._unlogged = UnloggedSteps(member)
         self.rolled_forward = False
@@ -90,6 +93,7 @@ class StepRunner:
         self._channel.begin_step(step)
         self._witness.begin(step)
         self._ending.begin_step()
+        self._staggering.begin_step()
         self._state.begin_step()
         self._script.begin(step, train_step, self._state.code)
         evidence.step_begins(self._state, self._rank, replay=replaying)
@@ -101,7 +105,8 @@ class StepRunner:
         due = (step + 1) % self._config.checkpoint_every == 0
         self._lines.end(step, lasts=due)
         self._state.end_step()
-        version = self._member.version = self._state.version
+        version = self._state.version
+        self._member.version = self._staggering.committed
         self._ending.end_step(version)
         events.emit("step_end", rank=self._rank, step=step, replay=replaying)
         self._channel.profile.end(step, replay=replaying, logged_by=self._channel.logged_by)
@@ -110,6 +115,7 @@ class StepRunner:
         self._script.end(step, checkpoint=due)
         # One that has rolled forward compares nothing: those that were past the vote have done so or will not.
         if self._audit is not None and (due or version == 1) and not (replaying or self.rolled_forward):
+            self._staggering.settle()
             self._audit.compare(self._script.amiss)
         self._save(version, replaying, due)
         # Behind a step that is finished on the plan's word, not all have come here.
@@ -128,6 +134,7 @@ class StepRunner:
         passing = replaying and plan is not None and plan.plan.saves
         # An early checkpoint, too: ranks that have not heard of it do not save it.
         if not passing and (self._early.due(version) or due):
+            self._staggering.settle()
             self._saving.save()
 
     def drop(self) -> None:

@@ -26,13 +26,14 @@ import torch
 from swift import events
 from swift.optim.journal import Journal, UndoResult
 from swift.runtime import wait_free
-from swift.runtime.ballot import ballot, outcome
+from swift.runtime.ballot import Outcome, ballot, outcome
 from swift.runtime.bucket import Bucket
 from swift.runtime.config import SessionConfig
 from swift.runtime.cut_step import CutStep
 from swift.runtime.errors import Rehearsed
 from swift.runtime.faults import FaultInjector
 from swift.runtime.hook import Hook
+from swift.runtime.losses import Replays
 from swift.runtime.reducer import Reducer
 from swift.runtime.standing import Standing
 from swift.runtime.ties import Ties
@@ -41,11 +42,8 @@ from swift.runtime.ties import Ties
 _IN_FLIGHT = 4
 
 
-class Lends(Protocol):
+class Lends(Replays, Protocol):
     """What updates need of the channel."""
-
-    @property
-    def replaying(self) -> bool: ...
 
     def settle(self) -> None:
         """After this the memory of all that was sent may be used again."""
@@ -84,6 +82,8 @@ class Updates:
         """(engine) Returns if the update is to be applied, or stays applied."""
         self.before_reduction: Hook[[], None] = Hook("Updates.before_reduction")
         """(adoption) Gradients are this rank's own."""
+        self.reduced: Hook[[], None] = Hook("Updates.reduced")
+        """(staggering) Some are averages, of which nothing has come yet."""
         self.before_update: Hook[[], None] = Hook("Updates.before_update")
         """(rehearsal) Gradients are reduced, nothing is applied."""
         self.wait_free = config.updates == "wait_free" and reducer is not None
@@ -110,7 +110,8 @@ class Updates:
         """The next step is held. (engine) in the first step of a generation; then as the ranks have voted."""
         self.held = False
         """The step under way is."""
-        self._lines = True  # some rank writes a line for each step, as far as is known before a vote
+        self.ahead = False  # it does not wait for its vote (`swift.runtime.staggering`)
+        self.lines = True  # some rank writes a line for each step, as far as is known before a vote
         self._needs_hold = False  # a step of this process has needed its peers behind its first update
         self.stops_at_last = False
         """(a warm-up) Each step ends where all gradients are there, and the last optimizer would step."""
@@ -202,6 +203,7 @@ class Updates:
         else:
             reduced = self.cut_step.through(lambda: self._reduce(self._unreduced(optimizer)))
         assert reduced, "nobody has all averages while this rank lacks some"
+        self.reduced()
 
     def _unreduced(self, optimizer: torch.optim.Optimizer | None) -> list[Bucket]:
         return [
@@ -295,7 +297,7 @@ class Updates:
             raise Rehearsed
         if not self.stepped:
             self.before_update()
-            if not self.held:
+            if not (self.held or self.ahead):
                 self.commit()
         self.stepped += 1
         self._needs_hold = self._needs_hold or self.stepped > 1
@@ -307,7 +309,8 @@ class Updates:
         if journal.whole:
             loss = journal.apply_whole(closure)
         else:
-            journal.apply_rest(self._between(journal))
+            middle = max(1, len(journal.buckets) // 2) - 1
+            journal.apply_rest(lambda applied: self._fault("optimizer", applied - 1, middle))
         for bucket in self._buckets:
             if bucket.journal is journal:
                 bucket.reduced = False
@@ -364,18 +367,25 @@ class Updates:
 
     # --- what ranks tell each other in the vote ---
 
-    def ballot(self, stage_group: int, stage_groups: int, *, lines: bool) -> torch.Tensor:
-        """What this rank says in its vote."""
+    def ballot(self, stage_group: int, stage_groups: int, *, lines: bool, waits: bool) -> torch.Tensor:
+        """What this rank says in its vote. `waits`: it wants the next step to wait for its own."""
         # Inside of the first optimizer's step it is not known yet whether there will be more.
-        steps = float(self.stepped if self.held else not self._ending)
-        self._lines = self._lines or lines
+        steps = float(self.stepped if self.held or self.ahead else not self._ending)
+        self.lines, holds = self.lines or lines, self._needs_hold
         return ballot(
-            holds=self._needs_hold, lines=lines, steps=steps, group=stage_group, groups=stage_groups
+            holds=holds, lines=lines, waits=waits, steps=steps, group=stage_group, groups=stage_groups
         )
 
-    def heard(self, ballot: torch.Tensor) -> None:
-        """What came of a vote. Raises UsageError if replicas do not step alike."""
-        self.hold_next, self._lines = outcome(ballot, self._version)
+    def heard(self, ballot: torch.Tensor, step: int) -> Outcome:
+        """What came of the vote over that step. Raises UsageError if replicas do not step alike."""
+        said = outcome(ballot, step)
+        self.hold_next, self.lines = said.hold_next, said.lines
+        return said
+
+    def wait_for_vote(self) -> None:
+        """(nothing is applied yet) The step under way waits for its vote after all."""
+        self.ahead = False
+        self._begin_journals(held=self.hold_next)
 
     # --- what breaks a step ---
 
@@ -404,12 +414,6 @@ class Updates:
         """Something in the step needs its peers. Behind an update that asks for the next steps to be held."""
         if self.stepped:
             self._needs_hold = True
-
-    def _between(self, journal: Journal) -> Callable[[int], None]:
-        def between(applied: int) -> None:
-            self._fault("optimizer", applied - 1, max(1, len(journal.buckets) // 2) - 1)
-
-        return between
 
     def reducing(self) -> None:
         """A reduction that DDP or FSDP has asked for is under way."""
@@ -468,8 +472,6 @@ class Updates:
                 break
             self._finish_next()
 
-    # --- start and end ---
-
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
         if self._reducer is not None:
             self._reducer.broadcast(tensors)
@@ -490,7 +492,7 @@ class Updates:
         """What this rank holds if the step from `version` is cut short now, and where it can go."""
         if self.begun:
             return Standing(version=None)
-        forward_to, by_all = (version + 1, self._lines) if self.voting else (None, False)
+        forward_to, by_all = (version + 1, self.lines) if self.voting else (None, False)
         finish_to = version + 1 if self.cut_step.waits else None
         if not self.partial:
             return Standing(

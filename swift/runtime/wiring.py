@@ -38,6 +38,7 @@ from swift.runtime.process_groups import ProcessGroups
 from swift.runtime.rank_store import CoordinatorStores
 from swift.runtime.reducer import Reducer, Shares, is_ordered
 from swift.runtime.rerouting import Rerouting
+from swift.runtime.staggering import Staggering
 from swift.runtime.state import TrainerState
 from swift.runtime.ties import Ties
 from swift.runtime.updates import Updates
@@ -80,8 +81,7 @@ class Parts:
         def world_now() -> World:
             return World.of(engine.membership.generation, assigned(), rank)
 
-        backend = default_backend(lambda: _service_ports(member, logs))
-        gate = Gate()
+        backend, gate = default_backend(lambda: _service_ports(member, logs)), Gate()
         groups = groups_behind(gate, rank, assignment.process_groups(rank), backend)
         world = _own_world(groups["world"].ranks, rank, backend)
         faults = FaultInjector(rank)
@@ -90,8 +90,7 @@ class Parts:
         stores = CoordinatorStores(member.client)
         communicator = ProcessGroups(backend, rank, all_groups, default=groups["world"], stores=stores)
         channel = _channel_of(rank, assignment, config, backend, faults, communicator, member)
-        losses = Losses(rank, config.non_finite_loss, channel)
-        differences = Differences(member.client)
+        losses, differences = Losses(rank, config.non_finite_loss, channel), Differences(member.client)
         witness = Witness(differences.say, lambda: communicator.broken is not None, losses.look)
         channel.watch(witness)
         reducer = _reducer_of(assignment, config, groups["data"], lambda: world_now().divisor, shares)
@@ -102,6 +101,7 @@ class Parts:
         adoption = _adopts(config)(
             config, rank, channel, state, assigned, groups, world, witness, differences
         )
+        staggering = Staggering(config.staggered, rank, member, state, world, assigned, channel)
         lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
         engine = Engine(
             rank,
@@ -119,6 +119,7 @@ class Parts:
             adoption=adoption,
             audit=_audit_of(assignment, config, groups, state),
             lines=lines,
+            staggering=staggering,
         )
         logs.append(engine.log)
         cut_step.held_over.bind(engine.held_over)
@@ -132,7 +133,7 @@ class Parts:
             updates=updates,
             state=state,
             adoption=adoption,
-            crossing=Crossing(channel, updates, groups),
+            crossing=Crossing(channel, updates, groups, staggering),
             losses=losses,
             lines=lines,
             model_parts=parts,

@@ -5,6 +5,7 @@ real SIGKILL. What the bits must be is computed by plain torch in one process, w
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ def run(
     max_restarts: int = 0,
     code_wanted: int = 0,
     strategy: str = "shrink",
+    steps: int = STEPS,
+    flags: Sequence[str] = (),
 ) -> Run:
     """`shape`: stages, replicas."""
     stages, replicas = shape
@@ -33,7 +36,7 @@ def run(
         directory / "job",
         TRAINER,
         "session",
-        STEPS,
+        steps,
         stages,
         replicas,
         habit,
@@ -41,6 +44,7 @@ def run(
         faults=faults,
         code_wanted=code_wanted,
         make=shrinking("redistribute", max_restarts, strategy),
+        launcher_flags=flags,
     )
 
 
@@ -52,11 +56,12 @@ def check_bits(
     habit: str = "asks",
     *,
     exact: bool = True,
+    steps: int = STEPS,
 ) -> None:
     """Of every rank that is there at the end, in every step that its last process has done."""
     stages, replicas = shape
     out = directory / "reference.json"
-    words = [sys.executable, str(TRAINERS / TRAINER), "reference", STEPS, stages, replicas, out, habit]
+    words = [sys.executable, str(TRAINERS / TRAINER), "reference", steps, stages, replicas, out, habit]
     subprocess.run(list(map(str, words)), check=True, timeout=240)
     wanted = json.loads(out.read_text())
     for rank in set(range(stages * replicas)) - lost:

@@ -10,6 +10,7 @@ from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.member import Member
 from swift.runtime.snapshots import Snapshots
+from swift.runtime.staggering import Staggering
 from swift.runtime.state import TrainerState
 
 
@@ -34,6 +35,7 @@ class Site:
     world: ReconfigurableGroup
     """All ranks."""
     snapshots: Snapshots
+    staggering: Staggering
     generation: int = 0
     """Of the plan that is carried out."""
     copied: Copied | None = None

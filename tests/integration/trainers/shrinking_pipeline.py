@@ -6,7 +6,9 @@ own forwards in a buffer and an attribute, and fails if there are others; "twice
 step; "scales" gradients before they are reduced; "counts first" sums over its pipeline before it calls the schedule;
 "weighs" its loss by a number of its batch (loss_kwargs); "hides" that number in an object that its loss knows;
 "remembers" its last forward, and adds a little of it; "ties" a weight of its first stage to one of its last; "halves"
-what passes between stages to bf16; "asks" does none of it.
+what passes between stages to bf16; "calm" does
+not clip, as its norms are small, and saves no checkpoint; "calm:STAGE:STEP:FACTOR" multiplies the gradients of that
+stage and those before it in that step; "reads" is calm and looks at each norm; "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -77,6 +79,25 @@ class Halves(nn.Sequential):
         return out if self.last else out.bfloat16()
 
 
+class Gains(nn.Sequential):
+    """Its gradients are larger or smaller, and what it gives is the same."""
+
+    gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return out + (out - out.detach()) * (self.gain - 1)
+
+
+def gain_of(habit: str, stage: int, step: int) -> float:
+    _, *told = habit.split(":")
+    return float(told[2]) if told and (int(told[0]), int(told[1])) == (stage, step) else 1.0
+
+
+def max_norm_of(habit: str) -> float:
+    return 1e3 if habit.startswith(("calm", "reads")) else MAX_NORM
+
+
 def tied(module: nn.Module, stage: int) -> nn.Parameter:
     """The weight that the first and the last stage share."""
     assert isinstance(module, nn.Sequential)
@@ -92,7 +113,8 @@ def made(stage: int, stages: int, habit: str) -> Made:
     elif habit == "remembers":
         module = Remembers(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     else:
-        whole = {"counts": Counts, "halves": Halves}.get(habit, nn.Sequential)
+        kinds: dict[str, type[nn.Sequential]] = {"counts": Counts, "halves": Halves, "calm": Gains}
+        whole = kinds.get(habit.split(":")[0], nn.Sequential)
         module = whole(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         if isinstance(module, Halves):
             module.last = stage == stages - 1
@@ -137,7 +159,11 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
     import swift
 
     with swift.Session.from_env(
-        seed=1, checkpoint_every=4, replicas=replicas, bucket_bytes=1024, reduction="ordered"
+        seed=1,
+        checkpoint_every=4 if max_norm_of(habit) == MAX_NORM else 1000,
+        replicas=replicas,
+        bucket_bytes=1024,
+        reduction="ordered",
     ) as session:
         number = session.pipeline_rank
         module, plain, scheduler = made(number, stages, habit)
@@ -160,6 +186,8 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             optimizer.zero_grad()
             batch = batch_of(position.step, session.dp_rank)
             position.step += 1
+            if isinstance(module, Gains):
+                module.gain = gain_of(habit, number, step)
             losses: list[Tensor] = []
             inputs = (batch,) if number == 0 else ()
             last: dict[str, Any] = {}
@@ -180,7 +208,11 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             if habit == "sums":
                 loss = torch.stack(losses).mean() if losses else torch.zeros(())
                 told.append(float(session.all_reduce(loss, "loss")))
-            session.clip_grad_norm_(module.parameters(), MAX_NORM)
+            norm = session.clip_grad_norm_(module.parameters(), max_norm_of(habit))
+            if habit == "reads":
+                told.append(float(norm))
+                assert torch.isfinite(norm)
+                assert 0 < norm.item() < 1e3
             optimizer.step()
             scheduler.step()
             if habit == "evaluates" and step == 2:
@@ -223,6 +255,9 @@ def reference(steps: int, stages: int, replicas: int, habit: str) -> dict[str, d
         shared[1].data.copy_(shared[0].data)
     found: dict[str, dict[int, str]] = {str(stage): {} for stage in range(stages)}
     for step in range(steps):
+        for number, module in enumerate(modules):
+            if isinstance(module, Gains):
+                module.gain = gain_of(habit, number, step)
         sums: Any = None
         for origin in range(replicas):
             batch = batch_of(step, origin)
@@ -250,7 +285,9 @@ def reference(steps: int, stages: int, replicas: int, habit: str) -> dict[str, d
         for square in squares[1:]:
             whole += square
         for number, (module, optimizer, scheduler) in enumerate(parts):
-            torch.nn.utils.clip_grads_with_norm_(list(module.parameters()), MAX_NORM, whole ** (1.0 / 2.0))
+            torch.nn.utils.clip_grads_with_norm_(
+                list(module.parameters()), max_norm_of(habit), whole ** (1.0 / 2.0)
+            )
             optimizer.step()
             scheduler.step()
             found[str(number)][step] = bits(module, optimizer)

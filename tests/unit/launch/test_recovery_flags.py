@@ -33,6 +33,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--snapshot-every=7"], {"snapshot_every": 7}),
         (["--split_backward", "off"], {"split_backward": False}),
         (["--exact-gradients", "on"], {"exact_gradients": True}),
+        (["--staggered", "on"], {"staggered": True}),
         (
             ADAPTIVE,
             {

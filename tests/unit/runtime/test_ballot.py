@@ -11,14 +11,17 @@ def of(*said: torch.Tensor) -> Outcome:
     return outcome(torch.stack(said).amax(0), step=7)
 
 
-def rank(group: int, *, holds: bool = False, lines: bool = False, steps: float = 1.0) -> torch.Tensor:
-    return ballot(holds=holds, lines=lines, steps=steps, group=group, groups=2)
+def rank(
+    group: int, *, holds: bool = False, lines: bool = False, waits: bool = False, steps: float = 1.0
+) -> torch.Tensor:
+    return ballot(holds=holds, lines=lines, waits=waits, steps=steps, group=group, groups=2)
 
 
 def test_what_one_rank_says_holds_for_all() -> None:
-    assert of(rank(0), rank(0), rank(1), rank(1)) == Outcome(hold_next=False, lines=False)
-    assert of(rank(0), rank(0, holds=True), rank(1)) == Outcome(hold_next=True, lines=False)
-    assert of(rank(0), rank(1), rank(1, lines=True)) == Outcome(hold_next=False, lines=True)
+    assert of(rank(0), rank(0), rank(1), rank(1)) == Outcome(hold_next=False, lines=False, waits_next=False)
+    assert of(rank(0), rank(0, holds=True), rank(1)) == Outcome(hold_next=True, lines=False, waits_next=False)
+    assert of(rank(0), rank(1), rank(1, lines=True)) == Outcome(hold_next=False, lines=True, waits_next=False)
+    assert of(rank(0), rank(1, waits=True)) == Outcome(hold_next=False, lines=False, waits_next=True)
 
 
 def test_replicas_step_alike_and_stages_as_they_like() -> None:

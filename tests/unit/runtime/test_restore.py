@@ -1,7 +1,7 @@
 """What a rank says when it cannot do as planned."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -24,7 +24,7 @@ from swift.runtime.faults import FaultInjector
 from swift.runtime.process_groups import Interrupted
 from swift.runtime.restore import Restorer
 from swift.runtime.strategies import replica
-from tests.unit.runtime.wired import state_of, updates_of
+from tests.unit.runtime.wired import Unstaggered, state_of, updates_of
 
 
 def test_a_step_that_cannot_be_taken_back_is_refused_and_leaves_no_state() -> None:
@@ -37,7 +37,18 @@ def test_a_step_that_cannot_be_taken_back_is_refused_and_leaves_no_state() -> No
 
     updates.undo = fails  # type: ignore[method-assign]
     nothing: Any = None
-    restorer = Restorer(0, nothing, nothing, state, nothing, FaultInjector(0), nothing, 60.0, nothing)
+    restorer = Restorer(
+        0,
+        nothing,
+        nothing,
+        state,
+        nothing,
+        FaultInjector(0),
+        nothing,
+        60.0,
+        nothing,
+        cast(Any, Unstaggered()),
+    )
     plan = published(0, RankPlan(rank=0, strategy=Strategy.UNDO, from_version=0, reason=""))
     with pytest.raises(ReplayRefused, match="made parameters NaN"):
         restorer.follow(plan, nothing, [], lambda: None)
@@ -354,7 +365,9 @@ def restorer_of(monkeypatch: pytest.MonkeyPatch, log: Any, asked: list[int], che
         check=lambda: None,
     )
     nothing: Any = None
-    return Restorer(0, member, log, state, store, FaultInjector(0), nothing, 60.0, nothing)
+    return Restorer(
+        0, member, log, state, store, FaultInjector(0), nothing, 60.0, nothing, cast(Any, Unstaggered())
+    )
 
 
 @pytest.mark.parametrize("setting", ["wait", ""])

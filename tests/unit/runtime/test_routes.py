@@ -48,7 +48,7 @@ def routes(seed: int, seconds: Seconds | None, *, split: bool) -> tuple[Routes, 
     forwards = [draw.uniform(0.5, 3.0) for _ in range(stages)]
     true = tuple((forward, forward * draw.uniform(1.5, 2.5)) for forward in forwards)
     cap = tuple((slot, stages - assignment.slots[slot].stage_group) for slot in assignment.occupied)
-    return _routes(tuple(owners), stages, count, split, cap, seconds or true), true
+    return _routes(tuple(owners), stages, count, split, cap, seconds or true, False), true
 
 
 def takes(work: Work, orders: Routes) -> float:

@@ -217,8 +217,8 @@ def test_an_optimizer_that_computes_gradients_in_its_first_step_votes_behind_it(
 def test_a_vote_says_whether_another_rank_writes_lines(lines: bool) -> None:
     updates = World().updates
     updates.begin_step(0)
-    said = updates.ballot(0, 1, lines=False)
+    said = updates.ballot(0, 1, lines=False, waits=False)
     said[1] = float(lines)  # the greatest of what all ranks say
-    updates.heard(said)
+    updates.heard(said, 0)
     updates.voting = True
     assert updates.standing(0).forward_by_all is lines

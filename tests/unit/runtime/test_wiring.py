@@ -164,7 +164,8 @@ def build(directory: str) -> None:
         config=SessionConfig(strategy="replay"),
     )
     hooks = [hook for part in vars(session).values() for hook in _hooks(part)]
-    assert len(hooks) == 3
+    hooks += _hooks(session._engine._staggering)
+    assert len(hooks) == 5
     for hook in hooks:
         with pytest.raises(AssertionError, match="is bound already"):
             hook.bind(ignored)

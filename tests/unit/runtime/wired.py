@@ -41,8 +41,9 @@ def updates_of(
     vote: Any = ignored,
     before_update: Any = ignored,
     before_reduction: Any = ignored,
+    reduced: Any = ignored,
 ) -> Updates:
-    """`vote`, `before_update`, `before_reduction`: None: the test binds it, or leaves it out."""
+    """`vote`, `before_update`, `before_reduction`, `reduced`: None: the test binds it, or leaves it out."""
     updates = Updates(
         config or SessionConfig(),
         reducer,
@@ -59,11 +60,35 @@ def updates_of(
         updates.before_update.bind(before_update)
     if before_reduction is not None:
         updates.before_reduction.bind(before_reduction)
+    if reduced is not None:
+        updates.reduced.bind(reduced)
     return updates
 
 
 def state_of(seed: int = 1, updates: Updates | None = None) -> TrainerState:
     return TrainerState(Randomness(seed, 0, None), updates or updates_of(), None)
+
+
+class Unstaggered:
+    """Every step waits for its vote."""
+
+    committed = 0
+
+    def __init__(self) -> None:
+        self.lasts = SimpleNamespace(bind=ignored)
+        self.settle = self.begin_step = self.forget = self.agreed = self.clipped = ignored
+
+    def blamed(self, error: Exception) -> Exception:
+        return error
+
+    def standing(self, own: Any) -> Any:
+        return own
+
+    def waits(self) -> bool:
+        return True
+
+    def take_back(self, _version: int) -> bool:
+        return False
 
 
 class Nobody:
@@ -97,4 +122,5 @@ def engine_of(
         adoption=cast(Any, SimpleNamespace(before=ignored, after=ignored, arm=ignored, check=ignored)),
         audit=None,
         lines=Lines(Path(os.devnull)),
+        staggering=cast(Any, Unstaggered()),
     )

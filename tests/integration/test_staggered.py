@@ -1,0 +1,119 @@
+"""Steps that go on without their vote (trainers/shrinking_pipeline.py): real processes, real SIGKILL.
+What the bits must be is computed by plain torch in one process, which clips and steps as torch does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift.runtime.staggering import CALM_STEPS
+from tests.integration.test_shrink import named, pids
+from tests.integration.test_shrink_pipelines import check_bits, run
+from tests.integration.trainer_world import Run
+
+pytestmark = pytest.mark.timeout(300)
+
+MATRIX = pytest.mark.matrix
+STEPS = 24
+SHAPE = 2, 2
+LATE = CALM_STEPS + 5
+"""A step that goes on without its vote, as the one before and the one behind it."""
+
+
+def staggered(
+    directory: Path, habit: str, faults: list[dict[str, Any]] | None = None, shape: tuple[int, int] = SHAPE
+) -> Run:
+    faults = faults or []
+    outcome = run(
+        directory,
+        shape,
+        faults,
+        habit,
+        strategy="adaptive",
+        steps=STEPS,
+        flags=("--staggered", "on"),
+    )
+    check_bits(outcome, shape, {fault["rank"] for fault in faults}, directory, habit, steps=STEPS)
+    for rank in set(range(shape[0] * shape[1])) - {fault["rank"] for fault in faults}:
+        assert len(pids(outcome, rank)) == 1, "survivors keep their processes"
+    return outcome
+
+
+def fault(rank: int, phase: str, step: int = LATE) -> dict[str, Any]:
+    return {"rank": rank, "step": step, "phase": phase, "microbatch": 1}
+
+
+def settled(outcome: Run) -> set[int]:
+    """Steps that have gone on without their vote."""
+    return {event["step"] for event in named(outcome, "settled")}
+
+
+@pytest.mark.parametrize("habit", ["calm", pytest.param("reads", marks=MATRIX)])
+def test_nothing_fails(habit: str, tmp_path: Path) -> None:
+    outcome = staggered(tmp_path, habit)
+    assert settled(outcome) == set(range(CALM_STEPS, STEPS - 1)), "all that need not wait"
+    assert not named(outcome, "undone")
+
+
+@pytest.mark.parametrize(
+    ("stage", "factor"),
+    [(0, "1e12"), *(pytest.param(s, f, marks=MATRIX) for s in (0, 1) for f in ("1e12", "inf", "nan"))],
+)
+def test_a_norm_that_demands_clipping_takes_the_step_back(stage: int, factor: str, tmp_path: Path) -> None:
+    outcome = staggered(tmp_path, f"calm:{stage}:{LATE}:{factor}")
+    assert {event["version"] for event in named(outcome, "undone")} == {LATE}
+    assert len(named(outcome, "undone")) == 4, "on all ranks"
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase"),
+    [
+        (3, "forward"),
+        (0, "optimizer"),
+        *(
+            pytest.param(rank, phase, marks=MATRIX)
+            for rank in range(4)
+            for phase in ("forward", "backward", "reduce", "optimizer", "idle")
+            if (rank, phase) not in ((3, "forward"), (0, "optimizer"))
+        ),
+    ],
+)
+def test_a_rank_is_lost(rank: int, phase: str, tmp_path: Path) -> None:
+    outcome = staggered(tmp_path, "calm", [fault(rank, phase)])
+    assert settled(outcome) >= {LATE - 2, LATE + 3}, "also while a rank is missing"
+
+
+@MATRIX
+@pytest.mark.parametrize(
+    ("shape", "faults"),
+    [
+        ((2, 3), [fault(1, "backward"), fault(5, "reduce", LATE + 3)]),
+        ((4, 2), [fault(7, "optimizer"), fault(0, "forward", LATE + 4)]),
+        ((4, 3), [fault(4, "reduce"), fault(5, "backward", LATE + 3), fault(9, "idle", LATE + 6)]),
+        ((2, 2), [fault(0, "backward"), fault(3, "backward")]),
+    ],
+)
+def test_several_losses(shape: tuple[int, int], faults: list[dict[str, Any]], tmp_path: Path) -> None:
+    staggered(tmp_path, "calm", faults, shape)
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase", "step"),
+    [
+        (2, "reduce", LATE + 1),
+        *(
+            pytest.param(rank, phase, step, marks=MATRIX)
+            for rank, phase, step in (
+                (1, "reduce", LATE),
+                (3, "optimizer", LATE),
+                (0, "forward", LATE + 1),
+                (1, "backward", LATE + 1),
+                (3, "idle", LATE + 1),
+            )
+        ),
+    ],
+)
+def test_a_rank_is_lost_while_a_step_should_be_taken_back(
+    rank: int, phase: str, step: int, tmp_path: Path
+) -> None:
+    staggered(tmp_path, f"calm:1:{LATE}:1e12", [fault(rank, phase, step)])
