@@ -259,7 +259,8 @@ def _planned(
     usual = 3.0 * (microbatches + stages - 1)
     staggered = settings.get("staggered", False)
     planned = shortest_period(work, staggered=True) if staggered else plan_step(work).length
-    return planned / usual, work.bound(staggered=staggered) / usual
+    bound = work.period_bound() if staggered else work.bound()
+    return planned / usual, bound / usual
 
 
 def _lost(words: str, stages: int, replicas: int) -> list[tuple[int, int]]:
