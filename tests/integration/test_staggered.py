@@ -36,6 +36,9 @@ def staggered(
     check_bits(outcome, shape, {fault["rank"] for fault in faults}, directory, habit, steps=STEPS)
     for rank in set(range(shape[0] * shape[1])) - {fault["rank"] for fault in faults}:
         assert len(pids(outcome, rank)) == 1, "survivors keep their processes"
+    for plan in named(outcome, "plan"):
+        used = {each["strategy"] for each in plan["ranks"]}
+        assert used <= {"KEEP", "UNDO", "ROLL_FORWARD", "REPLICA"}, "one step is lost at most"
     return outcome
 
 

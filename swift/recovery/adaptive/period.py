@@ -4,7 +4,7 @@ A stage has all gradients of a step when the last of its replicas has added its 
 stage steps. *Staggered*, it begins the next step at once; else it waits until all stages have stepped. So staggered
 steps overlap: what counts is the time from one step to the next, once it is the same for each.
 
-This is a model. A run that staggers has to know first that no other stage demands clipping or a skip.
+This is a model; `swift.runtime.staggering` is how a run does it.
 """
 
 from typing import NamedTuple
