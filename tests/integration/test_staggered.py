@@ -1,6 +1,7 @@
 """Steps that go on without their vote (trainers/shrinking_pipeline.py): real processes, real SIGKILL.
 What the bits must be is computed by plain torch in one process, which clips and steps as torch does."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ LATE = CALM_STEPS + 5
 """A step that goes on without its vote, as the one before and the one behind it."""
 
 
+def fault(rank: int, phase: str, step: int = LATE) -> dict[str, Any]:
+    return {"rank": rank, "step": step, "phase": phase, "microbatch": 1}
+
+
 def staggered(
     directory: Path, habit: str, faults: list[dict[str, Any]] | None = None, shape: tuple[int, int] = SHAPE
 ) -> Run:
@@ -33,17 +38,14 @@ def staggered(
         steps=STEPS,
         flags=("--staggered", "on"),
     )
-    check_bits(outcome, shape, {fault["rank"] for fault in faults}, directory, habit, steps=STEPS)
+    steps = STEPS - 4 if habit == "stops" else STEPS
+    check_bits(outcome, shape, {fault["rank"] for fault in faults}, directory, habit, steps=steps)
     for rank in set(range(shape[0] * shape[1])) - {fault["rank"] for fault in faults}:
         assert len(pids(outcome, rank)) == 1, "survivors keep their processes"
     for plan in named(outcome, "plan"):
         used = {each["strategy"] for each in plan["ranks"]}
         assert used <= {"KEEP", "UNDO", "ROLL_FORWARD", "REPLICA"}, "one step is lost at most"
     return outcome
-
-
-def fault(rank: int, phase: str, step: int = LATE) -> dict[str, Any]:
-    return {"rank": rank, "step": step, "phase": phase, "microbatch": 1}
 
 
 def settled(outcome: Run) -> set[int]:
@@ -56,6 +58,36 @@ def test_nothing_fails(habit: str, tmp_path: Path) -> None:
     outcome = staggered(tmp_path, habit)
     assert settled(outcome) == set(range(CALM_STEPS, STEPS - 1)), "all that need not wait"
     assert not named(outcome, "undone")
+
+
+def test_a_version_that_is_saved_is_one_that_all_have(tmp_path: Path) -> None:
+    outcome = staggered(tmp_path, "saves", [fault(1, "reduce")])
+    saved = {event["version"] for event in named(outcome, "checkpoint_complete")}
+    assert saved >= {0, 4, 8, 12, 16, 20, 24}
+    late = {step for step in settled(outcome) if CALM_STEPS <= step < LATE - 1}
+    assert late == {step for step in range(CALM_STEPS, LATE - 1) if (step + 1) % 4}, "steps to them wait"
+
+
+@pytest.mark.parametrize("lost", [[], [fault(2, "backward")]])
+def test_lines_are_written_once(lost: list[dict[str, Any]], tmp_path: Path) -> None:
+    outcome = staggered(tmp_path, "logs", lost)
+    assert settled(outcome) >= {LATE - 2}
+    for rank in (0, 1, 3):
+        file = tmp_path / "job" / "checkpoints" / "drill" / "metrics" / f"rank{rank}.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [line["step"] for line in lines] == list(range(STEPS))
+        assert len({line["norm"] for line in lines}) == STEPS
+
+
+@MATRIX
+def test_a_run_that_is_stopped(tmp_path: Path) -> None:
+    staggered(tmp_path, "stops")
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=MATRIX)])
+def test_an_error_behind_a_bad_step_is_no_error_of_the_trainer(stage: int, tmp_path: Path) -> None:
+    outcome = staggered(tmp_path, f"checks:{stage}:{LATE}:1e12")
+    assert {event["version"] for event in named(outcome, "undone")} == {LATE}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ step; "scales" gradients before they are reduced; "counts first" sums over its p
 "remembers" its last forward, and adds a little of it; "ties" a weight of its first stage to one of its last; "halves"
 what passes between stages to bf16; "calm" does
 not clip, as its norms are small, and saves no checkpoint; "calm:STAGE:STEP:FACTOR" multiplies the gradients of that
-stage and those before it in that step; "reads" is calm and looks at each norm; "asks" does none of it.
+stage and those before it in that step. Calm as well are "reads", which looks at each norm, "logs", which writes it and
+its loss down, "saves" a checkpoint every four steps, "stops" four steps early, and "checks" that its optimizer has
+never seen large gradients. "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 WIDTH, BATCH, MICROBATCHES, MAX_NORM = 16, 8, 4, 0.5
+CALM = ("calm", "reads", "logs", "saves", "stops", "checks")
 Made = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -95,7 +98,7 @@ def gain_of(habit: str, stage: int, step: int) -> float:
 
 
 def max_norm_of(habit: str) -> float:
-    return 1e3 if habit.startswith(("calm", "reads")) else MAX_NORM
+    return 1e3 if habit.split(":")[0] in CALM else MAX_NORM
 
 
 def tied(module: nn.Module, stage: int) -> nn.Parameter:
@@ -113,7 +116,11 @@ def made(stage: int, stages: int, habit: str) -> Made:
     elif habit == "remembers":
         module = Remembers(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     else:
-        kinds: dict[str, type[nn.Sequential]] = {"counts": Counts, "halves": Halves, "calm": Gains}
+        kinds: dict[str, type[nn.Sequential]] = {
+            "counts": Counts,
+            "halves": Halves,
+            **dict.fromkeys(CALM, Gains),
+        }
         whole = kinds.get(habit.split(":")[0], nn.Sequential)
         module = whole(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         if isinstance(module, Halves):
@@ -160,7 +167,7 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
 
     with swift.Session.from_env(
         seed=1,
-        checkpoint_every=4 if max_norm_of(habit) == MAX_NORM else 1000,
+        checkpoint_every=4 if habit == "saves" or max_norm_of(habit) == MAX_NORM else 1000,
         replicas=replicas,
         bucket_bytes=1024,
         reduction="ordered",
@@ -184,6 +191,8 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
 
         def train_step(step: int) -> None:
             optimizer.zero_grad()
+            if habit.startswith("checks"):
+                assert all(float(state["exp_avg_sq"].max()) < 1e12 for state in optimizer.state.values())
             batch = batch_of(position.step, session.dp_rank)
             position.step += 1
             if isinstance(module, Gains):
@@ -213,6 +222,10 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
                 told.append(float(norm))
                 assert torch.isfinite(norm)
                 assert 0 < norm.item() < 1e3
+            if habit == "logs":
+                session.log(norm=norm, loss=float(torch.stack(losses).mean()) if losses else 0.0)
+            if habit == "stops" and step == steps - 5:
+                session.stop("enough")
             optimizer.step()
             scheduler.step()
             if habit == "evaluates" and step == 2:
