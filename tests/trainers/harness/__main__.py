@@ -44,8 +44,11 @@ def judge(
     return found, killed.directory
 
 
-def judge_adaptive(services: Services, place: Path, trainer: header.Trainer) -> tuple[verdict.Verdict, Path]:
-    """With two replicas of two stages, of which two ranks are lost and nobody comes for them."""
+def judge_adaptive(
+    services: Services, place: Path, trainer: header.Trainer, *, staggered: bool = False
+) -> tuple[verdict.Verdict, Path]:
+    """With two replicas of two stages, of which two ranks are lost and nobody comes for them. `staggered`: in that run
+    steps go on without their vote; those of the undisturbed run wait."""
     place.mkdir(parents=True, exist_ok=True)
     world, name = 4, f"{trainer.name.replace('_', '-')}-{place.name}"[: _JOB_NAME_MAX - len("-killed")]
     calm = run.run(services, place / f"{name}-calm", trainer, world, (), f"{name}-calm", replicas=2)
@@ -53,7 +56,8 @@ def judge_adaptive(services: Services, place: Path, trainer: header.Trainer) -> 
     if found.word != verdict.SAME:
         return found, calm.directory
     kills = run.two_losses(trainer, world)
-    killed = run.run(services, place / f"{name}-killed", trainer, world, kills, f"{name}-killed", replicas=2)
+    job = f"{name}-killed"
+    killed = run.run(services, place / job, trainer, world, kills, job, replicas=2, staggered=staggered)
     found = verdict.of_killed(calm, killed, len(kills), [kill.rank for kill in kills])
     if found.word == verdict.SAME and killed.fired < len(kills):
         found = verdict.Verdict(
@@ -62,12 +66,14 @@ def judge_adaptive(services: Services, place: Path, trainer: header.Trainer) -> 
     return found, killed.directory
 
 
-def adaptive(services: Services, place: Path, trainers: Sequence[header.Trainer], *, keeps: bool) -> int:
+def adaptive(
+    services: Services, place: Path, trainers: Sequence[header.Trainer], *, keeps: bool, staggered: bool
+) -> int:
     """What comes of pipelines whose ranks are lost for good. The number of misses."""
     missed = 0
     for trainer in trainers:
         began = time.monotonic()
-        found, where = judge_adaptive(services, place, trainer)
+        found, where = judge_adaptive(services, place, trainer, staggered=staggered)
         good = found.word == trainer.adaptive
         missed += not good
         word = "ok  " if good else "MISS"
@@ -86,6 +92,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--adaptive", action="store_true", help="pipelines with two replicas, whose ranks are lost for good"
     )
+    parser.add_argument(
+        "--staggered", action="store_true", help="with --adaptive: steps go on without their vote"
+    )
     parser.add_argument("--keep", metavar="DIR", help="keep what the runs leave there")
     arguments = parser.parse_args(argv)
     if arguments.table:
@@ -102,7 +111,13 @@ def main(argv: list[str]) -> int:
             if arguments.adaptive:
                 keeps = bool(arguments.keep)
                 pipelines = [trainer for trainer in header.pipelines() if trainer in wanted]
-                return 1 if adaptive(services, place / "adaptive", pipelines, keeps=keeps) else 0
+                return (
+                    1
+                    if adaptive(
+                        services, place / "adaptive", pipelines, keeps=keeps, staggered=arguments.staggered
+                    )
+                    else 0
+                )
             for trainer in wanted:
                 for world in [arguments.world] if arguments.world else trainer.worlds:
                     began = time.monotonic()

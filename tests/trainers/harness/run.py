@@ -76,9 +76,10 @@ class Running:
         *,
         warm_up: bool = False,
         replicas: int = 0,
+        staggered: bool = False,
     ) -> None:
         """`warm_up`: spares are warmed up, and each kill waits for one. `replicas`: strategy "adaptive", with so many;
-        nobody comes for a rank that is killed."""
+        nobody comes for a rank that is killed. `staggered`: under it steps go on without their vote."""
         self._held = [(f"k{number}", kill.rank) for number, kill in enumerate(kills)] if warm_up else []
         self._services = services
         self._directory = directory
@@ -120,6 +121,7 @@ class Running:
         words += ["--spares", str(min(1, len(kills))), "--checkpoint-dir", str(directory / "checkpoints")]
         words += ["--warm-up"] if warm_up else []
         words += ["--strategy", "adaptive", "--max-restarts", "0"] if replicas else []
+        words += ["--staggered", "on"] if staggered else []
         assert services.forks is not None
         self._process: Forked = services.forks.run(
             "tests.trainers.harness.launcher",
@@ -201,9 +203,20 @@ def run(
     *,
     warm_up: bool = False,
     replicas: int = 0,
+    staggered: bool = False,
 ) -> Outcome:
     """To its end."""
-    running = Running(services, directory, trainer, world, kills, job, warm_up=warm_up, replicas=replicas)
+    running = Running(
+        services,
+        directory,
+        trainer,
+        world,
+        kills,
+        job,
+        warm_up=warm_up,
+        replicas=replicas,
+        staggered=staggered,
+    )
     try:
         while (outcome := running.poll()) is None:
             time.sleep(0.005)
