@@ -23,7 +23,7 @@ Memory: two copies of this rank's state.
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -64,6 +64,11 @@ class Norm:
             self._task.wait()
             self._value = norm_of([self._parts[place] for place in self._places], self._norm_type)
         return self._value
+
+    def give_up(self) -> None:
+        """Its step was cut short. Who has kept it has a number that never was."""
+        if self._value is None:
+            self._value = torch.full_like(self._parts[0], torch.nan)
 
     def clips(self) -> bool:
         """As `value`."""
@@ -242,22 +247,26 @@ class Staggering:
             forward_by_all=self._state.updates.lines,
         )
 
-    def take_back(self, version: int) -> bool:
-        """Whether there was a copy to go back to. ServiceError: the trainer's objects do not take it."""
+    def take_back(self, version: int) -> dict[str, Any] | None:
+        """The state that it has gone back to; None: there is no copy of it. ServiceError: the trainer's objects do not
+        take it."""
         copy = self._copies.get(version)
         if copy is None:
-            return False
+            return None
         self._state.present = False
         # Optimizers keep the tensors that they are given.
-        self._state.load_state_dict(Snapshot(copy.state()).state())
+        loaded: dict[str, Any] = Snapshot(copy.state()).state()
+        self._state.load_state_dict(loaded)
         self._state.present = True
         pending = self._pending
         if pending is not None and not pending.known_valid() and self._channel.witness is not None:
             self._channel.witness.forget()  # what came behind it was of a state that never was
-        return True
+        return loaded
 
     def forget(self) -> None:
         """All ranks go on from one version."""
+        for norm in (*self._norms, *(self._pending.norms if self._pending is not None else ())):
+            norm.give_up()
         self._pending, self._waits_next = None, True
         for version in list(self._copies):
             self._let_go(version)

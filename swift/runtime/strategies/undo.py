@@ -12,7 +12,9 @@ class Undo(Restore):
 
     def restore(self, site: Site, mine: RankPlan) -> None:
         try:
-            if site.staggering.take_back(mine.from_version):
+            loaded = site.staggering.take_back(mine.from_version)
+            if loaded is not None:
+                site.tell_lost(loaded, mine.from_version)
                 _tell(site, UndoResult(mode="copy", exact=True, buckets=0))
                 return
             results = site.state.undo()

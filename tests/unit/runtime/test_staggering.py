@@ -243,6 +243,17 @@ def test_replicas_that_do_not_step_alike_are_told_so() -> None:
         rank.staggering.settle()
 
 
+def test_a_norm_that_was_kept_from_a_step_that_is_gone_ends_no_job() -> None:
+    rank = Rank()
+    rank.world.task.error = RuntimeError("a rank is lost")
+    rank.staggering.begin_step()
+    kept = rank.staggering.norm(torch.tensor(1.0), 2.0, 10.0)
+    with pytest.raises(RuntimeError, match="a rank is lost"):
+        float(kept)
+    rank.staggering.forget()
+    assert bool(torch.isnan(kept))
+
+
 # --- norms ---
 
 

@@ -87,8 +87,8 @@ class Unstaggered:
     def waits(self) -> bool:
         return True
 
-    def take_back(self, _version: int) -> bool:
-        return False
+    def take_back(self, _version: int) -> None:
+        return None
 
 
 class Nobody:
