@@ -68,6 +68,34 @@ def test_a_rank_comes_back(rank: int, phase: str, twins: Twins, tmp_path: Path) 
     exact(report, [rank], [])
 
 
+@pytest.mark.parametrize(
+    ("shape", "schedule", "lost", "phase"),
+    [
+        # From step 18 on norms do not clip any more.
+        ((2, 2), "1f1b", {3: 23}, "reduce"),
+        *(
+            pytest.param((2, 2), schedule, {0: 21, 3: 25}, phase, marks=MATRIX)
+            for schedule, phase in zip(
+                SCHEDULES, ("forward", "backward", "reduce", "optimizer") * 2, strict=False
+            )
+        ),
+        pytest.param((4, 2), "1f1b", {6: 22, 1: 24}, "backward", marks=MATRIX),
+        pytest.param((2, 3), "1f1b", {2: 22, 1: 24}, "optimizer", marks=MATRIX),
+    ],
+)
+def test_staggered_steps(
+    shape: tuple[int, int], schedule: str, lost: dict[int, int], phase: str, twins: Twins, tmp_path: Path
+) -> None:
+    asked = words(
+        *shape, "--schedule", schedule, "--staggered", "on", "--adaptive-memory", "2", "--steps", "30"
+    )
+    faults = kills(*(spec(rank, phase, step) for rank, step in lost.items()))
+    outcome = drill(*asked, *faults, twins=twins, at=tmp_path)
+    report = passed(outcome)
+    assert report["exact"] is True
+    assert report["steps_lost"] == 0
+
+
 @pytest.mark.parametrize("memory", ["1", pytest.param("2", marks=MATRIX)])
 def test_auto_reroutes_if_no_process_comes(memory: str, twins: Twins, tmp_path: Path) -> None:
     asked = ["--stages", "2", "--replicas", "2", "--lost-shard", "reroute", "--adaptive-memory", memory]
