@@ -134,7 +134,7 @@ def test_a_loss_while_one_comes_back(shape: tuple[int, int], dies: int, tmp_path
     """Of the one that gives it the state, or of itself."""
     lost = shape[1] + 1
     faults = [{"rank": lost, "step": 4, "phase": "reduce"}, {"rank": dies, "phase": "copy"}]
-    outcome = run(tmp_path, shape, faults, max_restarts=2, strategy="adaptive")
+    outcome = run(tmp_path, shape, faults, "waits", max_restarts=2, strategy="adaptive")
     assert sorted(e["rank"] for e in named(outcome, "left_vacant")) == sorted([lost, dies])
     check_bits(outcome, shape, set(), tmp_path)
 

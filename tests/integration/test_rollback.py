@@ -65,7 +65,7 @@ def test_what_is_applied_is_taken_back_also_where_the_step_could_be_finished(
 @pytest.mark.timeout(240)
 def test_two_are_lost_one_after_the_other_and_both_come_back(tmp_path: Path) -> None:
     faults = [fault("reduce", rank=1, step=4), fault("reduce", rank=0, step=9)]
-    outcome = run(tmp_path, "redistribute", faults, max_restarts=2, strategy="rollback")
+    outcome = run(tmp_path, "redistribute", faults, max_restarts=2, habit="waits", strategy="rollback")
 
     wanted = reference(tmp_path)
     assert not named(outcome, "not_exact")

@@ -61,7 +61,8 @@ def test_what_is_done_again_in_the_full_world_is_not_compared_with_what_was_logg
 
 @pytest.mark.timeout(240)
 def test_one_that_comes_back_makes_the_world_full_again(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "redistribute", [{"rank": LOST, "step": 6, "phase": "reduce"}], max_restarts=1)
+    faults = [{"rank": LOST, "step": 6, "phase": "reduce"}]
+    outcome = run(tmp_path, "redistribute", faults, max_restarts=1, habit="waits")
 
     assert [e["rank"] for e in named(outcome, "left_vacant")] == [LOST]
     wanted = reference(tmp_path)

@@ -84,7 +84,7 @@ def lose_several(
 def lose_and_return(shape: tuple[int, int], lost: int, phase: str, directory: Path, strategy: str) -> None:
     """Another process comes for the lost rank while the others train."""
     fault = {"rank": lost, "step": 5, "phase": phase, "microbatch": 1}
-    outcome = run(directory, shape, [fault], max_restarts=1, strategy=strategy)
+    outcome = run(directory, shape, [fault], "waits", max_restarts=1, strategy=strategy)
     assert [e["rank"] for e in named(outcome, "left_vacant")] == [lost]
     assert len(pids(outcome, lost)) == 2
     check_bits(outcome, shape, set(), directory)

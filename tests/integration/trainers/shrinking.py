@@ -6,7 +6,8 @@ carry out for another rank: "knows" it from before, "talks" before it updates. O
 while backward runs. One that is "late" asks, computes by a schedule, and rank 0 begins to compute step LATE when the
 others have lost a rank. One that is "deaf" asks, and in step LATE rank 1 is lost once all have the first average, of
 which rank 2 has heard nothing. One that "lingers" talks, and behind that rank 0 waits in step LATE + 1 until the lost
-rank has come back.
+rank has come back. One that "waits" asks, and the last rank waits in that step, and in the one before the last, until
+all that were lost have come back.
 
 Both write a digest of weights and optimizer state for every step: `{step: digest}`.
 """
@@ -167,6 +168,8 @@ def in_a_job(steps: int, habit: str) -> None:
             if habit == "lingers" and step == LATE + 1 and session.rank == 0:
                 lingers.touch()
                 await_notices(2)
+            if habit == "waits" and step in (LATE + 1, steps - 2) and session.rank == ORIGINS - 1:
+                await_notices(2 if step == LATE + 1 else 2 * int(os.environ["PET_MAX_RESTARTS"]))
             if habit == "late":
                 if step == LATE and session.rank == 0:
                     await_notices(1)

@@ -10,7 +10,8 @@ what passes between stages to bf16; "calm" does
 not clip, as its norms are small, and saves no checkpoint; "calm:STAGE:STEP:FACTOR" multiplies the gradients of that
 stage and those before it in that step. Calm as well are "reads", which looks at each norm, "logs", which writes it and
 its loss down, "saves" a checkpoint every four steps, "stops" four steps early, and "checks" that its optimizer has
-never seen large gradients. "asks" does none of it.
+never seen large gradients. Rank 0 of one that "waits" waits in step LATE until a lost rank has come back. "asks" does
+none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -20,6 +21,7 @@ import itertools
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 WIDTH, BATCH, MICROBATCHES, MAX_NORM = 16, 8, 4, 0.5
+LATE = 8
 CALM = ("calm", "reads", "logs", "saves", "stops", "checks")
 Made = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
 
@@ -95,6 +98,13 @@ class Gains(nn.Sequential):
 def gain_of(habit: str, stage: int, step: int) -> float:
     _, *told = habit.split(":")
     return float(told[2]) if told and (int(told[0]), int(told[1])) == (stage, step) else 1.0
+
+
+def await_notices(count: int) -> None:
+    """One of each loss, and one of each return."""
+    (trace,) = Path(os.environ["SWIFT_EVENTS"]).glob(f"*-{os.getpid()}.jsonl")
+    while trace.read_text().count('"notice"') < count:
+        time.sleep(0.01)
 
 
 def max_norm_of(habit: str) -> float:
@@ -208,6 +218,8 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
                 hidden["weight"] = weight_of(batch)
             if habit == "counts first":
                 told.append(float(session.all_reduce(torch.ones(()), "number")))
+            if habit == "waits" and step == LATE and session.rank == 0:
+                await_notices(2)
             for _ in range(2 if habit == "twice" else 1):
                 schedule.step(*inputs, **last)
             if habit == "scales":
