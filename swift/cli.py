@@ -16,6 +16,7 @@ PROGRAMS = {
 }
 OTHERS = {
     "drill": "kill ranks of a real training run and compare the recovered bits with a run that did not fail",
+    "study": "train two small tasks under failures: what each strategy costs in time and accuracy",
     "failures": "show which failures swift-ft run --failures would make happen; convert traces of failures",
     "verify-determinism": "compare an interrupted run of a script with an uninterrupted one, and name what differs",
     "token": "make signing keys, and job tokens signed with them",
@@ -65,6 +66,8 @@ def _main(argv: list[str] | None) -> int:
         return int(importlib.import_module("swift.determinism.command").main(rest))
     if command == "bench":
         return int(importlib.import_module("swift.bench.command").main(rest))
+    if command == "study":
+        return int(importlib.import_module("swift.study.command").main(rest))
     if command == "failures":
         return int(importlib.import_module("swift.failures.command").main(rest))
     if command == "token":

@@ -20,7 +20,7 @@ BENCHMARKS = {
     "imports": "a forked replacement's way to its script, with and without its imports in the fork server",
     "adaptive": "a pipeline with replicas without some of its ranks: its throughput over that of all, beside the plan",
     "abort": "an abort of every operation of process groups: time until whoever waits is freed",
-    "compare": "one of two ranks dies: torchrun with checkpoints, torchft and swift side by side",
+    "recovery": "one of two ranks dies: torchrun with checkpoints, torchft, NVRx and swift side by side",
     "shrink": "a member of a communicator is killed: time until the others have agreed, beside Open MPI with ULFM",
     "replica": "copying a replica's state: bytes per second over a raw socket's, time from kill to next step",
 }

@@ -15,7 +15,7 @@ RESTART_S = 4.45 * 60
 NCCL's groups, 40.4 % starts and warms up."""
 RESTART_RANKS = 8192
 _RESTART = "TrainMover (OSDI 2026), a restart of 8,192 GPUs in 4.45 min"
-_COMPARE = "swift-ft bench compare (docs/benchmarks.md)"
+_RECOVERY = "swift-ft bench recovery (docs/benchmarks.md)"
 VALUE_MAX = 1e15
 
 
@@ -119,7 +119,7 @@ FIGURES = (
         name="reinit_s",
         value=0.91 - 0.77,
         words="to begin the training function again",
-        source=f"{_COMPARE}: reinit 0.91 s, checkpoint 0.77 s, of a small model",
+        source=f"{_RECOVERY}: reinit 0.91 s, checkpoint 0.77 s, of a small model",
     ),
     Figure(
         name="state_bytes",
@@ -155,7 +155,7 @@ FIGURES = (
         name="session_s_per_step",
         value=(8.67 - 5.63) / 1000,
         words="that a session adds to a step",
-        source=f"{_COMPARE}: 8.67 ms beside torchrun's 5.63 ms",
+        source=f"{_RECOVERY}: 8.67 ms beside torchrun's 5.63 ms",
     ),
     Figure(
         name="log_share",

@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         action="append",
-        help="JSON of swift-ft bench compare or coordinator, or of names and values; may be repeated",
+        help="JSON of swift-ft bench recovery or coordinator, or of names and values; may be repeated",
     )
     group.add_argument(
         "--set", metavar="NAME=VALUE", action="append", help="a figure of the model; may be repeated"

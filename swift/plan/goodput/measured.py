@@ -1,6 +1,6 @@
 """Figures out of a file: the JSON of a bench, or names and values. Pure.
 
-- `swift-ft bench compare --json`: for each strategy, what all wait for after a fault: the time from the kill to the
+- `swift-ft bench recovery --json`: for each strategy, what all wait for after a fault: the time from the kill to the
   next new step, without that step and without the steps that were done again; and what a session adds to a step.
 - `swift-ft bench coordinator --json`: the seconds of a recovery for each member, of the largest case.
 - `{"step_s": 5.5, "load_s": 40, "stop_s": {"restart": 300}}`: figures by name, and stops by strategy.
@@ -43,11 +43,11 @@ def parse(text: str, name: str) -> Measured:
     try:
         document: Any = json.loads(text)
     except (ValueError, RecursionError):
-        raise UsageError("is no JSON: give what swift-ft bench compare --json has written") from None
+        raise UsageError("is no JSON: give what swift-ft bench recovery --json has written") from None
     if not isinstance(document, dict):
         raise UsageError('is no object: give names and values, such as {"load_s": 40}')
-    if document.get("bench") == "compare":
-        return _compare(document, f"swift-ft bench compare ({name})")
+    if document.get("bench") == "recovery":
+        return _recovery(document, f"swift-ft bench recovery ({name})")
     if "cases" in document and all("members" in case for case in _cases(document)):
         return _coordinator(document, f"swift-ft bench coordinator ({name})")
     return _plain(document, name)
@@ -67,7 +67,7 @@ def _cases(document: dict[str, Any]) -> list[dict[str, Any]]:
     return cases
 
 
-def _compare(document: dict[str, Any], source: str) -> Measured:
+def _recovery(document: dict[str, Any], source: str) -> Measured:
     stops: dict[str, float] = {}
     quiet: dict[str, float] = {}
     for number, case in enumerate(_cases(document), start=1):
@@ -76,12 +76,11 @@ def _compare(document: dict[str, Any], source: str) -> Measured:
         if system not in SYSTEMS or "missing" in case or "failed" in case:
             continue
         step_s = _number(case, "step_s", where)
-        again_s = (_number(case, "steps_again", where) + 1) * step_s
-        stop_s = max(0.0, _number(case, "next_step_s", where) - again_s)
+        stop_s = max(0.0, _number(case, "lost_s", where) - _number(case, "steps_again", where) * step_s)
         stops |= dict.fromkeys(SYSTEMS[system], stop_s)
         quiet[system] = _number(case.get("undisturbed"), "step_s", f"{where}, undisturbed")
     if not stops:
-        raise UsageError("has no case that went on: give another run of swift-ft bench compare")
+        raise UsageError("has no case that went on: give another run of swift-ft bench recovery")
     given = {}
     if {"torchrun", "swift"} <= quiet.keys():
         given["session_s_per_step"] = (max(0.0, quiet["swift"] - quiet["torchrun"]), source)

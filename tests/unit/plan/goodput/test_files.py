@@ -122,7 +122,7 @@ def test_no_text_does_worse_than_that(text: str) -> None:
 def case(system: str, **changes: Any) -> dict[str, Any]:
     of: dict[str, Any] = {
         "system": system,
-        "next_step_s": 3.0,
+        "lost_s": 3.0,
         "steps_again": 17,
         "step_s": 0.02,
         "undisturbed": {"step_s": 0.008, "peak_mib": 500},
@@ -130,31 +130,32 @@ def case(system: str, **changes: Any) -> dict[str, Any]:
     return of | changes
 
 
-def test_a_compare_gives_stops_and_what_a_session_adds() -> None:
+def test_a_recovery_bench_gives_stops_and_what_a_session_adds() -> None:
     document = {
-        "bench": "compare",
+        "bench": "recovery",
         "cases": [
             case("torchrun", undisturbed={"step_s": 0.005}),
-            case("swift", next_step_s=0.5, steps_again=0),
-            case("swift-shrink", next_step_s=0.01, steps_again=0),
+            case("swift", lost_s=0.5, steps_again=0),
+            case("swift-shrink", lost_s=0.01, steps_again=0),
             case("torchft"),
             {"system": "torchft-all", "missing": "torchft is not installed"},
             case("swift-replay", failed="it never went on"),
         ],
     }
-    read = measured.parse(json.dumps(document), "compare.json")
+    read = measured.parse(json.dumps(document), "recovery.json")
     assert read.stops == pytest.approx(
-        {ways.RESTART: 3 - 18 * 0.02, ways.AUTO: 0.48, ways.REPLICA: 0.48, ways.SHRINK: 0.0}
+        {ways.RESTART: 3 - 17 * 0.02, ways.AUTO: 0.5, ways.REPLICA: 0.5, ways.SHRINK: 0.01}
     )
     assert read.figures["session_s_per_step"][0] == pytest.approx(0.003)
-    assert "compare.json" in read.figures["session_s_per_step"][1]
+    assert "recovery.json" in read.figures["session_s_per_step"][1]
 
 
-def test_what_a_compare_says_fits_what_the_bench_writes() -> None:
-    """The names are those of `swift.bench.compare.summary`."""
-    from swift.bench import compare
+def test_what_the_recovery_bench_says_fits_what_the_bench_writes() -> None:
+    """The names are those of `swift.bench.peers.marks.summary`."""
+    from swift.bench.peers import marks as read_marks
+    from swift.bench.peers import systems
 
-    assert set(measured.SYSTEMS) <= set(compare.SYSTEMS)
+    assert set(measured.SYSTEMS) <= set(systems.SYSTEMS)
     marks = [{"what": "killed", "at": 10.0, "step": 5, "replica": 1, "pid": 2}]
     for replica in (0, 1):
         marks += [
@@ -164,9 +165,9 @@ def test_what_a_compare_says_fits_what_the_bench_writes() -> None:
             {"what": "stepped", "at": 12.0 + k, "step": 4 + k, "replica": replica, "pid": 1} for k in range(3)
         ]
         marks.append({"what": "ended", "at": 20.0, "replica": replica, "pid": 1, "digest": "d"})
-    row = compare.summary("torchrun", [compare.judge(marks, "d")], {"step_s": 0.5, "peak_mib": 3.0})
-    read = measured.parse(json.dumps({"bench": "compare", "cases": [row]}), "f")
-    # The next new step is done 3 s after the kill; one step was done again, and it is a step itself, of 1 s each.
+    row = read_marks.summary("torchrun", [read_marks.judge(marks, "d")], {"step_s": 0.5, "peak_mib": 3.0})
+    read = measured.parse(json.dumps({"bench": "recovery", "cases": [row]}), "f")
+    # Step 6 is done 4 s after the kill. Three of them are steps, of 1 s each: one is done again, and two are new.
     assert read.stops == pytest.approx({ways.RESTART: 1.0})
 
 
@@ -188,19 +189,19 @@ def test_names_and_values_are_taken_as_they_are() -> None:
     [
         ("[]", "is no object"),
         ("nope", "is no JSON"),
-        ('{"bench": "compare"}', "has no cases"),
-        ('{"bench": "compare", "cases": [3]}', "has no cases"),
-        ('{"bench": "compare", "cases": [{"system": "torchft"}]}', "has no case that went on"),
+        ('{"bench": "recovery"}', "has no cases"),
+        ('{"bench": "recovery", "cases": [3]}', "has no cases"),
+        ('{"bench": "recovery", "cases": [{"system": "torchft"}]}', "has no case that went on"),
         (
-            json.dumps({"bench": "compare", "cases": [case("swift", step_s="x")]}),
+            json.dumps({"bench": "recovery", "cases": [case("swift", step_s="x")]}),
             "case 1: step_s must be a number",
         ),
         (
-            json.dumps({"bench": "compare", "cases": [case("swift", step_s=-1)]}),
+            json.dumps({"bench": "recovery", "cases": [case("swift", step_s=-1)]}),
             "case 1: step_s must be a number",
         ),
         (
-            json.dumps({"bench": "compare", "cases": [case("swift", undisturbed=None)]}),
+            json.dumps({"bench": "recovery", "cases": [case("swift", undisturbed=None)]}),
             "case 1, undisturbed: step_s",
         ),
         ('{"cases": [{"members": 4}]}', "case 1: recovery_s must be a number"),

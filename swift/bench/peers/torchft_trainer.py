@@ -1,4 +1,4 @@
-"""The trainer of `swift-ft bench compare` for torchft: one process for each replica group, over gloo.
+"""The trainer of `swift-ft bench recovery` for torchft: one process for each replica group, over gloo.
 
 Gradients are averaged by `Manager.allreduce`: torchft's DistributedDataParallel (0.2.0) does not survive a lost peer
 over gloo, where the loss raises in `Work.wait`; its hook then ends the survivor with ``assert fut._fut``.
@@ -12,13 +12,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torchft import Manager, ProcessGroupGloo
 from torchft.optim import OptimizerWrapper
 
-from swift.bench.compare_trial import VICTIM, Trial, make_model, make_optimizer, started_at
+from swift.bench.peers.trial import VICTIM, Trial, make_model, make_optimizer, started_at
 
 
 def main() -> None:
     trial = Trial.given()
     trial.mark("imported", started=started_at())
-    replica, least = int(os.environ["REPLICA_GROUP_ID"]), int(os.environ["MIN_REPLICAS"])
+    replica, least = int(os.environ["REPLICA_GROUP_ID"]), int(trial.settings["least"])
+    timeout_s = float(trial.settings.get("timeout_s", 10.0))
     model = make_model()
     plain = make_optimizer(model)
 
@@ -31,12 +32,12 @@ def main() -> None:
         trial.mark("restored", replica)
 
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=timeout_s / 2)),
         load_state_dict=load_state_dict,
         state_dict=state_dict,
         min_replica_size=least,
         replica_id=f"replica_{replica}",
-        timeout=timedelta(seconds=10),
+        timeout=timedelta(seconds=timeout_s),
         use_async_quorum=least
         == 1,  # where both are needed, a replica takes its state before the step, not in it
     )
@@ -47,12 +48,15 @@ def main() -> None:
         optimizer.zero_grad()  # begins the step's quorum
         step = manager.current_step()
         loss = trial.loss(model, replica, step)
-        trial.maybe_die(replica, step)
+        trial.maybe_die(replica, step, "forward")
         loss.backward()  # type: ignore[no-untyped-call]
         for parameter in model.parameters():
             manager.allreduce(parameter.grad).wait()
+        trial.maybe_die(replica, step, "backward")
         optimizer.step()
+        trial.maybe_die(replica, step, "update")
         if manager.current_step() <= step:
+            trial.mark("broken", replica, step)
             continue  # somebody was lost in it: it is done again
         if manager.is_participating():
             trial.mark("stepped", replica, manager.current_step() - 1)

@@ -1,7 +1,7 @@
-"""The trainer of `swift-ft bench compare` for swift: two replicas of a whole model."""
+"""The trainer of `swift-ft bench recovery` for swift: two replicas of a whole model."""
 
 import swift
-from swift.bench.compare_trial import REPLICAS, Trial, make_model, make_optimizer, started_at
+from swift.bench.peers.trial import REPLICAS, Trial, make_model, make_optimizer, started_at
 
 
 def main() -> None:
@@ -12,6 +12,7 @@ def main() -> None:
         checkpoint_every=trial.every,
         strategy=trial.strategy,
         snapshot_every=max(1, trial.every // 10) if trial.strategy == "snapshot" else 0,
+        allow_inexact=trial.strategy == "lossy-forward",
     )
     replica = session.dp_rank
     trial.mark("connected", replica)
@@ -21,9 +22,15 @@ def main() -> None:
     def train_step(step: int) -> None:
         optimizer.zero_grad()
         loss = trial.loss(model, session.dp_rank, step)
-        trial.maybe_die(replica, step)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        trial.maybe_die(replica, step, "forward")
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+            trial.maybe_die(replica, step, "backward")
+            optimizer.step()
+        except Exception:
+            trial.mark("broken", replica, step)
+            raise
+        trial.maybe_die(replica, step, "update")
         trial.mark("stepped", replica, step)
 
     session.run(train_step, num_steps=trial.steps)

@@ -1,7 +1,7 @@
-"""What the trainers of `swift-ft bench compare` share: the model, the batches, the kill, and what they tell of it.
+"""What the trainers of `swift-ft bench recovery` share: the model, the batches, the kill, and what they tell of it.
 
-(every replica) ``mark("imported")`` → ``mark("connected")`` → for each step ``loss`` → ``maybe_die`` → backward and
-update → ``mark("stepped")`` → … → ``end``
+(every replica) ``mark("imported")`` → ``mark("connected")`` → for each step ``loss`` → backward → update, with a
+``maybe_die`` behind each → ``mark("stepped")`` → … → ``end``; ``mark("broken")`` where a step is cut short
 """
 
 import dataclasses
@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 REPLICAS = 2
-VICTIM = 1
+SURVIVOR, VICTIM = range(REPLICAS)
+PLACES = ("forward", "backward", "update")
+"""Behind which the victim dies."""
 WIDTH, BATCH = 256, 16
 
 
@@ -45,8 +47,11 @@ class Trial:
     """Steps between checkpoints."""
     wait_s: float
     """In each step, in the place of a larger model's computation."""
+    kill_place: str = PLACES[0]
     strategy: str = ""
     """Of swift."""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the system's trainer."""
 
     @classmethod
     def given(cls) -> "Trial":
@@ -70,9 +75,9 @@ class Trial:
         time.sleep(self.wait_s)
         return nn.functional.mse_loss(model(inputs), inputs.sin())
 
-    def maybe_die(self, replica: int, step: int) -> None:
-        """SIGKILL to this process, if it is the victim in its step and nobody has died in this run."""
-        if replica != VICTIM or step != self.kill_step:
+    def maybe_die(self, replica: int, step: int, place: str) -> None:
+        """SIGKILL to this process, if it is the victim at its point and nobody has died in this run."""
+        if replica != VICTIM or (step, place) != (self.kill_step, self.kill_place):
             return
         try:
             (Path(self.directory) / "killed").touch(exist_ok=False)

@@ -1,15 +1,15 @@
-"""The trainer of `swift-ft bench compare` for torchrun: DistributedDataParallel, and torch.distributed.checkpoint."""
+"""The trainer of `swift-ft bench recovery` for torchrun: DistributedDataParallel, and torch.distributed.checkpoint."""
 
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
-from swift.bench.compare_trial import Trial, make_model, make_optimizer, started_at
+from swift.bench.peers.trial import Trial, make_model, make_optimizer, started_at
 
 
 class Training(Stateful):
@@ -40,16 +40,36 @@ def main() -> None:
     if newest is not None:
         load({"training": training}, checkpoint_id=newest)
     trial.mark("restored", rank)
+    asynchronous = bool(trial.settings.get("asynchronous"))
+    # A thread saves: in the group of the training its collectives and those of the steps would wait for each other.
+    group = dist.new_group() if asynchronous else None
+    saving: Any = None
     while training.step < trial.steps:
+        step = training.step
         training.optimizer.zero_grad()
-        loss = trial.loss(training.model, rank, training.step)
-        trial.maybe_die(rank, training.step)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = trial.loss(training.model, rank, step)
+        trial.maybe_die(rank, step, "forward")
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            trial.mark("broken", rank, step)
+            raise
+        trial.maybe_die(rank, step, "backward")
         training.optimizer.step()
-        trial.mark("stepped", rank, training.step)
+        trial.maybe_die(rank, step, "update")
+        trial.mark("stepped", rank, step)
         training.step += 1
         if training.step % trial.every == 0:
-            save({"training": training}, checkpoint_id=trial.checkpoints / str(training.step))
+            if saving is not None:
+                saving.result()
+            where = trial.checkpoints / str(training.step)
+            state = {"training": training}
+            if asynchronous:
+                saving = async_save(state, checkpoint_id=where, process_group=group)
+            else:
+                save(state, checkpoint_id=where)
+    if saving is not None:
+        saving.result()
     trial.end(rank, training.model)
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""`swift-ft bench compare` with real processes: a replica dies under torchrun, and under swift's strategies."""
+"""`swift-ft bench recovery` with real processes: a replica dies under torchrun, and under swift's strategies."""
 
 import json
 from pathlib import Path
@@ -17,16 +17,16 @@ def test_it_runs(system: str, again: int, replaced: int, tmp_path: Path) -> None
     words = [
         "--system",
         system,
-        "--rounds",
+        "--kills",
         "1",
         "--steps",
-        "12",
-        "--kill-step",
-        "7",
+        "15",
         "--checkpoint-every",
         "5",
+        "--seed",
+        "7",
     ]
-    assert main(["compare", *words, "--json", str(path)]) == 0
+    assert main(["recovery", *words, "--json", str(path), "--plot", str(tmp_path / "found.svg")]) == 0
     (found,) = json.loads(path.read_text())["cases"]
     assert (found["steps_again"], found["restarted"], found["same_bits"]) == (again, replaced, True)
     assert found["next_step_s"] <= found["all_again_s"]

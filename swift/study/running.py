@@ -1,0 +1,242 @@
+"""One cell as real processes: services, launcher and ranks on loopback, and what its run says of itself."""
+
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from swift import events
+from swift.drill.cluster import Cluster, Process, own_environment
+from swift.errors import ServiceError, UsageError
+from swift.failures.schedule import schedule_of
+from swift.study.settings import RANKS, Cell, Settings, failures_spec
+from swift.study.strategies import PLAIN, STRATEGIES
+
+LIMIT_S, LIMIT_STEP_S, LIMIT_FAILURE_S = 120.0, 0.5, 20.0
+"""For a run, for each of its steps, and for each failure in it."""
+GRACE_S = 5.0
+POLL_S = 0.1
+CURVE_POINTS = 60
+FAILED_WORDS = 300
+Mark = Mapping[str, Any]
+
+
+def run(cell: Cell, settings: Settings, directory: Path) -> dict[str, Any]:
+    """What becomes of the cell. A run that fails is a result as well: ``failed`` has its reason."""
+    told = {
+        "directory": str(directory),
+        "task": cell.task,
+        "seed": cell.seed,
+        "steps": settings.steps,
+        "checkpoint_every": settings.checkpoint_every,
+    }
+    planned = _planned(cell, settings)
+    limit_s = LIMIT_S + LIMIT_STEP_S * settings.steps + LIMIT_FAILURE_S * planned
+    try:
+        if cell.strategy == PLAIN:
+            code, tail = _run_plain(json.dumps(told), directory, limit_s)
+        else:
+            code, tail = _run_swift(cell, settings, json.dumps(told), directory, limit_s, planned)
+    except ServiceError as error:
+        first, *more = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return {"failed": ": ".join([first, *more[-1:]])[:FAILED_WORDS]}
+    marks = read_marks(directory)
+    if code != 0:
+        return {"failed": reason(tail, f"exit code {code}"), "planned": planned}
+    return {"planned": planned, **measured(marks), **failures_of(directory)}
+
+
+def _planned(cell: Cell, settings: Settings) -> int:
+    """How many failures are drawn for it."""
+    if cell.rate == 0.0:
+        return 0
+    return len(schedule_of(failures_spec(cell, settings.steps), RANKS, flag="study: --rates").faults)
+
+
+def _run_plain(told: str, directory: Path, limit_s: float) -> tuple[int, str]:
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    words += ["-m", "swift.study.trainers.plain", told]
+    env = own_environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = Process("torchrun", words, env, directory / "torchrun.txt", directory)
+    try:
+        deadline = time.monotonic() + limit_s
+        while (code := process.poll()) is None:
+            _in_time(deadline, limit_s)
+            time.sleep(POLL_S)
+        return code, process.tail()
+    finally:
+        process.stop(GRACE_S)
+
+
+def _run_swift(
+    cell: Cell, settings: Settings, told: str, directory: Path, limit_s: float, planned: int
+) -> tuple[int, str]:
+    strategy = STRATEGIES[cell.strategy]
+    flags = list(strategy.flags)
+    if strategy.repaired:
+        # No process gets a lost place before this has ended.
+        wait = f"{sys.executable} -S -c 'import time; time.sleep({settings.repair_s})'"
+        flags += ["--health-check", wait, "--health-check-s", str(settings.repair_s + 60)]
+    if planned:
+        flags += ["--failures", failures_spec(cell, settings.steps), "--log-dir", str(directory / "launcher")]
+    with Cluster(
+        directory / "cluster",
+        ranks=RANKS,
+        spares=strategy.spares,
+        trainer=("-m", "swift.study.trainers.with_swift"),
+        trainer_arguments=[told],
+        settings={} if planned else {events.ENV_EVENTS_DIR: ""},  # who trains has no trace
+        launcher_flags=flags,
+    ) as cluster:
+        deadline = time.monotonic() + limit_s
+        while (code := cluster.poll()) is None:
+            _in_time(deadline, limit_s)
+            time.sleep(POLL_S)
+        return code, (directory / "cluster" / "output" / "launcher.txt").read_text(errors="replace")
+
+
+def _in_time(deadline: float, limit_s: float) -> None:
+    if time.monotonic() > deadline:
+        raise ServiceError(f"not at its end after {limit_s:.0f} s")
+
+
+def reason(output: str, otherwise: str) -> str:
+    """Of a run that has failed, from what it wrote: the launcher's last line, or the last error of Python's."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("swift: ") and not line.startswith("swift: failures:")]
+    errors = [line for line in lines if "Error: " in line]
+    found = (ours or errors or [otherwise])[-1]
+    return found.removeprefix("swift: ")[:FAILED_WORDS]
+
+
+# --- what a run's marks say ---
+
+
+def read_marks(directory: Path) -> list[dict[str, Any]]:
+    """In the order of time; a last line that was cut short is left out."""
+    path = directory / "marks.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def measured(marks: Sequence[Mark]) -> dict[str, Any]:
+    """Of a run that came to its end. Seconds are from the moment when all ranks had begun."""
+    steps = [mark for mark in marks if mark["what"] == "stepped"]
+    ends = [mark for mark in marks if mark["what"] == "ended"]
+    if not ends or not steps:
+        return {"failed": "it ended with exit code 0, and no rank came to its end"}
+    digests = sorted({mark["digest"] for mark in ends})
+    times: dict[int, float] = {}
+    for mark in steps:
+        times[mark["step"]] = max(mark["at"], times.get(mark["step"], 0.0))
+    durations = [b - a for (s, a), (t, b) in pairwise(sorted(times.items())) if t == s + 1]
+    done = Counter((mark["rank"], mark["step"]) for mark in steps)
+    ranks = {mark["rank"] for mark in steps}
+    again = {rank: sum(n - 1 for (who, _), n in done.items() if who == rank) for rank in ranks}
+    fewer = with_fewer(marks)
+    return {
+        "measured": ends[0]["measured"],
+        "digests": digests,
+        "train_s": max(times.values()) - _began(marks),
+        "step_s": statistics.median(durations[len(durations) // 10 :]),
+        "peak_mib": max(mark["peak_mib"] for mark in ends),
+        "steps_lost": max(again.values()),
+        "batches_dropped": sum(RANKS - len(there) for _, there in fewer),
+        "fewer": fewer,
+        "losses": curve(steps),
+    }
+
+
+def with_fewer(marks: Sequence[Mark]) -> list[tuple[int, list[int]]]:
+    """Steps in whose update not all ranks had a part, and those that had.
+
+    A rank that dies in its update has had one, if the others need not compute the step again.
+    """
+    computed = Counter((mark["step"], mark["rank"]) for mark in marks if mark["what"] == "computed")
+    stepped = {(mark["step"], mark["rank"]) for mark in marks if mark["what"] == "stepped"}
+    found = []
+    for step in sorted({step for step, _ in stepped}):
+        at_end = {rank for rank in range(RANKS) if (step, rank) in stepped}
+        once = all(computed[step, rank] == 1 for rank in at_end)
+        there = at_end | {rank for rank in range(RANKS) if once and computed[step, rank]}
+        if len(there) < RANKS:
+            found.append((step, sorted(there)))
+    return found
+
+
+def calculate(cell: Cell, settings: Settings, result: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """The same cell by one process of plain torch (`trainers.alone`), and whether its bits are those of the run."""
+    given = {
+        "directory": str(directory),
+        "task": cell.task,
+        "seed": cell.seed,
+        "steps": settings.steps,
+        "fewer": result["fewer"],
+    }
+    words = ["swift.study.trainers.alone", json.dumps(given)]
+    env = own_environment() | {"OMP_NUM_THREADS": "1"}
+    process = Process("alone", words, env, directory / "alone.txt", directory)
+    limit_s = LIMIT_S + LIMIT_STEP_S * settings.steps
+    try:
+        deadline = time.monotonic() + limit_s
+        while (code := process.poll()) is None:
+            _in_time(deadline, limit_s)
+            time.sleep(POLL_S)
+        if code != 0:
+            raise ServiceError(
+                f"study: {cell.name} by one process: {reason(process.tail(), f'exit code {code}')}"
+            )
+    finally:
+        process.stop(GRACE_S)
+    found = json.loads((directory / "alone.json").read_text())
+    return {
+        "cell": cell.name,
+        "same_bits": result["digests"] == [found["digest"]],
+        "measured": result["measured"],
+        "calculated": found["measured"],
+    }
+
+
+def _began(marks: Iterable[Mark]) -> float:
+    first: dict[int, float] = {}
+    for mark in marks:
+        if mark["what"] == "begun":
+            first.setdefault(mark["rank"], mark["at"])
+    return max(first.values())
+
+
+def curve(steps: Sequence[Mark]) -> list[list[float]]:
+    """[step, loss of training]: means over the ranks and over some steps, of the time that each was done last."""
+    last = {(mark["step"], mark["rank"]): mark["loss"] for mark in steps}
+    end = max(step for step, _ in last) + 1
+    width = max(1, -(-end // CURVE_POINTS))
+    parts: dict[int, list[float]] = {}
+    for (step, _), loss in last.items():
+        parts.setdefault(step // width, []).append(loss)
+    return [
+        [part * width + (width - 1) / 2, round(statistics.fmean(parts[part]), 5)] for part in sorted(parts)
+    ]
+
+
+def failures_of(directory: Path) -> dict[str, Any]:
+    """From the launcher's own report: how many failures there were, and after how long the job ran again."""
+    found = next(iter((directory / "launcher").glob("*/failures.json")), None)
+    if found is None:
+        return {"injected": 0, "again_s": []}
+    report = json.loads(found.read_text())
+    again = [failure["running_after_s"] for failure in report["failures"]]
+    return {"injected": report["injected"], "again_s": [each for each in again if each is not None]}
+
+
+def check_failures(cells: Iterable[Cell], settings: Settings) -> None:
+    """UsageError if a seed draws more failures than a run may have."""
+    for cell in cells:
+        try:
+            _planned(cell, settings)
+        except UsageError as error:
+            raise UsageError(f"{error}; that is cell {cell.name}") from None

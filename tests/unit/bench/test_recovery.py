@@ -1,0 +1,248 @@
+"""What the comparison with peers makes of the marks that trainers leave: figures, goals, a table, a drawing."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from swift.bench.command import main
+from swift.bench.peers import environments, marks, plot, text
+from swift.bench.peers.trial import PLACES, Trial, make_model, read
+
+QUIET = {"step_s": 0.002, "peak_mib": 300.0}
+
+
+def mark(what: str, at: float, *, pid: int, replica: int | None, step: int | None = None, **more: Any) -> Any:
+    return {"what": what, "at": at, "pid": pid, "replica": replica, "step": step, **more}
+
+
+def run_with(after: list[Any], digests: tuple[str, ...] = ("a", "a")) -> list[Any]:
+    """Steps 0 to 3 by both, then the kill in step 4 at 10.0 s."""
+    before = [
+        mark("stepped", 6.0 + step, pid=1 + replica, replica=replica, step=step)
+        for step in range(4)
+        for replica in range(2)
+    ]
+    killed = mark("killed", 10.0, pid=2, replica=1, step=4)
+    last = {found["replica"]: found["pid"] for found in [*before, killed, *after]}
+    ended = [mark("ended", 99.0, pid=last[n], replica=n, digest=digest) for n, digest in enumerate(digests)]
+    return [*before, killed, *after, *ended]
+
+
+REPLACED = [
+    mark("imported", 11.0, pid=3, replica=None, started=10.5),
+    mark("connected", 11.5, pid=3, replica=1),
+]
+
+
+def stepped(at: float, pid: int, replica: int, step: int) -> Any:
+    return mark("stepped", at, pid=pid, replica=replica, step=step)
+
+
+def both(at: float, step: int, first: int = 1, second: int = 3) -> list[Any]:
+    """The new process a quarter of a second later."""
+    return [stepped(at, first, 0, step), stepped(at + 0.25, second, 1, step)]
+
+
+GONE_ON = [*REPLACED, *both(12.0, 4), *both(13.0, 5)]
+
+
+def test_a_replica_takes_the_place() -> None:
+    broken = mark("broken", 10.5, pid=1, replica=0, step=4)
+    assert marks.judge(run_with([broken, *GONE_ON]), "a") == {
+        "step_s": 1.0,
+        "next_step_s": 3.0,
+        "lost_s": 1.0,
+        "detect_s": 0.5,
+        "all_again_s": 2.25,
+        "steps_again": 0,
+        "steps_with_fewer": 0,
+        "pids": [[1], [2, 3]],
+        "restarted": 1,
+        "survived": True,
+        "same_bits": True,
+        "replacement_s": {"started": 0.5, "imported": 1.0, "connected": 1.5},
+    }
+
+
+@pytest.mark.parametrize(("first", "lost_s"), [(10.25, 2.0), (9.75, 3.0)])
+def test_who_has_the_gradients_of_the_step_of_the_kill_stands_still_behind_it(
+    first: float, lost_s: float
+) -> None:
+    """Two new steps are done after the kill, or one."""
+    found = marks.judge(run_with([stepped(first, 1, 0, 4), *REPLACED, *both(14.0, 5)]), "a")
+    assert (found["next_step_s"], found["lost_s"], found["steps_with_fewer"]) == (4.0, lost_s, 0)
+
+
+def test_steps_that_are_done_again_are_not_new() -> None:
+    again = [stepped(11.0 + step, pid, replica, step) for step in (2, 3) for pid, replica in ((5, 0), (6, 1))]
+    found = marks.judge(run_with([*again, *both(19.0, 4, 5, 6), *both(20.0, 5, 5, 6)]), "a")
+    assert (found["steps_again"], found["restarted"], found["next_step_s"]) == (2, 2, 10.0)
+
+
+def test_steps_of_one_replica_alone_are_counted() -> None:
+    alone = [stepped(15.0, 1, 0, 4), stepped(16.0, 1, 0, 5)]
+    found = marks.judge(run_with([*alone, *REPLACED, *both(17.0, 6)]), "a")
+    assert (found["next_step_s"], found["all_again_s"], found["steps_with_fewer"]) == (6.0, 7.25, 1)
+    assert marks.judge(run_with(alone), "a")["all_again_s"] is None
+
+
+def test_who_comes_back_too_late_does_no_step_of_the_run() -> None:
+    late = [stepped(15.0, 1, 0, 4), stepped(16.0, 1, 0, 5), stepped(100.0, 3, 1, 0)]
+    assert marks.judge(run_with(late), "a")["steps_again"] == 0
+
+
+@pytest.mark.parametrize("digests", [("a", "b"), ("b", "b"), ("a",), ()])
+def test_bits_differ(digests: tuple[str, ...]) -> None:
+    left = run_with(GONE_ON, digests)
+    assert marks.judge(left, "a")["same_bits"] is False
+
+
+def test_a_system_that_does_not_go_on_is_said() -> None:
+    assert marks.judge(run_with([], ()), "a") == {"failed": "no step was begun and done after the kill"}
+    assert "failed" in marks.judge([], "a")
+    found = marks.summary("torchrun", [{"failed": "no step was begun and done after the kill"}], QUIET)
+    assert text.row(found, None).endswith("no step was begun and done after the kill")
+
+
+def test_medians_and_bits_of_all_rounds() -> None:
+    left = run_with(GONE_ON)
+    rounds = [marks.judge(left, "a"), marks.judge(left, "other")]
+    rounds[1]["next_step_s"] = 4.0
+    found = marks.summary("swift", rounds, QUIET)
+    assert (found["next_step_s"], found["same_bits"]) == (3.5, False)
+    assert "3.50 s" in text.row(found, None)
+    assert text.way(found).endswith("started +0.50 s, imported +1.00 s, connected +1.50 s")
+
+
+def test_a_survivor_that_is_started_again_did_not_survive() -> None:
+    again = marks.judge(run_with([*both(19.0, 4, 5, 6), *both(20.0, 5, 5, 6)]), "a")
+    kept = marks.judge(run_with(GONE_ON), "a")
+    assert (again["survived"], kept["survived"]) == (False, True)
+    gone = [found for found in run_with(GONE_ON) if found["what"] != "ended"]
+    assert marks.judge(gone, "a")["survived"] is False, "it did not come to the end"
+
+
+def test_points_are_those_of_the_seed() -> None:
+    drawn = marks.points(3, 200, 50, 60)
+    assert drawn == marks.points(3, 200, 50, 60) != marks.points(4, 200, 50, 60)
+    assert {point.step for point in drawn} == set(range(50, 61))
+    assert {point.place for point in drawn} == set(PLACES)
+    assert marks.points(3, 5, 50, 60) == drawn[:5], "more kills begin with the same ones"
+
+
+def case(system: str, lost_s: float, **changes: Any) -> dict[str, Any]:
+    measured = marks.judge(run_with(GONE_ON), "a")
+    return marks.summary(system, [measured | {"lost_s": lost_s} | changes], QUIET)
+
+
+def verdicts(*cases: dict[str, Any]) -> list[bool | None]:
+    return [found["met"] for found in text.goals(cases)]
+
+
+def test_goals() -> None:
+    torchrun, torchft = case("torchrun", 10.0, survived=False), case("torchft", 5.0, same_bits=False)
+    swift = case("swift", 0.5)
+    assert verdicts(torchrun, torchft, swift) == [True, True, True, True]
+    assert text.goals([torchrun, torchft, swift])[0]["value"] == pytest.approx(20)
+    assert verdicts(torchrun, torchft, case("swift", 1.25)) == [False, True, True, True]
+    assert verdicts(torchrun, case("torchft", 0.4), swift)[1] is False
+    assert verdicts(torchrun, case("torchft-all", 0.4, steps_again=3), torchft, swift)[1] is True, (
+        "not without steps"
+    )
+    assert verdicts(torchrun, torchft, swift, case("swift-shrink", 0.5, survived=False))[2] is False
+    assert verdicts(torchrun, torchft, swift, case("swift-lossy-forward", 0.5, same_bits=False))[3] is True
+    assert verdicts(torchrun, torchft, swift, case("swift-replay", 0.5, same_bits=False))[3] is False
+    assert verdicts(torchrun, swift, {"system": "torchft", "missing": "left out"})[1] is None
+    assert verdicts(torchrun) == [None] * 4
+    assert [text.goal(found).rpartition(" ")[2] for found in text.goals([torchrun, swift])] == [
+        "met",
+        "measured",
+        "met",
+        "met",
+    ]
+
+
+def test_the_table_has_what_a_system_costs_over_torchrun() -> None:
+    base = {"step_s": 0.001, "peak_mib": 250.0}
+    line = text.row(case("swift", 0.5), base)
+    for words in ("swift, auto", "0.50 s", "2.0 ms", "+1.0 ms", "+50 MiB", "1 of 1"):
+        assert words in line, words
+    assert len(text.HEAD) == len(line)
+
+
+def test_the_drawing_has_a_dot_for_each_kill_and_a_bar_for_each_system() -> None:
+    cases = [case("swift", 0.5), case("torchrun", 10.0), {"system": "nvrx", "missing": "left out: <no>"}]
+    drawn = plot.draw({"cases": cases, "settings": {"kills": 1}})
+    assert (drawn.count('class="dot"'), drawn.count('class="median"')) == (2, 2)
+    assert "swift, auto: 0.5 s" in drawn
+    assert "NVRx" not in drawn
+    ElementTree.fromstring(drawn)
+    ElementTree.fromstring(plot.draw({"cases": [], "settings": {"kills": 1}}))
+
+
+def test_a_peer_that_cannot_be_had_is_left_out_with_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = {"torchft": ("torchft", "there-is-no-such-package==0.0.1", ())}
+    monkeypatch.setattr(environments, "PACKAGES", packages)
+    (tmp_path / "torchft" / "bin").mkdir(parents=True)
+    python = tmp_path / "torchft" / "bin" / "python"
+    python.write_text("#!/bin/sh\necho no module named torchft >&2\nexit 1\n")
+    python.chmod(0o755)
+    path = tmp_path / "found.json"
+    words = ["--system", "torchft", "--peers", str(tmp_path), "--json", str(path)]
+    assert main(["recovery", *words]) == 0
+    assert "left out: import torchft: no module named torchft" in capsys.readouterr().out
+    (only,) = json.loads(path.read_text())["cases"]
+    assert only["system"] == "torchft"
+    with pytest.raises(environments.Missing, match="pip install"):
+        environments._run(["false"], "pip install")
+
+
+@pytest.mark.parametrize("words", [["--kills", "0"], ["--steps", "149"], ["--wait-ms", "-1"]])
+def test_bad_input(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recovery", *words]) == 2
+    assert "--steps of at least 3 times" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_said_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recovery", "--plot", str(tmp_path / "no" / "plot.svg")]) == 2
+    assert "--plot" in capsys.readouterr().err
+
+
+TRIAL = Trial(directory="", steps=9, kill_step=4, every=2, wait_s=0.0)
+
+
+def test_a_batch_depends_on_replica_and_step_alone() -> None:
+    model = make_model()
+    losses = [TRIAL.loss(model, replica, step) for replica in range(2) for step in range(3)]
+    assert len({float(loss.detach()) for loss in losses}) == 6
+    assert losses[4] == TRIAL.loss(make_model(), 1, 1)
+
+
+def test_only_the_victim_dies_and_only_once(tmp_path: Path) -> None:
+    trial = replace(TRIAL, directory=str(tmp_path))
+    (tmp_path / "killed").touch()
+    trial.maybe_die(1, 4, "forward")
+    never = replace(TRIAL, directory=str(tmp_path / "never"))
+    never.maybe_die(0, 4, "forward")
+    never.maybe_die(1, 4, "backward")
+    never.maybe_die(1, 5, "forward")
+    trial.mark("stepped", 0, 1)
+    assert [found["what"] for found in read(trial.directory)] == ["stepped"]
+
+
+def test_a_checkpoint_that_is_not_whole_is_not_loaded(tmp_path: Path) -> None:
+    trial = replace(TRIAL, directory=str(tmp_path))
+    assert trial.newest_checkpoint() is None
+    for step in (200, 1000, 1100):
+        (trial.checkpoints / str(step)).mkdir(parents=True)
+    for step in (200, 1000):
+        (trial.checkpoints / str(step) / ".metadata").touch()
+    assert trial.newest_checkpoint() == trial.checkpoints / "1000"
