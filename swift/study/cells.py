@@ -10,15 +10,17 @@ study.json study.html the result
 import contextlib
 import fcntl
 import json
+import platform
 import shutil
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from swift.bench.output import write_text
+from swift.bench.output import cpu_model, write_text
 from swift.errors import ServiceError, UsageError
 from swift.study.settings import Cell, Settings
 from swift.words import tell
@@ -54,17 +56,26 @@ class Store:
 
     def _agree(self, settings: Settings) -> None:
         path = self.directory / "settings.json"
+        here = environment()
         if not path.exists():
-            write_text(path, json.dumps({"format": FORMAT, **settings.as_json()}, indent=2) + "\n")
+            whole = {"format": FORMAT, **settings.as_json(), "environment": here}
+            write_text(path, json.dumps(whole, indent=2) + "\n")
             return
         try:
             stored = json.loads(path.read_text())
+            before: dict[str, str] = dict(stored["environment"])
             if stored["format"] != FORMAT:
                 raise ValueError
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"study: {path} is damaged, or of another version: name another --out") from None
         if difference := settings.difference(stored):
             raise UsageError(f"study: --out {self.directory} is of another study: {difference}")
+        for name, found in here.items():
+            if before.get(name) != found:
+                was = f"{name} {before.get(name)}"
+                raise UsageError(
+                    f"study: --out {self.directory} was begun with {was}, here is {found}: begin anew"
+                )
 
     def path(self, cell: Cell) -> Path:
         return self.directory / "cells" / f"{cell.name}.json"
@@ -109,6 +120,16 @@ class Store:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def environment() -> dict[str, str]:
+    """What bits and times depend on beside the settings. The text of the byte task is that of this Python."""
+    return {
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "swift-ft": metadata.version("swift-ft"),
+        "processor": cpu_model(),
+    }
 
 
 def check(result: Result) -> int:

@@ -14,6 +14,7 @@ from swift.study import figures, page, running
 from swift.study.cells import Result, Store
 from swift.study.settings import TASKS, Cell, Settings
 from swift.study.strategies import DEFAULT, QUICK, STRATEGIES
+from swift.study.trainers import corpus
 from swift.words import one_line, show, tell
 
 
@@ -93,10 +94,14 @@ def _rates(text: str) -> tuple[float, ...]:
         raise UsageError(f"study: --rates {text}: numbers between commas, such as 0.5,2") from None
 
 
-def missing(task: str) -> bool:
-    """Whether the package that the task needs is not installed."""
+def missing(task: str) -> str:
+    """Why the task cannot be had here; empty: it can."""
     needs = TASKS[task].needs
-    return bool(needs) and importlib.util.find_spec(needs) is None
+    if needs and importlib.util.find_spec(needs) is None:
+        return f"it needs {needs}; pip install 'swift-ft[study]'"
+    if task == "bytes" and len(corpus.sources()) < corpus.FILES_MAX // 2:
+        return "the sources of Python's standard library are not installed"
+    return ""
 
 
 class Progress:
@@ -122,9 +127,9 @@ def _left(seconds: float) -> str:
 
 def study(settings: Settings, store: Store) -> dict[str, Any]:
     """The figures, once all cells are done."""
-    skipped = [task for task in settings.tasks if missing(task)]
-    for task in skipped:
-        tell(f"study: {task} is skipped: it needs {TASKS[task].needs}; pip install 'swift-ft[study]'")
+    skipped = {task: why for task in settings.tasks if (why := missing(task))}
+    for task, why in skipped.items():
+        tell(f"study: {task} is skipped: {why}")
     cells = [cell for cell in settings.cells() if cell.task not in skipped]
     if not cells:
         raise UsageError("study: no task is left")
@@ -163,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
     try:
         settings, places = settings_of(argv if argv is not None else [])
+        if importlib.util.find_spec("torch") is None:
+            raise UsageError("study: it needs torch; pip install 'swift-ft[train]'")
         with Store(places.out).opened(settings) as store:
             found = study(settings, store)
             output.write_json(places.json, found)

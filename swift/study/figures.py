@@ -25,7 +25,7 @@ def build(
     settings: Settings,
     results: Results,
     machine: str,
-    skipped: Sequence[str],
+    skipped: Mapping[str, str],
     checks: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """The study as JSON. `checks`: of cells that one process has calculated as well (`running.calculate`)."""
@@ -36,7 +36,7 @@ def build(
         "question": QUESTION,
         "machine": machine,
         "settings": settings.as_json(),
-        "skipped": list(skipped),
+        "skipped": dict(skipped),
         "tasks": {task: _task(task, settings, whole) for task in settings.tasks if task not in skipped},
         "checks": [dict(check) for check in checks],
         "failed": failed,

@@ -68,8 +68,8 @@ def _section(title: str, words: Any) -> list[str]:
     return [f"<h2>{text(title)}</h2>", _list(found)] if found else []
 
 
-def _skipped(tasks: Sequence[str]) -> list[str]:
-    return [f"<p>{text(task)} was skipped: pip install 'swift-ft[study]'</p>" for task in tasks]
+def _skipped(tasks: Mapping[str, str]) -> list[str]:
+    return [f"<p>{text(task)} was skipped: {text(why)}</p>" for task, why in tasks.items()]
 
 
 def _task(task: Mapping[str, Any]) -> str:

@@ -60,7 +60,7 @@ def judge(marks: Sequence[dict[str, Any]], reference: str) -> dict[str, Any]:
     ]
     # A process that comes back when the others have ended begins from nothing: that is no part of the run.
     over = min((mark["at"] for mark in marks if mark["what"] == "ended"), default=float("inf"))
-    together = [max(times) for times in new.values() if len(times) == REPLICAS]
+    together = [max(times) for number, times in new.items() if number > step and len(times) == REPLICAS]
     processes = [
         list(dict.fromkeys(mark["pid"] for mark in marks if mark["replica"] == replica))
         for replica in range(REPLICAS)

@@ -57,7 +57,7 @@ def test_a_replica_takes_the_place() -> None:
         "next_step_s": 3.0,
         "lost_s": 1.0,
         "detect_s": 0.5,
-        "all_again_s": 2.25,
+        "all_again_s": 3.25,
         "steps_again": 0,
         "steps_with_fewer": 0,
         "pids": [[1], [2, 3]],

@@ -77,6 +77,14 @@ def test_flags() -> None:
     assert (full.rates, full.strategies, full.steps) == ((1.0, 3.0), ("auto", "replay"), 40)
 
 
+def test_a_task_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command.missing("bytes") == ""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert command.missing("digits") == "it needs sklearn; pip install 'swift-ft[study]'"
+    monkeypatch.setattr("swift.study.trainers.corpus.sources", list)
+    assert "standard library are not installed" in command.missing("bytes")
+
+
 def test_failures_are_of_the_job() -> None:
     """Two hosts, each of which fails half as often."""
     assert failures_spec(CELL, 100) == "every=exponential,mtbf=100,until=100,seed=1,phase=optimizer"
@@ -106,7 +114,14 @@ def test_another_study_is_refused(tmp_path: Path) -> None:
         Store(tmp_path).opened(settings(steps=200)),
     ):
         pass
-    (tmp_path / "settings.json").write_text("{}")
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"environment": {"python": "3.1"}}))
+    with (
+        pytest.raises(UsageError, match=r"was begun with python 3\.1, here is 3"),
+        Store(tmp_path).opened(settings()),
+    ):
+        pass
+    path.write_text("{}")
     with (
         pytest.raises(UsageError, match="is damaged, or of another version"),
         Store(tmp_path).opened(settings()),

@@ -50,7 +50,7 @@ def made(**changed: dict[str, Any]) -> dict[str, Any]:
     for cell in results:
         results[cell] |= changed.get(cell.name.replace("-", "_"), {})
     checks = [{"cell": "bytes-auto-4-0", "same_bits": True, "measured": 3.0, "calculated": 3.0}]
-    return figures.build(SETTINGS, results, "a machine", [], checks)
+    return figures.build(SETTINGS, results, "a machine", {}, checks)
 
 
 def row(found: dict[str, Any], task: str, strategy: str, rate: float) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_exact_ones_with_other_bits_are_named() -> None:
 def test_a_check_that_finds_other_bits_is_named() -> None:
     checks = [{"cell": "x", "same_bits": False, "measured": 3.0, "calculated": 3.5}]
     found = figures.build(
-        SETTINGS, {cell: result(cell) for cell in SETTINGS.cells()}, "a machine", [], checks
+        SETTINGS, {cell: result(cell) for cell in SETTINGS.cells()}, "a machine", {}, checks
     )
     assert found["differ"] == ["x, by one process"]
 
@@ -112,7 +112,7 @@ def test_failed_runs_are_left_out_and_named() -> None:
 
 def test_nothing_came_to_its_end() -> None:
     results = {cell: {"failed": "no"} for cell in SETTINGS.cells()}
-    found = figures.build(SETTINGS, results, "a machine", [], [])
+    found = figures.build(SETTINGS, results, "a machine", {}, [])
     assert "No run came to its end." in page.build(found)
     assert figures.conclusions(found) == []
     assert figures.lines(found)
@@ -126,7 +126,7 @@ def test_conclusions() -> None:
     worse = next(each for each in words if "4 failures per 100" in each and "shrink-drop" in each)
     assert "worse by 0.400 ± 0.000 bits per byte: worse" in worse
     one = Settings(**{**SETTINGS.as_json(), "seeds": 1, "tasks": ("bytes",)})
-    found = figures.build(one, {cell: result(cell) for cell in one.cells()}, "a machine", [], [])
+    found = figures.build(one, {cell: result(cell) for cell in one.cells()}, "a machine", {}, [])
     assert any("one seed does not say whether that is chance" in each for each in figures.conclusions(found))
     assert "±" not in "".join(figures.lines(found))
 
