@@ -144,22 +144,27 @@ def verdicts(*cases: dict[str, Any]) -> list[bool | None]:
 
 
 def test_goals() -> None:
-    torchrun, torchft = case("torchrun", 10.0, survived=False), case("torchft", 5.0, same_bits=False)
-    swift = case("swift", 0.5)
-    assert verdicts(torchrun, torchft, swift) == [True, True, True, True]
-    assert text.goals([torchrun, torchft, swift])[0]["value"] == pytest.approx(20)
-    assert verdicts(torchrun, torchft, case("swift", 1.25)) == [False, True, True, True]
-    assert verdicts(torchrun, case("torchft", 0.4), swift)[1] is False
-    assert verdicts(torchrun, case("torchft-all", 0.4, steps_again=3), torchft, swift)[1] is True, (
-        "not without steps"
-    )
-    assert verdicts(torchrun, torchft, swift, case("swift-shrink", 0.5, survived=False))[2] is False
-    assert verdicts(torchrun, torchft, swift, case("swift-lossy-forward", 0.5, same_bits=False))[3] is True
-    assert verdicts(torchrun, torchft, swift, case("swift-replay", 0.5, same_bits=False))[3] is False
-    assert verdicts(torchrun, swift, {"system": "torchft", "missing": "left out"})[1] is None
-    assert verdicts(torchrun) == [None] * 4
+    """Beside torchrun; torchft that loses no batch; torchft alone; survivors; bits."""
+    torchrun, swift = case("torchrun", 10.0, survived=False), case("swift", 0.5)
+    both, alone = case("torchft-all", 5.0), case("torchft", 4.0, same_bits=False)
+    peers = torchrun, both, alone
+    assert verdicts(*peers, swift) == [True] * 5
+    assert text.goals([*peers, swift])[0]["value"] == pytest.approx(20)
+    assert verdicts(*peers, case("swift", 1.25)) == [False, True, True, True, True]
+    assert verdicts(*peers, case("swift", 4.5)) == [False, True, False, True, True]
+    assert verdicts(torchrun, case("torchft-all", 0.4), alone, swift)[1] is False
+    assert verdicts(*peers, case("torchft-all-tuned", 0.4), swift)[1] is False
+    again = case("torchft-all-tuned", 0.4, steps_again=3)
+    assert verdicts(*peers, again, swift)[1] is True, "not without steps"
+    assert verdicts(*peers, case("torchft-tuned", 0.4), swift)[1:3] == [True, False]
+    assert verdicts(*peers, swift, case("swift-shrink", 0.5, survived=False))[3] is False
+    assert verdicts(*peers, swift, case("swift-lossy-forward", 0.5, same_bits=False))[4] is True
+    assert verdicts(*peers, swift, case("swift-replay", 0.5, same_bits=False))[4] is False
+    assert verdicts(torchrun, swift, {"system": "torchft", "missing": "left out"})[1:3] == [None, None]
+    assert verdicts(torchrun) == [None] * 5
     assert [text.goal(found).rpartition(" ")[2] for found in text.goals([torchrun, swift])] == [
         "met",
+        "measured",
         "measured",
         "met",
         "met",
