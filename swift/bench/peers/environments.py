@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from shutil import rmtree
 from types import MappingProxyType
 
 PACKAGES: Mapping[str, tuple[str, str, Sequence[str]]] = MappingProxyType(
@@ -31,7 +32,11 @@ def python_of(peer: str, directory: Path) -> str:
         torch = f"torch=={metadata.version('torch').partition('+')[0]}"
         words = [str(python), "-m", "pip", "install", "--quiet", torch, "numpy", package, *more]
         print(f"installing {package} for {peer} in {place}", file=sys.stderr, flush=True)
-        _run(words, f"pip install {package}")
+        try:
+            _run(words, f"pip install {package}")
+        except BaseException:
+            rmtree(place)  # half an environment would be taken for a whole one
+            raise
     _run([str(python), "-c", f"import {module}"], f"import {module}")
     return str(python)
 

@@ -208,6 +208,21 @@ def test_a_peer_that_cannot_be_had_is_left_out_with_its_reason(
         environments._run(["false"], "pip install")
 
 
+def test_half_an_environment_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(words: list[str], what: str) -> None:
+        if what == "venv":
+            python.parent.mkdir(parents=True)
+            python.touch()
+        else:
+            raise environments.Missing(f"{what}: no network")
+
+    python = tmp_path / "nvrx" / "bin" / "python"
+    monkeypatch.setattr(environments, "_run", run)
+    with pytest.raises(environments.Missing, match="no network"):
+        environments.python_of("nvrx", tmp_path)
+    assert not (tmp_path / "nvrx").exists()
+
+
 @pytest.mark.parametrize("words", [["--kills", "0"], ["--steps", "149"], ["--wait-ms", "-1"]])
 def test_bad_input(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recovery", *words]) == 2
