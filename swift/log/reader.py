@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import grpc
 
@@ -38,6 +39,17 @@ _CURSORS_PER_CONNECTION = CALLS_PER_CONNECTION // 2
 def never() -> bool:
     """(`LogReader.digests`) For whoever waits for a server as long as it takes."""
     return False
+
+
+class Holdings(NamedTuple):
+    """Of a job on one server."""
+
+    streams: frozenset[str]
+    trimmed_below_step: int
+
+    def lacks(self, stream: str, from_step: int) -> bool:
+        """It has no record of the stream from this step on, and has not had one."""
+        return stream not in self.streams and from_step >= self.trimmed_below_step
 
 
 class LogReader:
@@ -109,6 +121,17 @@ class LogReader:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_RETRY_S)
+
+    def holdings(self, server: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> Holdings | None:
+        """Which streams of the job there are on a server. None: it does not know the job, or has not answered."""
+        stub = log_pb2_grpc.LogStub(self._channel(server))
+        try:
+            reply = stub.Inventory(log_pb2.InventoryRequest(job=self.job), timeout=timeout_s)
+        except grpc.RpcError:
+            return None
+        if not reply.generation:
+            return None
+        return Holdings(frozenset(stream.stream for stream in reply.streams), reply.trimmed_below_step)
 
     def _digests(self, address: str, stream: str, from_step: int, timeout_s: float) -> dict[RecordKey, bytes]:
         request = log_pb2.DigestsRequest(job=self.job, stream=stream, from_step=from_step)

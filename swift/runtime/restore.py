@@ -24,7 +24,7 @@ from swift.runtime.faults import FaultInjector
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.member import Member
 from swift.runtime.own_log import FLUSH_TIMEOUT_S, log_totals
-from swift.runtime.own_streams import OwnStreams
+from swift.runtime.own_streams import OwnStreams, Servers
 from swift.runtime.pace import Pace
 from swift.runtime.shared_replay.helper import Helper, MakeModule
 from swift.runtime.shared_replay.owner import Helped, Owner, send_away, why_alone, why_no_help
@@ -105,12 +105,13 @@ class Restorer:
             site.snapshots.forget_above(plan.target_version)
         for copy in plan.copies:
             TABLE[copy.strategy].copy(site, copy)
-        if not plan.gives_up_log and (plan.was_logged(self._rank) or not self._state.lived):
-            # By a process that held the rank before, or by this one, which has forgotten it.
-            self._own.expect(writer, log_servers, mine.from_version)
-        if site.copied is not None:
-            self._own.declare_gaps(writer, log_servers, site.copied)
-            site.copied = None
+        with Servers(self._member) as servers:
+            if not plan.gives_up_log and (plan.was_logged(self._rank) or not self._state.lived):
+                # By a process that held the rank before, or by this one, which has forgotten it.
+                self._own.expect(servers, writer, log_servers, mine.from_version)
+            if site.copied is not None:
+                self._own.declare_gaps(servers, writer, log_servers, site.copied)
+                site.copied = None
         replays = self._rank in plan.replayed_from
         if replays or shared is not None:
             self._channel.groups = RecoveryGroups.parse(plan.groups)

@@ -177,6 +177,28 @@ def test_divergence_names_the_record(server: InProcess) -> None:
             writer.flush(TIMEOUT_S)
 
 
+def test_which_streams_a_server_has(server: InProcess) -> None:
+    """Where it lacks a stream, its digests are none; where they cannot be had, it does not say so."""
+    with writing(server) as writer, reading(server) as reader:
+        for step in range(3):
+            put(writer, step)
+        writer.flush(TIMEOUT_S)
+        held = reader.holdings(server.address)
+        assert held is not None
+        assert (held.lacks("s0.B", 0), held.lacks("s0.F", 0)) == (True, False)
+        assert reader.digests("s0.B", 0, cancelled=never) == {}
+        admin.trim(server.address, JOB, 2, TIMEOUT_S)
+        held = reader.holdings(server.address)
+        assert held is not None
+        assert (held.lacks("s0.B", 2), held.lacks("s0.B", 1)) == (True, False)
+        with pytest.raises(RecordTrimmed):
+            reader.digests("s0.B", 1, cancelled=never)
+        assert reader.holdings("127.0.0.1:1") is None, "nobody answers"
+    other = LogReader([server.address], "other")
+    assert other.holdings(server.address) is None, "it does not know the job"
+    other.close()
+
+
 def test_a_server_makes_the_digests_answer_without_keeping_others_waiting(
     server: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,10 +11,12 @@ from swift.errors import (
     LogInterrupted,
     LogUnavailable,
     RecordCorrupt,
+    RecordTrimmed,
     ReplayRefused,
     ServiceError,
     UsageError,
 )
+from swift.log.reader import Holdings
 from swift.log.record import RecordKey
 from swift.log.unlogged import Steps, mark
 from swift.recovery import Plan, RankPlan, Strategy
@@ -70,7 +72,8 @@ class Opened:
         self.held: dict[str, list[RecordKey]] = {}
         self.lacking: dict[str, tuple[int, int]] = {}
         self.declared = False
-        self.floor = 0
+        self.floor = self.trimmed = 0
+        self.questions: list[tuple[str, str]] = []
         self.unlogged = self
 
     def forget_below(self, step: int) -> None:
@@ -82,8 +85,16 @@ class Opened:
     def declare(self) -> None:
         self.declared = True
 
+    def holdings(self, server: str) -> Holdings | None:
+        if server in self.damaged | self.called_off | self.down:
+            return None
+        return Holdings(frozenset(self.held), self.trimmed)
+
     def digests(self, stream: str, from_step: int, server: str, *, cancelled: Any) -> dict[RecordKey, bytes]:
         self.asked.append(server)
+        self.questions.append((server, stream))
+        if from_step < self.trimmed:
+            raise RecordTrimmed(f"trimmed below {self.trimmed}")
         if server in self.damaged:
             raise RecordCorrupt(f"damaged on {server}")
         if server in self.called_off:
@@ -333,6 +344,25 @@ def follow(
     restorer._state.lived = lived
     restorer.follow(plan_of(strategy), log, ["l0", "l1"], lambda: None)
     return asked
+
+
+def test_streams_that_a_server_does_not_have_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logged_to(1)
+    follow(monkeypatch, log, Strategy.REPLICA, False)
+    assert {stream for _, stream in log.questions} == {"s1c0.F", "s1c1.F"}
+    lacking, expected = dict(log.lacking), dict(log.expected)
+    monkeypatch.setattr(Opened, "holdings", lambda log, server: None)  # it has not answered
+    log = logged_to(1)
+    follow(monkeypatch, log, Strategy.REPLICA, False)
+    assert {"s1c0.B", "r0.C", "r1.C"} < {stream for _, stream in log.questions}
+    assert (log.lacking, log.expected) == (lacking, expected), "it is the same"
+
+
+def test_what_is_trimmed_is_not_taken_to_have_been_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = logged_to(1)
+    log.trimmed = 4
+    with pytest.raises(RecordTrimmed):
+        follow(monkeypatch, log, Strategy.KEEP, False)
 
 
 def plan_of(strategy: Strategy) -> PublishedPlan:
