@@ -34,7 +34,7 @@ def row(case: Mapping[str, Any], base: Mapping[str, float] | None) -> str:
 def way(case: Mapping[str, Any]) -> str:
     """How the process in the victim's place went, as a line of text."""
     words = [f"{name} {seconds:+.2f} s" for name, seconds in case["replacement_s"].items()]
-    return f"{SYSTEMS[case['system']].words:<28}{', '.join(words)}"
+    return f"{SYSTEMS[case['system']].words:<30}{', '.join(words) or '-'}"
 
 
 def goals(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
