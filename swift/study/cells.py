@@ -3,7 +3,7 @@
 settings.json         of the study that the directory belongs to
 lock                  held by the study that runs
 cells/NAME.json       what became of that cell
-run/                  of the cell under way; removed behind it
+run-*/                of the cell under way; removed behind it
 study.json study.html the result
 """
 
@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import platform
+import secrets
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -42,17 +43,18 @@ class Store:
         """Held for this process alone. UsageError: it cannot be written, is in use, or is of another study."""
         try:
             (self.directory / "cells").mkdir(parents=True, exist_ok=True)
-            with (self.directory / "lock").open("a") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise UsageError(f"study: --out {self.directory}: another study runs there") from None
-                self._agree(settings)
-                yield self
+            lock = (self.directory / "lock").open("a")
         except OSError as error:
             raise UsageError(
                 f"study: --out {self.directory}: {error.strerror}: name a directory that can be written"
             ) from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"study: --out {self.directory}: another study runs there") from None
+            self._agree(settings)
+            yield self
 
     def _agree(self, settings: Settings) -> None:
         path = self.directory / "settings.json"
@@ -104,8 +106,10 @@ class Store:
     @contextmanager
     def place(self) -> Iterator[Path]:
         """Where the cell under way works. ServiceError: it cannot be made, or there is no space for a run."""
-        path = (self.directory / "run").absolute()
-        shutil.rmtree(path, ignore_errors=True)
+        for left in self.directory.glob("run-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        # A name of its own: ranks of a study that was killed may still write where they did.
+        path = (self.directory / f"run-{secrets.token_hex(4)}").absolute()
         try:
             free = shutil.disk_usage(self.directory).free >> 20
             if free < SPACE_MIB:

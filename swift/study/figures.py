@@ -91,6 +91,9 @@ def _row(task: str, strategy: str, rate: float, seeds: int, results: Results) ->
         "runs": len(own),
         "same_bits": sum(a["digests"] == b["digests"][:1] for a, b in both),
         "failures": sum(result["injected"] for result in own.values()),
+        "planned": sum(result["planned"] for result in own.values()),
+        "hit": sum(result["injected"] > 0 for result in own.values()),
+        "hit_same_bits": sum(a["digests"] == b["digests"][:1] for a, b in both if a["injected"]),
         "measured": _json(result["measured"] for result in own.values()),
         "worse": _json(sign * (a["measured"] - b["measured"]) for a, b in both),
         "overhead": _json(a["train_s"] / b["train_s"] - 1 for a, b in both),
@@ -130,7 +133,11 @@ def _mark_front(rows: Sequence[dict[str, Any]]) -> None:
     known = [row for row in rows if row["worse"] is not None]
 
     def at(row: Mapping[str, Any]) -> tuple[float, float]:
-        return row["worse"]["mean"], row["overhead"]["mean"]
+        worse = read(row, "worse")
+        assert worse is not None
+        # What chance explains is no difference.
+        chance = worse.half is not None and not worse.tells_from_zero
+        return 0.0 if chance else worse.mean, row["overhead"]["mean"]
 
     for row in known:
         x, y = at(row)
@@ -147,7 +154,7 @@ def conclusions(found: Mapping[str, Any]) -> list[str]:
         rows = [row for row in task["rows"] if row["rate"] > 0 and row["runs"]]
         exact = [row for row in rows if row["exact"]]
         if exact:
-            same, runs = sum(row["same_bits"] for row in exact), sum(row["runs"] for row in exact)
+            same, runs = sum(row["hit_same_bits"] for row in exact), sum(row["hit"] for row in exact)
             words.append(
                 f"{task['title']}: exact strategies ended with the bits of the run without failures in {same} of "
                 f"{runs} runs with failures ({sum(row['failures'] for row in exact)} failures)."
@@ -203,6 +210,7 @@ def percent(found: Estimate | None) -> str:
 COLUMNS = (
     ("strategy", "strategy"),
     ("bits", "same bits"),
+    ("failures", "failures"),
     ("measured", "at the end"),
     ("worse", "worse by"),
     ("overhead", "longer by"),
@@ -231,6 +239,7 @@ def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
         "overhead": "" if plain else percent(read(row, "overhead")),
         "memory_mib": "" if plain else _mib(read(row, "memory_mib")),
         "bits": f"{row['same_bits']} of {row['runs']}",
+        "failures": "" if calm else str(row["failures"]),
     }
 
 
@@ -243,10 +252,10 @@ def _mib(found: Estimate | None) -> str:
     return "-" if found is None else f"{found.mean:+.0f} MiB"
 
 
-def heading(rate: float, failures: int) -> str:
+def heading(rate: float) -> str:
     if rate == 0.0:
         return "without failures"
-    return f"{rate_words(rate)} on average ({failures} in all runs)"
+    return f"{rate_words(rate)} on average"
 
 
 def rate_words(rate: float) -> str:
@@ -257,7 +266,7 @@ def groups(task: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]
     """The rows of a task by rate, each with its heading."""
     rates = list(dict.fromkeys(row["rate"] for row in task["rows"]))
     by = [(rate, [row for row in task["rows"] if row["rate"] == rate]) for rate in rates]
-    return [(heading(rate, sum(row["failures"] for row in rows)), rows) for rate, rows in by]
+    return [(heading(rate), rows) for rate, rows in by]
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
@@ -281,5 +290,9 @@ def lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def check_words(check: Mapping[str, Any]) -> str:
+    """What one process has found, and of how much."""
+    had = f"{check['cell']} ({check['failures']} failures, {check['batches_dropped']} batches dropped)"
+    if "failed" in check:
+        return f"{had}: not calculated: {check['failed']}"
     bits = "the same bits" if check["same_bits"] else "OTHER BITS"
-    return f"{check['cell']}: {bits}; {check['calculated']:.5g} against {check['measured']:.5g}"
+    return f"{had}: {bits}; {check['calculated']:.5g} against {check['measured']:.5g}"

@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from swift import events
 from swift.drill.cluster import Cluster, Process, own_environment
 from swift.errors import ServiceError, UsageError
 from swift.failures.schedule import schedule_of
@@ -36,7 +35,7 @@ def run(cell: Cell, settings: Settings, directory: Path) -> dict[str, Any]:
         "checkpoint_every": settings.checkpoint_every,
     }
     planned = _planned(cell, settings)
-    limit_s = LIMIT_S + LIMIT_STEP_S * settings.steps + LIMIT_FAILURE_S * planned
+    limit_s = LIMIT_S + LIMIT_STEP_S * settings.steps + (LIMIT_FAILURE_S + settings.repair_s) * planned
     try:
         if cell.strategy == PLAIN:
             code, tail = _run_plain(json.dumps(told), directory, limit_s)
@@ -45,10 +44,16 @@ def run(cell: Cell, settings: Settings, directory: Path) -> dict[str, Any]:
     except ServiceError as error:
         first, *more = [line.strip() for line in str(error).splitlines() if line.strip()]
         return {"failed": ": ".join([first, *more[-1:]])[:FAILED_WORDS]}
-    marks = read_marks(directory)
     if code != 0:
         return {"failed": reason(tail, f"exit code {code}"), "planned": planned}
-    return {"planned": planned, **measured(marks), **failures_of(directory)}
+    happened = failures_of(directory)
+    if planned and happened is None:
+        return {"failed": "the launcher has not reported the failures", "planned": planned}
+    try:
+        marks = read_marks(directory)
+    except ValueError as error:
+        return {"failed": f"its marks cannot be read: {error}", "planned": planned}
+    return {"planned": planned, **measured(marks), **(happened or {"injected": 0, "again_s": []})}
 
 
 def _planned(cell: Cell, settings: Settings) -> int:
@@ -90,7 +95,6 @@ def _run_swift(
         spares=strategy.spares,
         trainer=("-m", "swift.study.trainers.with_swift"),
         trainer_arguments=[told],
-        settings={} if planned else {events.ENV_EVENTS_DIR: ""},  # who trains has no trace
         launcher_flags=flags,
     ) as cluster:
         deadline = time.monotonic() + limit_s
@@ -178,6 +182,13 @@ def calculate(cell: Cell, settings: Settings, result: Mapping[str, Any], directo
         "steps": settings.steps,
         "fewer": result["fewer"],
     }
+    about = {
+        "cell": cell.name,
+        "failures": result["injected"],
+        "batches_dropped": result["batches_dropped"],
+        "same_bits": False,
+        "measured": result["measured"],
+    }
     words = ["swift.study.trainers.alone", json.dumps(given)]
     env = own_environment() | {"OMP_NUM_THREADS": "1"}
     process = Process("alone", words, env, directory / "alone.txt", directory)
@@ -188,18 +199,14 @@ def calculate(cell: Cell, settings: Settings, result: Mapping[str, Any], directo
             _in_time(deadline, limit_s)
             time.sleep(POLL_S)
         if code != 0:
-            raise ServiceError(
-                f"study: {cell.name} by one process: {reason(process.tail(), f'exit code {code}')}"
-            )
+            return about | {"failed": reason(process.tail(), f"exit code {code}")}
+    except ServiceError as error:
+        return about | {"failed": str(error)}
     finally:
         process.stop(GRACE_S)
     found = json.loads((directory / "alone.json").read_text())
-    return {
-        "cell": cell.name,
-        "same_bits": result["digests"] == [found["digest"]],
-        "measured": result["measured"],
-        "calculated": found["measured"],
-    }
+    same = result["digests"] == [found["digest"]]
+    return about | {"same_bits": same, "calculated": found["measured"]}
 
 
 def _began(marks: Iterable[Mark]) -> float:
@@ -223,11 +230,12 @@ def curve(steps: Sequence[Mark]) -> list[list[float]]:
     ]
 
 
-def failures_of(directory: Path) -> dict[str, Any]:
-    """From the launcher's own report: how many failures there were, and after how long the job ran again."""
+def failures_of(directory: Path) -> dict[str, Any] | None:
+    """From the launcher's own report: how many failures there were, and after how long the job ran again. None: there
+    is no report."""
     found = next(iter((directory / "launcher").glob("*/failures.json")), None)
     if found is None:
-        return {"injected": 0, "again_s": []}
+        return None
     report = json.loads(found.read_text())
     again = [failure["running_after_s"] for failure in report["failures"]]
     return {"injected": report["injected"], "again_s": [each for each in again if each is not None]}

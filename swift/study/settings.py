@@ -82,6 +82,8 @@ class Settings:
                 raise UsageError(f"study: {flag} {','.join(given)}: each only once")
         if not self.rates or len(set(self.rates)) != len(self.rates):
             raise UsageError("study: --rates: one or more, each only once")
+        if len({f"{rate:g}" for rate in self.rates}) != len(self.rates):
+            raise UsageError("study: --rates: two are the same in six digits")
         for rate in self.rates:
             if not 0.0 < rate <= 20.0:
                 raise UsageError(f"study: --rates {rate:g}: above 0 and at most 20 failures per 100 steps")

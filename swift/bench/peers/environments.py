@@ -11,7 +11,7 @@ from types import MappingProxyType
 PACKAGES: Mapping[str, tuple[str, str, Sequence[str]]] = MappingProxyType(
     {
         "torchft": ("torchft", "torchft==0.2.0", ()),
-        "nvrx": ("nvidia_resiliency_ext.inprocess", "nvidia-resiliency-ext", ("packaging",)),
+        "nvrx": ("nvidia_resiliency_ext.inprocess", "nvidia-resiliency-ext==0.4.1", ("packaging",)),
     }
 )
 """Peer -> the module that it needs, the package that has it, and what that package needs and does not name."""
@@ -28,14 +28,14 @@ def python_of(peer: str, directory: Path) -> str:
     place = directory / peer
     python = place / "bin" / "python"
     if not python.exists():
-        _run([sys.executable, "-m", "venv", str(place)], "venv")
         torch = f"torch=={metadata.version('torch').partition('+')[0]}"
         words = [str(python), "-m", "pip", "install", "--quiet", torch, "numpy", package, *more]
         print(f"installing {package} for {peer} in {place}", file=sys.stderr, flush=True)
         try:
+            _run([sys.executable, "-m", "venv", str(place)], "venv")
             _run(words, f"pip install {package}")
         except BaseException:
-            rmtree(place)  # half an environment would be taken for a whole one
+            rmtree(place, ignore_errors=True)  # half an environment would be taken for a whole one
             raise
     _run([str(python), "-c", f"import {module}"], f"import {module}")
     return str(python)
@@ -45,10 +45,10 @@ def version_of(peer: str, python: str) -> str:
     """Of the package, with its torch."""
     name = PACKAGES[peer][1].partition("==")[0]
     words = f"import importlib.metadata as m, torch; print(m.version({name!r}), 'torch', torch.__version__)"
-    return subprocess.run([python, "-c", words], capture_output=True, text=True, check=True).stdout.strip()
+    return _run([python, "-c", words], f"the version of {name}").strip()
 
 
-def _run(words: Sequence[str], what: str) -> None:
+def _run(words: Sequence[str], what: str) -> str:
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=INSTALL_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -56,3 +56,4 @@ def _run(words: Sequence[str], what: str) -> None:
     if done.returncode:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         raise Missing(f"{what}: {lines[-1].strip() if lines else f'exit code {done.returncode}'}")
+    return done.stdout

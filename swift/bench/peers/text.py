@@ -24,6 +24,8 @@ def row(case: Mapping[str, Any], base: Mapping[str, float] | None) -> str:
     seen = "-" if case["detect_s"] is None else _time(case["detect_s"])
     over = "-" if base is None else f"{(quiet['step_s'] - base['step_s']) * 1e3:+.1f} ms"
     more = "-" if base is None else f"{quiet['peak_mib'] - base['peak_mib']:+.0f} MiB"
+    if case["went_on"] < of:
+        front = f"{front.rstrip()} ({case['went_on']} of {of} went on)  "
     return (
         f"{front}{seen:>10}{_time(case['next_step_s']):>15}{_time(case['lost_s']):>9}{_time(case['lost_max_s']):>9}"
         f"{case['steps_again']:>13g}{case['steps_with_fewer']:>12g}{quiet['step_s'] * 1e3:>6.1f} ms{over:>15}{more:>10}"
@@ -39,7 +41,7 @@ def way(case: Mapping[str, Any]) -> str:
 
 def goals(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """``what``, ``value`` and ``met`` of each; None: a system that it compares with is missing."""
-    by = {case["system"]: case for case in cases if "lost_s" in case}
+    by = {case["system"]: case for case in cases if "lost_s" in case and case["went_on"] == case["kills"]}
     ours, torchrun = by.get(OURS), by.get("torchrun")
     ratio = None
     if ours is not None and torchrun is not None:
@@ -63,7 +65,7 @@ def goals(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         },
         *(
             {
-                "what": f"swift loses no more than torchft's best that {words} (swift over it, at most 1)",
+                "what": f"swift over torchft's best that {words} (it has no spare), in time lost: at most 1",
                 "value": over[alone],
                 "met": None if (value := over[alone]) is None else value <= 1,
             }

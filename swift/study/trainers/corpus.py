@@ -16,7 +16,7 @@ def sources() -> list[Path]:
     return sorted(
         path
         for path in found
-        if not {"test", "tests", "site-packages", "idlelib", "lib2to3"} & set(path.parts)
+        if not {"test", "tests", "site-packages", "idlelib", "lib2to3"} & set(path.relative_to(top).parts)
     )[:FILES_MAX]
 
 

@@ -162,6 +162,9 @@ def test_goals() -> None:
     assert verdicts(*peers, swift, case("swift-replay", 0.5, same_bits=False))[4] is False
     assert verdicts(torchrun, swift, {"system": "torchft", "missing": "left out"})[1:3] == [None, None]
     assert verdicts(torchrun) == [None] * 5
+    seldom = case("torchft-all-tuned", 0.4) | {"kills": 5}
+    assert verdicts(*peers, seldom, swift)[1] is True, "it has not gone on after each kill"
+    assert "(1 of 5 went on)" in text.row(seldom, None)
     assert [text.goal(found).rpartition(" ")[2] for found in text.goals([torchrun, swift])] == [
         "met",
         "measured",

@@ -43,6 +43,7 @@ def test_cells_come_seed_by_seed() -> None:
         ({"strategies": ("auto", "auto")}, "each only once"),
         ({"strategies": ("none",)}, "--strategy none"),
         ({"rates": ()}, "one or more"),
+        ({"rates": (2.0, 2.0000001)}, "the same in six digits"),
         ({"rates": (0.0,)}, "above 0 and at most 20"),
         ({"rates": (float("nan"),)}, "above 0 and at most 20"),
         ({"rates": (21.0,)}, "above 0 and at most 20"),
@@ -141,10 +142,11 @@ def test_a_directory_that_cannot_be(where: str, tmp_path: Path) -> None:
 
 def test_the_place_of_a_run_is_removed(tmp_path: Path) -> None:
     with Store(tmp_path).opened(settings()) as store:
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "left").touch()
+        (tmp_path / "run-1").mkdir()
+        (tmp_path / "run-1" / "left").touch()
         with store.place() as place:
             assert list(place.iterdir()) == []
+            assert not (tmp_path / "run-1").exists()
         assert not place.exists()
 
 

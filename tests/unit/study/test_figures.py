@@ -20,6 +20,7 @@ SETTINGS = Settings(
     checkpoint_every=25,
     repair_s=2.0,
 )
+CHECK = {"failures": 4, "batches_dropped": 0, "same_bits": True, "measured": 3.0, "calculated": 3.0}
 SLOWER = {PLAIN: 10.0, "auto": 11.0, "checkpoint": 11.0, "shrink-drop": 11.0}
 
 
@@ -49,7 +50,7 @@ def made(**changed: dict[str, Any]) -> dict[str, Any]:
     results = {cell: result(cell) for cell in SETTINGS.cells()}
     for cell in results:
         results[cell] |= changed.get(cell.name.replace("-", "_"), {})
-    checks = [{"cell": "bytes-auto-4-0", "same_bits": True, "measured": 3.0, "calculated": 3.0}]
+    checks = [{**CHECK, "cell": "bytes-auto-4-0"}]
     return figures.build(SETTINGS, results, "a machine", {}, checks)
 
 
@@ -96,7 +97,7 @@ def test_exact_ones_with_other_bits_are_named() -> None:
 
 
 def test_a_check_that_finds_other_bits_is_named() -> None:
-    checks = [{"cell": "x", "same_bits": False, "measured": 3.0, "calculated": 3.5}]
+    checks = [{**CHECK, "cell": "x", "same_bits": False}]
     found = figures.build(
         SETTINGS, {cell: result(cell) for cell in SETTINGS.cells()}, "a machine", {}, checks
     )
