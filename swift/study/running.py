@@ -157,17 +157,30 @@ def measured(marks: Sequence[Mark]) -> dict[str, Any]:
 
 
 def with_fewer(marks: Sequence[Mark]) -> list[tuple[int, list[int]]]:
-    """Steps in whose update not all ranks had a part, and those that had.
+    """Steps in whose update, when it was done for the last time, not all ranks had a part, and those that had.
 
-    A rank that dies in its update has had one, if the others need not compute the step again.
+    Who ends a step then has had one. So has a rank that ends it beside that one; and one that dies in its update, if it
+    has computed the step as often, and since the other one computed the step before.
     """
-    computed = Counter((mark["step"], mark["rank"]) for mark in marks if mark["what"] == "computed")
-    stepped = {(mark["step"], mark["rank"]) for mark in marks if mark["what"] == "stepped"}
-    found = []
-    for step in sorted({step for step, _ in stepped}):
-        at_end = {rank for rank in range(RANKS) if (step, rank) in stepped}
-        once = all(computed[step, rank] == 1 for rank in at_end)
-        there = at_end | {rank for rank in range(RANKS) if once and computed[step, rank]}
+    computed: dict[tuple[int, int], list[Mark]] = {}
+    stepped: dict[int, dict[int, Mark]] = {}
+    for mark in marks:
+        if mark["what"] == "computed":
+            computed.setdefault((mark["step"], mark["rank"]), []).append(mark)
+        elif mark["what"] == "stepped":
+            stepped.setdefault(mark["step"], {})[mark["rank"]] = mark
+    found: list[tuple[int, list[int]]] = []
+    for step, by_rank in sorted(stepped.items()):
+        last = max(by_rank.values(), key=lambda mark: mark["at"])["rank"]
+        own = [mark["at"] for mark in computed[step, last]]
+        earlier = [mark["at"] for mark in computed.get((step - 1, last), ())] + own[:-1]
+        since = max((at for at in earlier if at < own[-1]), default=0.0)
+        there = [last]
+        for rank in set(range(RANKS)) - {last}:
+            theirs = [mark["at"] for mark in computed.get((step, rank), ())]
+            beside = rank in by_rank and by_rank[rank]["at"] > own[-1]
+            if beside or (len(theirs) >= len(own) and theirs[-1] > since):
+                there.append(rank)
         if len(there) < RANKS:
             found.append((step, sorted(there)))
     return found

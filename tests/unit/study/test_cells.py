@@ -194,8 +194,21 @@ def test_a_rank_that_is_gone() -> None:
 def test_a_rank_that_dies_in_its_update_had_a_part_in_the_step() -> None:
     died = mark("computed", 15.5, 1, 5)
     assert running.with_fewer(run(20, died, alone=(5,))) == []
-    again = mark("computed", 15.8, 0, 5)
-    assert running.with_fewer(run(20, died, again, alone=(5,))) == [(5, [0])]
+    again = [mark("computed", 15.8, 0, 5), mark("stepped", 15.9, 0, 5)]
+    assert running.with_fewer(run(20, died, *again, alone=(5,))) == [(5, [0])]
+
+
+def test_what_was_done_before_all_went_back_does_not_count() -> None:
+    """Both have done steps 17 to 19; then both are lost, and rank 0 alone does them again."""
+    again = [
+        mark(what, 40.0 + step + part, 0, step)
+        for step in (17, 18, 19)
+        for what, part in (("computed", 0.0), ("stepped", 0.5))
+    ]
+    assert running.with_fewer(run(20, *again)) == [(17, [0]), (18, [0]), (19, [0])]
+    with_the_other = [mark("computed", 57.1, 1, 17)]  # in whose update rank 1 dies
+    marks = sorted(run(20, *again, *with_the_other), key=lambda mark: mark["at"])
+    assert running.with_fewer(marks) == [(18, [0]), (19, [0])]
 
 
 def test_ranks_that_differ() -> None:
