@@ -69,11 +69,7 @@ def _run_plain(told: str, directory: Path, limit_s: float) -> tuple[int, str]:
     env = own_environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     process = Process("torchrun", words, env, directory / "torchrun.txt", directory)
     try:
-        deadline = time.monotonic() + limit_s
-        while (code := process.poll()) is None:
-            _in_time(deadline, limit_s)
-            time.sleep(POLL_S)
-        return code, process.tail()
+        return _end_of(process, limit_s), process.tail()
     finally:
         process.stop(GRACE_S)
 
@@ -97,16 +93,18 @@ def _run_swift(
         trainer_arguments=[told],
         launcher_flags=flags,
     ) as cluster:
-        deadline = time.monotonic() + limit_s
-        while (code := cluster.poll()) is None:
-            _in_time(deadline, limit_s)
-            time.sleep(POLL_S)
+        code = _end_of(cluster, limit_s)
         return code, (directory / "cluster" / "output" / "launcher.txt").read_text(errors="replace")
 
 
-def _in_time(deadline: float, limit_s: float) -> None:
-    if time.monotonic() > deadline:
-        raise ServiceError(f"not at its end after {limit_s:.0f} s")
+def _end_of(run: Process | Cluster, limit_s: float) -> int:
+    """Its exit code, once it has ended. Raises ServiceError."""
+    deadline = time.monotonic() + limit_s
+    while (code := run.poll()) is None:
+        if time.monotonic() > deadline:
+            raise ServiceError(f"not at its end after {limit_s:.0f} s")
+        time.sleep(POLL_S)
+    return code
 
 
 def reason(output: str, otherwise: str) -> str:
@@ -207,10 +205,7 @@ def calculate(cell: Cell, settings: Settings, result: Mapping[str, Any], directo
     process = Process("alone", words, env, directory / "alone.txt", directory)
     limit_s = LIMIT_S + LIMIT_STEP_S * settings.steps
     try:
-        deadline = time.monotonic() + limit_s
-        while (code := process.poll()) is None:
-            _in_time(deadline, limit_s)
-            time.sleep(POLL_S)
+        code = _end_of(process, limit_s)
         if code != 0:
             return about | {"failed": reason(process.tail(), f"exit code {code}")}
     except ServiceError as error:

@@ -10,11 +10,10 @@ from typing import Optional
 import torch.distributed as dist
 from nvidia_resiliency_ext import inprocess
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 
-from swift.bench.peers.torchrun_trainer import Training
+from swift.bench.peers.torchrun_trainer import Training, train
 from swift.bench.peers.trial import REPLICAS, Trial, make_model, started_at
 
 
@@ -28,38 +27,18 @@ def main() -> None:
     two = inprocess.Compose(assignment.MaxActiveWorldSize(REPLICAS), assignment.ShiftRanks())
 
     @inprocess.Wrapper(store_kwargs={"port": port + 1}, rank_assignment=two)  # type: ignore[untyped-decorator]
-    def train(call_wrapper: Optional[inprocess.CallWrapper] = None) -> None:  # noqa: UP045  (it looks for this)
+    def begin(call_wrapper: Optional[inprocess.CallWrapper] = None) -> None:  # noqa: UP045  (it looks for this)
         assert call_wrapper is not None
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         own = PrefixStore(str(call_wrapper.iteration), store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
         trial.mark("connected", rank)
         training = Training(DistributedDataParallel(make_model()))
-        newest = trial.newest_checkpoint()
-        if newest is not None:
-            load({"training": training}, checkpoint_id=newest)
-        trial.mark("restored", rank)
-        while training.step < trial.steps:
-            step = training.step
-            training.optimizer.zero_grad()
-            loss = trial.loss(training.model, rank, step)
-            trial.maybe_die(rank, step, "forward")
-            try:
-                loss.backward()  # type: ignore[no-untyped-call]
-            except RuntimeError:
-                trial.mark("broken", rank, step)
-                raise
-            trial.maybe_die(rank, step, "backward")
-            training.optimizer.step()
-            trial.maybe_die(rank, step, "update")
-            trial.mark("stepped", rank, step)
-            training.step += 1
-            if training.step % trial.every == 0:
-                save({"training": training}, checkpoint_id=trial.checkpoints / str(training.step))
+        train(trial, rank, training, lambda where: save({"training": training}, checkpoint_id=where))
         trial.end(rank, training.model)
         dist.destroy_process_group()
 
-    train()
+    begin()
 
 
 if __name__ == "__main__":

@@ -110,8 +110,8 @@ def _environment() -> dict[str, str]:
 
 
 def run(name: str, trial: Trial, python: str) -> list[dict[str, Any]]:
-    """The marks of one run of a system. `python`: of its environment. ServiceError if it does not come to its end in
-    time."""
+    """The marks of one run of a system. `python`: of its environment. What has not come to its end in time is
+    ended, and lacks marks."""
     system, directory = SYSTEMS[name], Path(trial.directory)
     directory.mkdir()
     given = json.dumps(

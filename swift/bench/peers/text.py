@@ -53,7 +53,7 @@ def goals(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         alone: _over(ours, [case["lost_s"] for case in torchft if (case["system"] in INEXACT) is alone])
         for alone in (False, True)
     }
-    swift = [case for case in by.values() if SYSTEMS[case["system"]].strategy]
+    swift = [case for case in cases if "kills" in case and SYSTEMS[case["system"]].strategy]
     alive = all(case["survived"] == case["kills"] for case in swift) if swift else None
     exact = [case for case in swift if case["system"] not in INEXACT]
     same = all(case["exact"] == case["kills"] for case in exact) if exact else None

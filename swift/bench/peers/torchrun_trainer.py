@@ -1,5 +1,7 @@
 """The trainer of `swift-ft bench recovery` for torchrun: DistributedDataParallel, and torch.distributed.checkpoint."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -29,21 +31,12 @@ class Training(Stateful):
         self.step = state["step"]
 
 
-def main() -> None:
-    trial = Trial.given()
-    trial.mark("imported", started=started_at())
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    trial.mark("connected", rank)
-    training = Training(DistributedDataParallel(make_model()))
+def train(trial: Trial, rank: int, training: Training, save_to: Callable[[Path], None]) -> None:
+    """From the newest checkpoint, if there is one, to the last step."""
     newest = trial.newest_checkpoint()
     if newest is not None:
         load({"training": training}, checkpoint_id=newest)
     trial.mark("restored", rank)
-    asynchronous = bool(trial.settings.get("asynchronous"))
-    # A thread saves: in the group of the training its collectives and those of the steps would wait for each other.
-    group = dist.new_group() if asynchronous else None
-    saving: Any = None
     while training.step < trial.steps:
         step = training.step
         training.optimizer.zero_grad()
@@ -60,16 +53,32 @@ def main() -> None:
         trial.mark("stepped", rank, step)
         training.step += 1
         if training.step % trial.every == 0:
-            if saving is not None:
-                saving.result()
-            where = trial.checkpoints / str(training.step)
-            state = {"training": training}
-            if asynchronous:
-                saving = async_save(state, checkpoint_id=where, process_group=group)
-            else:
-                save(state, checkpoint_id=where)
-    if saving is not None:
-        saving.result()
+            save_to(trial.checkpoints / str(training.step))
+
+
+def main() -> None:
+    trial = Trial.given()
+    trial.mark("imported", started=started_at())
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    trial.mark("connected", rank)
+    training = Training(DistributedDataParallel(make_model()))
+    state = {"training": training}
+    if trial.settings.get("asynchronous"):
+        # A thread saves: in the group of the training its collectives and those of the steps would wait for each other.
+        group = dist.new_group()
+        saving: list[Any] = []
+
+        def save_behind(where: Path) -> None:
+            for last in saving:
+                last.result()
+            saving[:] = [async_save(state, checkpoint_id=where, process_group=group)]
+
+        train(trial, rank, training, save_behind)
+        for last in saving:
+            last.result()
+    else:
+        train(trial, rank, training, lambda where: save(state, checkpoint_id=where))
     trial.end(rank, training.model)
     dist.destroy_process_group()
 

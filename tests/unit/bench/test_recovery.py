@@ -165,6 +165,10 @@ def test_goals() -> None:
     seldom = case("torchft-all-tuned", 0.4) | {"kills": 5}
     assert verdicts(*peers, seldom, swift)[1] is True, "it has not gone on after each kill"
     assert "(1 of 5 went on)" in text.row(seldom, None)
+    stuck = marks.summary("swift-replay", [{"failed": "no step was begun and done after the kill"}], QUIET)
+    assert verdicts(*peers, swift, stuck)[3:] == [False, False], (
+        "one of ours that did not go on is not left out"
+    )
     assert [text.goal(found).rpartition(" ")[2] for found in text.goals([torchrun, swift])] == [
         "met",
         "measured",
