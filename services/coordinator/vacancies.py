@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from services.coordinator.row import LACKS, JobRow, State
-from swift.recovery import Plan, RankMeasured, reroutes, worth_waiting_s
+from swift.recovery import Assignment, Plan, RankMeasured, reroutes, worth_waiting_s
 from swift.recovery import shrinks as strategy_shrinks
 
 
@@ -154,13 +154,9 @@ def lacking(row: JobRow, version: int, config: Mapping[str, str]) -> str:
 
 def _whole(row: JobRow, left: set[int]) -> bool:
     """One data-parallel rank has all its slots; where microbatches are rerouted, each stage group has one."""
-    replicas = int(row.config["replicas"])
-    if _reroutes(row):
-        return all(
-            not left.isdisjoint(range(first, first + replicas))
-            for first in range(0, row.world_size, replicas)
-        )
-    return any(left.issuperset(range(origin, row.world_size, replicas)) for origin in range(replicas))
+    full = Assignment.grid(row.world_size, replicas=int(row.config["replicas"]))
+    held = full.held_by({slot: slot for slot in left})
+    return not held.lost_stages() if _reroutes(row) else bool(held.whole_origins())
 
 
 def _reroutes(row: JobRow) -> bool:

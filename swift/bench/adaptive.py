@@ -12,7 +12,8 @@ are of that run: steps of all ranks by torch's own 1F1B, and steps without those
     inexact    as `memory`, and gradients of other origins are added to a rank's own
 
 Beside each: what the planner says of the same work (`plan`), below which no order gets (`bound`), and what is left of
-the batch if the lost ranks' pipelines are dropped (`dropped`, which changes the result).
+the batch if the lost ranks' pipelines are dropped (`dropped`, which changes the result). `held` is what a peer held at
+most of other replicas' gradients, in copies of its stage's.
 
 With `--simulated` nothing runs: the planner says for each shape what a step takes while ranks are missing at the worst
 place. What others have published stands beside it.
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from swift.arguments import Parser
 from swift.bench import output
@@ -52,8 +53,22 @@ PUBLISHED = (
     "ReCycle: up to 1.46 times the throughput of Oobleck, and 1.64 times that of Bamboo",
     "(arXiv 2405.14009; GPUs, its own models, spot preemptions; nothing of it is measured here)",
 )
+_NUMBERS = 1 << 16
+"""Of the weight of a stage. Beside its gradients, what else a peer holds of other replicas is small."""
+_NUMBER_BYTES = 4
 _BEFORE, _AFTER, _SKIPPED = 9, 9, 3
 """Steps in which all are there, steps in which some are not; of both, those at the start that do not count."""
+
+
+class Measured(NamedTuple):
+    """One run."""
+
+    full_s: float
+    """Median seconds of a step of all ranks."""
+    less_s: float
+    """Of one without some."""
+    held: float
+    """Of other replicas' gradients, that a rank held at most, in copies of its stage's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,15 +115,14 @@ def measure(
     unit_s: float,
     modes: Sequence[str],
 ) -> dict[str, Any]:
-    """``modes``: by name, throughput over that of all ranks: measured, planned, bound."""
+    """``modes``: by name, a step over one of all ranks: measured, planned, bound; and what was held (`Measured`)."""
     found: dict[str, dict[str, float]] = {}
     for mode in modes:
-        full_s, less_s = _run(stages, replicas, microbatches, lost, unit_s, MODES[mode])
+        measured = _run(stages, replicas, microbatches, lost, unit_s, MODES[mode])
         planned, bound = _planned(stages, replicas, microbatches, lost, mode)
         found[mode] = {
-            "full_s": full_s,
-            "less_s": less_s,
-            "time": less_s / full_s,
+            **measured._asdict(),
+            "time": measured.less_s / measured.full_s,
             "plan": planned,
             "bound": bound,
         }
@@ -195,8 +209,7 @@ def _run(
     lost: Sequence[tuple[int, int]],
     unit_s: float,
     settings: dict[str, Any],
-) -> tuple[float, float]:
-    """Median seconds of a step of all ranks, and of one without some."""
+) -> Measured:
     killed = [stage * replicas + replica for stage, replica in lost]
     with tempfile.TemporaryDirectory(prefix="swift-bench-") as place:
         out = Path(place, "out")
@@ -205,6 +218,7 @@ def _run(
             "stages": stages,
             "replicas": replicas,
             "microbatches": microbatches,
+            "numbers": _NUMBERS,
             "unit_s": unit_s,
             "steps": _BEFORE + _AFTER,
             "settings": settings,
@@ -226,11 +240,13 @@ def _run(
             if code != 0:
                 how = "did not come to its end" if code is None else f"ended with code {code}"
                 raise ServiceError(f"bench adaptive: the job {how}: {cluster.output_tail()}")
+            held = [e["gradient_bytes"] for e in cluster.tail.read() if e["event"] == "adopted_step"]
         left = min(set(range(stages * replicas)) - set(killed))
         over = {int(step): t for step, t in json.loads((out / f"{left}.json").read_text()).items()}
     took = [over[step] - over[step - 1] for step in sorted(over) if step - 1 in over]
     full, less = took[: _BEFORE - 1], took[_BEFORE - 1 :]
-    return statistics.median(full[_SKIPPED:]), statistics.median(less[_SKIPPED:])
+    copies = max(held) / (_NUMBERS * _NUMBER_BYTES)
+    return Measured(statistics.median(full[_SKIPPED:]), statistics.median(less[_SKIPPED:]), copies)
 
 
 def _planned(
@@ -285,10 +301,11 @@ def _table(result: dict[str, Any]) -> str:
     lines = [
         f"{shape}; lost: {lost}; paced: a unit of work is a wait of {result['unit_s']:g} s",
         "",
-        "step without them over a step of all    measured    plan   bound   throughput",
+        "step without them over a step of all    measured    plan   bound   throughput    held",
     ]
     lines += [
         f"{mode:<40}{each['time']:>8.2f}{each['plan']:>8.2f}{each['bound']:>8.2f}{1 / each['time']:>12.0%}"
+        f"{each['held']:>8.2f}"
         for mode, each in result["modes"].items()
     ]
     lines += [f"{'pipelines of lost ranks dropped':<40}{'':>24}{result['dropped']:>12.0%}"]

@@ -1,6 +1,7 @@
 """A rank of `swift-ft bench adaptive`: a stage that takes a fixed time and computes next to nothing.
 
-    adaptive_ranks.py SETTINGS    as JSON: stages, replicas, microbatches, unit_s, steps, settings (of the session), out
+    adaptive_ranks.py SETTINGS    as JSON: stages, replicas, microbatches, numbers (of a stage's
+                                  weight), unit_s, steps, settings (of the session), out
 
 Writes to `out` when each step was over, by the machine's monotonic clock.
 """
@@ -38,9 +39,9 @@ class Paced(nn.Module):
     """One unit forward, one for the gradient of its input, one for that of its weight. The first stage's input needs
     none, and torch computes the whole backward of a first stage with its weights: there it is two units for these."""
 
-    def __init__(self, unit_s: float, *, first: bool) -> None:
+    def __init__(self, unit_s: float, numbers: int, *, first: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.weight = nn.Parameter(torch.ones(numbers))
         self._unit_s = unit_s
         self._first = first
 
@@ -49,7 +50,7 @@ class Paced(nn.Module):
         if not self._first:
             x = _Takes.apply(x, self._unit_s)  # type: ignore[no-untyped-call]
         weight: Tensor = _Takes.apply(self.weight, self._unit_s * (1 + self._first))  # type: ignore[no-untyped-call]
-        return x * weight
+        return x * weight.view(WIDTH, -1).mean(1)
 
 
 def main() -> None:
@@ -64,8 +65,8 @@ def main() -> None:
     ) as session:
         torch.manual_seed(session.pipeline_rank)
         number = session.pipeline_rank
-        module = Paced(given["unit_s"], first=number == 0)
-        stage = session.pipeline_stage(module, number, stages, torch.device("cpu"))
+        module = Paced(given["unit_s"], given["numbers"], first=number == 0)
+        stage = session.pipeline_stage(module, number, stages)
         schedule = Schedule1F1B(
             stage,
             n_microbatches=given["microbatches"],

@@ -18,7 +18,7 @@ from swift.errors import ServiceError, UsageError
 from swift.launch.children import Nursery
 from swift.launch.flags import PRELOAD_DEFAULT
 from swift.launch.imports import imports_of
-from swift.launch.worker import Assignment
+from swift.launch.worker import Program
 
 IMPORTS_DEFAULT = "import sympy, networkx\n"
 """They come with torch: in the place of whatever a trainer uses."""
@@ -48,9 +48,7 @@ class Side:
         told.unlink(missing_ok=True)
         began = time.clock_gettime(time.CLOCK_MONOTONIC)
         child = self._nursery.spawn()
-        assignment = Assignment(
-            env={}, script=str(script), module=False, args=[str(told)], cwd=str(self._place)
-        )
+        assignment = Program(env={}, script=str(script), module=False, args=[str(told)], cwd=str(self._place))
         child.assign(0, assignment)
         while child.exit_code is None:
             if time.clock_gettime(time.CLOCK_MONOTONIC) - began > PATIENCE_S:

@@ -7,14 +7,14 @@ import os
 import sys
 
 from swift.determinism import recorder
-from swift.launch.worker import Assignment, begin_path, run_script
+from swift.launch.worker import Program, begin_path, run_script
 
 
 def main(argv: list[str]) -> None:
     script = os.path.abspath(argv[0])
     begin_path(os.path.dirname(os.path.realpath(script)))
     recorder.install(session=False)
-    run_script(Assignment(env={}, script=script, module=False, args=argv[1:], cwd=os.getcwd()))
+    run_script(Program(env={}, script=script, module=False, args=argv[1:], cwd=os.getcwd()))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ _SINGULAR = {
 
 
 def named(difference: Difference) -> str:
-    """In words."""
+    """The difference as a line of the report names it."""
     if difference.kind == STEPS:
         return f"rank {difference.rank}: the step itself"
     return f"rank {difference.rank}: {_SINGULAR[difference.kind]} {difference.name}"

@@ -62,6 +62,19 @@ def own_environment() -> dict[str, str]:
     }
 
 
+def dying_with_this(last: signal.Signals) -> Callable[[], None]:
+    """What a child of this thread calls before its program begins: the kernel sends it this signal when the thread
+    ends, however it ends. SIGTERM for who has children of its own to end."""
+    parent = os.getpid()
+
+    def ask() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, last)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask
+
+
 class Process:
     """One child that leads a session of its own, and dies with this process."""
 
@@ -72,17 +85,11 @@ class Process:
         env: Mapping[str, str],
         output: Path,
         cwd: Path | None = None,
+        last: signal.Signals = signal.SIGKILL,
     ) -> None:
+        """`last`: as in `dying_with_this`."""
         self.name = name
         self.output = output
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            # SIGTERM for the launcher: its own children end with it however it ends.
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM if name == LAUNCHER else signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-
         with output.open("ab") as file:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", *arguments],
@@ -92,7 +99,7 @@ class Process:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                preexec_fn=die_with_parent,  # noqa: PLW1509  (no threads here)
+                preexec_fn=dying_with_this(last),  # noqa: PLW1509  (no threads here)
             )
         self.pid = self._popen.pid
 
@@ -256,7 +263,13 @@ class Cluster:
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> None:
         env = self._env | (self._security.environment(name) if self._security is not None else {})
-        self._processes[name] = Process(name, arguments, env, self.directory / "output" / f"{name}.txt")
+        self._processes[name] = Process(
+            name,
+            arguments,
+            env,
+            self.directory / "output" / f"{name}.txt",
+            last=signal.SIGTERM if name == LAUNCHER else signal.SIGKILL,
+        )
         self.trace("started", service=name, service_pid=self._processes[name].pid)
 
     def _await_service(self, name: str) -> None:

@@ -9,7 +9,7 @@ that several victims of one step die at once.
 
 from collections.abc import Sequence
 
-from swift.drill.topology import Topology
+from swift.drill.topology import SPLITTING, Topology
 from swift.errors import UsageError
 from swift.failures.grammar import (
     PHASES,
@@ -78,6 +78,8 @@ def _check_kind(fault: Fault) -> None:
 def phases_of(topology: Topology, updates: str, strategy: str = "auto") -> tuple[str, ...]:
     """The phases in which a rank can be killed here."""
     absent = {"reduce", "update", "copy", "finish"} if topology.replicas == 1 else set()
+    if topology.schedule not in SPLITTING:
+        absent |= {"weights"}
     absent = absent - {"copy"} if strategy == SNAPSHOT else absent | {"snapshot"}
     if updates != "wait_free":
         absent |= {"update"}

@@ -27,7 +27,8 @@ def kills_of(
             f"--random-kills {count}: {topology.steps} steps have no room for them, {RANDOM_GAP} steps apart; "
             "give more --steps"
         )
-    phases = [phase for phase in phases_of(topology, updates) if phase not in ("save", *RECOVERY_PHASES)]
+    left_out = ("save", "weights", *RECOVERY_PHASES)  # not every microbatch has its weights apart
+    phases = [phase for phase in phases_of(topology, updates) if phase not in left_out]
     kills = []
     for step in steps:
         phase = generator.choice(phases)

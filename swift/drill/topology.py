@@ -31,6 +31,10 @@ def schedule_name(name: str) -> str:
     return name.lower()
 
 
+SPLITTING = ("interleavedzerobubble", "zbv")
+"""Schedules that compute gradients of weights apart from those of inputs. (DualPipeV does so for some microbatches.)"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
     """The shape of one drill. Checked here, before anything is started."""

@@ -36,6 +36,7 @@ KINDS = ("kill", "stop", "hang", "slow", "network")
 PHASES = (
     "forward",
     "backward",
+    "weights",
     "reduce",
     "update",
     "optimizer",
@@ -46,12 +47,12 @@ PHASES = (
     "finish",
     "snapshot",
 )
-"""`reduce`: in the middle of the reduction of a step's gradients. `update`: some buckets of a wait-free step are
-applied while others are still being reduced. `optimizer`: some are applied, all are reduced. `save`: half of the
-checkpoint behind the step is written. `finish`: in a step that is finished after another loss: what is averaged is
-given, what is not is not averaged yet. `snapshot`: half of this rank's snapshot has left for the rank that keeps it;
-`step` is the version that it is of."""
-MICROBATCH_PHASES = ("forward", "backward", "replay")
+"""`weights`: behind gradients of weights that are computed apart from those of inputs. `reduce`: in the middle of the
+reduction of a step's gradients. `update`: some buckets of a wait-free step are applied while others are still being
+reduced. `optimizer`: some are applied, all are reduced. `save`: half of the checkpoint behind the step is written.
+`finish`: in a step that is finished after another loss: what is averaged is given, what is not is not averaged yet.
+`snapshot`: half of this rank's snapshot has left for the rank that keeps it; `step` is the version that it is of."""
+MICROBATCH_PHASES = ("forward", "backward", "weights", "replay")
 LAYER_PHASES = ("forward", "backward")
 BUCKET_PHASES = ("reduce", "update", "optimizer")
 RECOVERY_PHASES = ("replay", "copy", "finish")

@@ -36,7 +36,7 @@ from swift.launch.health import HealthCheck
 from swift.launch.leaving import Leaving
 from swift.launch.link import CoordinatorLink
 from swift.launch.place_checks import WaitingPlaces
-from swift.launch.ranks import Output, RankProgram, make_assignment, place_env, rank_env, workers_of
+from swift.launch.ranks import Output, RankProgram, make_program, place_env, rank_env, workers_of
 from swift.launch.rendezvous import Rendezvous
 from swift.launch.signals import SignalGate
 from swift.launch.spares import Spares
@@ -48,7 +48,7 @@ from swift.launch.torch_names import (
     WorkerSpec,
     WorkerState,
 )
-from swift.launch.worker import Assignment
+from swift.launch.worker import Program
 from swift.views import end_words, state_name
 from swift.words import tell
 
@@ -235,7 +235,7 @@ class ReplacingAgent(SimpleElasticAgent):
 
     # Ranks and spares.
 
-    def _program(self, local_rank: int, incarnation: str) -> Assignment:
+    def _program(self, local_rank: int, incarnation: str) -> Program:
         """What a child is to run for that place."""
         device_of = self._host.get(local_rank)
         env = rank_env(
@@ -243,9 +243,9 @@ class ReplacingAgent(SimpleElasticAgent):
         )
         # Then it is not to begin anew, whoever has lost it.
         env["SWIFT_HAS_RUN"] = "1" if self._has_run else ""
-        return make_assignment(self._job, self._output, local_rank, env)
+        return make_program(self._job, self._output, local_rank, env)
 
-    def _warming(self, local_rank: int, incarnation: str) -> Assignment:
+    def _warming(self, local_rank: int, incarnation: str) -> Program:
         return replace(self._program(local_rank, incarnation), warm_up=True)
 
     def _give_rank(self, local_rank: int) -> Child:

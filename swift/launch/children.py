@@ -24,7 +24,7 @@ from typing import Protocol
 from swift import events
 from swift.errors import UsageError
 from swift.launch.forkserver import ForkFailed, ForkServer, own_children
-from swift.launch.worker import CONTROL_PIPE_BYTES, ENV_WORD_FD, Assignment
+from swift.launch.worker import CONTROL_PIPE_BYTES, ENV_WORD_FD, Program
 
 _SAID_BYTES = 1 << 16
 KILL_WAIT_S = 10.0
@@ -78,19 +78,19 @@ class Child:
 
     @property
     def kind(self) -> str:
-        """In words."""
+        """How it was started, for messages."""
         if self.warmed_up:
             return "a spare that was warmed up"
         return "a warm spare" if self.warm else "a fork" if self.forked else "a cold start"
 
-    def assign(self, rank: int, assignment: Assignment) -> None:
+    def assign(self, rank: int, assignment: Program) -> None:
         """Hands the rank over. The child may have died already: its pidfd tells."""
         self._tell(assignment)
         self.rank = rank
         os.close(self._control_fd)
         self._control_fd = -1
 
-    def warm_up(self, assignment: Assignment) -> None:
+    def warm_up(self, assignment: Program) -> None:
         """Lets a spare run the script as a rank would. It writes a line when it is done."""
         self._tell(assignment)
         self.warming = True
@@ -100,7 +100,7 @@ class Child:
         self.unwanted = True
         self.kill_group()
 
-    def _tell(self, assignment: Assignment) -> None:
+    def _tell(self, assignment: Program) -> None:
         line = assignment.to_line()
         if len(line) > CONTROL_PIPE_BYTES:
             raise UsageError(

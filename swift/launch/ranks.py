@@ -8,7 +8,7 @@ from pathlib import Path
 
 from swift.errors import UsageError
 from swift.launch.torch_names import Std, Worker, WorkerGroup, WorkerSpec, macros
-from swift.launch.worker import Assignment
+from swift.launch.worker import Program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,11 +156,11 @@ def _device_of(local_rank: int) -> str:
     return devices[local_rank].strip()
 
 
-def make_assignment(job: RankProgram, output: Output, local_rank: int, env: dict[str, str]) -> Assignment:
+def make_program(job: RankProgram, output: Output, local_rank: int, env: dict[str, str]) -> Program:
     """All that a child needs to become this rank."""
     if output.run_dir is not None:
         env = env | {"TORCHELASTIC_ERROR_FILE": str(output.rank_dir(local_rank) / "error.json")}
-    return Assignment(
+    return Program(
         env=env,
         script=job.script,
         module=job.module,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.launch.children import Child, Nursery
-from swift.launch.worker import Assignment
+from swift.launch.worker import Program
 from swift.words import tell
 
 SPARE_FAILURES_MAX = 3
@@ -35,7 +35,7 @@ class Spares:
     """Those of one launcher. Its main thread."""
 
     def __init__(
-        self, nursery: Nursery, count: int, *, warm_up: Callable[[int, str], Assignment] | None
+        self, nursery: Nursery, count: int, *, warm_up: Callable[[int, str], Program] | None
     ) -> None:
         """`count`: of those for any rank. `warm_up(local_rank, incarnation)`: what is to be run as the rank of that
         place would; None: spares are not warmed up."""

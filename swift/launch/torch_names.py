@@ -57,7 +57,10 @@ def missing_names() -> list[str]:
 
 _missing = missing_names()
 if _missing:
-    raise ServiceError(f"torch {torch.__version__} lacks {', '.join(_missing)}: install torch 2.13")
+    raise ServiceError(
+        f"torch {torch.__version__} lacks {', '.join(_missing)}: install a version of docs/compatibility.md, such as "
+        "2.13"
+    )
 
 from torch.distributed.elastic.agent.server.api import (  # noqa: E402
     RunResult,

@@ -8,7 +8,7 @@ A child that the fork server has forked (`swift.launch.forkserver`) comes in at 
 (worker)   asks the kernel to die with the launcher, makes PATH0 the first entry of sys.path as it will be for
            the script, imports the modules, writes one byte to WARM_FD, and waits for one line of JSON on
            CONTROL_FD.
-(launcher) writes the line, see `Assignment`; end of file instead means that nobody needs this spare.
+(launcher) writes the line, see `Program`; end of file instead means that nobody needs this spare.
 (worker)   sets environment and arguments as `python SCRIPT` would, and runs the script as __main__.
 
 An assignment may be one to warm up (`swift.warm_up`). Then the worker writes one line of JSON to WARM_FD when it is
@@ -55,7 +55,7 @@ _NOT_FOR_A_WARM_UP = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
+class Program:
     """Everything that makes a spare a rank."""
 
     env: dict[str, str]
@@ -76,7 +76,7 @@ class Assignment:
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
-    def from_line(cls, line: bytes) -> "Assignment":
+    def from_line(cls, line: bytes) -> "Program":
         return cls(**json.loads(line))
 
 
@@ -116,10 +116,10 @@ def draw_alike() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
-def read_assignment(control: BinaryIO) -> Assignment | None:
+def read_program(control: BinaryIO) -> Program | None:
     """Waits for the line. None: the launcher closed the pipe."""
     line = control.readline()
-    return Assignment.from_line(line) if line.endswith(b"\n") else None
+    return Program.from_line(line) if line.endswith(b"\n") else None
 
 
 def _redirect(path: str | None, fd: int) -> None:
@@ -131,7 +131,7 @@ def _redirect(path: str | None, fd: int) -> None:
     os.close(target)
 
 
-def _become(assignment: Assignment) -> None:
+def _become(assignment: Program) -> None:
     os.environ.update(assignment.env)
     os.chdir(assignment.cwd)
     _redirect(assignment.stdout, 1)
@@ -172,7 +172,7 @@ def _run_file(path: str) -> None:
     exec(loader.source_to_code(loader.get_data(path), path), vars(main))
 
 
-def _run_as_main(assignment: Assignment) -> None:
+def _run_as_main(assignment: Program) -> None:
     # Also the second time.
     os.chdir(assignment.cwd)
     sys.argv = [assignment.script, *assignment.args]
@@ -188,7 +188,7 @@ def _run_as_main(assignment: Assignment) -> None:
         raise
 
 
-def run_script(assignment: Assignment) -> None:
+def run_script(assignment: Program) -> None:
     """Runs it as __main__; again, if its session says so (strategy "reinit"). What it raises goes on upwards, except a
     SwiftError: one line, its exit code."""
     sys.excepthook = _excepthook
@@ -242,10 +242,10 @@ def work(control_fd: int, warm_fd: int) -> None:
     set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}")
     _say(warm_fd, b"w")
     with os.fdopen(control_fd, "rb") as control:
-        assignment = read_assignment(control)
+        assignment = read_program(control)
         while assignment is not None and assignment.warm_up:
             _say(warm_fd, json.dumps(asdict(_warm_up(assignment))).encode() + b"\n")
-            assignment = read_assignment(control)
+            assignment = read_program(control)
     os.close(warm_fd)
     if assignment is None:
         return
@@ -262,7 +262,7 @@ def _say(warm_fd: int, words: bytes) -> None:
         os.write(warm_fd, words)
 
 
-def _warm_up(assignment: Assignment) -> warm_up.Warmed:
+def _warm_up(assignment: Program) -> warm_up.Warmed:
     """Nothing is left of it in this process's environment, and nothing that the script prints is seen."""
     set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}, being warmed up")
 

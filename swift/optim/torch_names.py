@@ -32,7 +32,10 @@ def missing_names() -> list[str]:
 
 _missing = missing_names()
 if _missing:
-    raise ServiceError(f"torch {torch.__version__} lacks {', '.join(_missing)}: install torch 2.13")
+    raise ServiceError(
+        f"torch {torch.__version__} lacks {', '.join(_missing)}: install a version of docs/compatibility.md, such as "
+        "2.13"
+    )
 
 Tensors = list[torch.Tensor]
 copy_: Callable[..., None] = torch._foreach_copy_

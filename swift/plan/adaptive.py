@@ -10,7 +10,7 @@ from swift.plan import gantt, rerouted
 from swift.recovery.adaptive import Costs
 from swift.words import show
 
-FLAGS = ("stages", "replicas", "microbatches", "times", "cap_factor", "failures", "exact", "way")
+FLAGS = ("stages", "replicas", "microbatches", "times", "cap_factor", "failures", "exact", "way", "move")
 _TIMES = "1,1,1"
 
 
@@ -53,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="small jobs: compare each step with the shortest there is, searched for so long",
     )
     group.add_argument(
+        "--move",
+        metavar="COST,STEPS",
+        help="say where losses had better be: what copying a rank's state takes, in the unit of --times, and in how "
+        "many steps a repair is expected",
+    )
+    group.add_argument(
         "--way",
         choices=[way.name for way in rerouted.WAYS],
         help="with --svg: the step that is drawn, of the last line; default: split, 2x",
@@ -79,6 +85,7 @@ def config_of(options: argparse.Namespace) -> Adaptive:
         costs=_costs(options.times or _TIMES),
         cap_factor=1.0 if options.cap_factor is None else options.cap_factor,
         losses=2 if options.failures is None else options.failures,
+        moves=None if options.move is None else _moves(options.move),
     )
     return Adaptive(
         request=request,
@@ -98,6 +105,16 @@ def _costs(text: str) -> Costs:
         raise UsageError(f"--times {text}: write F,I,W or F,I,W,TRANSFER, such as 1,1,1 or 2,2.1,1.9,0.3")
     forward, inputs, weights, transfer = [*times, 0.0][:4]
     return Costs(forward=(forward,), backward_input=(inputs,), backward_weight=(weights,), transfer=transfer)
+
+
+def _moves(text: str) -> rerouted.Moves:
+    try:
+        cost, steps = map(float, text.split(","))
+    except ValueError:
+        cost = steps = -1.0
+    if not (0 <= cost <= 1e12 and 0 <= steps <= 1e12):
+        raise UsageError(f"--move {text}: write COST,STEPS, such as 40,1000")
+    return rerouted.Moves(cost=cost, steps=steps)
 
 
 def run(config: Adaptive) -> dict[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift.errors import UsageError
-from swift.recovery.adaptive import Action, Slot, Step, Work
+from swift.recovery.adaptive import Action, Step, Timed, Work
 from swift.recovery.adaptive.checks import needs
 
 VARIABLES_MAX = 30_000
@@ -201,9 +201,9 @@ class _Program:
         return Exact(step=self._step(solver.getSolution().col_value), least=proven)
 
     def _step(self, values: list[float]) -> Step:
-        slots: dict[int, list[Slot]] = {worker: [] for worker in self._work.stages_of()}
+        slots: dict[int, list[Timed]] = {worker: [] for worker in self._work.stages_of()}
         for action, number in self._number.items():
             begun = values[number * self._horizon : (number + 1) * self._horizon]
             begin = float(sum(1 for value in begun if value < 0.5))
-            slots[self._owner[action]].append(Slot(begin, begin + self._takes[action], action))
+            slots[self._owner[action]].append(Timed(begin, begin + self._takes[action], action))
         return Step(slots={worker: sorted(row) for worker, row in slots.items()})

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from swift.chart import Scale, ticks
-from swift.recovery.adaptive import Counts, Slot, Step, Work
+from swift.recovery.adaptive import Counts, Step, Timed, Work
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM, ROW = 680, 60, 12, 106, 42, 24
 """Pixels: of the drawing, of the margins that hold the labels, and of a row. A phone shows about half of them."""
@@ -61,7 +61,7 @@ def _axis(x: Scale, value: float, height: int) -> str:
 
 
 def _row(
-    x: Scale, top: float, worker: int, own: int, slots: Mapping[int, Sequence[Slot]], *, lost: bool
+    x: Scale, top: float, worker: int, own: int, slots: Mapping[int, Sequence[Timed]], *, lost: bool
 ) -> list[str]:
     """Of a worker, from left to right."""
     if worker not in slots:
@@ -76,7 +76,7 @@ def _row(
     return shapes
 
 
-def _part(x: Scale, top: float, slot: Slot, *, adopted: bool) -> list[str]:
+def _part(x: Scale, top: float, slot: Timed, *, adopted: bool) -> list[str]:
     left, width = x(slot.begin), x(slot.end) - x(slot.begin)
     at = f'x="{left:.1f}" y="{top}" width="{width:.1f}" height="{ROW - 3}"'
     kind, _, origin, microbatch = slot.action

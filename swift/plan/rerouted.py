@@ -13,11 +13,12 @@ from swift.plan.exact import exact_step
 from swift.recovery.adaptive import (
     Costs,
     Counts,
-    Job,
+    JobShape,
     Plans,
     Step,
     Work,
     even,
+    move,
     one_f_one_b,
     period,
     plan_step,
@@ -25,6 +26,17 @@ from swift.recovery.adaptive import (
 from swift.recovery.adaptive.scheduler import ACTIONS_MAX
 
 STAGES_MAX, ORIGINS_MAX, MICROBATCHES_MAX, CELLS_MAX = 4096, 1024, 65536, 1_000_000
+MOVED_CELLS_MAX = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moves:
+    """What it takes to move a loss to another stage: a rank from there gets the state of the lost one."""
+
+    cost: float
+    """Of copying a rank's state, in the unit of the times."""
+    steps: float
+    """Until a repair is expected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +51,8 @@ class Request:
     cap_factor: float
     """Times the activations of 1F1B."""
     losses: int
+    moves: Moves | None = None
+    """None: it is not asked where losses had better be."""
 
     def __post_init__(self) -> None:
         for flag, value, least, most in (
@@ -54,13 +68,19 @@ class Request:
                 f"stages * replicas * microbatches is {cells}, and a plan takes {CELLS_MAX} at most: plan with fewer "
                 "microbatches"
             )
+        if self.moves is not None and self.stages * cells > MOVED_CELLS_MAX:
+            raise UsageError(
+                f"--move plans for each other stage: stages * stages * replicas * microbatches is "
+                f"{self.stages * cells}, and {MOVED_CELLS_MAX} is the most: leave it out, or plan with fewer "
+                "microbatches"
+            )
         if not 0.01 <= self.cap_factor <= 1000:
             raise UsageError(f"--cap-factor {self.cap_factor:g}: give 0.01 to 1000")
 
-    def job(self, way: "Way") -> Job:
+    def job(self, way: "Way") -> JobShape:
         """As that way has it."""
         memory = even if way.even else one_f_one_b
-        return Job(
+        return JobShape(
             group_stages=[[stage] for stage in range(self.stages)],
             origins=self.replicas,
             microbatches=self.microbatches,
@@ -164,7 +184,10 @@ def build(
                 ways[way.name] |= {"exact": found.step.length, "exact_least": found.least}
             drawn[way.name] = work, step
         dropped = (request.replicas - max(counts)) / request.replicas
-        rows.append({"losses": losses, "counts": list(counts), "ways": ways, "dropped": dropped})
+        row = {"losses": losses, "counts": list(counts), "ways": ways, "dropped": dropped}
+        if request.moves is not None and losses:
+            row["moved"] = _moved(request, plans, counts, request.moves)
+        rows.append(row)
     document = {
         "stages": request.stages,
         "replicas": request.replicas,
@@ -178,6 +201,26 @@ def build(
         "rows": rows,
     }
     return document, drawn
+
+
+def _moved(
+    request: Request, plans: dict[tuple[bool, bool, float], Plans], counts: Counts, moves: Moves
+) -> dict[str, Any]:
+    """By way: where the losses had better be, and what a step takes then."""
+    found = {}
+    for way in WAYS:
+        if way.staggered:
+            continue
+        of = plans[_kind(way)]
+        better = move(
+            counts,
+            lambda counts, of=of: of.of(counts).step.length,  # type: ignore[misc]
+            origins=request.replicas,
+            move_cost=moves.cost,
+            steps=moves.steps,
+        )
+        found[way.name] = {"counts": list(better), "length": of.of(better).step.length}
+    return found
 
 
 def _kind(way: Way) -> tuple[bool, bool, float]:
@@ -232,6 +275,11 @@ def text(document: dict[str, Any]) -> list[str]:
                     f"{row['losses']:>6}  {name.ljust(width)}planned {way['length']:g}, the shortest {shortest}, bound "
                     f"{way['bound']:g}"
                 )
+    moved = [
+        f"{row['losses']:>6}  {name.ljust(width)}{_move_words(row, name)}"
+        for row in document["rows"]
+        for name in row.get("moved", ())
+    ]
     return [
         head,
         "throughput over that step's (whole backwards, no losses), and what no order exceeds",
@@ -245,4 +293,16 @@ def text(document: dict[str, Any]) -> list[str]:
             if exact
             else []
         ),
+        *(
+            ["", "where the losses had better be, if ranks are given the state of another stage", *moved]
+            if moved
+            else []
+        ),
     ]
+
+
+def _move_words(row: dict[str, Any], name: str) -> str:
+    moved, now = row["moved"][name], row["ways"][name]["length"]
+    if moved["counts"] == row["counts"]:
+        return f"where they are: a step takes {now:g}"
+    return f"{place(moved['counts'])}: a step takes {moved['length']:g} instead of {now:g}"

@@ -12,9 +12,11 @@ def finishable(reports: Sequence[Report]) -> list[Report]:
     A rank in its vote has all gradients of the step, and could finish it. But one that died may not have come as far,
     and have left undone what it does before it votes: its line of the step (`session.log`). Whoever copies the finished
     step never does it. So where lines are written a step is finished if somebody is through the vote, hence everybody
-    had voted, and by a rank that cannot take it back.
+    had voted, and by a rank that cannot take it back. Who can take back the step behind it is through its vote as well.
     """
-    held = max((report.version for report in reports if report.version is not None), default=-1)
+    held = max(
+        (v for report in reports for v in (report.version, report.undo_to) if v is not None), default=-1
+    )
     return [replace(report, forward_to=None) if _waits(report, held) else report for report in reports]
 
 

@@ -97,7 +97,8 @@ def require(needed: Mapping[str, tuple[Any, Sequence[str]]]) -> None:
     ]
     if missing:
         raise ServiceError(
-            f"torch {torch.__version__} lacks what swift builds on: {', '.join(missing)}; install torch 2.13"
+            f"torch {torch.__version__} lacks what swift builds on: {', '.join(missing)}; install a version of "
+            "docs/compatibility.md, such as 2.13"
         )
 
 

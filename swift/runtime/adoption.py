@@ -33,7 +33,7 @@ from swift.runtime.config import SessionConfig
 from swift.runtime.differences import Differences
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.origin_loaders import OriginLoaders
-from swift.runtime.reducer import Row, Shares, check_dense
+from swift.runtime.reducer import Row, Shares, Whole, check_dense
 from swift.runtime.state import TrainerState
 from swift.runtime.tensors import byte_view, plain
 from swift.runtime.witness import Witness
@@ -119,7 +119,7 @@ class Adoption:
         rows = [
             [Row(assignment.slots[slot].dp_rank), *map(Row, assignment.adopted_by(slot))] for slot in group
         ]
-        return Shares(rows, group.index(self._slot), self._gradients)
+        return Shares(rows, group.index(self._slot), list(map(Whole, self._gradients)))
 
     def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """Computes what this rank has adopted in this step. `drop` takes a step back."""

@@ -10,8 +10,9 @@ Nothing here waits for a device on the training path::
     (record, later)  events that are over are asked for; what they stand for is published, in order, whole
     (settle)  the training stream waits for the newest event, on the device: what follows may overwrite the tensor
 
-The DeviceCapture has been run with a made-up device only (`tests/unit/runtime/test_capture.py`); where there is a CUDA
-device, `test_capture_cuda.py` puts it to the proof. No session uses it: pipelines are refused on anything but the CPU.
+Tests of the DeviceCapture run with a made-up device everywhere (`tests/unit/runtime/test_capture.py`), and with a CUDA
+device where there is one (`tests/gpu/test_capture.py`). No session uses it: pipelines are refused on anything but the
+CPU.
 """
 
 import time

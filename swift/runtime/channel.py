@@ -31,7 +31,7 @@ from swift.runtime import layer_faults
 from swift.runtime.capture import Capture, NoCapture, capture_for
 from swift.runtime.faults import FaultInjector
 from swift.runtime.process_groups import Interrupted
-from swift.runtime.profiling import StepProfile
+from swift.runtime.profiling import WEIGHTS, StepProfile
 from swift.runtime.rng import Randomness
 from swift.runtime.shapes import Shapes
 from swift.runtime.shared_replay.waits import ReplayClock
@@ -40,7 +40,7 @@ from swift.runtime.witness import INPUT, LOSS, RESULT, SENT, TARGET, Witness
 
 FORWARD = "F"
 BACKWARD = "B"
-_PHASES = {FORWARD: "forward", BACKWARD: "backward"}
+_PHASES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weights"}
 
 # A record that nobody has written for this long will not come: its writer would have been declared dead.
 RECORD_TIMEOUT_S = 120.0
@@ -353,8 +353,10 @@ class Channel:
         self.clock.computed(time.perf_counter() - began)
 
     def computed(self, direction: str, microbatch: int) -> None:
-        """A microbatch's forward or backward is done: the place where drills kill."""
+        """A microbatch has done a forward, a backward, or gradients of weights apart: the place where drills kill."""
         if self.replaying:
+            if direction == WEIGHTS:
+                return
             if direction == FORWARD:
                 self.microbatches_replayed += 1
             self._faults.replaying(self._step, microbatch)
@@ -374,6 +376,14 @@ class Channel:
     def inferring(self) -> None:
         """A stage is about to learn its shapes: a place where tests kill."""
         self._faults.at("shapes", self._step)
+
+    def settling(self, step: int) -> None:
+        """What came of that step's vote is known, and not yet looked at: a place where tests kill."""
+        self._faults.at("settle", step)
+
+    def taking_back(self, version: int) -> None:
+        """A rank is about to go back to that version: a place where tests kill."""
+        self._faults.at("take_back", version)
 
     def _record(self, stream: str, key: RecordKey, tensor: torch.Tensor, now: bool) -> None:
         """``now``: it may change after the call."""

@@ -51,7 +51,7 @@ class SessionConfig:
     stays what it is, and the job is not exact (`allow_inexact`). With "lossy-forward" they are always dropped."""
     exact_gradients: bool = True
     """With "adaptive": gradients of other ranks' microbatches are kept apart and added in the order of origins. False:
-    they are added to a rank's own, which saves a buffer for each such microbatch, and is not exact (`allow_inexact`).
+    they are added to a rank's own, which saves memory and messages, and is not exact (`allow_inexact`).
     """
     split_backward: bool = True
     """With "adaptive": while ranks are missing, gradients of weights are computed after those of inputs, where nobody

@@ -25,7 +25,7 @@ from swift import events
 from swift.errors import ServiceError
 from swift.failures.in_ranks import ENV_FAULTS, ENV_FAULTS_DIR
 
-_WHOLE_STEP = ("optimizer", "idle", "reduce", "update", "finish", "save")
+_WHOLE_STEP = ("optimizer", "idle", "reduce", "update", "finish", "save", "settle", "take_back")
 """Phases that belong to no microbatch."""
 _HOLD_TIMEOUT_S = 30.0
 _OTHERS_TIMEOUT_S = 2.0

@@ -13,7 +13,7 @@ Two ways to sum: *ordered* by data-parallel rank (`swift.runtime.backends`), who
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -34,8 +34,37 @@ class Row(NamedTuple):
     """What a rank has gradients of."""
 
     origin: int
-    microbatch: int | None = None
-    """None: of the origin's whole batch. Else of this microbatch, or of a run that begins with it; not divided yet."""
+    part: int | None = None
+    """None: of the origin's whole batch, as its own rank has it. Else one of the parts of which it is the sum, in their
+    order; not divided yet."""
+
+
+class Contribution(Protocol):
+    """What a rank has in one row."""
+
+    def has(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether there is a gradient of it in the origin's batch."""
+
+    def numbers(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """As many as the parameter has. -0.0, which changes no bit, where other parts of the origin have them."""
+
+
+class Whole:
+    """All gradients of an origin's batch. See `Contribution`."""
+
+    def __init__(self, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        self._gradients = gradients
+
+    def has(self, parameter: torch.nn.Parameter) -> bool:
+        """As `Contribution.has`."""
+        return parameter in self._gradients
+
+    def numbers(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """0.0 for a parameter without a gradient, as between ranks."""
+        gradient = self._gradients.get(parameter)
+        return (
+            torch.zeros(parameter.numel(), dtype=parameter.dtype) if gradient is None else gradient.detach()
+        )
 
 
 class Shares(NamedTuple):
@@ -45,17 +74,10 @@ class Shares(NamedTuple):
     """Of each rank of the group, by its place: its own batch first."""
     place: int
     """This rank's."""
-    gradients: Sequence[Mapping[torch.nn.Parameter, torch.Tensor]]
+    gradients: Sequence[Contribution]
     """This rank's of each row behind its own batch."""
     scale: int = 1
     """What the sum of an origin's microbatches is divided by."""
-
-    def nothing(self, number: int) -> float:
-        """What stands in a row for a parameter without a gradient. Between origins a rank adds 0.0 there. Within an
-        origin autograd adds nothing, and -0.0 is what changes no bit (0.0 makes 0.0 of -0.0)."""
-        row = self.rows[self.place][number]
-        whole = sum(other.origin == row.origin for theirs in self.rows for other in theirs) == 1
-        return 0.0 if whole else -0.0
 
 
 class Reduction:
@@ -137,9 +159,8 @@ class Reducer:
         kept = self._buffers.get((used.dtype, rows, sum(sizes)))
         flat = kept.pop() if kept else torch.empty(rows, sum(sizes), dtype=used.dtype)
         torch.cat(parts, out=flat[0])
-        for row, gradients in enumerate([] if shares is None else shares.gradients, start=1):
-            assert shares is not None
-            torch.cat(parts_of(bucket, gradients, shares.nothing(row)), out=flat[row])
+        for row, contribution in enumerate([] if shares is None else shares.gradients, start=1):
+            torch.cat(parts_of(bucket, contribution), out=flat[row])
         reduction = Reduction(self._group, bucket, flat, self._contributions(), self._ordered, shares)
         self.seconds += time.monotonic() - began
         return reduction
@@ -226,13 +247,10 @@ def _sizes(bucket: Bucket) -> list[int]:
     return [*(parameter.numel() for parameter in bucket), len(bucket)]
 
 
-def parts_of(
-    bucket: Bucket, gradients: Mapping[torch.nn.Parameter, torch.Tensor], nothing: float
-) -> list[torch.Tensor]:
-    """Of an origin, as `Reducer.launch` makes them of its own. `nothing`: for a parameter without a gradient."""
-    used = torch.tensor([p in gradients for p in bucket], dtype=bucket[0].dtype)
-    given = (gradients[p] if p in gradients else torch.full_like(p, nothing) for p in bucket)
-    return [*(gradient.detach().reshape(-1) for gradient in given), used]
+def parts_of(bucket: Bucket, contribution: Contribution) -> list[torch.Tensor]:
+    """As `Reducer.launch` makes them of a rank's own batch."""
+    used = torch.tensor([contribution.has(p) for p in bucket], dtype=bucket[0].dtype)
+    return [*(contribution.numbers(p).reshape(-1) for p in bucket), used]
 
 
 def sum_by_origin(
@@ -246,7 +264,7 @@ def summed_by_origin(
     collectives: Collectives, rows: torch.Tensor, whose: Sequence[Sequence[Row]], scale: int = 1
 ) -> torch.Tensor:
     """The sum over all origins, in their order, from the first on [n]. An origin that is in parts is summed first, in
-    the order of its microbatches, and divided by `scale`, as its own rank would have done it.
+    their order, and divided by `scale`, as its own rank would have done it.
 
     `rows` [of this rank, n]; `whose`: of each member, by its place, what its rows are. Each member sums a part of the n
     numbers, as in `Messages.all_reduce`, so the bits are those of a full world.
@@ -260,7 +278,7 @@ def summed_by_origin(
     parts: dict[int, dict[int | None, torch.Tensor]] = {}
     for theirs, numbers in zip(whose, incoming, strict=True):
         for row, number in zip(theirs, numbers, strict=True):
-            parts.setdefault(row.origin, {})[row.microbatch] = number
+            parts.setdefault(row.origin, {})[row.part] = number
     first, *others = (_of_origin(parts[origin], scale) for origin in sorted(parts))
     total = first.clone()
     for other in others:
@@ -274,7 +292,7 @@ def _of_origin(parts: Mapping[int | None, torch.Tensor], scale: int) -> torch.Te
     """The gradients of one origin's batch; may overwrite them."""
     if None in parts:
         return parts[None]
-    first, *others = (parts[microbatch] for microbatch in sorted(mb for mb in parts if mb is not None))
+    first, *others = (parts[part] for part in sorted(part for part in parts if part is not None))
     for other in others:
         first.add_(other)
     return first.div_(scale) if scale != 1 else first

@@ -2,7 +2,7 @@
 
 torch's schedules give each stage one rank. So the call is carried out here: each rank walks its own list of actions
 (`swift.recovery.adaptive`), sends what it has computed to whoever computes the next part, and keeps the gradients of
-other origins apart. Every rank works the lists out for itself, from the same numbers.
+other origins apart (`swift.runtime.shared_sums`). Every rank works the lists out for itself, from the same numbers.
 """
 
 import math
@@ -24,7 +24,8 @@ from swift.runtime.apart import Accumulator, Gradients
 from swift.runtime.before import Before
 from swift.runtime.channel import Channel
 from swift.runtime.groups import ReconfigurableGroup
-from swift.runtime.reducer import Row, Shares
+from swift.runtime.reducer import Contribution, Row, Shares, Whole
+from swift.runtime.shared_sums import SharedSums, Turn
 from swift.runtime.tags import COLLECTIVES, REROUTED
 
 _SLOTS = 16
@@ -57,28 +58,54 @@ class Routes(NamedTuple):
         """That this rank computes, ascending."""
         return [mb for mb, owner in enumerate(self.work.owners[stage, origin]) if owner == slot]
 
-    def has_all(self, slot: int, own: int, origin: int) -> bool:
-        """`own`: the rank's own origin."""
-        return set(self.work.owners[self._a_stage(slot, own), origin]) == {slot}
+    def is_shared(self, stage: int, origin: int) -> bool:
+        """Several ranks compute the origin's microbatches there."""
+        return len(set(self.work.owners[stage, origin])) > 1
+
+    def sharers(self, slot: int, own: int) -> list[int]:
+        """The ranks of this one's stages, ascending. `own`: its own origin."""
+        stage = self._stages(slot, own)[0]
+        return sorted(
+            {owner for origin in range(self.work.origins) for owner in self.work.owners[stage, origin]}
+        )
 
     def share_of(self, slot: int, own: int) -> list[Row]:
-        """What a rank has gradients of besides those of its own batch: of each microbatch that it has adopted, or of
-        all together if it has all."""
-        stage = self._a_stage(slot, own)
+        """What a rank has gradients of besides those of its own batch: of batches that it has adopted alone, and a part
+        of each that its peers have adopted with it."""
+        stage, place = self._stages(slot, own)[0], self.sharers(slot, own).index(slot)
         rows = []
         for origin in range(self.work.origins):
-            mine = self.microbatches_of(slot, stage, origin)
-            if origin != own and mine:
-                rows += [Row(origin, mb) for mb in (mine[:1] if self.has_all(slot, own, origin) else mine)]
+            if self.is_shared(stage, origin):
+                rows.append(Row(origin, place))
+            elif origin != own and slot in self.work.owners[stage, origin]:
+                rows.append(Row(origin, 0))
         return rows
 
-    def _a_stage(self, slot: int, own: int) -> int:
-        """Of this rank. At each of its stages it computes the same microbatches."""
-        return next(
-            stage
-            for stage, origin in self.work.owners
-            if origin == own and slot in self.work.owners[stage, own]
-        )
+    def turns(self, slot: int, own: int) -> list[Turn]:
+        """In which the peers of a rank sum what they share: about as they compute it, and each origin's microbatches
+        ascending."""
+        sharers, stages = self.sharers(slot, own), self._stages(slot, own)
+        ends = {
+            (action.stage, action.origin, action.microbatch): (number + 1) / len(self.orders[each])
+            for each in sharers
+            for number, action in enumerate(self.orders[each])
+            if action.kind in (BACKWARD, BACKWARD_WEIGHT)
+        }
+        turns = []
+        for stage in stages:
+            for origin in range(self.work.origins):
+                latest = 0.0
+                for mb, owner in enumerate(
+                    self.work.owners[stage, origin] if self.is_shared(stage, origin) else ()
+                ):
+                    latest = max(latest, ends[stage, origin, mb])
+                    turns.append((latest, Turn(stage, origin, mb, sharers.index(owner))))
+        return [turn for _, turn in sorted(turns)]
+
+    def _stages(self, slot: int, own: int) -> list[int]:
+        """Of this rank. At each of them it computes the same microbatches."""
+        owners = self.work.owners
+        return [stage for stage, origin in owners if origin == own and slot in owners[stage, own]]
 
 
 Seconds = tuple[tuple[float, float], ...]
@@ -170,7 +197,7 @@ def _costs_of(seconds: Seconds, *, split: bool) -> Costs:
 class ReroutedCall:
     """One, at one rank. Trainer's thread.
 
-    ``run()``, and then `gradients`: what belongs to other origins, by row. Raises RuntimeError if a peer is lost.
+    ``run()``, and then `shares`: what belongs to other origins. Raises RuntimeError if a peer is lost.
     """
 
     def __init__(
@@ -195,11 +222,16 @@ class ReroutedCall:
         self._quiet = quiet
         self._not_shared = not_shared
         self._apart = apart
-        self._accumulators: dict[tuple[int, Row], Accumulator] = {}
-        """(stage, row) -> its gradients."""
+        self._accumulators: dict[tuple[int, int], Accumulator] = {}
+        """(stage, origin) -> the gradients of a batch that this rank computes alone."""
+        self._sums: SharedSums | None = None
+        self._turns: dict[tuple[int, int, int], Turn] = {}
+        """(stage, origin, microbatch) -> its turn in `_sums`."""
         self._modules = Before(())
         self._inputs: Mapping[int, Inputs] = {}
         self._sends: list[Any] = []
+        self._scale = 1
+        """What gradients are divided by under the schedule that was called: a trainer may have several."""
         self._losses: dict[tuple[int, int], Any] = {}
         self._outputs: dict[int, Any] = {}
         """Of the last stage, by microbatch of this rank's own."""
@@ -207,6 +239,7 @@ class ReroutedCall:
     def run(self, schedule: Any, call: dict[str, Any], inputs: Mapping[int, Inputs]) -> None:
         """`call`: the arguments of this rank's own call, by name; `inputs`: of other origins."""
         routes, count = self._routes, self._routes.work.microbatches
+        self._scale = _torch.schedule_grad_scale(schedule)
         _torch_calls.initialize_stages(schedule, call)
         stages = {stage.stage_index: stage for stage in _torch.schedule_stages(schedule)}
         self._modules = Before(stage.submod for stage in stages.values())
@@ -223,6 +256,7 @@ class ReroutedCall:
             _torch_calls.extend_chunks(stage, others)
             stage.adopted = others
         arriving = {action: self._receive(stages[action.stage], action) for action in order}
+        self._begin_sums(stages)
         try:
             for action in order:
                 with self._as(action.origin):
@@ -231,7 +265,11 @@ class ReroutedCall:
                     self._do(schedule, stages, action, of[action.origin], call)
             for work in self._sends:
                 work.wait()
+            if self._sums is not None:
+                self._sums.wait()
         finally:
+            if self._sums is not None:
+                self._sums.abandon()
             for stage in stages.values():
                 stage.adopted = {}
                 _torch_calls.forget_chunks(stage, others, count)
@@ -240,23 +278,61 @@ class ReroutedCall:
         for stage in stages.values():
             if stage.is_last:
                 stage.output_chunks[:] = [self._outputs[mb] for mb in sorted(self._outputs)]
-            stage.perform_reduce_grad(_torch.schedule_grad_scale(schedule))
+            stage.perform_reduce_grad(self._scale)
 
     def computed(self, origin: int) -> list[int]:
         """The microbatches of another origin that this rank computes, ascending."""
         orders = self._routes.orders.get(self._slot, ())
         return sorted({action.microbatch for action in orders if action.origin == origin})
 
-    def shares(self, slots: Sequence[int], origins: Sequence[int], scale: int) -> Shares:
-        """`slots`, `origins`: of the ranks of the data group, by their places."""
+    def shares(self, slots: Sequence[int], origins: Sequence[int]) -> Shares:
+        """`slots`, `origins`: of the ranks of the data group, by their places. After `run`."""
         rows = [
             [Row(origin), *self._routes.share_of(slot, origin)]
             for slot, origin in zip(slots, origins, strict=True)
         ]
-        gradients, place = self.gradients, slots.index(self._slot)
-        return Shares(rows, place, [gradients.get(row, {}) for row in rows[place][1:]], scale)
+        place = slots.index(self._slot)
+        return Shares(rows, place, self.contributions(rows[place][1:]), self._scale)
+
+    def contributions(self, rows: Sequence[Row]) -> list[Contribution]:
+        """What this rank has in each of its rows."""
+        return [self._contribution(row.origin) for row in rows]
+
+    @property
+    def bytes_max(self) -> int:
+        """Of other origins' gradients, that this rank held at a time."""
+        whole = sum(
+            gradient.nbytes
+            for (_, origin), accumulator in self._accumulators.items()
+            if origin != self._own
+            for gradient in accumulator.gradients.values()
+        )
+        return whole + (0 if self._sums is None else self._sums.bytes_max)
 
     # --- ---
+
+    def _begin_sums(self, stages: Mapping[int, Any]) -> None:
+        turns = self._routes.turns(self._slot, self._own) if self._apart else []
+        if not turns:
+            return
+        sharers = self._routes.sharers(self._slot, self._own)
+        self._turns = {turn[:3]: turn for turn in turns}
+        self._sums = SharedSums(
+            self._world.part(sharers),
+            sharers.index(self._slot),
+            len(sharers),
+            turns,
+            {index: list(stage.submod.parameters()) for index, stage in stages.items()},
+        )
+
+    def _contribution(self, origin: int) -> Contribution:
+        if self._sums is not None and any(turn.origin == origin for turn in self._turns.values()):
+            return self._sums.part(origin)
+        whole: Gradients = {}
+        for (_, of), accumulator in self._accumulators.items():
+            if of == origin:
+                whole |= accumulator.gradients
+        return Whole(whole)
 
     def _chunk(self, origin: int, microbatch: int) -> int:
         """The number under which a stage keeps what it has of a microbatch."""
@@ -368,28 +444,22 @@ class ReroutedCall:
         """Where gradients of weights of this microbatch go."""
         if action.kind == BACKWARD_INPUT or (not self._apart and action.origin != self._own):
             return nullcontext()
-        key, own = self._row_of(action), action.origin == self._own
-        place = (action.stage, key)
+        turn = self._turns.get((action.stage, action.origin, action.microbatch))
+        if turn is not None:
+            return self._giving(stage, turn)
+        place, own = (action.stage, action.origin), action.origin == self._own
         if place not in self._accumulators:
             mine = self._routes.microbatches_of(self._slot, action.stage, action.origin)
-            turns = [action.microbatch] if not own and not self._has_all(action.origin) else mine
-            begun = {} if own or key.microbatch else self._inputs[action.origin].gradients
-            self._accumulators[place] = Accumulator(stage.submod.parameters(), turns, own=own, begun=begun)
+            begun = {} if own else self._inputs[action.origin].gradients
+            self._accumulators[place] = Accumulator(stage.submod.parameters(), mine, own=own, begun=begun)
         return self._accumulators[place].adding(action.microbatch)
 
-    def _row_of(self, action: Action) -> Row:
-        if action.origin == self._own or self._has_all(action.origin):
-            return Row(action.origin, 0)
-        return Row(action.origin, action.microbatch)
-
-    def _has_all(self, origin: int) -> bool:
-        return self._routes.has_all(self._slot, self._own, origin)
-
-    @property
-    def gradients(self) -> dict[Row, Gradients]:
-        """Of other origins, by row."""
-        found: dict[Row, Gradients] = {}
-        for (_, row), accumulator in self._accumulators.items():
-            if row.origin != self._own:
-                found.setdefault(row, {}).update(accumulator.gradients)
-        return found
+    @contextmanager
+    def _giving(self, stage: Any, turn: Turn) -> Iterator[None]:
+        """Around what computes the gradients of a microbatch that is summed with those of peers."""
+        assert self._sums is not None
+        begun = self._inputs[turn.origin].gradients if turn.microbatch == 0 else {}
+        accumulator = Accumulator(stage.submod.parameters(), [turn.microbatch], own=False, begun=begun)
+        with accumulator.adding(turn.microbatch):
+            yield
+        self._sums.give(turn, accumulator.gradients)

@@ -22,8 +22,7 @@ from swift import events
 from swift.recovery import Assignment
 from swift.runtime import _torch, _torch_calls
 from swift.runtime.adoption import Adoption, Computed
-from swift.runtime.apart import Gradients
-from swift.runtime.reducer import Row, Shares
+from swift.runtime.reducer import Contribution, Row, Shares
 from swift.runtime.rerouted_call import (
     MESSAGES_MAX,
     Inputs,
@@ -116,7 +115,7 @@ class Rerouting(Adoption):
             return None
         slots = assignment.group(self._slot)
         origins = [assignment.slots[slot].dp_rank for slot in slots]
-        return self._call.shares(slots, origins, _torch.schedule_grad_scale(self._state.schedules[0]))
+        return self._call.shares(slots, origins)
 
     def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """As `Adoption.before`: learns what enters the schedule of the origins of which this rank computes some."""
@@ -124,23 +123,27 @@ class Rerouting(Adoption):
         self._answers.reduced = False
         if self._channel.replaying:
             return
-        adopted = self._assignment().adopted_by(self._slot)
         if self._begins:
             self._begin(train_step, step, drop)
-        self._inputs = self._inputs_of(adopted, train_step, step, drop)
+        self._inputs = self._inputs_of(self._assignment(), train_step, step, drop)
 
     def _inputs_of(
         self,
-        origins: Sequence[int],
+        assignment: Assignment,
         train_step: Callable[[int], object],
         step: int,
         drop: Callable[[], None],
     ) -> dict[int, Inputs]:
+        """Of each origin of which this rank computes some."""
+        group, inputs = assignment.slots[self._slot].stage_group, dict[int, Inputs]()
         self._capturing = True
         try:
-            return {
-                origin: self._carried_out(origin, train_step, step, drop, self._taken) for origin in origins
-            }
+            for origin in assignment.adopted_by(self._slot):
+                taken = self._carried_out(origin, train_step, step, drop, self._taken)
+                # Gradients that were there before are a part of those of the first microbatch.
+                begins = assignment.owner(group, origin, 0) == self._slot
+                inputs[origin] = taken if begins else taken._replace(gradients={})
+            return inputs
         finally:
             self._capturing = False
 
@@ -251,14 +254,14 @@ class Rerouting(Adoption):
             routes.share_of(slot, assignment.slots[slot].dp_rank) if slot in pretended.members else []
             for slot in group
         ]
-        left, mine = in_torchs_way, list[Gradients]()
+        left, mine, held = in_torchs_way, list[Contribution](), 0
         if here:
-            left, mine = self._left_in(pretended, rows[group.index(self._slot)], train_step, step, drop)
+            mine_of = rows[group.index(self._slot)]
+            left, mine, held = self._left_in(pretended, mine_of, train_step, step, drop)
         theirs = summed(self._data, stages, rows, mine, _torch.schedule_grad_scale(schedule))
         if not here:
             left = in_torchs_way._replace(gradients=theirs)
         told = all_told(self._world, difference(stages, in_torchs_way, left))
-        held = sum(gradient.nbytes for row in mine for gradient in row.values())
         events.emit(
             "vacancies_tried", rank=self._slot, step=step, vacant=list(pretended.vacant), gradient_bytes=held
         )
@@ -279,9 +282,10 @@ class Rerouting(Adoption):
         train_step: Callable[[int], object],
         step: int,
         drop: Callable[[], None],
-    ) -> tuple[Left, list[Gradients]]:
-        """What a call leaves in this world, in which this rank is there; and what it has of each of these rows."""
-        self._inputs = self._inputs_of(pretended.adopted_by(self._slot), train_step, step, drop)
+    ) -> tuple[Left, list[Contribution], int]:
+        """What a call leaves in this world, in which this rank is there; what it has in each of these rows; and the
+        bytes that it held of them."""
+        self._inputs = self._inputs_of(pretended, train_step, step, drop)
         self._pretended = pretended
         try:
             left = self._left_by_call(train_step, step, drop)
@@ -289,7 +293,7 @@ class Rerouting(Adoption):
             self._pretended, self._inputs = None, {}
         call, self._call = self._call, None
         assert call is not None
-        return left, [call.gradients.get(row, {}) for row in rows]
+        return left, call.contributions(rows), call.bytes_max
 
     def _left_by_call(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> Left:
         """What the call of the schedule leaves, in a step of this rank's own that is taken back."""
@@ -374,8 +378,14 @@ class Rerouting(Adoption):
         for origin in self._inputs if self._pretended is None else ():
             mine = self._call.computed(origin)
             events.emit(
-                "adopted_step", rank=self._slot, step=self._channel.step, origin=origin, microbatches=mine
+                "adopted_step",
+                rank=self._slot,
+                step=self._channel.step,
+                origin=origin,
+                microbatches=mine,
+                gradient_bytes=self._call.bytes_max,
             )
+        self._inputs = {}
         return None
 
     def _routes_of(self, assignment: Assignment, schedule: Any) -> Routes:

@@ -40,7 +40,7 @@ class Checks(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copy:
+class SnapshotCopy:
     """A state at one version, in memory of its own."""
 
     state: dict[str, Any]
@@ -79,9 +79,9 @@ class Snapshots:
         self._world = world
         self._faults = faults
         self._groups = groups
-        self._copies: dict[int, dict[int, Copy]] = {}
+        self._copies: dict[int, dict[int, SnapshotCopy]] = {}
         """Version -> rank -> its state."""
-        self._spare: dict[int, Copy] = {}
+        self._spare: dict[int, SnapshotCopy] = {}
         """Of each rank one that is not needed any more: the memory of the next."""
         self._taken_in = 0
 
@@ -122,7 +122,7 @@ class Snapshots:
                     self._transferring,
                     self._world,
                 )
-                own = fresh[rank] = Copy(state=own.state, digest=sent.digest, bytes=own.bytes)
+                own = fresh[rank] = SnapshotCopy(state=own.state, digest=sent.digest, bytes=own.bytes)
                 self.put(rank, version, own)
             elif kept[1] == rank:
                 fresh[kept[0]] = self._received(kept, version)
@@ -145,12 +145,12 @@ class Snapshots:
             seconds=time.monotonic() - began,
         )
 
-    def _copied(self) -> Copy:
+    def _copied(self) -> SnapshotCopy:
         spare = self._spare.pop(self._rank, None)
         snapshot = Snapshot(self._state.state_dict(), into={} if spare is None else split(spare.state)[0])
-        return Copy(state=snapshot.state(), digest="", bytes=snapshot.nbytes)
+        return SnapshotCopy(state=snapshot.state(), digest="", bytes=snapshot.nbytes)
 
-    def _received(self, kept: Kept, version: int) -> Copy:
+    def _received(self, kept: Kept, version: int) -> SnapshotCopy:
         spare = self._spare.pop(kept[0], None)
         into = {} if spare is None else split(spare.state)[0]
         try:
@@ -167,7 +167,7 @@ class Snapshots:
                 f"no room for a snapshot of rank {kept[0]} on rank {self._rank}: {error}; or use "
                 "strategy='checkpoint', or 'auto' without snapshot_every: they keep nothing in memory"
             ) from None
-        return Copy(state=received.state, digest=received.digest, bytes=received.bytes)
+        return SnapshotCopy(state=received.state, digest=received.digest, bytes=received.bytes)
 
     def _transferring(self, done: int, total: int) -> None:
         if 2 * done >= total:
@@ -182,7 +182,7 @@ class Snapshots:
         }
         return in_order(partners(ranks, {rank: hosts.get(rank, "") for rank in ranks}, group_of))
 
-    def _only(self, version: int, fresh: Mapping[int, Copy]) -> None:
+    def _only(self, version: int, fresh: Mapping[int, SnapshotCopy]) -> None:
         """All ranks have these: no others are needed."""
         for copies in self._copies.values():
             for rank, copy in copies.items():
@@ -193,11 +193,11 @@ class Snapshots:
 
     # --- going back to them ---
 
-    def put(self, rank: int, version: int, copy: Copy) -> None:
+    def put(self, rank: int, version: int, copy: SnapshotCopy) -> None:
         """It is whole."""
         self._copies.setdefault(version, {})[rank] = copy
 
-    def of(self, rank: int, version: int) -> Copy:
+    def of(self, rank: int, version: int) -> SnapshotCopy:
         """Raises ReplayRefused if it is not there, or not what was taken."""
         copy = self._copies.get(version, {}).get(rank)
         if copy is None:

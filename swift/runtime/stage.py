@@ -271,6 +271,7 @@ class _Logged(LearnsShapesAlone):
         weighing = nullcontext() if self.share is None else self.share.weighing()
         with self._channel.computing(self.stage_index, WEIGHTS), weighing:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._channel.computed(WEIGHTS, bwd_chunk_id)
 
     def _skips(self, mb: int) -> bool:
         return self.share is not None and self.share.skips(mb)

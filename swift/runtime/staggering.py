@@ -197,6 +197,7 @@ class Staggering:
             return
         began = time.monotonic()
         pending.task.wait()
+        self._channel.settling(pending.step)
         if any(norm.clips() for norm in pending.norms):
             raise self._misspeculated(pending)
         self._pending = None
@@ -253,6 +254,7 @@ class Staggering:
         copy = self._copies.get(version)
         if copy is None:
             return None
+        self._channel.taking_back(version)
         self._state.present = False
         # Optimizers keep the tensors that they are given.
         loaded: dict[str, Any] = Snapshot(copy.state()).state()

@@ -20,7 +20,7 @@ from swift.runtime import _torch
 from swift.runtime.apart import Gradients
 from swift.runtime.backends.base import Collectives
 from swift.runtime.groups import ReconfigurableGroup
-from swift.runtime.reducer import Row, parts_of, summed_by_origin
+from swift.runtime.reducer import Contribution, Row, parts_of, summed_by_origin
 from swift.runtime.tensors import byte_view, plain
 
 _WORDS_BYTES = 200
@@ -79,7 +79,7 @@ def summed(
     group: ReconfigurableGroup,
     stages: Sequence[Any],
     rows: Sequence[Sequence[Row]],
-    mine: Sequence[Gradients],
+    mine: Sequence[Contribution],
     scale: int,
 ) -> Gradients:
     """(all ranks of a stage group) The gradients of the one origin to which all rows belong. `rows`: of each rank, by
@@ -88,8 +88,7 @@ def summed(
     parameters = dict.fromkeys(p for stage in stages for p in stage.submod.parameters() if p.requires_grad)
     for parameter in parameters:
         bucket = [parameter]
-        # -0.0 is what changes no bit where a microbatch has no gradient.
-        flat = [torch.cat(parts_of(bucket, gradients, -0.0)) for gradients in mine]
+        flat = [torch.cat(parts_of(bucket, contribution)) for contribution in mine]
         sent = torch.stack(flat) if flat else parameter.new_empty(0, parameter.numel() + 1)
         total: list[torch.Tensor] = []
 

@@ -41,10 +41,27 @@ def speaks_tls(address: str) -> bool:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     try:
-        with _connected(address) as plain, context.wrap_socket(plain):
-            return True
+        with _connected(address) as connection:
+            _shake_hands(context, connection)
     except (OSError, ValueError):
         return False
+    return True
+
+
+def _shake_hands(context: ssl.SSLContext, connection: socket.socket) -> None:
+    """By hand: ``wrap_socket`` of a connection that has just been reset leaves its socket open (Python 3.11)."""
+    received, to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+    handshake = context.wrap_bio(received, to_send)
+    while True:
+        try:
+            handshake.do_handshake()
+            return
+        except ssl.SSLWantReadError:
+            connection.sendall(to_send.read())
+            if data := connection.recv(1 << 14):
+                received.write(data)
+            else:
+                received.write_eof()
 
 
 def _listens(address: str) -> bool:

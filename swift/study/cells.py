@@ -26,7 +26,7 @@ from swift.errors import ServiceError, UsageError
 from swift.study.settings import Cell, Settings
 from swift.words import tell
 
-FORMAT = 1
+FORMAT = 2
 SPACE_MIB = 64
 """Free before a run: it writes checkpoints and a log."""
 Result = dict[str, Any]

@@ -157,19 +157,13 @@ def _checks(settings: Settings, results: Mapping[Cell, Result], store: Store) ->
         }
         hit = {cell: result for cell, result in whole.items() if cell.rate > 0 and result["injected"]}
         exact = [cell for cell in hit if STRATEGIES[cell.strategy].exact]
-        # Of one failure: where there were more, the marks do not always say who had a part in a step.
-        dropped = [
-            cell
-            for cell, result in hit.items()
-            if not STRATEGIES[cell.strategy].exact and result["injected"] == 1 and result["batches_dropped"]
-        ]
+        dropped = [cell for cell in hit if not STRATEGIES[cell.strategy].exact and hit[cell]["fewer"]]
         chosen = [max(exact, key=lambda cell: hit[cell]["injected"])] if exact else []
-        chosen += [max(dropped, key=lambda cell: hit[cell]["batches_dropped"])] if dropped else []
+        chosen += [max(dropped, key=lambda cell: hit[cell]["injected"])] if dropped else []
         for cell in chosen:
             tell(f"study: {cell.name} is calculated by one process of plain torch")
-            result = {**hit[cell], "fewer": []} if cell in exact else hit[cell]
             with store.place() as place:
-                checks.append(running.calculate(cell, settings, result, place))
+                checks.append(running.calculate(cell, settings, hit[cell], place))
     return checks
 
 

@@ -60,9 +60,9 @@ def _differ(results: Results) -> list[str]:
 
 def _task(task: str, settings: Settings, results: Results) -> dict[str, Any]:
     about = TASKS[task]
-    rows = [_row(task, PLAIN, 0.0, settings.seeds, results)]
+    rows = [_row(task, PLAIN, 0.0, settings, results)]
     for rate in (0.0, *settings.rates):
-        rows += [_row(task, strategy, rate, settings.seeds, results) for strategy in settings.strategies]
+        rows += [_row(task, strategy, rate, settings, results) for strategy in settings.strategies]
     for rate in settings.rates:
         _mark_front([row for row in rows if row["rate"] == rate])
     return {
@@ -75,9 +75,18 @@ def _task(task: str, settings: Settings, results: Results) -> dict[str, Any]:
     }
 
 
-def _row(task: str, strategy: str, rate: float, seeds: int, results: Results) -> dict[str, Any]:
+def _beyond(result: Mapping[str, Any], steps: int) -> float:
+    """Seconds that a run took longer than so many of its own median steps."""
+    return float(result["train_s"]) - steps * float(result["step_s"])
+
+
+def _row(task: str, strategy: str, rate: float, settings: Settings, results: Results) -> dict[str, Any]:
+    steps = settings.steps
+
     def of(strategy: str, rate: float) -> dict[int, Mapping[str, Any]]:
-        cells = {seed: Cell(task=task, strategy=strategy, rate=rate, seed=seed) for seed in range(seeds)}
+        cells = {
+            seed: Cell(task=task, strategy=strategy, rate=rate, seed=seed) for seed in range(settings.seeds)
+        }
         return {seed: results[cell] for seed, cell in cells.items() if cell in results}
 
     own, plain, calm = of(strategy, rate), of(PLAIN, 0.0), of(strategy, 0.0)
@@ -99,7 +108,7 @@ def _row(task: str, strategy: str, rate: float, seeds: int, results: Results) ->
         "overhead": _json(a["train_s"] / b["train_s"] - 1 for a, b in both),
         "step_overhead": _json(a["step_s"] / b["step_s"] - 1 for a, b in both),
         "memory_mib": _json(a["peak_mib"] - b["peak_mib"] for a, b in both),
-        "lost_s": _json((a["train_s"] - b["train_s"]) / a["injected"] for a, b in hit),
+        "lost_s": _json((_beyond(a, steps) - _beyond(b, steps)) / a["injected"] for a, b in hit),
         "again_s": _json(fmean(result["again_s"]) for result in own.values() if result["again_s"]),
         "steps_lost": _json(a["steps_lost"] / a["injected"] for a, _ in hit),
         "batches_dropped": _json(a["batches_dropped"] / a["injected"] for a, _ in hit),
@@ -232,8 +241,7 @@ def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
     each = {name: "" if calm else number(read(row, name), 2) for name in ("lost_s", "again_s")}
     each["step_overhead"] = percent(read(row, "step_overhead")) if calm and not plain else ""
     each["steps_lost"] = "" if calm else number(read(row, "steps_lost"), 1)
-    # Exact ones drop none, as their bits say; the marks are not sure of a rank that dies in its update.
-    each["batches_dropped"] = "" if calm or row["exact"] else number(read(row, "batches_dropped"), 1)
+    each["batches_dropped"] = "" if calm else number(read(row, "batches_dropped"), 1)
     return each | {
         "strategy": "no recovery" if plain else row["strategy"],
         "measured": number(read(row, "measured")),

@@ -11,7 +11,8 @@ from swift.study.strategies import PLAIN
 STYLE = (
     html.STYLE
     + """
-.table { overflow-x: auto } .table td, .table th { white-space: nowrap; font-variant-numeric: tabular-nums }
+.table { overflow-x: auto; font-size: .8rem }
+.table td, .table th { white-space: nowrap; font-variant-numeric: tabular-nums }
 .drawings { display: flex; flex-wrap: wrap; gap: 1.5rem }
 .drawings figure { flex: 1 1 300px; max-width: 560px; margin: 0 }
 figcaption { font-weight: 600 } svg text { font-size: 13px }

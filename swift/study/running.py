@@ -1,6 +1,8 @@
 """One cell as real processes: services, launcher and ranks on loopback, and what its run says of itself."""
 
 import json
+import os
+import signal
 import statistics
 import sys
 import time
@@ -13,6 +15,7 @@ from typing import Any
 from swift.drill.cluster import Cluster, Process, own_environment
 from swift.errors import ServiceError, UsageError
 from swift.failures.schedule import schedule_of
+from swift.runtime.backends import LOOPBACK
 from swift.study.settings import RANKS, Cell, Settings, failures_spec
 from swift.study.strategies import PLAIN, STRATEGIES
 
@@ -53,7 +56,11 @@ def run(cell: Cell, settings: Settings, directory: Path) -> dict[str, Any]:
         marks = read_marks(directory)
     except ValueError as error:
         return {"failed": f"its marks cannot be read: {error}", "planned": planned}
-    return {"planned": planned, **measured(marks), **(happened or {"injected": 0, "again_s": []})}
+    return {
+        "planned": planned,
+        **measured(marks),
+        **(happened or {"injected": 0, "again_s": []}),
+    }
 
 
 def _planned(cell: Cell, settings: Settings) -> int:
@@ -64,10 +71,12 @@ def _planned(cell: Cell, settings: Settings) -> int:
 
 
 def _run_plain(told: str, directory: Path, limit_s: float) -> tuple[int, str]:
-    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    # Without --log-dir torchrun leaves an empty directory behind in each run.
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "--log-dir", os.devnull]
     words += ["-m", "swift.study.trainers.plain", told]
-    env = own_environment() | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    process = Process("torchrun", words, env, directory / "torchrun.txt", directory)
+    env = own_environment() | {"OMP_NUM_THREADS": "1", **LOOPBACK}
+    output = directory / "torchrun.txt"
+    process = Process("torchrun", words, env, output, directory, last=signal.SIGTERM)
     try:
         return _end_of(process, limit_s), process.tail()
     finally:
@@ -110,7 +119,8 @@ def _end_of(run: Process | Cluster, limit_s: float) -> int:
 def reason(output: str, otherwise: str) -> str:
     """Of a run that has failed, from what it wrote: the launcher's last line, or the last error of Python's."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    ours = [line for line in lines if line.startswith("swift: ") and not line.startswith("swift: failures:")]
+    report = ("swift: failures:", "swift:   ")  # what was injected, and a line for each
+    ours = [line for line in lines if line.startswith("swift: ") and not line.startswith(report)]
     errors = [line for line in lines if "Error: " in line]
     found = (ours or errors or [otherwise])[-1]
     return found.removeprefix("swift: ")[:FAILED_WORDS]
@@ -140,7 +150,7 @@ def measured(marks: Sequence[Mark]) -> dict[str, Any]:
     done = Counter((mark["rank"], mark["step"]) for mark in steps)
     ranks = {mark["rank"] for mark in steps}
     again = {rank: sum(n - 1 for (who, _), n in done.items() if who == rank) for rank in ranks}
-    fewer = with_fewer(marks)
+    fewer = with_fewer(steps)
     return {
         "measured": ends[0]["measured"],
         "digests": digests,
@@ -154,34 +164,14 @@ def measured(marks: Sequence[Mark]) -> dict[str, Any]:
     }
 
 
-def with_fewer(marks: Sequence[Mark]) -> list[tuple[int, list[int]]]:
-    """Steps in whose update, when it was done for the last time, not all ranks had a part, and those that had.
-
-    Who ends a step then has had one. So has a rank that ends it beside that one; and one that dies in its update, if it
-    has computed the step as often, and since the other one computed the step before.
-    """
-    computed: dict[tuple[int, int], list[Mark]] = {}
-    stepped: dict[int, dict[int, Mark]] = {}
-    for mark in marks:
-        if mark["what"] == "computed":
-            computed.setdefault((mark["step"], mark["rank"]), []).append(mark)
-        elif mark["what"] == "stepped":
-            stepped.setdefault(mark["step"], {})[mark["rank"]] = mark
-    found: list[tuple[int, list[int]]] = []
-    for step, by_rank in sorted(stepped.items()):
-        last = max(by_rank.values(), key=lambda mark: mark["at"])["rank"]
-        own = [mark["at"] for mark in computed[step, last]]
-        earlier = [mark["at"] for mark in computed.get((step - 1, last), ())] + own[:-1]
-        since = max((at for at in earlier if at < own[-1]), default=0.0)
-        there = [last]
-        for rank in set(range(RANKS)) - {last}:
-            theirs = [mark["at"] for mark in computed.get((step, rank), ())]
-            beside = rank in by_rank and by_rank[rank]["at"] > own[-1]
-            if beside or (len(theirs) >= len(own) and theirs[-1] > since):
-                there.append(rank)
-        if len(there) < RANKS:
-            found.append((step, sorted(there)))
-    return found
+def with_fewer(steps: Sequence[Mark]) -> list[tuple[int, list[int]]]:
+    """Steps in whose update, when it was done for the last time, not all ranks had a part, and those that had."""
+    last: dict[int, Mark] = {}
+    for mark in steps:
+        if mark["step"] not in last or mark["at"] > last[mark["step"]]["at"]:
+            last[mark["step"]] = mark
+    found = [(step, sorted(mark["parts"])) for step, mark in sorted(last.items())]
+    return [(step, parts) for step, parts in found if len(parts) < RANKS]
 
 
 def calculate(cell: Cell, settings: Settings, result: Mapping[str, Any], directory: Path) -> dict[str, Any]:

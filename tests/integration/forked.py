@@ -18,7 +18,7 @@ from swift.drill.cluster import JOB, TAIL_LINES, Cluster
 from swift.drill.security import COORDINATOR, LAUNCHER
 from swift.launch.children import Child, Nursery
 from swift.launch.flags import PRELOAD_DEFAULT
-from swift.launch.worker import Assignment
+from swift.launch.worker import Program
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -70,7 +70,7 @@ class Forks:
         """A file, or the name of a module. `env` is added to what this process has had."""
         child = self._nursery.spawn()
         assert child.forked
-        assignment = Assignment(
+        assignment = Program(
             env=dict(env),
             script=str(script),
             module=isinstance(script, str),

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from tests.integration.test_shrink import named, pids
-from tests.integration.test_shrink_pipelines import check_bits, lose_and_return, lose_several, run
+from tests.integration.test_shrink_pipelines import (
+    check_bits,
+    check_one_step_at_most,
+    lose_and_return,
+    lose_several,
+    run,
+)
 from tests.integration.trainer_world import Run
 
 MATRIX = pytest.mark.matrix
@@ -64,6 +70,7 @@ def test_the_peers_of_its_stage_share_its_microbatches(
     assert len(planned) == 1, "all plan by the same times"
     for rank in set(range(stages * replicas)) - {lost}:
         assert len(pids(outcome, rank)) == 1, "survivors keep their processes"
+    check_one_step_at_most(outcome)
     check_bits(outcome, shape, {lost}, tmp_path)
 
 
@@ -73,11 +80,31 @@ def test_the_peers_of_its_stage_share_its_microbatches(
     [
         # Then some ranks compute gradients of a microbatch before those of the one before it.
         ((2, 3), [{"rank": 0, "step": 4, "phase": "reduce"}, {"rank": 4, "step": 4, "phase": "reduce"}]),
-        # No pipeline is whole after the second one.
-        ((2, 2), [{"rank": 0, "step": 4, "phase": "reduce"}, {"rank": 3, "step": 7, "phase": "backward"}]),
+        # No pipeline is whole after the second one. Gradients of weights are computed apart by then.
+        ((2, 2), [{"rank": 0, "step": 4, "phase": "reduce"}, {"rank": 3, "step": 7, "phase": "weights"}]),
         *(
             pytest.param(shape, faults, marks=MATRIX)
             for shape, faults in (
+                (
+                    (2, 2),
+                    [{"rank": 0, "step": 4, "phase": "reduce"}, {"rank": 3, "step": 7, "phase": "backward"}],
+                ),
+                (
+                    (2, 4),
+                    [{"rank": 1, "step": 4, "phase": "idle"}, {"rank": 7, "step": 6, "phase": "weights"}],
+                ),
+                (
+                    (4, 3),
+                    [{"rank": 6, "step": 4, "phase": "reduce"}, {"rank": 8, "step": 4, "phase": "reduce"}],
+                ),
+                (
+                    (4, 2),
+                    [
+                        {"rank": 0, "step": 3, "phase": "backward", "microbatch": 1},
+                        {"rank": 3, "step": 5, "phase": "weights", "microbatch": 2},
+                        {"rank": 6, "step": 7, "phase": "optimizer"},
+                    ],
+                ),
                 (
                     (2, 3),
                     [{"rank": 0, "step": 4, "phase": "idle"}, {"rank": 1, "step": 7, "phase": "forward"}],
@@ -106,7 +133,18 @@ def test_the_peers_of_its_stage_share_its_microbatches(
     ],
 )
 def test_several_losses(shape: tuple[int, int], faults: list[dict[str, Any]], tmp_path: Path) -> None:
-    lose_several(shape, faults, tmp_path, "adaptive")
+    check_one_step_at_most(lose_several(shape, faults, tmp_path, "adaptive"))
+
+
+@pytest.mark.timeout(300)
+def test_a_stage_of_which_nobody_is_left_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
+    """The others keep their processes, and wait for two."""
+    faults = [{"rank": rank, "step": 6, "phase": "forward", "microbatch": 1} for rank in (2, 3)]
+    outcome = run(tmp_path, (2, 2), faults, max_restarts=2, strategy="adaptive")
+    assert [len(pids(outcome, rank)) for rank in range(4)] == [1, 1, 2, 2]
+    used = {each["strategy"] for plan in named(outcome, "plan") for each in plan["ranks"]}
+    assert "CHECKPOINT" in used
+    check_bits(outcome, (2, 2), set(), tmp_path)
 
 
 @pytest.mark.timeout(300)
@@ -117,18 +155,26 @@ def test_several_losses(shape: tuple[int, int], faults: list[dict[str, Any]], tm
         pytest.param((2, 2), 3, "backward", marks=MATRIX),
         pytest.param((2, 3), 4, "forward", marks=MATRIX),
         pytest.param((4, 2), 4, "reduce", marks=MATRIX),
+        pytest.param((2, 4), 6, "idle", marks=MATRIX),
+        pytest.param((4, 3), 5, "forward", marks=MATRIX),
     ],
 )
 def test_one_that_comes_back_makes_the_world_full_again(
     shape: tuple[int, int], lost: int, phase: str, tmp_path: Path
 ) -> None:
-    lose_and_return(shape, lost, phase, tmp_path, "adaptive")
+    check_one_step_at_most(lose_and_return(shape, lost, phase, tmp_path, "adaptive"))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "dies"),
-    [((2, 3), 3), *(pytest.param(shape, dies, marks=MATRIX) for shape, dies in (((2, 3), 4), ((2, 2), 3)))],
+    [
+        ((2, 3), 3),
+        *(
+            pytest.param(shape, dies, marks=MATRIX)
+            for shape, dies in (((2, 3), 4), ((2, 2), 3), ((4, 3), 3), ((2, 4), 5))
+        ),
+    ],
 )
 def test_a_loss_while_one_comes_back(shape: tuple[int, int], dies: int, tmp_path: Path) -> None:
     """Of the one that gives it the state, or of itself."""
@@ -192,6 +238,22 @@ def test_tied_weights_and_bf16_between_stages(
     fault = {"rank": lost, "step": 5, "phase": "backward", "microbatch": 2}
     outcome = run(tmp_path, shape, [fault], habit, strategy="adaptive")
     check_bits(outcome, shape, {lost}, tmp_path, habit)
+
+
+@MATRIX
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("habit", ["ties", "halves"])
+@pytest.mark.parametrize(
+    ("shape", "faults"),
+    [
+        ((4, 3), [{"rank": 9, "step": 4, "phase": "reduce"}, {"rank": 10, "step": 4, "phase": "reduce"}]),
+        ((2, 4), [{"rank": 2, "step": 4, "phase": "idle"}, {"rank": 4, "step": 7, "phase": "weights"}]),
+    ],
+)
+def test_tied_weights_and_bf16_between_stages_under_two_losses(
+    shape: tuple[int, int], faults: list[dict[str, Any]], habit: str, tmp_path: Path
+) -> None:
+    check_one_step_at_most(lose_several(shape, faults, tmp_path, "adaptive", habit))
 
 
 @pytest.mark.timeout(300)

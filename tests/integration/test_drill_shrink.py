@@ -28,7 +28,7 @@ def exact(report: dict[str, Any], *vacant: list[int]) -> dict[str, Any]:
 
 
 def spec(rank: int, phase: str, step: int = STEP) -> str:
-    where = ",microbatch=1" if phase in ("forward", "backward") else ""
+    where = ",microbatch=1" if phase in ("forward", "backward", "weights") else ""
     return f"rank={rank},step={step}{where},phase={phase}"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swift.launch.worker import Assignment
+from swift.launch.worker import Program
 
 PROLOGUE = """
 import os, sys
@@ -58,7 +58,7 @@ def run_plain(directory: Path, *arguments: str) -> Ended:
     return Ended(process.returncode, process.stdout, process.stderr)
 
 
-def run_worker(directory: Path, assignment: Assignment | None, path0: str, launcher_pid: int = 0) -> Ended:
+def run_worker(directory: Path, assignment: Program | None, path0: str, launcher_pid: int = 0) -> Ended:
     control_read, control_write = os.pipe()
     warm_read, warm_write = os.pipe()
     command = [sys.executable, "-u", "-m", "swift.launch.worker", str(control_read), str(warm_write)]
@@ -85,9 +85,9 @@ def run_worker(directory: Path, assignment: Assignment | None, path0: str, launc
     return Ended(process.returncode, stdout, stderr)
 
 
-def make_assignment(directory: Path, script: str, **fields: object) -> Assignment:
+def make_program(directory: Path, script: str, **fields: object) -> Program:
     given = {"env": {"RANK": "3"}, "module": False, "args": ["a", "-b", "c d", "ü"], "cwd": str(directory)}
-    return Assignment(script=script, **{**given, **fields})
+    return Program(script=script, **{**given, **fields})
 
 
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS.keys())
@@ -98,7 +98,7 @@ def test_script_behaves_as_under_python(tmp_path: Path, ending: str) -> None:
     (folder / "helper.py").write_text("VALUE = 7")
     (folder / "helper_broken.py").write_text("VALUE = (")
     expected = run_plain(tmp_path, "scripts/train.py", "a", "-b", "c d", "ü")
-    found = run_worker(tmp_path, make_assignment(tmp_path, "scripts/train.py"), str(folder))
+    found = run_worker(tmp_path, make_program(tmp_path, "scripts/train.py"), str(folder))
     assert found == expected
 
 
@@ -109,7 +109,7 @@ def test_module_behaves_as_under_python(tmp_path: Path, ending: str) -> None:
     (folder / "__init__.py").write_text("")
     (folder / "train.py").write_text(PROLOGUE + ending)
     expected = run_plain(tmp_path, "-m", "package.train", "a", "-b", "c d", "ü")
-    found = run_worker(tmp_path, make_assignment(tmp_path, "package.train", module=True), str(tmp_path))
+    found = run_worker(tmp_path, make_program(tmp_path, "package.train", module=True), str(tmp_path))
     # `python -m` shows its own two frames; nobody misses them.
     frozen = [line for line in expected.stderr.splitlines() if "<frozen runpy>" not in line]
     assert (found.exit_code, found.stdout) == (expected.exit_code, expected.stdout)
@@ -121,7 +121,7 @@ def test_module_behaves_as_under_python(tmp_path: Path, ending: str) -> None:
 )
 def test_our_own_errors_are_one_line(tmp_path: Path, error: str, exit_code: int) -> None:
     (tmp_path / "train.py").write_text(f"import swift.errors\nraise swift.errors.{error}('do this\\n  now')")
-    found = run_worker(tmp_path, make_assignment(tmp_path, "train.py"), str(tmp_path))
+    found = run_worker(tmp_path, make_program(tmp_path, "train.py"), str(tmp_path))
     assert found == Ended(exit_code, "", "swift: do this now\n")
 
 
@@ -131,7 +131,7 @@ def test_output_goes_to_files_and_is_appended(tmp_path: Path) -> None:
     )
     files = {"stdout": str(tmp_path / "out"), "stderr": str(tmp_path / "err")}
     for _ in range(2):
-        found = run_worker(tmp_path, make_assignment(tmp_path, "train.py", **files), str(tmp_path))
+        found = run_worker(tmp_path, make_program(tmp_path, "train.py", **files), str(tmp_path))
         assert found == Ended(1, "", "")
     assert (tmp_path / "out").read_text() == "out\nbelow\n" * 2
     assert (tmp_path / "err").read_text() == "err\n" * 2
@@ -144,7 +144,7 @@ def test_spare_that_nobody_needs_ends_quietly(tmp_path: Path) -> None:
 def test_worker_whose_launcher_died_before_it_could_look_ends(tmp_path: Path) -> None:
     # Its parent is this test, not the launcher that it was told of: init has adopted it, as it were.
     (tmp_path / "train.py").write_text("print('must not run')")
-    found = run_worker(tmp_path, make_assignment(tmp_path, "train.py"), str(tmp_path), launcher_pid=1)
+    found = run_worker(tmp_path, make_program(tmp_path, "train.py"), str(tmp_path), launcher_pid=1)
     assert found == Ended(0, "", "")
 
 
@@ -155,7 +155,7 @@ def test_by_hand_it_says_what_to_use() -> None:
 
 def test_what_is_drawn_without_a_seed_is_drawn_alike_by_a_replacement(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import random; print(random.random(), random.sample(range(9), 9))")
-    assignment = Assignment(env={}, script="script.py", module=False, args=[], cwd=str(tmp_path))
+    assignment = Program(env={}, script="script.py", module=False, args=[], cwd=str(tmp_path))
     first, again = (run_worker(tmp_path, assignment, str(tmp_path)) for _ in range(2))
     assert first.exit_code == 0, first.stderr
     assert first.stdout == again.stdout != ""

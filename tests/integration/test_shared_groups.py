@@ -244,11 +244,15 @@ def test_a_damaged_record_at_the_end_of_a_group(twins: Twins, tmp_path: Path) ->
 @pytest.mark.matrix
 @pytest.mark.parametrize("helpers", [1, 2])
 def test_copies_take_the_time_that_the_planner_predicts(helpers: int, twins: Twins, tmp_path: Path) -> None:
-    """(ceil(M / d) + w - 1) t, of stages that sleep. On a machine with nothing else to do."""
-    shape = ["--model", "paced", "--steps", "13", "--checkpoint-every", "6", "--stages", "6"]
+    """(ceil(M / d) + w - 1) t, of stages that sleep. On a machine with nothing else to do.
+
+    Seventeen steps: the formula is one of steps. A fresh process needs 0.1 to 0.2 s more in all, whatever it replays:
+    in its first step torch computes one more microbatch to infer shapes, and much happens for the first time.
+    """
+    shape = ["--model", "paced", "--steps", "37", "--checkpoint-every", "18", "--stages", "6"]
     words = [*shape, "--groups", "0-1,2-3,4-5", "--microbatches", "8", "--helpers", str(helpers)]
-    report = passed(drill(*words, *kills("rank=2,step=11,microbatch=1"), twins=twins, at=tmp_path))
+    report = passed(drill(*words, *kills("rank=2,step=35,microbatch=1"), twins=twins, at=tmp_path))
     (recovery,) = report["prediction"]["recoveries"]
     (run,) = recovery["replayed"]
-    assert (run["stages"], run["copies"], run["shared_steps"]) == ([2, 3], 1 + helpers, 5)
+    assert (run["stages"], run["copies"], run["shared_steps"]) == ([2, 3], 1 + helpers, 17)
     assert recovery["within"] is True

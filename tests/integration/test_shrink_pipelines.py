@@ -66,28 +66,37 @@ def check_bits(
     wanted = json.loads(out.read_text())
     for rank in set(range(stages * replicas)) - lost:
         bits = outcome["digests"][f"bits-{rank}.json"]
-        assert str(STEPS - 1) in bits
+        assert str(steps - 1) in bits
         assert bits.items() <= wanted[str(rank // replicas)].items(), f"rank {rank}"
     assert bool(named(outcome, "not_exact")) is not exact
 
 
+def check_one_step_at_most(outcome: Run) -> None:
+    """No loss has sent anybody back to a checkpoint."""
+    for plan in named(outcome, "plan"):
+        used = {each["strategy"] for each in plan["ranks"]}
+        assert used <= {"KEEP", "UNDO", "ROLL_FORWARD", "REPLICA"}, "one step is lost at most"
+
+
 def lose_several(
     shape: tuple[int, int], faults: list[dict[str, Any]], directory: Path, strategy: str, habit: str = "asks"
-) -> None:
+) -> Run:
     """One after the other, or at once; nobody comes back."""
     outcome = run(directory, shape, faults, habit, strategy=strategy)
     lost = {fault["rank"] for fault in faults}
     assert {e["rank"] for e in named(outcome, "left_vacant")} == lost
-    check_bits(outcome, shape, lost, directory)
+    check_bits(outcome, shape, lost, directory, habit)
+    return outcome
 
 
-def lose_and_return(shape: tuple[int, int], lost: int, phase: str, directory: Path, strategy: str) -> None:
+def lose_and_return(shape: tuple[int, int], lost: int, phase: str, directory: Path, strategy: str) -> Run:
     """Another process comes for the lost rank while the others train."""
     fault = {"rank": lost, "step": 5, "phase": phase, "microbatch": 1}
     outcome = run(directory, shape, [fault], "waits", max_restarts=1, strategy=strategy)
     assert [e["rank"] for e in named(outcome, "left_vacant")] == [lost]
     assert len(pids(outcome, lost)) == 2
     check_bits(outcome, shape, set(), directory)
+    return outcome
 
 
 @pytest.mark.timeout(300)

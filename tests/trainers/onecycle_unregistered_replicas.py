@@ -1,6 +1,6 @@
 """A OneCycleLR scheduler that was not registered, on replicas: a replacement's rates are another step's."""
 
-# verdict: refused
+# verdict: named inexact
 # says: is what
 # worlds: 2
 

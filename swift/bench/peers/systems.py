@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import swift
 from swift import events
 from swift.bench.peers.trial import REPLICAS, Trial, read
-from swift.drill.cluster import Cluster
+from swift.drill.cluster import Cluster, dying_with_this
 from swift.runtime.backends import LOOPBACK
 
 STRATEGIES = ("auto", "snapshot", "checkpoint", "reinit", "rollback", "shrink", "replay", "lossy-forward")
@@ -52,6 +52,12 @@ SYSTEMS: Mapping[str, System] = {
         "torchft",
         settings={"least": REPLICAS, "heartbeat_ms": 300, "join_ms": 1000, "timeout_s": 2.0},
     ),
+    "torchft-spare": System("torchft, 2 and a spare", "torchft", settings={"least": REPLICAS, "spares": 1}),
+    "torchft-spare-tuned": System(
+        "torchft, 2 and a spare, tuned",
+        "torchft",
+        settings={"least": REPLICAS, "spares": 1, "heartbeat_ms": 300, "join_ms": 1000, "timeout_s": 2.0},
+    ),
     "nvrx": System("NVRx, in-process restart", "nvrx"),
     "swift": System("swift, auto", strategy="auto"),
     **{f"swift-{name}": System(f"swift, {name}", strategy=name) for name in STRATEGIES if name != "auto"},
@@ -81,6 +87,7 @@ class Processes:
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
+                    preexec_fn=dying_with_this(signal.SIGTERM),  # noqa: PLW1509  (no threads here)
                 )
             )
 
@@ -154,7 +161,7 @@ def _start_torchft(processes: Processes, system: System, given: str, python: str
     if "heartbeat_ms" in system.settings:
         words += ["--heartbeat_timeout_ms", str(system.settings["heartbeat_ms"])]
     processes.start("lighthouse", words)
-    for replica in range(REPLICAS):
+    for replica in range(REPLICAS + int(system.settings.get("spares", 0))):
         processes.start(
             f"replica{replica}",
             [python, "-P", *_torchrun(1), "-m", "swift.bench.peers.torchft_trainer", given],
@@ -179,7 +186,8 @@ def _start_nvrx(processes: Processes, given: str, python: str) -> None:
 
 def _torchrun(processes: int) -> list[str]:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*words, "--max-restarts", "3"]
+    # Without --log-dir it leaves an empty directory behind in each run.
+    return [*words, "--max-restarts", "3", "--log-dir", os.devnull]
 
 
 def _free_port() -> int:

@@ -65,7 +65,7 @@ def goals(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         },
         *(
             {
-                "what": f"swift over torchft's best that {words} (it has no spare), in time lost: at most 1",
+                "what": f"swift over torchft's best that {words}, in time lost: at most 1",
                 "value": over[alone],
                 "met": None if (value := over[alone]) is None else value <= 1,
             }

@@ -86,10 +86,10 @@ class Trial:
         self.mark("killed", replica, step)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def meet(self, what: str) -> None:
-        """Waits until all replicas have marked this. Does nothing in a process that is started after the kill."""
+    def meet(self, what: str, processes: int = REPLICAS) -> None:
+        """Waits until so many have marked this. Does nothing in a process that is started after the kill."""
         while not (Path(self.directory) / "killed").exists():
-            if len({mark["pid"] for mark in read(self.directory) if mark["what"] == what}) == REPLICAS:
+            if len({mark["pid"] for mark in read(self.directory) if mark["what"] == what}) == processes:
                 return
             time.sleep(0.01)
 

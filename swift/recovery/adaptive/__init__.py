@@ -7,21 +7,30 @@ alike; ``move`` says where losses had better be. ``period`` is what a step takes
 """
 
 from swift.recovery.adaptive.checks import out_of_order, problems
-from swift.recovery.adaptive.normalize import Counts, Job, Planned, Plans, canonical, even, move, one_f_one_b
+from swift.recovery.adaptive.normalize import (
+    Counts,
+    JobShape,
+    Planned,
+    Plans,
+    canonical,
+    even,
+    move,
+    one_f_one_b,
+)
 from swift.recovery.adaptive.period import period, shortest_period
 from swift.recovery.adaptive.scheduler import found_steps, plan_step
-from swift.recovery.adaptive.steps import Slot, Step
+from swift.recovery.adaptive.steps import Step, Timed
 from swift.recovery.adaptive.work import Action, Costs, Work, shared
 
 __all__ = [
     "Action",
     "Costs",
     "Counts",
-    "Job",
+    "JobShape",
     "Planned",
     "Plans",
-    "Slot",
     "Step",
+    "Timed",
     "Work",
     "canonical",
     "even",

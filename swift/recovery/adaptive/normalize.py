@@ -14,7 +14,7 @@ from typing import Any
 
 from swift.recovery.adaptive.checks import problems
 from swift.recovery.adaptive.scheduler import ACTIONS_MAX, plan_step
-from swift.recovery.adaptive.steps import Slot, Step
+from swift.recovery.adaptive.steps import Step, Timed
 from swift.recovery.adaptive.work import Action, Costs, Work, shared
 
 _SLACK = 1e-9
@@ -25,7 +25,7 @@ Counts = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class JobShape:
     """Of which plans are made."""
 
     group_stages: Sequence[Sequence[int]]
@@ -113,7 +113,7 @@ class Plans:
     """Of one job, each made once. Up to `losses` of them, one worker more never makes a step longer: if the plan with
     one loss more is shorter, the worker that is there has nothing to do."""
 
-    def __init__(self, job: Job, losses: int) -> None:
+    def __init__(self, job: JobShape, losses: int) -> None:
         self.job = job
         self.losses = losses
         self._made: dict[Counts, Planned] = {}
@@ -182,7 +182,7 @@ class Plans:
             counts = tuple(map(int, entry["counts"]))
             slots = {
                 int(worker): [
-                    Slot(float(begin), float(end), Action(str(kind), int(stage), int(origin), int(mb)))
+                    Timed(float(begin), float(end), Action(str(kind), int(stage), int(origin), int(mb)))
                     for begin, end, kind, stage, origin, mb in row
                 ]
                 for worker, row in entry["slots"].items()

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-from swift.recovery.adaptive.steps import Slot, Step
+from swift.recovery.adaptive.steps import Step, Timed
 from swift.recovery.adaptive.work import Action, Work
 
 ACTIONS_MAX = 200_000
@@ -167,13 +167,13 @@ class _Scheduler:
         """In full."""
         work = self._work
         kinds = work.kinds()
-        slots: dict[int, Sequence[Slot]] = {}
+        slots: dict[int, Sequence[Timed]] = {}
         for n, worker in enumerate(self._workers):
             row = []
             for begin, end, event in zip(found.begins[n], found.ends[n], found.order[n], strict=True):
                 rest, microbatch = divmod(event // _CODES, work.microbatches)
                 stage, origin = divmod(rest, work.origins)
-                row.append(Slot(begin, end, Action(kinds[event % _CODES], stage, origin, microbatch)))
+                row.append(Timed(begin, end, Action(kinds[event % _CODES], stage, origin, microbatch)))
             slots[worker] = row
         return Step(slots=slots)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from swift.recovery.adaptive.work import Action
 
 
-class Slot(NamedTuple):
+class Timed(NamedTuple):
     """When a worker does something."""
 
     begin: float
@@ -19,7 +19,7 @@ class Slot(NamedTuple):
 class Step:
     """Who does what, when. The times are as the costs say; what counts for a run is the order."""
 
-    slots: Mapping[int, Sequence[Slot]]
+    slots: Mapping[int, Sequence[Timed]]
     """By worker, in its order."""
 
     @property

@@ -18,8 +18,10 @@ strategy is, and ranks carry strategies out through `swift.runtime.strategies.TA
    (`tests/unit/recovery/situations.py`), which shares no code with the planner; a transcript in
    `tests/golden/coordinator`; a drill. Docs: `docs/protocol.md`, and `docs/faults.md` if it has new faults.
 
-Neither `plan()`, nor the codec (`swift/control/plans.py`), nor the engine is touched. A strategy that needs a rank to
-say more than today adds a field to `Report` and to its message as well.
+Neither `plan()`, nor the codec (`swift/control/plans.py`), nor the engine is touched by a strategy that gets a rank to
+a version by itself, or by a copy. A strategy that needs a rank to say more than today adds a field to `Report` and to
+its message as well. One in which all go back in another way is asked about in `plan()` (`Snapshot`), and one that
+finishes a step in another way takes part in it (`LossyForward`, `swift/runtime/cut_step.py`).
 """
 
 from collections.abc import Mapping

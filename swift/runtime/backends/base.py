@@ -69,11 +69,14 @@ class Collectives(Protocol):
     def all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> None:
         """``outgoing[p]`` goes to the member at place p, ``incoming[p]`` comes from it."""
 
+    def begin_all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> Pending:
+        """As `all_to_all`, without waiting. Several may be under way."""
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """In place, from the member at place `root`. `tensor` may have any strides."""
 
     def barrier(self, ballot: torch.Tensor | None = None) -> None:
-        """Returns once all members have entered. `said`: becomes, in place, the maximum of what all have said."""
+        """Returns once all members have entered. `ballot`: becomes, in place, the maximum of what all have given."""
 
 
 Collective = Callable[[Collectives], None]

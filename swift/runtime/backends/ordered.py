@@ -121,6 +121,10 @@ class Messages:
 
     def all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> None:
         """`outgoing[r]` goes to rank r, `incoming[r]` comes from it. Contiguous tensors; empty ones are not sent."""
+        self.begin_all_to_all(incoming, outgoing).wait()
+
+    def begin_all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> Pending:
+        """As `all_to_all`, without waiting."""
         tag = self._next_tag()
         if incoming[self._own].data_ptr() != outgoing[self._own].data_ptr():
             incoming[self._own].copy_(outgoing[self._own])
@@ -130,8 +134,7 @@ class Messages:
                 works.append(self._wire.recv([incoming[source]], source, tag))
             if outgoing[target].numel():
                 works.append(self._wire.send([outgoing[target]], target, tag))
-        for work in works:
-            work.wait()
+        return _All(works)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Gives `tensor` of index `root` to all, in place."""
@@ -149,7 +152,7 @@ class Messages:
     def barrier(self, ballot: torch.Tensor | None = None) -> None:
         """Returns once all have entered: after round k a rank knows of 2^k others (dissemination barrier).
 
-        `said`: what this rank says; becomes, in place, the greatest in each place of what all have said.
+        `ballot`: what this rank gives; becomes, in place, the greatest in each place of what all have given.
         """
         distance = 1
         ballot = torch.zeros(1) if ballot is None else ballot
@@ -181,6 +184,17 @@ class Messages:
         self._pool.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
 
 
+class _All:
+    """Messages under way."""
+
+    def __init__(self, works: list[Pending]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 class Alone(Messages):
     """Collectives in which every rank's part is this one's: results of the right shape, and nobody is asked."""
 
@@ -193,9 +207,10 @@ class Alone(Messages):
     def unordered_sum(self, tensor: torch.Tensor) -> None:
         tensor.mul_(self._n)
 
-    def all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> None:
+    def begin_all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> Pending:
         for room in incoming:
             room.copy_(outgoing[self._own])
+        return _All([])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         pass

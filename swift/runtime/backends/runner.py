@@ -4,10 +4,28 @@ The trainer's thread waits for the runner, and a notice can end that. A runner t
 behind with its group; the next generation has new ones.
 """
 
+import atexit
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
+
+_END_S = 0.5
+"""In all, at the process's end. A thread that is free again ends in milliseconds; a lost one is not waited for."""
+_leaving: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+"""Threads of runners that have stopped. They may be in the backend still."""
+
+
+@atexit.register
+def _end_all() -> None:
+    """Waits for threads that come back from the backend just now. One that came back while the interpreter ends could
+    not have its lock any more, and C++ ends the whole process then ("terminate called without an active exception")."""
+    until = time.monotonic() + _END_S
+    for thread in threading.enumerate():  # the set itself may change while it is looked through
+        if thread in _leaving:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 class Broken(RuntimeError):
@@ -95,6 +113,7 @@ class Runner:
         with self._lock:
             self._stopped = self._stopped or Broken("connection of an ended generation")
             left, self._open = self._open, set()
+            _leaving.add(self._thread)
             self._tasks.put(None)
         for task in left:
             task.end(self._stopped)

@@ -7,7 +7,7 @@ from swift import events
 from swift.errors import ReplayRefused, ReplicaDiffers, ServiceError
 from swift.recovery import RankPlan
 from swift.runtime.replica import Transfer, receive_state, send_state
-from swift.runtime.snapshots import Copy
+from swift.runtime.snapshots import SnapshotCopy
 from swift.runtime.strategies.replica import World
 from swift.runtime.strategies.restore import Restore, Site
 
@@ -38,13 +38,13 @@ class Snapshot(Restore):
                 received = receive_state(transfer, site.rank, {}, check, copying, wire)
             except ReplicaDiffers as error:
                 raise ReplayRefused(str(error)) from None
-            copy = Copy(state=received.state, digest=received.digest, bytes=received.bytes)
+            copy = SnapshotCopy(state=received.state, digest=received.digest, bytes=received.bytes)
             # It holds its own again: if it is needed once more, the keeper may be lost.
             site.snapshots.put(entry.rank, entry.from_version, copy)
             _load(site, copy, entry, began)
 
 
-def _load(site: Site, copy: Copy, mine: RankPlan, began: float) -> None:
+def _load(site: Site, copy: SnapshotCopy, mine: RankPlan, began: float) -> None:
     version = mine.from_version
     loaded = copy.apart()
     try:

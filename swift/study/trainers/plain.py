@@ -21,7 +21,6 @@ def main() -> None:
         optimizer.zero_grad()
         loss = task.loss(model, tasks.batch_of(task, told.seed, step, rank))
         loss.backward()  # type: ignore[no-untyped-call]
-        told.computed(rank, step)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
@@ -30,7 +29,7 @@ def main() -> None:
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
         optimizer.step()
-        told.stepped(rank, step, loss.item())
+        told.stepped(rank, step, loss.item(), range(RANKS))
     told.ended(rank, model, task.measured(model))
     dist.destroy_process_group()
 

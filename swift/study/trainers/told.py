@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Told:
-    """(every rank) ``tell("begun")`` → for each step ``computed``, ``stepped`` → ``ended``"""
+    """(every rank) ``tell("begun")`` → for each step ``stepped`` → ``ended``"""
 
     directory: str
     task: str
@@ -34,13 +35,9 @@ class Told:
         with (Path(self.directory) / "marks.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")  # one write, behind all others' lines
 
-    def computed(self, rank: int, step: int) -> None:
-        """The gradients of that step are there, of this rank."""
-        self.tell("computed", rank, step=step)
-
-    def stepped(self, rank: int, step: int, loss: float) -> None:
-        """The update of that step is done."""
-        self.tell("stepped", rank, step=step, loss=round(loss, 5))
+    def stepped(self, rank: int, step: int, loss: float, parts: Sequence[int]) -> None:
+        """The update of that step is done. `parts`: the ranks whose batches are in it."""
+        self.tell("stepped", rank, step=step, loss=round(loss, 5), parts=list(parts))
 
     def ended(self, rank: int, model: nn.Module, measured: float) -> None:
         """`measured`: on the held-out test set."""

@@ -10,8 +10,8 @@ what passes between stages to bf16; "calm" does
 not clip, as its norms are small, and saves no checkpoint; "calm:STAGE:STEP:FACTOR" multiplies the gradients of that
 stage and those before it in that step. Calm as well are "reads", which looks at each norm, "logs", which writes it and
 its loss down, "saves" a checkpoint every four steps, "stops" four steps early, and "checks" that its optimizer has
-never seen large gradients. Rank 0 of one that "waits" waits in step LATE until a lost rank has come back. "asks" does
-none of it.
+never seen large gradients. Rank 0 of one that "waits" waits in step LATE until a lost rank has come back; "returns"
+does so in step RETURNED, and is calm. "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 WIDTH, BATCH, MICROBATCHES, MAX_NORM = 16, 8, 4, 0.5
-LATE = 8
-CALM = ("calm", "reads", "logs", "saves", "stops", "checks")
+LATE, RETURNED = 8, 18
+CALM = ("calm", "reads", "logs", "saves", "stops", "checks", "returns")
 Made = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -218,7 +218,7 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
                 hidden["weight"] = weight_of(batch)
             if habit == "counts first":
                 told.append(float(session.all_reduce(torch.ones(()), "number")))
-            if habit == "waits" and step == LATE and session.rank == 0:
+            if session.rank == 0 and (habit, step) in (("waits", LATE), ("returns", RETURNED)):
                 await_notices(2)
             for _ in range(2 if habit == "twice" else 1):
                 schedule.step(*inputs, **last)

@@ -62,10 +62,10 @@ def test_one_line_for_what_cannot_be(words: Sequence[str], problem: str) -> None
     ],
 )
 def test_the_goals_decide(seconds: dict[str, float], verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*given: Any) -> tuple[float, float]:
+    def run(*given: Any) -> adaptive.Measured:
         settings = given[-1]
         mode = next(name for name in seconds if adaptive.MODES[name] == settings)
-        return 1.0, seconds[mode]
+        return adaptive.Measured(full_s=1.0, less_s=seconds[mode], held=2.0)
 
     monkeypatch.setattr(adaptive, "_run", run)
     result = adaptive.measure(4, 4, 8, [(1, 0)], 0.05, list(seconds))

@@ -79,7 +79,7 @@ def test_parses(spec: str, fault: Fault) -> None:
         ("rank=2,step=9999999999", "step must be a number"),
         ("rank=2", "step is missing"),
         ("rank=2,step=3,step=4", "twice"),
-        ("rank=2,step=3,phase=sleep", "forward, backward, reduce, update, optimizer, idle, save"),
+        ("rank=2,step=3,phase=sleep", "forward, backward, weights, reduce, update, optimizer, idle, save"),
         ("rank=2,step=3,phase=copy", "takes no step"),
         ("rank=2,phase=update", "step is missing"),
         ("rank=2,step=3,stage=1", "unknown key 'stage'"),

@@ -16,7 +16,7 @@ from swift.launch.spares import (
     WARM_UP_S_MAX,
     Spares,
 )
-from swift.launch.worker import Assignment
+from swift.launch.worker import Program
 
 RUNNING = pb.View(state=pb.RUNNING, checkpoints=[0])
 RANKS = [4, 5, 6]
@@ -31,7 +31,7 @@ class FakeChild:
         self.rank: int | None = None
         self.exit_code: int | None = None
 
-    def warm_up(self, assignment: Assignment) -> None:
+    def warm_up(self, assignment: Program) -> None:
         assert self.kept_for is not None
         assert assignment.env["PLACE"] == str(RANKS.index(self.kept_for))
         self.warming = True
@@ -64,7 +64,7 @@ class FakeNursery:
 class World:
     """A launcher's turns: whoever is spawned imports at once, who is discarded goes at once."""
 
-    def __init__(self, count: int, warm_up: Callable[[int, str], Assignment] | None) -> None:
+    def __init__(self, count: int, warm_up: Callable[[int, str], Program] | None) -> None:
         self.nursery: Any = FakeNursery()
         self.spares = Spares(self.nursery, count, warm_up=warm_up)
 
@@ -99,8 +99,8 @@ class World:
         return child
 
 
-def made(place: int, incarnation: str) -> Assignment:
-    return Assignment(env={"PLACE": str(place)}, script="", module=False, args=[], cwd="", warm_up=True)
+def made(place: int, incarnation: str) -> Program:
+    return Program(env={"PLACE": str(place)}, script="", module=False, args=[], cwd="", warm_up=True)
 
 
 @pytest.fixture

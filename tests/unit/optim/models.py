@@ -76,9 +76,9 @@ def make(name: str, implementation: str, parameters: list[Any]) -> torch.optim.O
     return cls(parameters, **hyper, **flags[implementation])
 
 
-def parameters(dtype: torch.dtype, seed: int = 0) -> list[torch.nn.Parameter]:
+def parameters(dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in SHAPES]
 
 
 def give_gradients(parameters: list[torch.nn.Parameter], step: int, scale: float = 1.0) -> None:
@@ -86,7 +86,7 @@ def give_gradients(parameters: list[torch.nn.Parameter], step: int, scale: float
     generator = torch.Generator().manual_seed(1000 + step)
     for index, parameter in enumerate(parameters):
         gradient = torch.randn(parameter.shape, generator=generator) * scale
-        parameter.grad = None if index == 2 and step % 2 else gradient.to(parameter.dtype)
+        parameter.grad = None if index == 2 and step % 2 else gradient.to(parameter)
 
 
 def grouped(parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def grouped(parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
 def bits(value: Any) -> Any:
     """Something that is equal if and only if all bits are, NaNs included."""
     if isinstance(value, torch.Tensor):
-        flat = value.detach().contiguous().reshape(-1)
+        flat = value.detach().cpu().contiguous().reshape(-1)
         return (str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes())
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}

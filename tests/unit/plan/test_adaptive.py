@@ -65,6 +65,26 @@ def test_the_worst_place_is_where_the_step_is_longest() -> None:
     assert sorted(rerouted.worst(request(), 5)) == [1, 2, 2]
 
 
+def test_a_loss_is_moved_where_that_pays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    assert main([*SIZE, "--move", "10,1000", "--json", str(out)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    none, one, two = json.loads(out.read_text())["rows"]
+    assert "moved" not in none
+    for way in ("fused", "split", "split, even", "split, 2x"):
+        assert max(two["moved"][way]["counts"]) == 1, "two losses at two stages"
+        assert sum(two["moved"][way]["counts"]) == 2
+        assert two["moved"][way]["length"] < two["ways"][way]["length"]
+        assert sum(one["moved"][way]["counts"]) == 1
+    assert any("instead of" in line for line in shown)
+    assert main([*SIZE, "--move", "1e9,1000", "--json", str(out)]) == 0
+    for row in json.loads(out.read_text())["rows"][1:]:
+        assert all(moved["counts"] == row["counts"] for moved in row["moved"].values()), (
+            "it costs more than it saves"
+        )
+    assert "instead of" not in capsys.readouterr().out
+
+
 def test_what_is_exact_is_shown_beside_it(capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("highspy")
     small = ["--adaptive", "--stages", "2", "--replicas", "2", "--microbatches", "2", "--exact", "30"]
@@ -107,6 +127,12 @@ def test_without_highspy_it_says_what_to_install(
         ([*SIZE, "--times", "1,a,1"], "--times 1,a,1: write"),
         ([*SIZE, "--cap-factor", "0"], "--cap-factor 0: give 0.01 to 1000"),
         ([*SIZE, "--exact", "0"], "--exact 0: give seconds"),
+        ([*SIZE, "--move", "1"], "--move 1: write COST,STEPS"),
+        ([*SIZE, "--move", "1,nan"], "--move 1,nan: write COST,STEPS"),
+        (
+            [*SIZE, "--move", "1,1", "--stages", "100", "--microbatches", "300"],
+            "--move plans for each other stage",
+        ),
         ([*SIZE, "--way", "fused"], "give --svg too"),
         ([*SIZE, "--storage-cap", "1GB"], "leave out --storage-cap"),
         ([*SIZE, "profile.json"], "leave out PROFILE"),

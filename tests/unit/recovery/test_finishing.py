@@ -22,6 +22,14 @@ def test_somebody_is_through_it_so_all_had_voted() -> None:
     assert forward([in_vote(0), Report(rank=1, version=6)]) == [6, None]
 
 
+@pytest.mark.parametrize("undo_to", [5, 6])
+def test_somebody_has_begun_the_next_step_so_all_had_voted(undo_to: int) -> None:
+    """With staggered steps one stage may have done it, while another one waits in the reduction of its gradients."""
+    ahead = Report(rank=1, version=None, undo_to=undo_to, undo_exact=True)
+    behind = in_vote(0, version=None, undo_to=5, undo_exact=True)
+    assert forward([behind, ahead]) == [6 if undo_to == 6 else None, None]
+
+
 @pytest.mark.parametrize(
     ("more", "finishes"),
     [

@@ -1,7 +1,6 @@
 """Gradients of origins whose slots are vacant: who has them, in which order they are summed, what is refused."""
 
 import functools
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from swift.recovery import Assignment
 from swift.runtime.adoption import Adoption
 from swift.runtime.config import SessionConfig
 from swift.runtime.origin_loaders import OriginLoader
-from swift.runtime.reducer import Row, Shares, sum_by_origin
+from swift.runtime.reducer import Row, sum_by_origin
 from tests.unit.runtime.test_ordered import on_all, values
 from tests.unit.runtime.wired import ignored, updates_of
 
@@ -74,17 +73,6 @@ def test_an_origin_in_parts_is_summed_as_its_own_rank_would_have_done_it(
     on_all(members, lambda messages, place: sum_by_origin(messages, flat[place], whose, scale))
     for each in flat:
         assert torch.equal(each[0], expected)
-
-
-def test_a_microbatch_without_a_gradient_changes_no_bit_of_the_sum() -> None:
-    """autograd adds nothing for it; 0.0 would make 0.0 of -0.0."""
-    rows = [[Row(0), Row(1, 0)], [Row(2), Row(1, 1)], [Row(4), Row(3, 0)]]
-    shares = [Shares(rows, place, [], 2) for place in range(3)]
-    assert [math.copysign(1.0, share.nothing(1)) for share in shares] == [-1.0, -1.0, 1.0]
-    of = [torch.tensor([-0.0, 1.0]), torch.full((2,), shares[1].nothing(1))]
-    flat = [torch.stack([torch.full((2,), -0.0), part]) for part in of]
-    on_all(2, lambda messages, place: sum_by_origin(messages, flat[place], rows[:2], 1))
-    assert torch.equal(torch.signbit(flat[0][0]), torch.tensor([True, False]))
 
 
 def test_vacant_slots_go_round_those_that_are_left() -> None:

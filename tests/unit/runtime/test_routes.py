@@ -9,7 +9,7 @@ import torch
 
 from swift.recovery import Assignment
 from swift.recovery.adaptive import Step, Work, period
-from swift.recovery.adaptive.steps import Slot
+from swift.recovery.adaptive.steps import Timed
 from swift.runtime.rerouted_call import Routes, Seconds, _routes, equal_seconds, seconds_of
 
 
@@ -59,7 +59,7 @@ def takes(work: Work, orders: Routes) -> float:
 def _as_step(planned: Routes) -> Step:
     """Only the order of each worker's parts counts."""
     orders = planned.orders.items()
-    return Step(slots={worker: [Slot(0.0, 0.0, action) for action in order] for worker, order in orders})
+    return Step(slots={worker: [Timed(0.0, 0.0, action) for action in order] for worker, order in orders})
 
 
 @pytest.mark.parametrize("split", [False, True])

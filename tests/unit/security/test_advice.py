@@ -1,6 +1,8 @@
 """A client without TLS at a server with it, the other way round, and one that believes another authority."""
 
+import select
 import socket
+import struct
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from swift.control.client import CoordinatorClient
 from swift.doctor import gather
 from swift.errors import ServiceError
 from swift.inspect import command as inspect
+from swift.security import advice as look
 from swift.security.advice import advice
 from swift.security.certificates import PrivateCA
 from swift.security.channel import ENV_CA
@@ -71,3 +74,23 @@ def test_nobody_there_is_nobodys_tls(monkeypatch: pytest.MonkeyPatch) -> None:
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         assert advice(address, "Socket closed") == ""
         assert advice("nonsense", "Socket closed") == ""
+
+
+def test_a_connection_that_has_just_been_reset_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket left to the garbage collector is a ResourceWarning, an error here."""
+    monkeypatch.delenv(ENV_CA, raising=False)
+    connect = look._connected
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def reset(address: str) -> socket.socket:
+            connection = connect(address)
+            accepted, _ = server.accept()
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            accepted.close()
+            poll = select.poll()
+            poll.register(connection)
+            assert any(event & select.POLLHUP for _, event in poll.poll(1000))
+            return connection
+
+        monkeypatch.setattr(look, "_connected", reset)
+        assert advice(f"127.0.0.1:{server.getsockname()[1]}", "Socket closed") == ""

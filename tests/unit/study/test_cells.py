@@ -157,12 +157,16 @@ def mark(what: str, at: float, rank: int, step: int | None = None, **more: Any) 
     return {"what": what, "at": at, "rank": rank, "step": step, "loss": 1.0, **more}
 
 
+def stepped(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [mark for mark in marks if mark["what"] == "stepped"]
+
+
 def run(steps: int, *more: dict[str, Any], alone: tuple[int, ...] = ()) -> list[dict[str, Any]]:
     """Both ranks, a step in each second; `alone`: rank 0 does these."""
     marks = [mark("begun", 9.0 + rank, rank) for rank in range(2)]
     for step in range(steps):
         for rank in range(1 if step in alone else 2):
-            marks += [mark("computed", 10.5 + step, rank, step), mark("stepped", 11.0 + step, rank, step)]
+            marks.append(mark("stepped", 11.0 + step, rank, step, parts=[0] if step in alone else [0, 1]))
     ends = [mark("ended", 99.0, rank, digest="a", measured=2.0, peak_mib=100.0 + rank) for rank in range(2)]
     return [*marks, *more, *ends]
 
@@ -177,10 +181,7 @@ def test_a_calm_run() -> None:
 
 def test_steps_that_are_done_again() -> None:
     again = [
-        mark(what, 40.0 + step, rank, step)
-        for step in (17, 18, 19)
-        for rank in (0, 1)
-        for what in ("computed", "stepped")
+        mark("stepped", 40.0 + step, rank, step, parts=[0, 1]) for step in (17, 18, 19) for rank in (0, 1)
     ]
     found = running.measured(run(20, *again))
     assert (found["steps_lost"], found["train_s"], found["fewer"]) == (3, 49.0, [])
@@ -191,24 +192,18 @@ def test_a_rank_that_is_gone() -> None:
     assert (found["batches_dropped"], found["fewer"]) == (2, [(5, [0]), (6, [0])])
 
 
+def test_a_step_is_as_it_was_done_for_the_last_time() -> None:
+    """Both have a part in steps 17 to 19; then both are lost, and rank 0 alone does two of them again."""
+    again = [mark("stepped", 40.0 + step, 0, step, parts=[0]) for step in (17, 18)]
+    assert running.with_fewer(stepped(run(20, *again))) == [(17, [0]), (18, [0])]
+    whole = mark("stepped", 90.0, 1, 17, parts=[1, 0])
+    assert running.with_fewer(stepped(run(20, *again, whole))) == [(18, [0])]
+
+
 def test_a_rank_that_dies_in_its_update_had_a_part_in_the_step() -> None:
-    died = mark("computed", 15.5, 1, 5)
-    assert running.with_fewer(run(20, died, alone=(5,))) == []
-    again = [mark("computed", 15.8, 0, 5), mark("stepped", 15.9, 0, 5)]
-    assert running.with_fewer(run(20, died, *again, alone=(5,))) == [(5, [0])]
-
-
-def test_what_was_done_before_all_went_back_does_not_count() -> None:
-    """Both have done steps 17 to 19; then both are lost, and rank 0 alone does them again."""
-    again = [
-        mark(what, 40.0 + step + part, 0, step)
-        for step in (17, 18, 19)
-        for what, part in (("computed", 0.0), ("stepped", 0.5))
-    ]
-    assert running.with_fewer(run(20, *again)) == [(17, [0]), (18, [0]), (19, [0])]
-    with_the_other = [mark("computed", 57.1, 1, 17)]  # in whose update rank 1 dies
-    marks = sorted(run(20, *again, *with_the_other), key=lambda mark: mark["at"])
-    assert running.with_fewer(marks) == [(18, [0]), (19, [0])]
+    """Rank 0 alone has ended step 5, whose update has both ranks' batches."""
+    marks = [m for m in run(20) if (m["what"], m["rank"], m["step"]) != ("stepped", 1, 5)]
+    assert running.measured(marks)["batches_dropped"] == 0
 
 
 def test_ranks_that_differ() -> None:
@@ -234,6 +229,7 @@ def test_a_line_that_is_cut_short_is_left_out(tmp_path: Path) -> None:
         ("Traceback\nValueError: no\nswift: job: stopped\n  more\n", "job: stopped"),
         ("Traceback\n  ValueError: no\nelse\n", "ValueError: no"),
         ("swift: failures: killed rank 0\n", "exit code 3"),
+        ("swift: job: no\nswift: failures: 0 of 1\nswift:   rank=0: did not happen\n", "job: no"),
         ("", "exit code 3"),
     ],
 )

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from swift.recovery.adaptive import Action, Costs, Slot, Step, Work, plan_step, problems
+from swift.recovery.adaptive import Action, Costs, Step, Timed, Work, plan_step, problems
 from tests.unit.recovery.adaptive.works import one_each
 
 
@@ -13,7 +13,7 @@ def work() -> Work:
     return replace(one_each(2, 2, 2, split=True), costs=Costs(transfer=0.5))
 
 
-def changed(step: Step, worker: int, at: int, slot: Slot | None) -> Step:
+def changed(step: Step, worker: int, at: int, slot: Timed | None) -> Step:
     """With another slot there, or none."""
     slots = {of: list(row) for of, row in step.slots.items()}
     slots[worker][at : at + 1] = [] if slot is None else [slot]
@@ -27,7 +27,7 @@ def test_a_planned_step_has_no_problems(work: Work) -> None:
 def test_what_is_left_out_or_done_by_another_is_found(work: Work) -> None:
     step = plan_step(work)
     assert problems(work, changed(step, 0, 0, None)) == ["worker 0 does not do 0F0@0"]
-    other = Slot(0.0, 1.0, Action("F", 0, 1, 0))
+    other = Timed(0.0, 1.0, Action("F", 0, 1, 0))
     assert problems(work, changed(step, 0, 0, other)) == [
         "worker 0 has not to do 0F0@1",
         "worker 0 does not do 0F0@0",
@@ -37,14 +37,14 @@ def test_what_is_left_out_or_done_by_another_is_found(work: Work) -> None:
 def test_two_things_at_a_time_are_found(work: Work) -> None:
     step = plan_step(work)
     second = step.slots[0][1]
-    early = Slot(second.begin - 0.5, second.end - 0.5, second.action)
+    early = Timed(second.begin - 0.5, second.end - 0.5, second.action)
     assert "worker 0 begins 0F1@0 before 0F0@0 is over" in problems(work, changed(step, 0, 1, early))
 
 
 def test_too_little_time_is_found(work: Work) -> None:
     step = plan_step(work)
     first = step.slots[0][0]
-    short = Slot(first.begin, first.end - 0.1, first.action)
+    short = Timed(first.begin, first.end - 0.1, first.action)
     assert problems(work, changed(step, 0, 0, short)) == ["0F0@0 takes too little time"]
 
 
@@ -52,7 +52,7 @@ def test_what_begins_before_its_message_is_there_is_found(work: Work) -> None:
     step = plan_step(work)
     first = step.slots[2][0]
     assert first.begin == 1.5
-    early = Slot(1.0, 2.0, first.action)
+    early = Timed(1.0, 2.0, first.action)
     assert "1F0@0 begins at 1, and 0F0@0 is there at 1.5" in problems(work, changed(step, 2, 0, early))
 
 

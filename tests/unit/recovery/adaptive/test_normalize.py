@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.recovery.adaptive import Costs, Job, Plans, canonical, move, one_f_one_b, plan_step, problems
+from swift.recovery.adaptive import Costs, JobShape, Plans, canonical, move, one_f_one_b, plan_step, problems
 from swift.recovery.adaptive.normalize import all_counts
 from tests.unit.recovery.adaptive.works import losses
 
 
-def job(origins: int = 3, stages: int = 4, microbatches: int = 4, *, split: bool = False) -> Job:
-    return Job(
+def job(origins: int = 3, stages: int = 4, microbatches: int = 4, *, split: bool = False) -> JobShape:
+    return JobShape(
         group_stages=[[stage] for stage in range(stages)],
         origins=origins,
         microbatches=microbatches,
@@ -158,7 +158,7 @@ def test_no_loss_is_moved_to_where_nobody_would_be_left() -> None:
 
 
 def test_a_job_of_several_stages_a_worker() -> None:
-    of = Job(
+    of = JobShape(
         group_stages=[[0, 2], [1, 3]],
         origins=2,
         microbatches=3,

@@ -1,0 +1,44 @@
+"""Threads that wait in a backend in the trainer's place, when their process ends."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+ENDS_MEANWHILE = textwrap.dedent(
+    """
+    import sys, time
+    from datetime import timedelta
+    from torch.distributed import HashStore
+    from swift.runtime.backends.runner import Runner
+
+    class Large:
+        def __del__(self):  # the interpreter frees it while it ends
+            time.sleep(1.5)
+
+    large, back_after_s = Large(), float(sys.argv[1])
+    runner = Runner("swift-data")
+    # Any wait of torch's: it lets Python's lock go, and wants it back when it is over.
+    task = runner.submit(lambda: HashStore().wait(["never"], timedelta(seconds=back_after_s)))
+    time.sleep(0.05)
+    runner.stop()
+    runner.join(0.02)
+    print("alive" if runner._thread.is_alive() else "ended", flush=True)
+    """
+)
+
+
+@pytest.mark.parametrize("back_after_s", [0.3, 60.0], ids=["late", "lost"])
+def test_a_process_ends_well_while_a_wait_ends(back_after_s: float) -> None:
+    """torch would end the process with SIGABRT if the wait ended while the interpreter does."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_MEANWHILE, str(back_after_s)],
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
