@@ -183,6 +183,11 @@ def gradient_hooks(parameter: torch.nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def told_of_sums(parameter: torch.nn.Parameter) -> bool:
+    """Somebody is told of what autograd has added up so far, or changes it."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def forget_unscaled(scaler: Any) -> None:
     """A gradient scaler refuses to unscale twice between two updates; the first time was in a dropped step."""
     scaler._per_optimizer_states.clear()

@@ -5,7 +5,8 @@ Beside `_torch`, which has the rest.
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -96,21 +97,27 @@ def give_losses(schedule: Any, own: list[Any], call: dict[str, Any]) -> None:
     schedule._update_losses(_torch.schedule_stages(schedule), call.get("losses"))
 
 
-def extend_chunks(stage: Any, chunks: Iterable[int]) -> None:
-    """Receive buffers for these numbers of microbatches as well, like those of the first one."""
+def free_chunk(stage: Any) -> int:
+    """The first number of a microbatch that no schedule of the stage uses."""
+    return 1 + max((*stage.args_recv_info, *stage.grad_recv_info), default=-1)
+
+
+@contextmanager
+def more_chunks(stage: Any, chunks: Iterable[int]) -> Iterator[None]:
+    """In here there are receive buffers for these numbers of microbatches as well, like those of the first one."""
+    before, chunks = stage.chunks, list(chunks)
     for infos in (stage.args_recv_info, stage.grad_recv_info):
         for chunk in chunks:
-            if 0 in infos and chunk not in infos:
+            if 0 in infos:
                 infos[chunk] = tuple(_alike(info) for info in infos[0])
-    stage.chunks = 1 + max(stage.args_recv_info)
-
-
-def forget_chunks(stage: Any, chunks: Iterable[int], microbatches: int) -> None:
-    """Those of `extend_chunks` again."""
-    for chunk in chunks:
-        stage.args_recv_info.pop(chunk, None)
-        stage.grad_recv_info.pop(chunk, None)
-    stage.chunks = microbatches
+    stage.chunks = free_chunk(stage)
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            stage.args_recv_info.pop(chunk, None)
+            stage.grad_recv_info.pop(chunk, None)
+        stage.chunks = before
 
 
 def _alike(info: Any) -> Any:

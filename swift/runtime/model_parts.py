@@ -125,9 +125,7 @@ class ModelParts:
             raise UsageError(
                 "the schedule runs a stage that is not logged; use session.pipeline_stage or adopt"
             )
-        scale = _torch.schedule_grad_scale(schedule)
         for stage in stages:
-            stage.grad_scale = scale
             if isinstance(stage.submod, DistributedDataParallel) and _torch.splits_backward(schedule):
                 raise UsageError(
                     f"{type(schedule).__name__} computes weight gradients apart, where DistributedDataParallel "
@@ -145,8 +143,11 @@ class ModelParts:
         """Of the schedule with this number."""
         self._gate.scheduled()
         self._channel.shapes.schedule = number
+        schedule = self._state.schedules[number]
+        for stage in _torch.schedule_stages(schedule):
+            stage.grad_scale = _torch.schedule_grad_scale(schedule)
         self._updates.communicates()
-        with inferred_whole(self._state.schedules[number]), self._updates.spoiling(), self._gate.passing():
+        with inferred_whole(schedule), self._updates.spoiling(), self._gate.passing():
             yield
         self._channel.randomness.outside()
 

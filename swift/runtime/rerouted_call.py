@@ -6,8 +6,8 @@ other origins apart (`swift.runtime.shared_sums`). Every rank works the lists ou
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -230,6 +230,8 @@ class ReroutedCall:
         self._modules = Before(())
         self._inputs: Mapping[int, Inputs] = {}
         self._sends: list[Any] = []
+        self._chunks: dict[tuple[int, int], int] = {}
+        """(origin, microbatch) -> the number under which stages keep what they have of it."""
         self._scale = 1
         """What gradients are divided by under the schedule that was called: a trainer may have several."""
         self._losses: dict[tuple[int, int], Any] = {}
@@ -240,7 +242,8 @@ class ReroutedCall:
         """`call`: the arguments of this rank's own call, by name; `inputs`: of other origins."""
         routes, count = self._routes, self._routes.work.microbatches
         self._scale = _torch.schedule_grad_scale(schedule)
-        _torch_calls.initialize_stages(schedule, call)
+        with self._channel.shapes.of_all():
+            _torch_calls.initialize_stages(schedule, call)
         stages = {stage.stage_index: stage for stage in _torch.schedule_stages(schedule)}
         self._modules = Before(stage.submod for stage in stages.values())
         self._inputs = inputs
@@ -251,28 +254,22 @@ class ReroutedCall:
             **inputs,
         }
         order = routes.orders.get(self._slot, ())
-        others = {self._chunk(a.origin, a.microbatch): a.microbatch for a in order if a.origin != self._own}
-        for stage in stages.values():
-            _torch_calls.extend_chunks(stage, others)
-            stage.adopted = others
-        arriving = {action: self._receive(stages[action.stage], action) for action in order}
-        self._begin_sums(stages)
-        try:
-            for action in order:
-                with self._as(action.origin):
-                    for work in arriving[action]:
-                        work.wait()
-                    self._do(schedule, stages, action, of[action.origin], call)
-            for work in self._sends:
-                work.wait()
-            if self._sums is not None:
-                self._sums.wait()
-        finally:
-            if self._sums is not None:
-                self._sums.abandon()
-            for stage in stages.values():
-                stage.adopted = {}
-                _torch_calls.forget_chunks(stage, others, count)
+        with self._with_chunks(stages.values(), order):
+            arriving = {action: self._receive(stages[action.stage], action) for action in order}
+            self._begin_sums(stages)
+            try:
+                for action in order:
+                    with self._as(action.origin):
+                        for work in arriving[action]:
+                            work.wait()
+                        self._do(schedule, stages, action, of[action.origin], call)
+                for work in self._sends:
+                    work.wait()
+                if self._sums is not None:
+                    self._sums.wait()
+            finally:
+                if self._sums is not None:
+                    self._sums.abandon()
         own = [self._losses[self._own, mb] for mb in range(count) if (self._own, mb) in self._losses]
         _torch_calls.give_losses(schedule, own, call)
         for stage in stages.values():
@@ -334,11 +331,25 @@ class ReroutedCall:
                 whole |= accumulator.gradients
         return Whole(whole)
 
+    @contextmanager
+    def _with_chunks(self, stages: Collection[Any], order: Iterable[Action]) -> Iterator[None]:
+        """In here each stage has room for what it has of each microbatch. Numbers of other schedules stay theirs."""
+        others = sorted({(a.origin, a.microbatch) for a in order if a.origin != self._own})
+        first = max(_torch_calls.free_chunk(stage) for stage in stages)
+        self._chunks = {each: number for number, each in enumerate(others, first)}
+        adopted = {number: microbatch for (_, microbatch), number in self._chunks.items()}
+        with ExitStack() as stack:
+            for stage in stages:
+                stack.enter_context(_torch_calls.more_chunks(stage, adopted))
+                stage.adopted = adopted
+            try:
+                yield
+            finally:
+                for stage in stages:
+                    stage.adopted = {}
+
     def _chunk(self, origin: int, microbatch: int) -> int:
-        """The number under which a stage keeps what it has of a microbatch."""
-        if origin == self._own:
-            return microbatch
-        return (1 + origin) * self._routes.work.microbatches + microbatch
+        return microbatch if origin == self._own else self._chunks[origin, microbatch]
 
     @contextmanager
     def _as(self, origin: int) -> Iterator[None]:

@@ -67,6 +67,8 @@ class Rerouting(Adoption):
         """A step ends with its call of the schedule, and is taken back."""
         self._evaluates = False
         """In such a step the schedule was called before that for something else."""
+        self._schedule: Any = None
+        """Whose call the step under way trains by. A trainer may have several."""
         self._left: Left | None = None
         """By that call."""
         self._pretended: Assignment | None = None
@@ -99,6 +101,9 @@ class Rerouting(Adoption):
             return (
                 "two stages of a rank share a parameter, whose gradients cannot be kept apart by microbatch"
             )
+        if self._config.exact_gradients and any(parameter.is_complex() for parameter in held):
+            # torch adds 1 * b to a: a number that changes no bit of what it is added to does not exist then.
+            return "a parameter is complex: sums of complex gradients in parts have other zeros"
         count = stages[0].num_stages * self._assignment().dp_size * _torch.schedule_microbatches(schedule)
         return "" if count <= MESSAGES_MAX else f"{count} messages of a step cannot be told apart"
 
@@ -170,6 +175,7 @@ class Rerouting(Adoption):
     def _begin(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """The first step of a generation."""
         self._begins, self._seconds = False, ()
+        self._check_hooks()
         if not self._assignment().adopted:
             if self._try_due():
                 tried, self._tried = (
@@ -194,6 +200,19 @@ class Rerouting(Adoption):
         self._seconds = self._told_seconds()
         events.emit("planned_by", rank=self._slot, step=step, splits=self._splits, seconds=self._seconds)
 
+    def _check_hooks(self) -> None:
+        """A sum that is as large as a threshold comes long after the first step, so no trial finds this."""
+        for stage in self._state.stages if self._config.exact_gradients else ():
+            for name, parameter in stage.submod.named_parameters():
+                if _torch.told_of_sums(parameter):
+                    raise self._config.not_shared(
+                        "and a hook that is called when a gradient has been added up "
+                        f"(register_post_accumulate_grad_hook of {name!r}): a lost rank's peers add those of their "
+                        "microbatches apart from each other",
+                        "do that behind schedule.step and session.reduce_gradients(), or use register_hook, which is "
+                        "called with each microbatch's gradient",
+                    )
+
     def _stage_count(self) -> int:
         """Of the schedule. (An assignment of this process counts each stage group as one.)"""
         (schedule, *_) = self._state.schedules
@@ -214,9 +233,8 @@ class Rerouting(Adoption):
         It does as a rule. It does not for parameters that are used in a sum or twice (`x @ (a + b)`), of which torch
         2.13 computes wrong gradients when it splits, and where a stage has hooks that are not called then.
         """
-        (schedule, *_) = self._state.schedules
-        equal, must = False, _torch.splits_backward(schedule)
-        if self._config.split_backward or must:
+        equal, must = False, next(filter(_torch.splits_backward, self._state.schedules), None)
+        if self._config.split_backward or must is not None:
             self._trying = True
             try:
                 left = self._left_by_call(train_step, step, drop)
@@ -225,9 +243,9 @@ class Rerouting(Adoption):
             equal = not difference(self._state.stages, in_torchs_way, left)
         told = torch.tensor([equal], dtype=torch.uint8)
         self._splits = all(bool(each) for each in self._world.gathered(told))
-        if must and not self._splits:
+        if must is not None and not self._splits:
             raise self._config.not_shared(
-                f"with {type(schedule).__name__}: where each microbatch's gradients are computed by themselves, they "
+                f"with {type(must).__name__}: where each microbatch's gradients are computed by themselves, they "
                 "have other bits"
             )
         events.emit("splits_backward", rank=self._slot, own=equal, all=self._splits)
@@ -247,8 +265,8 @@ class Rerouting(Adoption):
             if self._at_start:
                 raise self._config.not_shared(_ONE_CALL)
             return  # a recovery has led to such a step, and nobody is missing
-        pretended, schedule = with_vacancies(assignment), self._state.schedules[0]
-        routes, here = self._routes_of(pretended, schedule), self._slot in pretended.members
+        pretended = with_vacancies(assignment)
+        routes, here = self._routes_of(pretended, self._schedule), self._slot in pretended.members
         group = assignment.group(self._slot)
         rows = [
             routes.share_of(slot, assignment.slots[slot].dp_rank) if slot in pretended.members else []
@@ -258,7 +276,7 @@ class Rerouting(Adoption):
         if here:
             mine_of = rows[group.index(self._slot)]
             left, mine, held = self._left_in(pretended, mine_of, train_step, step, drop)
-        theirs = summed(self._data, stages, rows, mine, _torch.schedule_grad_scale(schedule))
+        theirs = summed(self._data, stages, rows, mine, _torch.schedule_grad_scale(self._schedule))
         if not here:
             left = in_torchs_way._replace(gradients=theirs)
         told = all_told(self._world, difference(stages, in_torchs_way, left))
@@ -339,6 +357,7 @@ class Rerouting(Adoption):
             )._replace(gradients=self._gradients_now())
             raise Computed
         trains = all(stage.has_backward for stage in _torch.schedule_stages(schedule))
+        self._schedule = schedule if trains else self._schedule
         self._calls += trains and not (self.under_way or self._channel.rehearsing)
         self._evaluates = self._evaluates or (self._stops and not trains)
         given = self._called(schedule, inner, arguments, trains=trains)

@@ -7,13 +7,17 @@ it was due: the first stage keeps the list of points, and the shapes that stages
 
     (all, before they infer in a call)  the newest point at or before it is of this mode: that one holds
                                         else: the first stage makes this call one, the others wait until it has
+
+Each pipeline has points of its own. While ranks are missing none may be whole: then they infer for all of them, with
+the batches of the ranks that are there (`Shapes.of_all`). Those points are known to each pipeline ever after.
 """
 
 import copy
 import json
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
@@ -47,6 +51,9 @@ class Shapes:
         """Whose batch is computed."""
         self._check = check
         self._point = Point(0, 0, training=True)
+        self._list = ""
+        """Of points, in which this one is."""
+        self._for_all = False
         self._filed: dict[str, deque[str]] = {}
         self._helps = False
         self.schedule = 0
@@ -57,6 +64,15 @@ class Shapes:
         other = copy.copy(self)
         other._helps = True
         return other
+
+    @contextmanager
+    def of_all(self) -> Iterator[None]:
+        """What is inferred in here, all pipelines infer together, in the same call: their shapes are the same."""
+        self._for_all = True
+        try:
+            yield
+        finally:
+            self._for_all = False
 
     def infer(self, step: int, call: int, *, training: bool, first: bool) -> None:
         """A stage is about to. `first`: it is the first one of the pipeline."""
@@ -88,27 +104,29 @@ class Shapes:
 
     def _at(self, now: Point) -> bool:
         """Takes the point that holds now, if there is one."""
-        before = [point for point in self._points() if point[:2] <= now[:2]]
+        lists = [self._list_of("all"), self._list_of(self.dp_rank)]
+        before = [(point, name) for name in lists for point in self._points(name) if point[:2] <= now[:2]]
         if self._helps:
-            before = [point for point in self._points() if point.step <= now.step and point.training]
-        newest = max(before, default=None)
+            points = [(point, name) for name in lists for point in self._points(name)]
+            before = [(point, name) for point, name in points if point.step <= now.step and point.training]
+        newest, name = max(before, default=(None, ""))
         if newest is None or newest.training != now.training:
             return False
-        self._point = newest
+        self._point, self._list = newest, name
         return True
 
     def _add(self, now: Point) -> None:
-        kept = [point for point in self._points() if point[:2] != now[:2]]
-        self._store().set(self._list, json.dumps(sorted([*kept, now])[-POINTS_MAX:]))
+        name = self._list_of("all" if self._for_all else self.dp_rank)
+        kept = [point for point in self._points(name) if point[:2] != now[:2]]
+        self._store().set(name, json.dumps(sorted([*kept, now])[-POINTS_MAX:]))
 
-    def _points(self) -> list[Point]:
-        if not self._store().check([self._list]):
+    def _points(self, name: str) -> list[Point]:
+        if not self._store().check([name]):
             return []
-        return [Point(*each) for each in json.loads(self._store().get(self._list))]
+        return [Point(*each) for each in json.loads(self._store().get(name))]
 
-    @property
-    def _list(self) -> str:
-        return f"shapes/{self.dp_rank}/{self.schedule}"
+    def _list_of(self, pipeline: int | str) -> str:
+        return f"shapes/{pipeline}/{self.schedule}"
 
     def _key(self, kind: str, one: int, other: int) -> str:
         point = self._point

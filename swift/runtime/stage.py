@@ -60,6 +60,7 @@ class _Logged(LearnsShapesAlone):
     _updates: Updates
     last_backward: bool
     grad_scale: int
+    """What gradients are divided by under the schedule that runs."""
     share: Share | None = None
     """While others help with a replay."""
     loss_like: Any = None

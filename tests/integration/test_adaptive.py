@@ -208,6 +208,27 @@ def test_what_forwards_change_in_modules_is_not_changed_by_those_for_others(tmp_
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("habit", ["alternates", "ramps"])
+@pytest.mark.parametrize(
+    ("shape", "faults"),
+    [
+        ((2, 2), [{"rank": 2, "step": 5, "phase": "backward", "microbatch": 2}]),
+        pytest.param((2, 3), [{"rank": 0, "step": 4, "phase": "idle"}], marks=MATRIX),
+        pytest.param(
+            (4, 3),
+            [{"rank": 3, "step": 3, "phase": "reduce"}, {"rank": 7, "step": 6, "phase": "forward"}],
+            marks=MATRIX,
+        ),
+    ],
+)
+def test_a_trainer_with_two_schedules(
+    shape: tuple[int, int], faults: list[dict[str, Any]], habit: str, tmp_path: Path
+) -> None:
+    """The second one is called in turn with the first, or for the first time while ranks are missing."""
+    check_one_step_at_most(lose_several(shape, faults, tmp_path, "adaptive", habit))
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("habit", "words"),
     [
@@ -216,6 +237,7 @@ def test_what_forwards_change_in_modules_is_not_changed_by_those_for_others(tmp_
         ("counts first", "communicates over its pipeline before it calls the schedule"),
         ("hides", "the gradient of '0.weight' of stage 0 for the batch of rank 1 has other bits"),
         ("remembers", "must not depend on earlier ones"),
+        ("clamps", "a hook that is called when a gradient has been added up"),
     ],
 )
 def test_what_nobody_could_do_for_a_lost_rank_is_refused_in_the_first_step(

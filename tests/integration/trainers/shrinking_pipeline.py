@@ -6,7 +6,9 @@ own forwards in a buffer and an attribute, and fails if there are others; "twice
 step; "scales" gradients before they are reduced; "counts first" sums over its pipeline before it calls the schedule;
 "weighs" its loss by a number of its batch (loss_kwargs); "hides" that number in an object that its loss knows;
 "remembers" its last forward, and adds a little of it; "ties" a weight of its first stage to one of its last; "halves"
-what passes between stages to bf16; "calm" does
+what passes between stages to bf16; "alternates" between two schedules, of which one has twice the microbatches, "ramps"
+to the larger one in step RAMP, which is its first call; "applies" is "alternates" with wait-free updates, which allow
+no clipping; "clamps" gradients by a hook as they are added up; "calm" does
 not clip, as its norms are small, and saves no checkpoint; "calm:STAGE:STEP:FACTOR" multiplies the gradients of that
 stage and those before it in that step. Calm as well are "reads", which looks at each norm, "logs", which writes it and
 its loss down, "saves" a checkpoint every four steps, "stops" four steps early, and "checks" that its optimizer has
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 WIDTH, BATCH, MICROBATCHES, MAX_NORM = 16, 8, 4, 0.5
-LATE, RETURNED = 8, 18
+LATE, RETURNED, RAMP = 8, 18, 7
 CALM = ("calm", "reads", "logs", "saves", "stops", "checks", "returns")
 Made = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
 
@@ -107,8 +109,13 @@ def await_notices(count: int) -> None:
         time.sleep(0.01)
 
 
+def clamp(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-1e3, 1e3)
+
+
 def max_norm_of(habit: str) -> float:
-    return 1e3 if habit.split(":")[0] in CALM else MAX_NORM
+    return 1e3 if habit.split(":")[0] in (*CALM, "applies") else MAX_NORM
 
 
 def tied(module: nn.Module, stage: int) -> nn.Parameter:
@@ -139,8 +146,14 @@ def made(stage: int, stages: int, habit: str) -> Made:
     return module, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
 
 
-def batch_of(step: int, origin: int) -> Tensor:
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step * 1000 + origin))
+def is_larger(habit: str, step: int) -> bool:
+    """Than usual are the batches of this step: they have twice the microbatches."""
+    return (habit in ("alternates", "applies") and step % 2 == 1) or (habit == "ramps" and step >= RAMP)
+
+
+def batch_of(step: int, origin: int, habit: str) -> Tensor:
+    size = BATCH * (1 + is_larger(habit, step))
+    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step * 1000 + origin))
 
 
 def loss_of(output: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
@@ -171,7 +184,7 @@ class Position:
 
 
 def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
-    from torch.distributed.pipelining import Schedule1F1B
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
     import swift
 
@@ -181,6 +194,7 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         replicas=replicas,
         bucket_bytes=1024,
         reduction="ordered",
+        updates="wait_free" if habit == "applies" else "after_backward",
     ) as session:
         number = session.pipeline_rank
         module, plain, scheduler = made(number, stages, habit)
@@ -192,10 +206,17 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         def loss_fn(output: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
             return loss_of(output, target, weight) * hidden["weight"]
 
-        schedule = Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=loss_fn)
+        schedules: list[Any] = [Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=loss_fn)]
+        if habit in ("alternates", "applies", "ramps"):
+            schedules.append(ScheduleGPipe(stage, n_microbatches=2 * MICROBATCHES, loss_fn=loss_fn))
+        if habit == "clamps":
+            for parameter in module.parameters():
+                parameter.register_post_accumulate_grad_hook(clamp)  # type: ignore[no-untyped-call]
         optimizer = session.optimizer(plain)
         position = Position()
-        session.register(schedule=schedule, scheduler=scheduler, loader=position)
+        for each in schedules:
+            session.register(schedule=each)
+        session.register(scheduler=scheduler, loader=position)
         found: dict[int, str] = {}
         told: list[float] = []
 
@@ -203,7 +224,8 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             optimizer.zero_grad()
             if habit.startswith("checks"):
                 assert all(float(state["exp_avg_sq"].max()) < 1e12 for state in optimizer.state.values())
-            batch = batch_of(position.step, session.dp_rank)
+            batch = batch_of(position.step, session.dp_rank, habit)
+            schedule = schedules[is_larger(habit, position.step)]
             position.step += 1
             if isinstance(module, Gains):
                 module.gain = gain_of(habit, number, step)
@@ -229,7 +251,8 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             if habit == "sums":
                 loss = torch.stack(losses).mean() if losses else torch.zeros(())
                 told.append(float(session.all_reduce(loss, "loss")))
-            norm = session.clip_grad_norm_(module.parameters(), max_norm_of(habit))
+            if habit != "applies":
+                norm = session.clip_grad_norm_(module.parameters(), max_norm_of(habit))
             if habit == "reads":
                 told.append(float(norm))
                 assert torch.isfinite(norm)
@@ -257,7 +280,8 @@ def gradients(modules: list[nn.Module], batch: Tensor, weight: float) -> list[li
     """Of each stage: what a pipeline has accumulated when all microbatches are through it."""
     for module in modules:
         module.zero_grad()
-    for part, target in zip(batch.chunk(MICROBATCHES), batch.roll(1, 0).chunk(MICROBATCHES), strict=True):
+    count = len(batch) * MICROBATCHES // BATCH
+    for part, target in zip(batch.chunk(count), batch.roll(1, 0).chunk(count), strict=True):
         passed: list[tuple[Tensor, Tensor]] = []
         entered = part
         for module in modules:
@@ -267,7 +291,7 @@ def gradients(modules: list[nn.Module], batch: Tensor, weight: float) -> list[li
         loss_of(passed[-1][1], target, weight).backward()
         for (_, output), (later, _) in reversed(list(itertools.pairwise(passed))):
             output.backward(later.grad)
-    return [[p.grad / MICROBATCHES for p in module.parameters()] for module in modules]  # type: ignore[operator]
+    return [[p.grad / count for p in module.parameters()] for module in modules]  # type: ignore[operator]
 
 
 def reference(steps: int, stages: int, replicas: int, habit: str) -> dict[str, dict[int, str]]:
@@ -285,7 +309,7 @@ def reference(steps: int, stages: int, replicas: int, habit: str) -> dict[str, d
                 module.gain = gain_of(habit, number, step)
         sums: Any = None
         for origin in range(replicas):
-            batch = batch_of(step, origin)
+            batch = batch_of(step, origin, habit)
             weight = weight_of(batch) if habit == "weighs" else 1.0
             each = [torch.cat([g.reshape(-1) for g in of]) for of in gradients(modules, batch, weight)]
             sums = each if sums is None else [total + mine for total, mine in zip(sums, each, strict=True)]

@@ -90,6 +90,28 @@ def test_dp_ranks_and_schedules_are_apart() -> None:
         other.infer(4, 0, training=False, first=False)
 
 
+def test_while_ranks_are_missing_all_pipelines_infer_together() -> None:
+    """The first stage of pipeline 0 and the second one of pipeline 1 are missing, and no shapes are known."""
+    store = HashStore()
+    first, second = of(store, 1), of(store, 0)
+    with first.of_all(), second.of_all():
+        with pytest.raises(Waits):
+            second.infer(7, 0, training=True, first=False)
+        calls(first, second, (7, 0, True, "16"))
+    late = of(store, 0)  # the world is full again
+    late.infer(9, 0, training=True, first=False)
+    assert late.get("F", 0, 1) == "16"
+
+
+def test_a_process_that_comes_while_ranks_are_missing_takes_what_its_pipeline_has_inferred() -> None:
+    store = HashStore()
+    calls(of(store), of(store), (0, 0, True, "16"))
+    late = of(store)
+    with late.of_all():
+        late.infer(9, 0, training=True, first=False)
+        assert late.get("F", 0, 1) == "16"
+
+
 def test_a_helper_trains_whatever_the_step_began_with() -> None:
     store = HashStore()
     calls(of(store), of(store), *EVALUATED)
