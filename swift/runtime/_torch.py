@@ -193,6 +193,13 @@ def forget_unscaled(scaler: Any) -> None:
     scaler._per_optimizer_states.clear()
 
 
+def found_infinite(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
+    """What `unscale_` has left: 1.0 if it has met inf or nan, by device. Empty: the scaler is disabled, or there are no
+    gradients."""
+    state = scaler._per_optimizer_states.get(id(optimizer), {})
+    return list(state.get("found_inf_per_device", {}).values())
+
+
 def wrap_loss(schedule: Any, wrapper: Any) -> None:
     """Puts ``wrapper(loss_fn)`` in the place of the schedule's loss function, if it has one."""
     if schedule._loss_fn is not None:

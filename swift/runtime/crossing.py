@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from swift.errors import UsageError
-from swift.runtime import sharded
+from swift.runtime import _torch, sharded
 from swift.runtime.channel import Channel
 from swift.runtime.groups import ReconfigurableGroup
-from swift.runtime.staggering import Staggering, norm_of, summed
+from swift.runtime.staggering import FOUND_INFINITE, Staggering, norm_of, summed
 from swift.runtime.tensors import laid_like
 from swift.runtime.updates import Updates
 
@@ -53,6 +53,32 @@ class Crossing:
             )
         self._updates.communicates()
         self._updates.reduce(optimizer)
+
+    def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """As `Session.unscale_`."""
+        self.reduce_gradients(optimizer)
+        like = next(p for group in optimizer.param_groups for p in group["params"])
+        scaler.scale(torch.zeros((), device=like.device))  # only the last stage has a loss to scale
+        scaler.unscale_(optimizer)
+        if not scaler.is_enabled():
+            return
+        found = _torch.found_infinite(scaler, optimizer)
+        own = torch.stack([each.cpu() for each in found]).max() if found else torch.zeros(())
+
+        def anywhere() -> torch.Tensor:
+            mine = own
+            if "shard" in self._groups:
+                mine = torch.stack(self._groups["shard"].gathered(mine)).max()
+            return torch.stack(self._groups["pipeline"].gathered(mine)).max()
+
+        with self._updates.spoiling():
+            if self._updates.ahead:  # as if no other stage had found any
+                self._staggering.found_infinite(own)
+                return
+            total = self._channel.collective("unscale_", anywhere)
+        self._staggering.clipped(total, FOUND_INFINITE)
+        for each in found:
+            each.copy_(total)
 
     def clip_grad_norm_(
         self,

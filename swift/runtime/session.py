@@ -382,6 +382,15 @@ class Session:
         """
         self._crossing.reduce_gradients(optimizer)
 
+    def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Does `scaler.unscale_(optimizer)`, and lets all stages know if one of them has found inf or nan.
+
+        Then `scaler.step(optimizer)` skips the update on all ranks or on none, and `scaler.update()` changes the scale
+        alike. Gradients are averaged over replicas first. What was found is a collective over all stages, and is
+        logged. `scaler` is a `torch.amp.GradScaler` that was registered; each rank passes its own.
+        """
+        self._crossing.unscale_(scaler, optimizer)
+
     def clip_grad_norm_(
         self,
         parameters: Iterable[torch.nn.Parameter] | torch.Tensor,

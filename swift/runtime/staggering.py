@@ -1,16 +1,18 @@
 """Staggered steps: a rank begins the next step once its own stage has stepped, and does not wait for other stages.
 
-A step needs something of all stages: that they have it done (the vote), and the norm of all gradients if the trainer
-clips. A rank that staggers goes on as if the vote were passed and nothing had to be clipped. It learns whether that was
-so in the next step, once its gradients are reduced and before it updates anything (ReCycle, arXiv 2405.14009; what
-zero-bubble pipelines call post-validation, arXiv 2401.10241)::
+A step needs something of all stages: that they have it done (the vote), the norm of all gradients if the trainer clips,
+and whether a gradient scaler has found inf or nan there. A rank that staggers goes on as if the vote were passed,
+nothing had to be clipped and nothing was found. It learns whether that was so in the next step, once its gradients are
+reduced and before it updates anything (ReCycle, arXiv 2405.14009; what zero-bubble pipelines call post-validation,
+arXiv 2401.10241)::
 
     step k    forward, backward, reduced → stepped → its vote is under way
     step k+1  forward, backward, reduced → the vote over k, and its norms: settled → stepped → …
 
 So a rank is one step ahead of its vote at most. Until then it keeps a copy of the state before step k, and what a loss
 finds of it can be either version: it goes back to the copy, or stays where it is. If the norm demands clipping (or is
-inf or nan), all ranks go back, in a generation of its own, and do step k again, in which they wait.
+inf or nan), or a scaler has found something, all ranks go back, in a generation of its own, and do step k again, in
+which they wait.
 
 **When it waits.** The first step of a generation; a step that leads to a version that is saved, or is the last one; any
 step of a trainer that needs its peers behind an update (`swift.runtime.updates`); and after a norm that has clipped,
@@ -20,6 +22,7 @@ on it in the vote of the step before.
 Memory: two copies of this rank's state.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,6 +45,10 @@ from swift.runtime.state import TrainerState
 
 CALM_STEPS = 10
 """Norms in a row that have not clipped, before a rank goes on without waiting for one."""
+
+
+FOUND_INFINITE = 0.5
+"""A maximum norm of flags: one that is 1.0 is above it. So what a gradient scaler has found is treated as a norm is."""
 
 
 class Norm:
@@ -73,6 +80,12 @@ class Norm:
     def clips(self) -> bool:
         """As `value`."""
         return clips(self.value(), self._max_norm)
+
+    def why(self) -> str:
+        """(it clips) What is the matter with the gradients."""
+        if self._max_norm == FOUND_INFINITE and self._norm_type == math.inf:
+            return "gradients of a stage have inf or nan"
+        return f"the norm of its gradients is {float(self.value()):g}"
 
     @property
     def known_not_to_clip(self) -> bool:
@@ -165,6 +178,10 @@ class Staggering:
         norm = Norm(task, parts, places, norm_type, max_norm)
         self._norms.append(norm)
         return Later.of(part, norm.value)
+
+    def found_infinite(self, own: torch.Tensor) -> None:
+        """(the step goes on without its vote) `own`: 1.0 if a gradient scaler has found inf or nan here."""
+        self.norm(own, math.inf, FOUND_INFINITE)
 
     def clipped(self, norm: torch.Tensor, max_norm: float) -> None:
         """(a step that waits) Its norm."""
@@ -281,10 +298,9 @@ class Staggering:
 
     def _misspeculated(self, pending: _Pending) -> Misspeculated:
         self._calm, self._calm_wanted = 0, 2 * self._calm_wanted
-        norm = next(norm for norm in pending.norms if norm.clips())
+        why = next(norm for norm in pending.norms if norm.clips()).why()
         return Misspeculated(
-            f"step {pending.step} is done again: the norm of its gradients is {float(norm.value()):g}, and it had gone "
-            "on before that was known"
+            f"step {pending.step} is done again: {why}, and it had gone on before that was known"
         )
 
     def _let_go(self, version: int) -> None:

@@ -279,6 +279,14 @@ def test_tied_weights_and_bf16_between_stages_under_two_losses(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(("lost", "phase"), [(3, "backward"), pytest.param(0, "reduce", marks=MATRIX)])
+def test_all_stages_skip_a_step_in_which_one_finds_inf(lost: int, phase: str, tmp_path: Path) -> None:
+    """With all ranks, and with one missing."""
+    habit, fault = "scaled:0:3:1e38", {"rank": lost, "step": 3, "phase": phase, "microbatch": 1}
+    check_one_step_at_most(lose_several((2, 2), [fault], tmp_path, "adaptive", habit))
+
+
+@pytest.mark.timeout(300)
 def test_a_loss_is_given_the_numbers_of_its_own_batch(tmp_path: Path) -> None:
     fault = {"rank": 2, "step": 5, "phase": "idle"}
     outcome = run(tmp_path, (2, 2), [fault], "weighs", strategy="adaptive")

@@ -114,6 +114,23 @@ def test_a_norm_that_demands_clipping_takes_the_step_back(
     assert len(named(outcome, "undone")) == shape[0] * shape[1], "on all ranks"
 
 
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=MATRIX)])
+def test_a_step_in_which_a_stage_finds_inf_is_taken_back_and_skipped_by_all(
+    stage: int, tmp_path: Path
+) -> None:
+    """The loss is scaled, so gradients of stage 0 alone, or of both, are inf."""
+    outcome = staggered(tmp_path, f"scaled:{stage}:{LATE}:1e38")
+    assert settled(outcome) >= {LATE - 2, LATE - 1}
+    assert {event["version"] for event in named(outcome, "undone")} == {LATE}
+    assert "inf or nan" in outcome["output"]
+
+
+@MATRIX
+@pytest.mark.parametrize(("rank", "phase"), [(0, "reduce"), (3, "settle"), (2, "forward")])
+def test_a_rank_is_lost_where_a_stage_finds_inf(rank: int, phase: str, tmp_path: Path) -> None:
+    staggered(tmp_path, f"scaled:0:{LATE}:1e38", [fault(rank, phase)])
+
+
 @pytest.mark.parametrize(
     ("rank", "phase"),
     [

@@ -12,7 +12,8 @@ no clipping; "clamps" gradients by a hook as they are added up; "calm" does
 not clip, as its norms are small, and saves no checkpoint; "calm:STAGE:STEP:FACTOR" multiplies the gradients of that
 stage and those before it in that step. Calm as well are "reads", which looks at each norm, "logs", which writes it and
 its loss down, "saves" a checkpoint every four steps, "stops" four steps early, and "checks" that its optimizer has
-never seen large gradients. Rank 0 of one that "waits" waits in step LATE until a lost rank has come back; "returns"
+never seen large gradients; "scaled" has a gradient scaler, does not ask for norms, and skips a step in which a stage
+finds inf. Rank 0 of one that "waits" waits in step LATE until a lost rank has come back; "returns"
 does so in step RETURNED, and is calm. "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
@@ -32,7 +33,8 @@ from torch import Tensor, nn
 
 WIDTH, BATCH, MICROBATCHES, MAX_NORM = 16, 8, 4, 0.5
 LATE, RETURNED, RAMP = 8, 18, 7
-CALM = ("calm", "reads", "logs", "saves", "stops", "checks", "returns")
+CALM = ("calm", "reads", "logs", "saves", "stops", "checks", "returns", "scaled")
+SCALE, GROWS_AFTER = 256.0, 5
 Made = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -202,9 +204,12 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             session.tie(tied(module, number), (0, stages - 1))
         stage = session.pipeline_stage(module, number, stages, torch.device("cpu"))
         hidden = {"weight": 1.0}
+        scaled = habit.split(":")[0] == "scaled"
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=GROWS_AFTER)
 
         def loss_fn(output: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
-            return loss_of(output, target, weight) * hidden["weight"]
+            loss = loss_of(output, target, weight) * hidden["weight"]
+            return scaler.scale(loss) if scaled else loss
 
         schedules: list[Any] = [Schedule1F1B(stage, n_microbatches=MICROBATCHES, loss_fn=loss_fn)]
         if habit in ("alternates", "applies", "ramps"):
@@ -216,7 +221,7 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         position = Position()
         for each in schedules:
             session.register(schedule=each)
-        session.register(scheduler=scheduler, loader=position)
+        session.register(scheduler=scheduler, loader=position, scaler=scaler)
         found: dict[int, str] = {}
         told: list[float] = []
 
@@ -251,7 +256,9 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             if habit == "sums":
                 loss = torch.stack(losses).mean() if losses else torch.zeros(())
                 told.append(float(session.all_reduce(loss, "loss")))
-            if habit != "applies":
+            if scaled:
+                session.unscale_(scaler, optimizer)
+            elif habit != "applies":
                 norm = session.clip_grad_norm_(module.parameters(), max_norm_of(habit))
             if habit == "reads":
                 told.append(float(norm))
@@ -261,7 +268,11 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
                 session.log(norm=norm, loss=float(torch.stack(losses).mean()) if losses else 0.0)
             if habit == "stops" and step == steps - 5:
                 session.stop("enough")
-            optimizer.step()
+            if scaled:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
             scheduler.step()
             if habit == "evaluates" and step == 2:
                 schedule.eval(*inputs, **last)
@@ -303,6 +314,7 @@ def reference(steps: int, stages: int, replicas: int, habit: str) -> dict[str, d
     if shared:
         shared[1].data.copy_(shared[0].data)
     found: dict[str, dict[int, str]] = {str(stage): {} for stage in range(stages)}
+    scaled, scale, calm = habit.split(":")[0] == "scaled", SCALE, 0
     for step in range(steps):
         for number, module in enumerate(modules):
             if isinstance(module, Gains):
@@ -310,7 +322,7 @@ def reference(steps: int, stages: int, replicas: int, habit: str) -> dict[str, d
         sums: Any = None
         for origin in range(replicas):
             batch = batch_of(step, origin, habit)
-            weight = weight_of(batch) if habit == "weighs" else 1.0
+            weight = scale if scaled else weight_of(batch) if habit == "weighs" else 1.0
             each = [torch.cat([g.reshape(-1) for g in of]) for of in gradients(modules, batch, weight)]
             sums = each if sums is None else [total + mine for total, mine in zip(sums, each, strict=True)]
         for module, total in zip(modules, sums, strict=True):
@@ -333,11 +345,22 @@ def reference(steps: int, stages: int, replicas: int, habit: str) -> dict[str, d
         whole = squares[0].clone()
         for square in squares[1:]:
             whole += square
+        finite = True
+        if scaled:
+            grads = [p.grad for module in modules for p in module.parameters() if p.grad is not None]
+            finite = all(bool(grad.isfinite().all()) for grad in grads)
+            for grad in grads:
+                grad.mul_(1 / scale)
+            calm = calm + 1 if finite else 0
+            grows = calm == GROWS_AFTER
+            scale, calm = scale * (2.0 if grows else 1.0 if finite else 0.5), 0 if grows else calm
         for number, (module, optimizer, scheduler) in enumerate(parts):
-            torch.nn.utils.clip_grads_with_norm_(
-                list(module.parameters()), max_norm_of(habit), whole ** (1.0 / 2.0)
-            )
-            optimizer.step()
+            if not scaled:
+                torch.nn.utils.clip_grads_with_norm_(
+                    list(module.parameters()), max_norm_of(habit), whole ** (1.0 / 2.0)
+                )
+            if finite:
+                optimizer.step()
             scheduler.step()
             found[str(number)][step] = bits(module, optimizer)
     return found
