@@ -12,7 +12,7 @@ import pytest
 from swift.errors import UsageError
 from swift.launch.children import Child, Nursery
 from swift.launch.rendezvous import LoopbackRendezvous
-from swift.launch.worker import Assignment
+from swift.launch.worker import Program
 
 
 @pytest.fixture(params=["fork", "spawn"])
@@ -37,7 +37,7 @@ def wait_warm(nursery: Nursery, *children: Child) -> None:
 def assign(child: Child, directory: Path, script: str, *args: str) -> None:
     path = directory / f"script{child.pid}.py"
     path.write_text(script)
-    child.assign(0, Assignment(env={}, script=str(path), module=False, args=list(args), cwd=str(directory)))
+    child.assign(0, Program(env={}, script=str(path), module=False, args=list(args), cwd=str(directory)))
 
 
 def test_warm_spares_come_first_then_the_oldest(nursery: Nursery) -> None:

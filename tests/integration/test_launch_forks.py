@@ -17,7 +17,7 @@ from swift.launch import forkserver
 from swift.launch.children import Child, Nursery
 from swift.launch.flags import PRELOAD_DEFAULT
 from swift.launch.forkserver import ForkFailed, ForkServer, adopting, own_children
-from swift.launch.worker import Assignment
+from swift.launch.worker import Program
 from tests.integration.launch_world import Launch, ScriptedCoordinator, wait_until
 
 Make = Callable[..., Nursery]
@@ -60,7 +60,7 @@ def run(nursery: Nursery, directory: Path, script: str) -> Child:
     child = nursery.spawn()
     path = directory / f"script{child.pid}.py"
     path.write_text(script)
-    child.assign(0, Assignment(env={}, script=str(path), module=False, args=[], cwd=str(directory)))
+    child.assign(0, Program(env={}, script=str(path), module=False, args=[], cwd=str(directory)))
     return child
 
 

@@ -74,7 +74,14 @@ class Rank:
         self.member = SimpleNamespace(version=0)
         self.witness = SimpleNamespace(forgot=0)
         self.witness.forget = lambda: setattr(self.witness, "forgot", self.witness.forgot + 1)
-        self.channel = SimpleNamespace(unsettled=False, witness=self.witness)
+        self.phases: list[tuple[str, int]] = []
+        """In which it could be killed: the phase, and of which step or version."""
+        self.channel = SimpleNamespace(
+            unsettled=False,
+            witness=self.witness,
+            settling=lambda step: self.phases.append(("settle", step)),
+            taking_back=lambda version: self.phases.append(("take_back", version)),
+        )
         self.staggering = Staggering(
             wanted,
             0,
@@ -110,6 +117,7 @@ def test_a_step_is_settled_in_the_next_one() -> None:
     assert not first.asked, "the next step does not wait at its begin"
     first.done = True
     rank.staggering.settle()
+    assert rank.phases == [("settle", 0)]
     assert rank.member.version == 1
     assert rank.updates.ahead
     assert rank.staggering.standing(Standing(version=1)) == Standing(version=1)
@@ -130,6 +138,7 @@ def test_until_then_it_can_be_either_version() -> None:
         rank.staggering.settle()
     assert rank.staggering.standing(Standing(version=1)) == wanted
     assert rank.staggering.take_back(0)
+    assert rank.phases[-1] == ("take_back", 0)
     assert (rank.state.version, rank.state.value.tolist(), rank.state.present) == (0, [0.0] * 4, True)
     assert rank.staggering.standing(Standing(version=0)) == Standing(version=0), "it is there"
     rank.state.done()
