@@ -171,6 +171,16 @@ class StepProfile:
             other_bytes=self._other,
         )
 
+    def backwards(self) -> dict[int, tuple[float, float]]:
+        """Stage -> what its backwards have taken in this step so far, and how much of that was for gradients of weights
+        that were computed apart."""
+        taken: dict[int, tuple[float, float]] = {}
+        for (stage, kind), watch in self._watches.items():
+            if kind != FORWARD:
+                whole, weights = taken.get(stage, (0.0, 0.0))
+                taken[stage] = whole + watch.seconds, weights + watch.seconds * (kind == WEIGHTS)
+        return taken
+
     def stage_seconds(self) -> dict[int, tuple[float, float]]:
         """Stage -> what a microbatch took there in recent steps: its forward, and its whole backward. Empty: nothing is
         known yet."""

@@ -108,24 +108,43 @@ class Routes(NamedTuple):
         return [stage for stage, origin in owners if origin == own and slot in owners[stage, own]]
 
 
-Seconds = tuple[tuple[float, float], ...]
-"""By stage: what the forward and the whole backward of a microbatch take, in any unit."""
+Seconds = tuple[tuple[float, float, float], ...]
+"""By stage: what a microbatch takes in the forward, and in the two parts of the backward (for inputs, for weights). In
+any unit."""
 
 
 def equal_seconds(stages: int) -> Seconds:
     """If nobody has measured anything."""
-    return ((1.0, 2.0),) * stages
+    return tuple(_in_parts(1.0, 2.0, _weights_share(stage, stages)) for stage in range(stages))
 
 
 def seconds_of(told: Sequence[torch.Tensor]) -> Seconds:
-    """From what ranks have measured: [stages, 2] of each, with nan for what it does not know. The median of those that
-    know, in units of the mean forward. Of equal stages if nobody knows one of them."""
+    """From what ranks have measured: [stages, 3] of each (forward, whole backward, the share of weights in it), with
+    nan for what it does not know. The median of those that know, in units of the mean forward. Of equal stages if
+    nobody knows what one of them takes."""
     medians = torch.stack(list(told)).nanmedian(dim=0).values
-    if not bool(torch.isfinite(medians).all() and (medians > 0).all()):
-        return equal_seconds(len(medians))
+    taken, stages = medians[:, :2], len(medians)
+    if not bool(torch.isfinite(taken).all() and (taken > 0).all()):
+        return equal_seconds(stages)
     # One rounding, whatever the processor: all ranks plan by the same numbers.
-    mean = math.fsum(medians[:, 0].tolist()) / len(medians)
-    return tuple((forward / mean, backward / mean) for forward, backward in medians.tolist())
+    mean = math.fsum(taken[:, 0].tolist()) / stages
+    return tuple(
+        _in_parts(
+            forward / mean, backward / mean, _weights_share(stage, stages) if math.isnan(share) else share
+        )
+        for stage, (forward, backward, share) in enumerate(medians.tolist())
+    )
+
+
+def _weights_share(stage: int, stages: int) -> float:
+    """Of a backward, if nobody has measured it. Of the first stage it is all: there torch computes the whole backward
+    with the weights."""
+    return 1.0 if stage == 0 and stages > 1 else 0.5
+
+
+def _in_parts(forward: float, backward: float, share: float) -> tuple[float, float, float]:
+    weights = backward * share
+    return forward, backward - weights, weights
 
 
 def routes_of(
@@ -171,27 +190,19 @@ def _routes(
         microbatches=microbatches,
         owners=dict(owners),
         split=split,
-        costs=_costs_of(seconds, split=split),
+        costs=_costs_of(seconds),
         cap=None if cap is None else dict(cap),
     )
     steps = [plan_step(work), *(found_steps(work) if staggered else ())]
     if seconds != equal_seconds(stages):
         # The rules are no exact method: now and then they find more where all stages are alike.
-        alike = _costs_of(equal_seconds(stages), split=split)
-        steps.append(plan_step(replace(work, costs=alike)))
+        steps.append(plan_step(replace(work, costs=_costs_of(equal_seconds(stages)))))
     return Routes(work, min(steps, key=lambda step: period(work, step, staggered=staggered)).orders())
 
 
-def _costs_of(seconds: Seconds, *, split: bool) -> Costs:
-    """How much of a backward is for weights nobody has measured: half of it. Of the first stage it is all: there torch
-    computes the whole backward with the weights."""
-    halves = [backward / 2 for _, backward in seconds]
-    inputs = [0.0, *halves[1:]] if split and len(halves) > 1 else halves
-    return Costs(
-        forward=tuple(forward for forward, _ in seconds),
-        backward_input=tuple(inputs),
-        backward_weight=tuple(backward - part for (_, backward), part in zip(seconds, inputs, strict=True)),
-    )
+def _costs_of(seconds: Seconds) -> Costs:
+    forward, inputs, weights = zip(*seconds, strict=True)
+    return Costs(forward=forward, backward_input=inputs, backward_weight=weights)
 
 
 class ReroutedCall:

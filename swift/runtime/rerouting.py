@@ -63,6 +63,8 @@ class Rerouting(Adoption):
         """Whether they do."""
         self._seconds: Seconds = ()
         """That stages take, as all have told at the beginning of this generation."""
+        self._weights_share: dict[int, float] = {}
+        """Stage -> of the time that a split backward takes, what gradients of weights take."""
         self._stops = False
         """A step ends with its call of the schedule, and is taken back."""
         self._evaluates = False
@@ -220,9 +222,10 @@ class Rerouting(Adoption):
 
     def _told_seconds(self) -> Seconds:
         """(all ranks) What each stage takes, from what all have measured. The same at each: they plan by it."""
-        own = torch.full((self._stage_count(), 2), math.nan, dtype=torch.float64)
+        own = torch.full((self._stage_count(), 3), math.nan, dtype=torch.float64)
         for stage, taken in self._channel.profile.stage_seconds().items():
-            own[stage] = torch.tensor(taken, dtype=torch.float64)
+            share = self._weights_share.get(stage, math.nan)
+            own[stage] = torch.tensor([*taken, share], dtype=torch.float64)
         return seconds_of(self._world.gathered(own))
 
     def _try_to_split(
@@ -240,6 +243,8 @@ class Rerouting(Adoption):
                 left = self._left_by_call(train_step, step, drop)
             finally:
                 self._trying, self._call = False, None
+            taken = self._channel.profile.backwards()  # of this call alone
+            self._weights_share = {stage: part / whole for stage, (whole, part) in taken.items() if part > 0}
             equal = not difference(self._state.stages, in_torchs_way, left)
         told = torch.tensor([equal], dtype=torch.uint8)
         self._splits = all(bool(each) for each in self._world.gathered(told))

@@ -68,6 +68,10 @@ def test_the_peers_of_its_stage_share_its_microbatches(
         assert {rank for _, rank in pairs} == set(peers[:MICROBATCHES]), "and all of them take part"
     planned = {str(event["seconds"]) for event in named(outcome, "planned_by")}
     assert len(planned) == 1, "all plan by the same times"
+    seconds = named(outcome, "planned_by")[0]["seconds"]
+    assert all(inputs != weights for _, inputs, weights in seconds[1:]), (
+        "measured, and not half of a backward each"
+    )
     for rank in set(range(stages * replicas)) - {lost}:
         assert len(pids(outcome, rank)) == 1, "survivors keep their processes"
     check_one_step_at_most(outcome)

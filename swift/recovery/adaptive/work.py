@@ -4,6 +4,7 @@ A *worker* is a rank, by its slot's number. It runs the stages of its stage grou
 *origin* (its data-parallel rank's batch) and for those that it has adopted. Times are in any one unit.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,10 @@ class Work:
     """Worker -> how many microbatches' activations it may hold at a time, over all its stages. None: any number."""
 
     def __post_init__(self) -> None:
+        costs = self.costs
+        parts = (*costs.forward, *costs.backward_input, *costs.backward_weight, costs.transfer)
+        if not all(0 <= part < math.inf for part in parts):
+            raise ValueError("what a part of a step takes is a number of at least 0")
         if min(self.stages, self.origins, self.microbatches) < 1:
             raise ValueError("a step has at least one stage, one origin and one microbatch")
         for stage in range(self.stages):

@@ -156,3 +156,4 @@ def test_times_are_of_one_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     (stage,) = found.stages
     assert (stage.forward_s, stage.backward_s) == (2.0, 6.0)
     assert (found.step_s, found.update_s) == (76.5, 0.5)
+    assert profile.backwards() == {0: (12.0, 4.0)}, "of the last step, and of that for weights"

@@ -12,24 +12,33 @@ from swift.recovery.adaptive import Step, Work, period
 from swift.recovery.adaptive.steps import Timed
 from swift.runtime.rerouted_call import Routes, Seconds, _routes, equal_seconds, seconds_of
 
+NAN = math.nan
+NOT_KNOWN = (NAN, NAN, NAN)
+Told = tuple[float, float, float]
 
-def told(*ranks: list[tuple[float, float]]) -> list[torch.Tensor]:
+
+def told(*ranks: list[Told]) -> list[torch.Tensor]:
     return [torch.tensor(rank, dtype=torch.float64) for rank in ranks]
-
-
-NOT_KNOWN = (math.nan, math.nan)
 
 
 def test_each_stage_takes_the_median_of_those_that_know_it() -> None:
     ranks = told(
-        [(1.0, 2.0), NOT_KNOWN], [(3.0, 5.0), NOT_KNOWN], [(2.0, 4.0), NOT_KNOWN], [NOT_KNOWN, (6.0, 8.0)]
+        [(1.0, 2.0, 0.75), NOT_KNOWN],
+        [(3.0, 5.0, NAN), NOT_KNOWN],
+        [(2.0, 4.0, 0.75), NOT_KNOWN],
+        [NOT_KNOWN, (6.0, 8.0, 0.25)],
     )
-    assert seconds_of(ranks) == ((0.5, 1.0), (1.5, 2.0)), "in units of the mean forward, 4 s"
+    assert seconds_of(ranks) == ((0.5, 0.25, 0.75), (1.5, 1.5, 0.5)), "in units of the mean forward, 4 s"
 
 
-@pytest.mark.parametrize("second", [NOT_KNOWN, (1.0, 0.0), (0.0, 1.0), (math.inf, 1.0)])
-def test_all_stages_are_alike_if_nobody_knows_one_of_them(second: tuple[float, float]) -> None:
-    assert seconds_of(told([(1.0, 2.0), NOT_KNOWN], [NOT_KNOWN, second])) == equal_seconds(2)
+def test_weights_are_half_of_a_backward_and_all_of_the_first_stages_if_nobody_has_split_one() -> None:
+    assert seconds_of(told([(1.0, 2.0, NAN), (1.0, 3.0, NAN)])) == ((1.0, 0.0, 2.0), (1.0, 1.5, 1.5))
+    assert seconds_of(told([(1.0, 2.0, NAN)])) == ((1.0, 1.0, 1.0),)
+
+
+@pytest.mark.parametrize("second", [NOT_KNOWN, (1.0, 0.0, 0.5), (0.0, 1.0, 0.5), (math.inf, 1.0, 0.5)])
+def test_all_stages_are_alike_if_nobody_knows_one_of_them(second: Told) -> None:
+    assert seconds_of(told([(1.0, 2.0, 0.5), NOT_KNOWN], [NOT_KNOWN, second])) == equal_seconds(2)
 
 
 def routes(seed: int, seconds: Seconds | None, *, split: bool) -> tuple[Routes, Seconds]:
@@ -46,7 +55,9 @@ def routes(seed: int, seconds: Seconds | None, *, split: bool) -> tuple[Routes, 
             mine = [assignment.owner(stage, origin, mb) for mb in range(count)]
             owners.append(((stage, origin), tuple(slot for slot in mine if slot is not None)))
     forwards = [draw.uniform(0.5, 3.0) for _ in range(stages)]
-    true = tuple((forward, forward * draw.uniform(1.5, 2.5)) for forward in forwards)
+    true = tuple(
+        (forward, forward * draw.uniform(0.5, 1.5), forward * draw.uniform(0.5, 1.5)) for forward in forwards
+    )
     cap = tuple((slot, stages - assignment.slots[slot].stage_group) for slot in assignment.occupied)
     return _routes(tuple(owners), stages, count, split, cap, seconds or true, False), true
 

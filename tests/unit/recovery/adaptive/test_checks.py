@@ -1,5 +1,6 @@
 """The check finds whatever is wrong with a step."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -73,3 +74,6 @@ def test_works_that_can_be_nobody_s_are_refused(work: Work) -> None:
         replace(work, cap={0: 1, 1: 1, 2: 1, 3: 0})
     with pytest.raises(ValueError, match="stage group 1 has nobody left"):
         one_each(2, 2, 2, lost=[(1, 0), (1, 1)])
+    for part in (-1e-9, math.inf, math.nan):
+        with pytest.raises(ValueError, match="a number of at least 0"):
+            replace(work, costs=Costs(backward_input=(part, 1.0)))
