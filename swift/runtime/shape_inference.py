@@ -37,14 +37,16 @@ class Inference:
         self._randomness = ExitStack()
         self._randomness.enter_context(kept())
 
-    def end(self) -> bool:
+    @property
+    def changed(self) -> bool:
         """The forward has changed something."""
-        changed = self._module.changed
+        return self._module.changed
+
+    def end(self) -> None:
         self._module.put_back()
         for part, training in self._modes:
             part.training = training
         self._randomness.close()
-        return changed
 
 
 class LearnsShapesAlone(_Base):
@@ -110,13 +112,19 @@ class LearnsShapesAlone(_Base):
         return super()._compute_outputs(*args, module=module, **kwargs)
 
     def _post_metadata_inference_cleanup(self) -> None:
+        self._look_at_changes()  # from 2.15 on torch puts buffers back itself
         super()._post_metadata_inference_cleanup()
         self._end_inference()
 
+    def _look_at_changes(self) -> None:
+        if self._before_inference is not None:
+            self.changes_buffers = self.changes_buffers or self._before_inference.changed
+
     def _end_inference(self) -> None:
         _torch.reset_sharded(self.submod)
+        self._look_at_changes()
         if self._before_inference is not None:
-            self.changes_buffers = self._before_inference.end() or self.changes_buffers
+            self._before_inference.end()
         self._before_inference = None
         self.inferring = False
 
