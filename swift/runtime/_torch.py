@@ -190,14 +190,19 @@ def told_of_sums(parameter: torch.nn.Parameter) -> bool:
 
 def forget_unscaled(scaler: Any) -> None:
     """A gradient scaler refuses to unscale twice between two updates; the first time was in a dropped step."""
-    scaler._per_optimizer_states.clear()
+    if scaler.is_enabled():
+        scaler._per_optimizer_states.clear()
 
 
-def found_infinite(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
-    """What `unscale_` has left: 1.0 if it has met inf or nan, by device. Empty: the scaler is disabled, or there are no
-    gradients."""
-    state = scaler._per_optimizer_states.get(id(optimizer), {})
-    return list(state.get("found_inf_per_device", {}).values())
+def found_infinite(scaler: Any, optimizer: Any, device: torch.device) -> list[torch.Tensor]:
+    """What `unscale_` has left, of an enabled scaler: 1.0 if it has met inf or nan, by device. Of an optimizer without
+    gradients it is 0.0 on this device: a step and an update of the scaler would be refused otherwise."""
+    found: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)][
+        "found_inf_per_device"
+    ]
+    if not found:
+        found[device] = torch.zeros((), device=device)
+    return list(found.values())
 
 
 def wrap_loss(schedule: Any, wrapper: Any) -> None:
@@ -369,6 +374,14 @@ def around_calls(schedule: Any, around: Any) -> None:
             return inner(*args, **kwargs)
 
     schedule._step_microbatches = step_microbatches
+
+
+def knows_shapes(schedule: Any) -> bool:
+    """Its next call learns none."""
+    names = ("_stage_forward_initialized", "_stages_forward_initialized")
+    name = next(name for name in names if hasattr(schedule, name))
+    backward = getattr(schedule, name.replace("forward", "backward"))
+    return getattr(schedule, name) and bool(backward) == bool(schedule._has_backward)
 
 
 def forget_shapes(schedule: Any) -> None:

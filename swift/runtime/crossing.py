@@ -4,14 +4,15 @@ Legend: a *crossing* collective goes over the boundaries of stages, so that a re
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from swift.errors import UsageError
-from swift.runtime import _torch, sharded
+from swift.runtime import _torch, sharded, wait_free
 from swift.runtime.channel import Channel
 from swift.runtime.groups import ReconfigurableGroup
-from swift.runtime.staggering import FOUND_INFINITE, Staggering, norm_of, summed
+from swift.runtime.staggering import Staggering, norm_of, summed
 from swift.runtime.tensors import laid_like
 from swift.runtime.updates import Updates
 
@@ -25,7 +26,10 @@ class Crossing:
         updates: Updates,
         groups: Mapping[str, ReconfigurableGroup],
         staggering: Staggering,
+        registered: Mapping[str, Any],
     ):
+        """`registered`: the trainer's objects that a recovery restores, by name."""
+        self._registered = registered
         self._staggering = staggering
         self._channel = channel
         self._updates = updates
@@ -56,27 +60,38 @@ class Crossing:
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """As `Session.unscale_`."""
+        if self._updates.wait_free:
+            raise wait_free.no_scaler()
+        if not any(scaler is value for value in self._registered.values()):
+            raise UsageError(
+                "unscale_ with a gradient scaler that the session does not know: a recovery could not put its scale "
+                "back; call session.register(scaler=scaler) before session.run"
+            )
         self.reduce_gradients(optimizer)
-        like = next(p for group in optimizer.param_groups for p in group["params"])
-        scaler.scale(torch.zeros((), device=like.device))  # only the last stage has a loss to scale
+        device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        scaler.scale(torch.zeros((), device=device))  # only the last stage has a loss to scale
         scaler.unscale_(optimizer)
-        if not scaler.is_enabled():
-            return
-        found = _torch.found_infinite(scaler, optimizer)
+        enabled = scaler.is_enabled()
+        found = _torch.found_infinite(scaler, optimizer, device) if enabled else []
         own = torch.stack([each.cpu() for each in found]).max() if found else torch.zeros(())
 
         def anywhere() -> torch.Tensor:
-            mine = own
+            told = torch.stack([own, torch.tensor(float(enabled)), torch.tensor(float(not enabled))])
             if "shard" in self._groups:
-                mine = torch.stack(self._groups["shard"].gathered(mine)).max()
-            return torch.stack(self._groups["pipeline"].gathered(mine)).max()
+                told = torch.stack(self._groups["shard"].gathered(told)).amax(0)
+            return torch.stack(self._groups["pipeline"].gathered(told)).amax(0)
 
         with self._updates.spoiling():
             if self._updates.ahead:  # as if no other stage had found any
                 self._staggering.found_infinite(own)
                 return
-            total = self._channel.collective("unscale_", anywhere)
-        self._staggering.clipped(total, FOUND_INFINITE)
+            total, some, others = self._channel.collective("unscale_", anywhere).unbind()
+        if some and others:
+            raise UsageError(
+                "unscale_ with a gradient scaler that some ranks have enabled and others not; make it alike on all "
+                "ranks, also on those that compute no loss"
+            )
+        self._staggering.told_infinite(total)
         for each in found:
             each.copy_(total)
 

@@ -71,12 +71,21 @@ class Rerouting(Adoption):
         """In such a step the schedule was called before that for something else."""
         self._schedule: Any = None
         """Whose call the step under way trains by. A trainer may have several."""
+        self._agreed: list[Any] = []
+        """Schedules whose shapes all ranks know, or learn in their next call. In this generation."""
+        self._looks_again = False
+        """The first step may have hung hooks upon parameters."""
         self._left: Left | None = None
         """By that call."""
         self._pretended: Assignment | None = None
         """In this step, slots of this one are taken for vacant."""
         self._made: list[tuple[int, int]] | None = None
         """Of gradients, as the schedule has left them: which, and of which version. None: nobody need look."""
+
+    def arm(self, *, at_start: bool) -> None:
+        """As `Adoption.arm`."""
+        super().arm(at_start=at_start)
+        self._looks_again = at_start and self._wanted
 
     def check(self) -> None:
         """As `Adoption.check`."""
@@ -173,11 +182,14 @@ class Rerouting(Adoption):
         super().after()
         if self._calls > 1:
             raise self._config.not_shared(_ONE_CALL)
+        if self._looks_again:
+            self._looks_again = False
+            self._check_hooks(self._channel.step)
 
     def _begin(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """The first step of a generation."""
-        self._begins, self._seconds = False, ()
-        self._check_hooks()
+        self._begins, self._seconds, self._agreed = False, (), []
+        self._check_hooks(step)
         if not self._assignment().adopted:
             if self._try_due():
                 tried, self._tried = (
@@ -202,18 +214,22 @@ class Rerouting(Adoption):
         self._seconds = self._told_seconds()
         events.emit("planned_by", rank=self._slot, step=step, splits=self._splits, seconds=self._seconds)
 
-    def _check_hooks(self) -> None:
+    def _check_hooks(self, step: int) -> None:
         """A sum that is as large as a threshold comes long after the first step, so no trial finds this."""
         for stage in self._state.stages if self._config.exact_gradients else ():
             for name, parameter in stage.submod.named_parameters():
                 if _torch.told_of_sums(parameter):
-                    raise self._config.not_shared(
+                    error = self._config.not_shared(
                         "and a hook that is called when a gradient has been added up "
                         f"(register_post_accumulate_grad_hook of {name!r}): a lost rank's peers add those of their "
                         "microbatches apart from each other",
                         "do that behind schedule.step and session.reduce_gradients(), or use register_hook, which is "
                         "called with each microbatch's gradient",
                     )
+                    if self._at_start:
+                        raise error
+                    self._differences.say(step, str(error))
+                    return
 
     def _stage_count(self) -> int:
         """Of the schedule. (An assignment of this process counts each stage group as one.)"""
@@ -379,6 +395,8 @@ class Rerouting(Adoption):
             return self._in_torchs_way(schedule, inner)
         if self._calls > 1 or not trains:
             raise self._config.not_shared(_ONE_CALL)
+        if assignment is self._assignment() and assignment.adopted:
+            self._agree_on_shapes(schedule)
         apart = self._config.exact_gradients
         self._call = ReroutedCall(
             self._routes_of(assignment, schedule),
@@ -411,6 +429,16 @@ class Rerouting(Adoption):
             )
         self._inputs = {}
         return None
+
+    def _agree_on_shapes(self, schedule: Any) -> None:
+        """(all ranks) If one has still to learn the shapes of what its stages send, all learn them in this call. A loss
+        may have cut short the call in which they were due: then some know them."""
+        if any(schedule is each for each in self._agreed):
+            return
+        unknown = torch.tensor([not _torch.knows_shapes(schedule)], dtype=torch.uint8)
+        if any(bool(each) for each in self._world.gathered(unknown)):
+            _torch.forget_shapes(schedule)
+        self._agreed.append(schedule)
 
     def _routes_of(self, assignment: Assignment, schedule: Any) -> Routes:
         return routes_of(

@@ -67,7 +67,8 @@ class Shapes:
 
     @contextmanager
     def of_all(self) -> Iterator[None]:
-        """What is inferred in here, all pipelines infer together, in the same call: their shapes are the same."""
+        """All ranks infer in here, or none. What pipelines have inferred before does not count: a rank that knows it
+        would tell nobody, and who has told it may be gone."""
         self._for_all = True
         try:
             yield
@@ -104,7 +105,7 @@ class Shapes:
 
     def _at(self, now: Point) -> bool:
         """Takes the point that holds now, if there is one."""
-        lists = [self._list_of("all"), self._list_of(self.dp_rank)]
+        lists = [self._list_of("all"), *([] if self._for_all else [self._list_of(self.dp_rank)])]
         before = [(point, name) for name in lists for point in self._points(name) if point[:2] <= now[:2]]
         if self._helps:
             points = [(point, name) for name in lists for point in self._points(name)]

@@ -47,7 +47,7 @@ CALM_STEPS = 10
 """Norms in a row that have not clipped, before a rank goes on without waiting for one."""
 
 
-FOUND_INFINITE = 0.5
+_FOUND_INFINITE = 0.5
 """A maximum norm of flags: one that is 1.0 is above it. So what a gradient scaler has found is treated as a norm is."""
 
 
@@ -55,9 +55,18 @@ class Norm:
     """Of the gradients of all stages, on its way."""
 
     def __init__(
-        self, task: Task, parts: list[torch.Tensor], places: list[int], norm_type: float, max_norm: float
+        self,
+        task: Task,
+        parts: list[torch.Tensor],
+        places: list[int],
+        norm_type: float,
+        max_norm: float,
+        *,
+        of_flags: bool = False,
     ) -> None:
-        """`parts`: what each rank gives, once `task` is done; `places`: of one rank for each stage, in their order."""
+        """`parts`: what each rank gives, once `task` is done; `places`: of one rank for each stage, in their order.
+        `of_flags`: it is of what a gradient scaler has found at the stages."""
+        self._of_flags = of_flags
         self._task = task
         self._parts = parts
         self._places = places
@@ -83,7 +92,7 @@ class Norm:
 
     def why(self) -> str:
         """(it clips) What is the matter with the gradients."""
-        if self._max_norm == FOUND_INFINITE and self._norm_type == math.inf:
+        if self._of_flags:
             return "gradients of a stage have inf or nan"
         return f"the norm of its gradients is {float(self.value()):g}"
 
@@ -170,18 +179,28 @@ class Staggering:
     def norm(self, part: torch.Tensor, norm_type: float, max_norm: float) -> torch.Tensor:
         """(the step goes on without its vote) The norm of all gradients, for which nobody waits. `part`: this rank's
         share of it (`swift.runtime.sharded.part_of_norm`)."""
+        norm = self._under_way(part, norm_type, max_norm)
+        return Later.of(part, norm.value)
+
+    def _under_way(
+        self, part: torch.Tensor, norm_type: float, max_norm: float, *, of_flags: bool = False
+    ) -> Norm:
         task, parts = self._world.gathering(part)
         slots, first = self._assignment().slots, dict[int, int]()
         for place, slot in enumerate(self._world.present):
             first.setdefault(slots[slot].stage_group, place)
         places = [place for _, place in sorted(first.items())]
-        norm = Norm(task, parts, places, norm_type, max_norm)
+        norm = Norm(task, parts, places, norm_type, max_norm, of_flags=of_flags)
         self._norms.append(norm)
-        return Later.of(part, norm.value)
+        return norm
 
     def found_infinite(self, own: torch.Tensor) -> None:
         """(the step goes on without its vote) `own`: 1.0 if a gradient scaler has found inf or nan here."""
-        self.norm(own, math.inf, FOUND_INFINITE)
+        self._under_way(own, math.inf, _FOUND_INFINITE, of_flags=True)
+
+    def told_infinite(self, found: torch.Tensor) -> None:
+        """(a step that waits) `found`: 1.0 if a gradient scaler of some stage has found inf or nan."""
+        self._count(bool(found))
 
     def clipped(self, norm: torch.Tensor, max_norm: float) -> None:
         """(a step that waits) Its norm."""

@@ -23,10 +23,14 @@ def check(journals: Iterable[Journal], objects: Mapping[str, Any], *, elsewhere:
             "update; use updates='after_backward'"
         )
     if any(isinstance(value, torch.amp.GradScaler) for value in objects.values()):
-        raise UsageError(
-            "updates='wait_free' with a gradient scaler: gradients are applied before they could be "
-            "unscaled; use updates='after_backward'"
-        )
+        raise no_scaler()
+
+
+def no_scaler() -> UsageError:
+    return UsageError(
+        "updates='wait_free' with a gradient scaler: gradients are applied before they could be "
+        "unscaled; use updates='after_backward'"
+    )
 
 
 def no_tie() -> UsageError:

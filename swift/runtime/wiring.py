@@ -133,7 +133,7 @@ class Parts:
             updates=updates,
             state=state,
             adoption=adoption,
-            crossing=Crossing(channel, updates, groups, staggering),
+            crossing=Crossing(channel, updates, groups, staggering, state.objects),
             losses=losses,
             lines=lines,
             model_parts=parts,

@@ -242,6 +242,8 @@ def test_a_trainer_with_two_schedules(
         ("hides", "the gradient of '0.weight' of stage 0 for the batch of rank 1 has other bits"),
         ("remembers", "must not depend on earlier ones"),
         ("clamps", "a hook that is called when a gradient has been added up"),
+        ("unregistered", "call session.register(scaler=scaler) before session.run"),
+        ("apart", "that some ranks have enabled and others not"),
     ],
 )
 def test_what_nobody_could_do_for_a_lost_rank_is_refused_in_the_first_step(
@@ -288,6 +290,39 @@ def test_all_stages_skip_a_step_in_which_one_finds_inf(lost: int, phase: str, tm
     """With all ranks, and with one missing."""
     habit, fault = "scaled:0:3:1e38", {"rank": lost, "step": 3, "phase": phase, "microbatch": 1}
     check_one_step_at_most(lose_several((2, 2), [fault], tmp_path, "adaptive", habit))
+
+
+@pytest.mark.timeout(300)
+def test_a_scaler_that_is_disabled_changes_nothing(tmp_path: Path) -> None:
+    fault = {"rank": 3, "step": 5, "phase": "reduce"}
+    lose_several((2, 2), [fault], tmp_path, "adaptive", "disabled")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shape", "habit", "rank", "step"),
+    [
+        ((2, 2), "ramps", 1, 7),
+        ((2, 2), "asks", 1, 0),
+        *(
+            pytest.param(shape, habit, rank, step, marks=MATRIX)
+            for shape, habit, rank, step in (
+                ((2, 2), "ramps", 3, 7),
+                ((2, 2), "asks", 2, 0),
+                ((4, 2), "ramps", 4, 7),
+                ((2, 3), "ramps", 0, 7),
+            )
+        ),
+    ],
+)
+def test_a_loss_while_shapes_are_learnt(
+    shape: tuple[int, int], habit: str, rank: int, step: int, tmp_path: Path
+) -> None:
+    """One pipeline knows them then, and the other one does not. In step 0 nobody has tried the trainer out yet."""
+    faults = [{"rank": rank, "step": step, "phase": "shapes"}]
+    outcome = run(tmp_path, shape, faults, habit, strategy="adaptive")
+    assert [event["rank"] for event in named(outcome, "left_vacant")] == [rank]
+    check_bits(outcome, shape, {rank}, tmp_path, habit, exact=step > 0)
 
 
 @pytest.mark.timeout(300)

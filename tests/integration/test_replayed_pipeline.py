@@ -38,3 +38,14 @@ def test_wait_free_updates_divide_by_the_microbatches_of_the_schedule_that_runs(
     words = ("session", STEPS, 2, 2, "applies")
     outcome = run_trainer(tmp_path / "job", TRAINER, *words, ranks=4, faults=[])
     check_bits(outcome, (2, 2), set(), tmp_path, "applies")
+
+
+@pytest.mark.timeout(240)
+def test_a_stage_without_gradients_has_the_scale_of_the_others(tmp_path: Path) -> None:
+    fault = {"rank": 1, "step": 9, "phase": "backward", "microbatch": 2}
+    words = ("session", STEPS, 3, 1, "freezes")
+    outcome = run_trainer(tmp_path / "job", TRAINER, *words, ranks=3, faults=[fault])
+    first, *others = (outcome["digests"][f"bits-{rank}.json"] for rank in range(3))
+    assert len(set(first.values())) > 1, "it grows"
+    for other in others:
+        assert other.items() <= first.items()

@@ -13,8 +13,9 @@ not clip, as its norms are small, and saves no checkpoint; "calm:STAGE:STEP:FACT
 stage and those before it in that step. Calm as well are "reads", which looks at each norm, "logs", which writes it and
 its loss down, "saves" a checkpoint every four steps, "stops" four steps early, and "checks" that its optimizer has
 never seen large gradients; "scaled" has a gradient scaler, does not ask for norms, and skips a step in which a stage
-finds inf. Rank 0 of one that "waits" waits in step LATE until a lost rank has come back; "returns"
-does so in step RETURNED, and is calm. "asks" does none of it.
+finds inf; so does "disabled", whose scaler is, "freezes", which freezes stage 1 and writes scales down, "unregistered",
+and "apart", whose scaler is enabled at the last stage only. Rank 0 of one that "waits" waits in step LATE until a lost
+rank has come back; "returns" does so in step RETURNED, and is calm. "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -33,7 +34,8 @@ from torch import Tensor, nn
 
 WIDTH, BATCH, MICROBATCHES, MAX_NORM = 16, 8, 4, 0.5
 LATE, RETURNED, RAMP = 8, 18, 7
-CALM = ("calm", "reads", "logs", "saves", "stops", "checks", "returns", "scaled")
+SCALED = ("scaled", "disabled", "freezes", "unregistered", "apart")
+CALM = ("calm", "reads", "logs", "saves", "stops", "checks", "returns", *SCALED)
 SCALE, GROWS_AFTER = 256.0, 5
 Made = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
 
@@ -204,8 +206,11 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             session.tie(tied(module, number), (0, stages - 1))
         stage = session.pipeline_stage(module, number, stages, torch.device("cpu"))
         hidden = {"weight": 1.0}
-        scaled = habit.split(":")[0] == "scaled"
-        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=GROWS_AFTER)
+        scaled = habit.split(":")[0] in SCALED
+        enabled = habit != "disabled" and (habit != "apart" or number == stages - 1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=GROWS_AFTER, enabled=enabled)
+        if habit == "freezes" and number == 1:
+            module.requires_grad_(False)
 
         def loss_fn(output: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
             loss = loss_of(output, target, weight) * hidden["weight"]
@@ -221,7 +226,9 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         position = Position()
         for each in schedules:
             session.register(schedule=each)
-        session.register(scheduler=scheduler, loader=position, scaler=scaler)
+        session.register(scheduler=scheduler, loader=position)
+        if scaled and habit != "unregistered":
+            session.register(scaler=scaler)
         found: dict[int, str] = {}
         told: list[float] = []
 
@@ -277,6 +284,8 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             if habit == "evaluates" and step == 2:
                 schedule.eval(*inputs, **last)
             found[step] = bits(module, optimizer)
+            if habit == "freezes":
+                found[step] = f"{scaler.get_scale():g}"
             if isinstance(module, Counts):
                 assert int(module.seen) == module.calls == (step + 1) * MICROBATCHES, (
                     "forwards of others count"

@@ -103,13 +103,15 @@ def test_while_ranks_are_missing_all_pipelines_infer_together() -> None:
     assert late.get("F", 0, 1) == "16"
 
 
-def test_a_process_that_comes_while_ranks_are_missing_takes_what_its_pipeline_has_inferred() -> None:
+def test_what_one_pipeline_has_begun_to_infer_does_not_count_then() -> None:
+    """Its first stage is gone, and has told nobody of its shapes."""
     store = HashStore()
-    calls(of(store), of(store), (0, 0, True, "16"))
-    late = of(store)
-    with late.of_all():
-        late.infer(9, 0, training=True, first=False)
-        assert late.get("F", 0, 1) == "16"
+    of(store, 1).infer(7, 0, training=True, first=True)
+    first, second = of(store, 0), of(store, 1)
+    with first.of_all(), second.of_all():
+        with pytest.raises(Waits):
+            second.infer(7, 0, training=True, first=False)
+        calls(first, second, (7, 0, True, "16"))
 
 
 def test_a_helper_trains_whatever_the_step_began_with() -> None:
