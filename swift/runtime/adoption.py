@@ -27,6 +27,7 @@ import xxhash
 
 from swift import events
 from swift.recovery import Assignment
+from swift.runtime import _torch
 from swift.runtime.answers import Answers
 from swift.runtime.channel import Channel
 from swift.runtime.config import SessionConfig
@@ -128,6 +129,7 @@ class Adoption:
         if not self._wanted or self._channel.replaying:
             return
         if self._begins:
+            self._agree_on_shapes()
             if self._try_due():
                 self._try_out(train_step, step, drop)
             self._begins = False
@@ -215,6 +217,19 @@ class Adoption:
             self._channel.rehearsing = self.under_way = self._answers.early = False
         drop()
         return given
+
+    def _agree_on_shapes(self) -> None:
+        """(all ranks, at the begin of a generation) While ranks are missing all pipelines learn shapes together. If one
+        rank does not know those of a schedule, all learn them again: a loss may have cut short the call in which they
+        were due, or a process is new."""
+        schedules = self._state.schedules
+        self._channel.shapes.together = bool(self._assignment().vacant)
+        if not (self._channel.shapes.together and schedules):
+            return
+        unknown = torch.tensor([not _torch.knows_shapes(each) for each in schedules], dtype=torch.uint8)
+        for schedule, told in zip(schedules, zip(*self._world.gathered(unknown), strict=True), strict=True):
+            if any(map(bool, told)):
+                _torch.forget_shapes(schedule)
 
     def _try_due(self) -> bool:
         """Some rank has not tried it out yet."""

@@ -253,8 +253,7 @@ class ReroutedCall:
         """`call`: the arguments of this rank's own call, by name; `inputs`: of other origins."""
         routes, count = self._routes, self._routes.work.microbatches
         self._scale = _torch.schedule_grad_scale(schedule)
-        with self._channel.shapes.of_all():
-            _torch_calls.initialize_stages(schedule, call)
+        _torch_calls.initialize_stages(schedule, call)
         stages = {stage.stage_index: stage for stage in _torch.schedule_stages(schedule)}
         self._modules = Before(stage.submod for stage in stages.values())
         self._inputs = inputs

@@ -71,8 +71,6 @@ class Rerouting(Adoption):
         """In such a step the schedule was called before that for something else."""
         self._schedule: Any = None
         """Whose call the step under way trains by. A trainer may have several."""
-        self._agreed: list[Any] = []
-        """Schedules whose shapes all ranks know, or learn in their next call. In this generation."""
         self._looks_again = False
         """The first step may have hung hooks upon parameters."""
         self._left: Left | None = None
@@ -188,7 +186,8 @@ class Rerouting(Adoption):
 
     def _begin(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """The first step of a generation."""
-        self._begins, self._seconds, self._agreed = False, (), []
+        self._begins, self._seconds = False, ()
+        self._agree_on_shapes()
         self._check_hooks(step)
         if not self._assignment().adopted:
             if self._try_due():
@@ -395,8 +394,6 @@ class Rerouting(Adoption):
             return self._in_torchs_way(schedule, inner)
         if self._calls > 1 or not trains:
             raise self._config.not_shared(_ONE_CALL)
-        if assignment is self._assignment() and assignment.adopted:
-            self._agree_on_shapes(schedule)
         apart = self._config.exact_gradients
         self._call = ReroutedCall(
             self._routes_of(assignment, schedule),
@@ -429,16 +426,6 @@ class Rerouting(Adoption):
             )
         self._inputs = {}
         return None
-
-    def _agree_on_shapes(self, schedule: Any) -> None:
-        """(all ranks) If one has still to learn the shapes of what its stages send, all learn them in this call. A loss
-        may have cut short the call in which they were due: then some know them."""
-        if any(schedule is each for each in self._agreed):
-            return
-        unknown = torch.tensor([not _torch.knows_shapes(schedule)], dtype=torch.uint8)
-        if any(bool(each) for each in self._world.gathered(unknown)):
-            _torch.forget_shapes(schedule)
-        self._agreed.append(schedule)
 
     def _routes_of(self, assignment: Assignment, schedule: Any) -> Routes:
         return routes_of(

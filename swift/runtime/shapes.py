@@ -9,15 +9,14 @@ it was due: the first stage keeps the list of points, and the shapes that stages
                                         else: the first stage makes this call one, the others wait until it has
 
 Each pipeline has points of its own. While ranks are missing none may be whole: then they infer for all of them, with
-the batches of the ranks that are there (`Shapes.of_all`). Those points are known to each pipeline ever after.
+the batches of the ranks that are there (`Shapes.together`). Those points are known to each pipeline ever after.
 """
 
 import copy
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
@@ -53,7 +52,9 @@ class Shapes:
         self._point = Point(0, 0, training=True)
         self._list = ""
         """Of points, in which this one is."""
-        self._for_all = False
+        self.together = False
+        """All pipelines infer, in the same call, or none does: some of their ranks may be missing. What one of them has
+        inferred by itself does not count: who knows it would tell nobody, and who has told it may be gone."""
         self._filed: dict[str, deque[str]] = {}
         self._helps = False
         self.schedule = 0
@@ -64,16 +65,6 @@ class Shapes:
         other = copy.copy(self)
         other._helps = True
         return other
-
-    @contextmanager
-    def of_all(self) -> Iterator[None]:
-        """All ranks infer in here, or none. What pipelines have inferred before does not count: a rank that knows it
-        would tell nobody, and who has told it may be gone."""
-        self._for_all = True
-        try:
-            yield
-        finally:
-            self._for_all = False
 
     def infer(self, step: int, call: int, *, training: bool, first: bool) -> None:
         """A stage is about to. `first`: it is the first one of the pipeline."""
@@ -105,7 +96,7 @@ class Shapes:
 
     def _at(self, now: Point) -> bool:
         """Takes the point that holds now, if there is one."""
-        lists = [self._list_of("all"), *([] if self._for_all else [self._list_of(self.dp_rank)])]
+        lists = [self._list_of("all"), *([] if self.together else [self._list_of(self.dp_rank)])]
         before = [(point, name) for name in lists for point in self._points(name) if point[:2] <= now[:2]]
         if self._helps:
             points = [(point, name) for name in lists for point in self._points(name)]
@@ -117,7 +108,7 @@ class Shapes:
         return True
 
     def _add(self, now: Point) -> None:
-        name = self._list_of("all" if self._for_all else self.dp_rank)
+        name = self._list_of("all" if self.together else self.dp_rank)
         kept = [point for point in self._points(name) if point[:2] != now[:2]]
         self._store().set(name, json.dumps(sorted([*kept, now])[-POINTS_MAX:]))
 

@@ -94,10 +94,10 @@ def test_while_ranks_are_missing_all_pipelines_infer_together() -> None:
     """The first stage of pipeline 0 and the second one of pipeline 1 are missing, and no shapes are known."""
     store = HashStore()
     first, second = of(store, 1), of(store, 0)
-    with first.of_all(), second.of_all():
-        with pytest.raises(Waits):
-            second.infer(7, 0, training=True, first=False)
-        calls(first, second, (7, 0, True, "16"))
+    first.together = second.together = True
+    with pytest.raises(Waits):
+        second.infer(7, 0, training=True, first=False)
+    calls(first, second, (7, 0, True, "16"))
     late = of(store, 0)  # the world is full again
     late.infer(9, 0, training=True, first=False)
     assert late.get("F", 0, 1) == "16"
@@ -108,10 +108,10 @@ def test_what_one_pipeline_has_begun_to_infer_does_not_count_then() -> None:
     store = HashStore()
     of(store, 1).infer(7, 0, training=True, first=True)
     first, second = of(store, 0), of(store, 1)
-    with first.of_all(), second.of_all():
-        with pytest.raises(Waits):
-            second.infer(7, 0, training=True, first=False)
-        calls(first, second, (7, 0, True, "16"))
+    first.together = second.together = True
+    with pytest.raises(Waits):
+        second.infer(7, 0, training=True, first=False)
+    calls(first, second, (7, 0, True, "16"))
 
 
 def test_a_helper_trains_whatever_the_step_began_with() -> None:
