@@ -35,6 +35,7 @@ from typing import BinaryIO
 
 from swift import events, reinitializing, warm_up
 from swift.errors import JobFailed, SwiftError, UsageError
+from swift.launch.ending import leave_if_threads_are_lost
 from swift.launch.title import set_title
 from swift.words import tell
 
@@ -254,7 +255,10 @@ def work(control_fd: int, warm_fd: int) -> None:
     events.configure(f"rank{assignment.env.get('RANK', '?')}")
     events.emit("script_start", incarnation=assignment.env.get("SWIFT_INCARNATION"))
     warm_up.begin_script()
-    run_script(assignment)
+    try:
+        run_script(assignment)
+    finally:
+        leave_if_threads_are_lost()
 
 
 def _say(warm_fd: int, words: bytes) -> None:

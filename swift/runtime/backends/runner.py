@@ -19,13 +19,15 @@ _leaving: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 @atexit.register
-def _end_all() -> None:
-    """Waits for threads that come back from the backend just now. One that came back while the interpreter ends could
-    not have its lock any more, and C++ ends the whole process then ("terminate called without an active exception")."""
+def lost() -> bool:
+    """Waits for threads that come back from the backend just now; whether one is left. One that came back while the
+    interpreter ends could not have its lock any more, and C++ ends the whole process then ("terminate called without an
+    active exception"). `swift.launch.ending` keeps a rank from that."""
     until = time.monotonic() + _END_S
-    for thread in threading.enumerate():  # the set itself may change while it is looked through
-        if thread in _leaving:
-            thread.join(max(0.0, until - time.monotonic()))
+    leaving = [thread for thread in threading.enumerate() if thread in _leaving]
+    for thread in leaving:
+        thread.join(max(0.0, until - time.monotonic()))
+    return any(thread.is_alive() for thread in leaving)
 
 
 class Broken(RuntimeError):

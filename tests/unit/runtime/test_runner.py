@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,22 @@ ENDS_MEANWHILE = textwrap.dedent(
     print("alive" if runner._thread.is_alive() else "ended", flush=True)
     """
 )
+AS_A_RANK = ENDS_MEANWHILE + textwrap.dedent(
+    """
+        import atexit
+        from swift.launch.ending import leave_if_threads_are_lost
+
+        left_open = open("left_open", "w")
+        left_open.write("flushed")
+        atexit.register(lambda: print("handled"))
+        endings = {"exit 3": SystemExit(3), "words": SystemExit("why"), "error": ValueError("wrong")}
+        try:
+            if sys.argv[2] in endings:
+                raise endings[sys.argv[2]]
+        finally:
+            leave_if_threads_are_lost()
+        """
+)
 
 
 @pytest.mark.parametrize("back_after_s", [0.3, 60.0], ids=["late", "lost"])
@@ -42,3 +59,25 @@ def test_a_process_ends_well_while_a_wait_ends(back_after_s: float) -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [("well", 0, ""), ("exit 3", 3, ""), ("words", 1, "why"), ("error", 1, "wrong")],
+)
+def test_a_rank_ends_as_its_script_does_though_a_lost_thread_comes_back(
+    ending: str, code: int, words: str, tmp_path: Path
+) -> None:
+    """While the interpreter would end: later than anybody waits for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", AS_A_RANK, "1.4", ending],
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (code, "alive\nhandled\n"), done.stderr
+    assert words in done.stderr
+    assert (tmp_path / "left_open").read_text() == "flushed"
