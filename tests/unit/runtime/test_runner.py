@@ -70,7 +70,7 @@ def test_a_rank_ends_as_its_script_does_though_a_lost_thread_comes_back(
 ) -> None:
     """While the interpreter would end: later than anybody waits for it."""
     done = subprocess.run(
-        [sys.executable, "-c", AS_A_RANK, "1.4", ending],
+        [sys.executable, "-c", AS_A_RANK, "0.8", ending],
         check=False,
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
