@@ -121,7 +121,7 @@ def test_a_norm_counts_it_once() -> None:
     for rank, parts in ((0, [1.5] * 3 + [1.0] * 2), (2, [1.0] * 2)):
         tied = Tied(rank)
         crossing = Crossing(
-            tied.rank.channel, tied.updates, {"pipeline": tied.group}, cast(Any, Unstaggered())
+            tied.rank.channel, tied.updates, {"pipeline": tied.group}, cast(Any, Unstaggered()), {}
         )
         tied.backward()
         norm = crossing.clip_grad_norm_([tied.shared, tied.own], 1e9, 2.0, ())
@@ -131,7 +131,9 @@ def test_a_norm_counts_it_once() -> None:
 
 def test_a_norm_leaves_out_what_is_named_so_and_clips_it() -> None:
     tied = Tied()
-    crossing = Crossing(tied.rank.channel, tied.updates, {"pipeline": tied.group}, cast(Any, Unstaggered()))
+    crossing = Crossing(
+        tied.rank.channel, tied.updates, {"pipeline": tied.group}, cast(Any, Unstaggered()), {}
+    )
     tied.backward()
     norm = crossing.clip_grad_norm_([tied.own], 1.0, 2.0, [tied.own])
     assert norm == 0
