@@ -84,6 +84,8 @@ class Communicator:
         """Of the next decision."""
         self._acknowledged: set[int] = set()
         self._closed = threading.Event()
+        self._saying: list[threading.Thread] = []
+        """Who tell the coordinator of a revoke."""
         try:
             self._member.join(
                 place.world_size, _CONFIG, {"torch": torch.__version__}, _Notices(self._interrupt)
@@ -159,6 +161,7 @@ class Communicator:
         said = threading.Thread(
             target=self._say_revoked, args=(self._generation, reason, label), name="swift-revoke", daemon=True
         )
+        self._saying = [*(each for each in self._saying if each.is_alive()), said]
         said.start()
         self._break(self._generation, lambda made: label in ("", made.group.label))
 
@@ -240,6 +243,9 @@ class Communicator:
             self._member.client.revoke(generation, reason, label)
         except SwiftError as error:  # it is fenced, or the coordinator is away: the next decision says so
             events.emit("revoke_untold", rank=self.slot, reason=str(error))
+        except ValueError:  # gRPC says so of a channel that is closed
+            if not self._closed.is_set():
+                raise
 
     def _saw(self, view: pb.View) -> None:
         """(watcher thread)"""
@@ -366,6 +372,10 @@ class Communicator:
     def _end(self) -> None:
         self._closed.set()
         self._member.close()
+        for said in (
+            self._saying
+        ):  # one that is in a call while the interpreter ends would end the process by SIGABRT
+            said.join(timeout=5.0)
         with self._lock:
             groups, self._groups = self._groups, {}
         for group in groups.values():
