@@ -180,7 +180,7 @@ def loss_function(schedule: Any) -> Any:
 
 def gradient_hooks(parameter: torch.nn.Parameter) -> bool:
     """Somebody is told of the parameter's gradients, or changes them."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(parameter._backward_hooks) or told_of_sums(parameter)
 
 
 def told_of_sums(parameter: torch.nn.Parameter) -> bool:

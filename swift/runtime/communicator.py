@@ -372,9 +372,8 @@ class Communicator:
     def _end(self) -> None:
         self._closed.set()
         self._member.close()
-        for said in (
-            self._saying
-        ):  # one that is in a call while the interpreter ends would end the process by SIGABRT
+        # One that is in a call while the interpreter ends would end the process by SIGABRT.
+        for said in self._saying:
             said.join(timeout=5.0)
         with self._lock:
             groups, self._groups = self._groups, {}

@@ -112,7 +112,7 @@ class LearnsShapesAlone(_Base):
         return super()._compute_outputs(*args, module=module, **kwargs)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        self._look_at_changes()  # from 2.15 on torch puts buffers back itself
+        self._look_at_changes()  # from 2.14 on torch puts buffers back itself
         super()._post_metadata_inference_cleanup()
         self._end_inference()
 

@@ -97,10 +97,11 @@ class Shapes:
     def _at(self, now: Point) -> bool:
         """Takes the point that holds now, if there is one."""
         lists = [self._list_of("all"), *([] if self.together else [self._list_of(self.dp_rank)])]
-        before = [(point, name) for name in lists for point in self._points(name) if point[:2] <= now[:2]]
+        points = [(point, name) for name in lists for point in self._points(name)]
         if self._helps:
-            points = [(point, name) for name in lists for point in self._points(name)]
             before = [(point, name) for point, name in points if point.step <= now.step and point.training]
+        else:
+            before = [(point, name) for point, name in points if point[:2] <= now[:2]]
         newest, name = max(before, default=(None, ""))
         if newest is None or newest.training != now.training:
             return False
