@@ -23,9 +23,7 @@ ENDS_MEANWHILE = textwrap.dedent(
     runner = Runner("swift-data")
     # Any wait of torch's: it lets Python's lock go, and wants it back when it is over.
     task = runner.submit(lambda: HashStore().wait(["never"], timedelta(seconds=back_after_s)))
-    time.sleep(0.05)
     runner.stop()
-    runner.join(0.02)
     print("alive" if runner._thread.is_alive() else "ended", flush=True)
     """
 )
