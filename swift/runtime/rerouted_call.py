@@ -1,23 +1,19 @@
 """One call of a schedule in which some ranks are missing: its ranks compute microbatches of other origins among theirs.
 
 torch's schedules give each stage one rank. So the call is carried out here: each rank walks its own list of actions
-(`swift.recovery.adaptive`), sends what it has computed to whoever computes the next part, and keeps the gradients of
-other origins apart (`swift.runtime.shared_sums`). Every rank works the lists out for itself, from the same numbers.
+(`swift.runtime.routes`), sends what it has computed to whoever computes the next part, and keeps the gradients of other
+origins apart (`swift.runtime.shared_sums`).
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from swift.errors import UsageError
-from swift.recovery import Assignment
-from swift.recovery.adaptive import Action, Costs, Work, found_steps, period, plan_step
+from swift.recovery.adaptive import Action
 from swift.recovery.adaptive.work import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from swift.runtime import _torch, _torch_calls
 from swift.runtime.apart import Accumulator, Gradients
@@ -25,6 +21,7 @@ from swift.runtime.before import Before
 from swift.runtime.channel import Channel
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.reducer import Contribution, Row, Shares, Whole
+from swift.runtime.routes import Routes
 from swift.runtime.shared_sums import SharedSums, Turn
 from swift.runtime.tags import COLLECTIVES, REROUTED
 
@@ -43,166 +40,6 @@ class Inputs(NamedTuple):
     loss_kwargs: Mapping[str, Any] | None = None
     gradients: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({})
     """What is there before the call: zeros, or what the trainer has computed by itself."""
-
-
-class Routes(NamedTuple):
-    """Who computes what in a call."""
-
-    work: Work
-    orders: Mapping[int, tuple[Action, ...]]
-
-    def owner(self, stage: int, origin: int, microbatch: int) -> int:
-        return self.work.owners[stage, origin][microbatch]
-
-    def microbatches_of(self, slot: int, stage: int, origin: int) -> list[int]:
-        """That this rank computes, ascending."""
-        return [mb for mb, owner in enumerate(self.work.owners[stage, origin]) if owner == slot]
-
-    def is_shared(self, stage: int, origin: int) -> bool:
-        """Several ranks compute the origin's microbatches there."""
-        return len(set(self.work.owners[stage, origin])) > 1
-
-    def sharers(self, slot: int, own: int) -> list[int]:
-        """The ranks of this one's stages, ascending. `own`: its own origin."""
-        stage = self._stages(slot, own)[0]
-        return sorted(
-            {owner for origin in range(self.work.origins) for owner in self.work.owners[stage, origin]}
-        )
-
-    def share_of(self, slot: int, own: int) -> list[Row]:
-        """What a rank has gradients of besides those of its own batch: of batches that it has adopted alone, and a part
-        of each that its peers have adopted with it."""
-        stage, place = self._stages(slot, own)[0], self.sharers(slot, own).index(slot)
-        rows = []
-        for origin in range(self.work.origins):
-            if self.is_shared(stage, origin):
-                rows.append(Row(origin, place))
-            elif origin != own and slot in self.work.owners[stage, origin]:
-                rows.append(Row(origin, 0))
-        return rows
-
-    def turns(self, slot: int, own: int) -> list[Turn]:
-        """In which the peers of a rank sum what they share: about as they compute it, and each origin's microbatches
-        ascending."""
-        sharers, stages = self.sharers(slot, own), self._stages(slot, own)
-        ends = {
-            (action.stage, action.origin, action.microbatch): (number + 1) / len(self.orders[each])
-            for each in sharers
-            for number, action in enumerate(self.orders[each])
-            if action.kind in (BACKWARD, BACKWARD_WEIGHT)
-        }
-        turns = []
-        for stage in stages:
-            for origin in range(self.work.origins):
-                latest = 0.0
-                for mb, owner in enumerate(
-                    self.work.owners[stage, origin] if self.is_shared(stage, origin) else ()
-                ):
-                    latest = max(latest, ends[stage, origin, mb])
-                    turns.append((latest, Turn(stage, origin, mb, sharers.index(owner))))
-        return [turn for _, turn in sorted(turns)]
-
-    def _stages(self, slot: int, own: int) -> list[int]:
-        """Of this rank. At each of them it computes the same microbatches."""
-        owners = self.work.owners
-        return [stage for stage, origin in owners if origin == own and slot in owners[stage, own]]
-
-
-Seconds = tuple[tuple[float, float, float], ...]
-"""By stage: what a microbatch takes in the forward, and in the two parts of the backward (for inputs, for weights). In
-any unit."""
-
-
-def equal_seconds(stages: int) -> Seconds:
-    """If nobody has measured anything."""
-    return tuple(_in_parts(1.0, 2.0, _weights_share(stage, stages)) for stage in range(stages))
-
-
-def seconds_of(told: Sequence[torch.Tensor]) -> Seconds:
-    """From what ranks have measured: [stages, 3] of each (forward, whole backward, the share of weights in it), with
-    nan for what it does not know. The median of those that know, in units of the mean forward. Of equal stages if
-    nobody knows what one of them takes."""
-    medians = torch.stack(list(told)).nanmedian(dim=0).values
-    taken, stages = medians[:, :2], len(medians)
-    if not bool(torch.isfinite(taken).all() and (taken > 0).all()):
-        return equal_seconds(stages)
-    # One rounding, whatever the processor: all ranks plan by the same numbers.
-    mean = math.fsum(taken[:, 0].tolist()) / stages
-    return tuple(
-        _in_parts(
-            forward / mean, backward / mean, _weights_share(stage, stages) if math.isnan(share) else share
-        )
-        for stage, (forward, backward, share) in enumerate(medians.tolist())
-    )
-
-
-def _weights_share(stage: int, stages: int) -> float:
-    """Of a backward, if nobody has measured it. Of the first stage it is all: there torch computes the whole backward
-    with the weights."""
-    return 1.0 if stage == 0 and stages > 1 else 0.5
-
-
-def _in_parts(forward: float, backward: float, share: float) -> tuple[float, float, float]:
-    weights = backward * share
-    return forward, backward - weights, weights
-
-
-def routes_of(
-    assignment: Assignment, schedule: Any, *, split: bool, memory: float, seconds: Seconds, staggered: bool
-) -> Routes:
-    """Of a call of this schedule in this generation; the same at all ranks.
-
-    `split`: backwards are split, also if the schedule's are whole. `memory`: how many times the activations that a rank
-    holds in the schedule it may hold, at most. `staggered`: what counts is the time between two steps that overlap.
-    """
-    stages = _torch.schedule_stages(schedule)
-    groups = dict(stages[0].stage_index_to_group_rank)
-    microbatches = _torch.schedule_microbatches(schedule)
-    owners = []
-    for stage, group in sorted(groups.items()):
-        for origin in range(assignment.dp_size):
-            told = (assignment.owner(group, origin, mb) for mb in range(microbatches))
-            owners.append(((stage, origin), tuple(owner for owner in told if owner is not None)))
-    held = _torch_calls.activations_held(schedule)
-    caps = None if held is None else [math.ceil(count * memory) for count in held]
-    cap = (
-        None
-        if caps is None
-        else tuple((slot, caps[assignment.slots[slot].stage_group]) for slot in assignment.occupied)
-    )
-    split = split or _torch.splits_backward(schedule)
-    return _routes(tuple(owners), len(groups), microbatches, split, cap, seconds, staggered)
-
-
-@lru_cache(maxsize=8)
-def _routes(
-    owners: tuple[tuple[tuple[int, int], tuple[int, ...]], ...],
-    stages: int,
-    microbatches: int,
-    split: bool,
-    cap: tuple[tuple[int, int], ...] | None,
-    seconds: Seconds,
-    staggered: bool,
-) -> Routes:
-    work = Work(
-        stages=stages,
-        origins=len(owners) // stages,
-        microbatches=microbatches,
-        owners=dict(owners),
-        split=split,
-        costs=_costs_of(seconds),
-        cap=None if cap is None else dict(cap),
-    )
-    steps = [plan_step(work), *(found_steps(work) if staggered else ())]
-    if seconds != equal_seconds(stages):
-        # The rules are no exact method: now and then they find more where all stages are alike.
-        steps.append(plan_step(replace(work, costs=_costs_of(equal_seconds(stages)))))
-    return Routes(work, min(steps, key=lambda step: period(work, step, staggered=staggered)).orders())
-
-
-def _costs_of(seconds: Seconds) -> Costs:
-    forward, inputs, weights = zip(*seconds, strict=True)
-    return Costs(forward=forward, backward_input=inputs, backward_weight=weights)
 
 
 class ReroutedCall:

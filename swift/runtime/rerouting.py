@@ -22,20 +22,16 @@ from swift import events
 from swift.recovery import Assignment
 from swift.runtime import _torch, _torch_calls
 from swift.runtime.adoption import Adoption, Computed
+from swift.runtime.plans_ahead import PlansAhead
 from swift.runtime.reducer import Contribution, Row, Shares
-from swift.runtime.rerouted_call import (
-    MESSAGES_MAX,
-    Inputs,
-    ReroutedCall,
-    Routes,
-    Seconds,
-    equal_seconds,
-    routes_of,
-    seconds_of,
-)
+from swift.runtime.rerouted_call import MESSAGES_MAX, Inputs, ReroutedCall
+from swift.runtime.routes import Call, Routes, Seconds, call_of, equal_seconds, seconds_of
 from swift.runtime.shared_replay.actions import Action, unordered
+from swift.runtime.transfers import transfer_s
 from swift.runtime.vacancy_trial import Left, all_told, difference, left_by, summed, with_vacancies
 
+FIRST_MEASURED = 4
+"""The step before which ranks plan ahead for the first time: some are measured by then."""
 _WHOLE, _SPLIT = 1, 2
 _NO_CALL = "and a train_step that does not call the schedule"
 _ONE_CALL = (
@@ -61,8 +57,11 @@ class Rerouting(Adoption):
         """All ranks get the same bits from split backwards. None: it is not known here."""
         self._trying = False
         """Whether they do."""
-        self._seconds: Seconds = ()
+        self._seconds: Seconds | None = None
         """That stages take, as all have told at the beginning of this generation."""
+        self._transfer = math.nan
+        """Seconds of a message to the next stage's rank, when it was measured last."""
+        self._plans = PlansAhead(self._slot, self._world)
         self._weights_share: dict[int, float] = {}
         """Stage -> of the time that a split backward takes, what gradients of weights take."""
         self._stops = False
@@ -139,6 +138,9 @@ class Rerouting(Adoption):
             return
         if self._begins:
             self._begin(train_step, step, drop)
+        elif _measures(step) and not self._assignment().vacant:
+            self._measure_transfers()
+            self._prepare(self._told_seconds())
         self._inputs = self._inputs_of(self._assignment(), train_step, step, drop)
 
     def _inputs_of(
@@ -186,7 +188,7 @@ class Rerouting(Adoption):
 
     def _begin(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """The first step of a generation."""
-        self._begins, self._seconds = False, ()
+        self._begins, self._seconds = False, None
         self._agree_on_shapes()
         self._check_hooks(step)
         if not self._assignment().adopted:
@@ -201,6 +203,7 @@ class Rerouting(Adoption):
                 self._try_to_split(in_torchs_way, train_step, step, drop)
                 self._try_vacancies(in_torchs_way, train_step, step, drop)
                 self._tried = passed
+            self._prepare(self._told_seconds())
             return
         if not self._tried:
             self._differences.say(
@@ -211,7 +214,17 @@ class Rerouting(Adoption):
         known = torch.tensor([split if self._splits else whole], dtype=torch.uint8)
         self._splits = max(int(each) for each in self._world.gathered(known)) == _SPLIT
         self._seconds = self._told_seconds()
-        events.emit("planned_by", rank=self._slot, step=step, splits=self._splits, seconds=self._seconds)
+        ahead = self._plans.agree(self._calls_of(self._assignment()), self._seconds)
+        events.emit(
+            "planned_by",
+            rank=self._slot,
+            step=step,
+            splits=self._splits,
+            seconds=self._seconds.stages,
+            transfer=self._seconds.transfer,
+            ahead=ahead,
+        )
+        self._prepare(self._seconds)
 
     def _check_hooks(self, step: int) -> None:
         """A sum that is as large as a threshold comes long after the first step, so no trial finds this."""
@@ -237,11 +250,26 @@ class Rerouting(Adoption):
 
     def _told_seconds(self) -> Seconds:
         """(all ranks) What each stage takes, from what all have measured. The same at each: they plan by it."""
-        own = torch.full((self._stage_count(), 3), math.nan, dtype=torch.float64)
+        own = torch.full((self._stage_count() + 1, 3), math.nan, dtype=torch.float64)
         for stage, taken in self._channel.profile.stage_seconds().items():
             share = self._weights_share.get(stage, math.nan)
             own[stage] = torch.tensor([*taken, share], dtype=torch.float64)
-        return seconds_of(self._world.gathered(own))
+        own[-1, 0] = self._transfer
+        told = self._world.gathered(own)
+        return seconds_of([rows[:-1] for rows in told], [float(rows[-1, 0]) for rows in told])
+
+    def _measure_transfers(self) -> None:
+        """(all ranks, none is missing) What a message to the next stage's rank takes."""
+        assignment = self._assignment()
+        own = torch.tensor([self._channel.profile.message_bytes()], dtype=torch.int64)
+        told = dict(zip(assignment.occupied, map(int, self._world.gathered(own)), strict=True))
+        sizes = {assignment.slots[slot].stage_group: told[slot] for slot in assignment.representatives()}
+        known = {group: size for group, size in sizes.items() if size}
+        self._transfer = transfer_s(self._world, assignment, self._slot, known)
+
+    def _prepare(self, seconds: Seconds) -> None:
+        """While ranks train, they plan for the loss that may come next."""
+        self._plans.prepare(self._assignment(), self._calls_of, seconds)
 
     def _try_to_split(
         self, in_torchs_way: Left, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
@@ -428,12 +456,23 @@ class Rerouting(Adoption):
         return None
 
     def _routes_of(self, assignment: Assignment, schedule: Any) -> Routes:
-        return routes_of(
+        seconds = self._seconds or equal_seconds(self._stage_count())
+        return self._plans.routes(self._call_of(assignment, schedule), seconds)
+
+    def _calls_of(self, assignment: Assignment) -> list[Call]:
+        """Of each schedule that trains."""
+        return [
+            self._call_of(assignment, schedule)
+            for schedule in self._state.schedules
+            if all(stage.has_backward for stage in _torch.schedule_stages(schedule))
+        ]
+
+    def _call_of(self, assignment: Assignment, schedule: Any) -> Call:
+        return call_of(
             assignment,
             schedule,
             split=self._trying or bool(self._splits),
             memory=self._config.adaptive_memory,
-            seconds=self._seconds or equal_seconds(self._stage_count()),
             staggered=self._config.staggered,
         )
 
@@ -454,3 +493,8 @@ class Rerouting(Adoption):
             yield
         finally:
             self._witness.quiet = quiet
+
+
+def _measures(step: int) -> bool:
+    """Before this step all ranks measure and plan ahead: in some of the first ones, and then ever more rarely."""
+    return step >= FIRST_MEASURED and step & (step - 1) == 0

@@ -5,9 +5,10 @@
     REPLICA_HEADER … REPLICA_CHUNK+  a state; its chunks are numbered                  in a recovery, or between steps
     NOTE … INNER_GRADIENTS           a shared replay; buckets are numbered             in a replay
     REROUTED …                       what stages send each other, by microbatch        in a step that lacks ranks
+    PROBE                            a message that is timed                           before a step of all ranks
     first_tag(number) …              the collectives of the group with this number     any time
 
-The first four are never under way at once, and stay below `COLLECTIVES`. A tag is an int of C: below 2^31.
+The first five are never under way at once, and stay below `COLLECTIVES`. A tag is an int of C: below 2^31.
 """
 
 import zlib
@@ -22,6 +23,7 @@ INNER_ACTIVATIONS, INNER_GRADIENTS = 1 << 19, (1 << 19) + 1
 
 REROUTED = 1 << 19
 """To `COLLECTIVES`."""
+PROBE = REROUTED
 
 COLLECTIVES = 1 << 20
 """So many tags each group has for its collectives."""

@@ -79,6 +79,23 @@ def test_the_peers_of_its_stage_share_its_microbatches(
 
 
 @pytest.mark.timeout(300)
+def test_a_loss_has_been_planned_for_before_it_comes(tmp_path: Path) -> None:
+    """By a rank that is left, so nobody plans while all wait."""
+    shape = (2, 3)
+    fault = {"rank": 1, "step": 7, "phase": "backward", "microbatch": 1}
+    outcome = run(tmp_path, shape, [fault], strategy="adaptive")
+
+    planned_by = named(outcome, "planned_by")
+    assert [event["ahead"] for event in planned_by] == [True] * 5
+    assert all(event["transfer"] > 0 for event in planned_by), "messages were measured"
+    begun = min(event["t"] for event in planned_by)
+    ahead = {(e["rank"], e["lost"]) for e in named(outcome, "planned_ahead") if e["t"] < begun}
+    assert ahead == {(rank, (rank + 1) % 6) for rank in range(6)}, "each for the next one"
+    check_one_step_at_most(outcome)
+    check_bits(outcome, shape, {1}, tmp_path)
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "faults"),
     [
