@@ -23,6 +23,7 @@ LAUNCHER_SETTINGS = {
         "split_backward",
         "adaptive_memory",
         "staggered",
+        "move_losses",
     )
 }
 """Settings of a session that `swift-ft run` has flags for (`flag_of`) -> the variable by which ranks are told."""

@@ -11,6 +11,11 @@ def state_name(state: int) -> str:
     return pb.State.Name(state) if state in pb.State.values() else f"STATE_{state}"  # type: ignore[arg-type]
 
 
+def has_left_forming(view: pb.View | None) -> bool:
+    """As far as is seen."""
+    return view is not None and view.state not in (pb.FORMING, pb.FAILED, pb.STOPPED)
+
+
 def inexact_words(view: pb.View) -> str:
     """Empty: the bits are those of a run that never failed."""
     if not view.HasField("inexact_since"):

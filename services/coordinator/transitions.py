@@ -6,7 +6,7 @@ Each changes the row; `Job.step` finds what has changed.
 from collections.abc import Mapping, Sequence
 
 from services.coordinator import commands as m
-from services.coordinator import endings, exactness, vacancies
+from services.coordinator import endings, exactness, moves, vacancies
 from services.coordinator.checkpoints import CheckpointTracker
 from services.coordinator.commands import Effect
 from services.coordinator.leases import Leases
@@ -94,7 +94,7 @@ class Transitions:
         row.generation += 1
         row.reason = reason
         row.reports, row.ready, row.finished, row.blocked, row.plan, row.sources = {}, {}, {}, {}, None, {}
-        row.called = {}
+        row.called, row.move = {}, []
         events = []
         for rank in sorted({*dead, *(rank for rank, holder in row.holders.items() if holder.gone)}):
             holder = row.holders.pop(rank)
@@ -137,6 +137,14 @@ class Transitions:
         if ends := vacancies.give_up(row, missing):
             return self.become_failed(ends)
         return self._anew({}, f"no process takes the place of rank {', '.join(map(str, missing))}")
+
+    def move_due(self) -> list[Effect]:
+        """A lost rank's place is to be found at another stage."""
+        version = max(map(self.steps.version, self.row.holders), default=0)
+        if not moves.due(self.row, self.measured, version):
+            return []
+        rank, to = self.row.move
+        return self._told([self._event("move_wanted", rank=rank, to=to)])
 
     def _begin_anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
         if self.row.state is State.FORMING:

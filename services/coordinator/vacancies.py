@@ -76,7 +76,7 @@ def patience_s(row: JobRow, measured: Iterable[RankMeasured], least_s: float, mo
     go on costs the bits as well, to the end."""
     if _drops(row):
         return most_s
-    worth_s = worth_waiting_s(measured, replicas=int(row.config["replicas"]), reroutes=_reroutes(row))
+    worth_s = worth_waiting_s(measured, replicas=int(row.config["replicas"]), reroutes=reroutes_lost(row))
     return most_s if worth_s is None else min(max(worth_s, least_s), most_s)
 
 
@@ -88,7 +88,7 @@ def give_up(row: JobRow, slots: Iterable[int]) -> str:
     if _whole(row, set(row.slots()) - set(row.given_up)):
         return ""
     ranks = ", ".join(map(str, row.given_up))
-    left = "nobody of its stage is left" if _reroutes(row) else "no whole pipeline is left without it"
+    left = "nobody of its stage is left" if reroutes_lost(row) else "no whole pipeline is left without it"
     return f"no process takes the place of rank {ranks}, and {left}"
 
 
@@ -156,10 +156,11 @@ def _whole(row: JobRow, left: set[int]) -> bool:
     """One data-parallel rank has all its slots; where microbatches are rerouted, each stage group has one."""
     full = Assignment.grid(row.world_size, replicas=int(row.config["replicas"]))
     held = full.held_by({slot: slot for slot in left})
-    return not held.lost_stages() if _reroutes(row) else bool(held.whole_origins())
+    return not held.lost_stages() if reroutes_lost(row) else bool(held.whole_origins())
 
 
-def _reroutes(row: JobRow) -> bool:
+def reroutes_lost(row: JobRow) -> bool:
+    """Peers of a lost rank share its microbatches."""
     return reroutes(row.config.get("strategy", ""), row.config.get("lost_shard", ""))
 
 

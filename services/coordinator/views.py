@@ -23,6 +23,7 @@ def view_of(row: JobRow) -> pb.View:
         world_size=row.world_size,
         members=[_member(row.holders[rank]) for rank in sorted(row.holders)],
         vacant=sorted(row.vacant),
+        move=pb.Move(rank=row.move[0], to=row.move[1]) if row.move else None,
         shrinks=shrinks(row.config),
         shrinks_late=shrinks_late(row.config),
         fenced=[_member(holder) for holder in row.fenced],

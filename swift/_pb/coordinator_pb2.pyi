@@ -574,6 +574,7 @@ class View(_message.Message):
     VACANT_FIELD_NUMBER: _builtins.int
     SHRINKS_FIELD_NUMBER: _builtins.int
     SHRINKS_LATE_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
     TAKING_PART_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
@@ -665,6 +666,10 @@ class View(_message.Message):
         """Slots that nobody holds: a generation is built of the members alone. Whoever joins for one makes another generation."""
 
     @_builtins.property
+    def move(self) -> Global___Move:
+        """The launcher of both has a process join for a lost rank, in the place of another one, whose process it then ends."""
+
+    @_builtins.property
     def taking_part(self) -> _containers.RepeatedCompositeFieldContainer[Global___Seat]:
         """Of a communicator's job. Who the groups of this generation are made of, by slot; those of them that are not there
         any more; the groups that nobody uses any more, and why, by their label (all of them: ""); the last decisions.
@@ -719,15 +724,16 @@ class View(_message.Message):
         vacant: _abc.Iterable[_builtins.int] | None = ...,
         shrinks: _builtins.bool = ...,
         shrinks_late: _builtins.bool = ...,
+        move: Global___Move | None = ...,
         taking_part: _abc.Iterable[Global___Seat] | None = ...,
         lost: _abc.Iterable[_builtins.int] | None = ...,
         revoked: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         decisions: _abc.Iterable[Global___Decision] | None = ...,
         left: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "ends_at", b"ends_at", "final_version", b"final_version", "inexact_since", b"inexact_since", "plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "_move", b"_move", "checkpoint_at", b"checkpoint_at", "ends_at", b"ends_at", "final_version", b"final_version", "inexact_since", b"inexact_since", "move", b"move", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "decisions", b"decisions", "ends_at", b"ends_at", "ends_of", b"ends_of", "exit_code", b"exit_code", "fenced", b"fenced", "final_version", b"final_version", "from_job", b"from_job", "from_version", b"from_version", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "job", b"job", "left", b"left", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "lost", b"lost", "members", b"members", "plan", b"plan", "reason", b"reason", "revision", b"revision", "revoked", b"revoked", "runs", b"runs", "setbacks", b"setbacks", "shrinks", b"shrinks", "shrinks_late", b"shrinks_late", "state", b"state", "taking_part", b"taking_part", "vacant", b"vacant", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at", "_ends_at", b"_ends_at", "_final_version", b"_final_version", "_inexact_since", b"_inexact_since", "_move", b"_move", "checkpoint_at", b"checkpoint_at", "checkpoint_reason", b"checkpoint_reason", "checkpoints", b"checkpoints", "checkpoints_from", b"checkpoints_from", "copies_wanted", b"copies_wanted", "decisions", b"decisions", "ends_at", b"ends_at", "ends_of", b"ends_of", "exit_code", b"exit_code", "fenced", b"fenced", "final_version", b"final_version", "from_job", b"from_job", "from_version", b"from_version", "generation", b"generation", "groups", b"groups", "groups_from", b"groups_from", "groups_next", b"groups_next", "groups_number", b"groups_number", "groups_since", b"groups_since", "inexact_reason", b"inexact_reason", "inexact_since", b"inexact_since", "job", b"job", "left", b"left", "log_copies", b"log_copies", "log_places", b"log_places", "log_servers", b"log_servers", "lost", b"lost", "members", b"members", "move", b"move", "plan", b"plan", "reason", b"reason", "revision", b"revision", "revoked", b"revoked", "runs", b"runs", "setbacks", b"setbacks", "shrinks", b"shrinks", "shrinks_late", b"shrinks_late", "state", b"state", "taking_part", b"taking_part", "vacant", b"vacant", "waiting_for", b"waiting_for", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint_at: _TypeAlias = _typing.Literal["checkpoint_at"]  # noqa: Y015
     _WhichOneofArgType__checkpoint_at: _TypeAlias = _typing.Literal["_checkpoint_at", b"_checkpoint_at"]  # noqa: Y015
@@ -737,6 +743,8 @@ class View(_message.Message):
     _WhichOneofArgType__final_version: _TypeAlias = _typing.Literal["_final_version", b"_final_version"]  # noqa: Y015
     _WhichOneofReturnType__inexact_since: _TypeAlias = _typing.Literal["inexact_since"]  # noqa: Y015
     _WhichOneofArgType__inexact_since: _TypeAlias = _typing.Literal["_inexact_since", b"_inexact_since"]  # noqa: Y015
+    _WhichOneofReturnType__move: _TypeAlias = _typing.Literal["move"]  # noqa: Y015
+    _WhichOneofArgType__move: _TypeAlias = _typing.Literal["_move", b"_move"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checkpoint_at) -> _WhichOneofReturnType__checkpoint_at | None: ...
     @_typing.overload
@@ -745,8 +753,34 @@ class View(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__final_version) -> _WhichOneofReturnType__final_version | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__inexact_since) -> _WhichOneofReturnType__inexact_since | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__move) -> _WhichOneofReturnType__move | None: ...
 
 Global___View: _TypeAlias = View  # noqa: Y015
+
+@_typing.final
+class Move(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    TO_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """whose place it is"""
+    to: _builtins.int
+    """the slot that is vacant"""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        to: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "to", b"to"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Move: _TypeAlias = Move  # noqa: Y015
 
 @_typing.final
 class Seat(_message.Message):

@@ -44,6 +44,7 @@ class DrillConfig:
     split_backward: str = DEFAULTS["split_backward"]
     adaptive_memory: float = DEFAULTS["adaptive_memory"]
     staggered: str = DEFAULTS["staggered"]
+    move_losses: str = DEFAULTS["move_losses"]
     snapshot_every: int = DEFAULTS["snapshot_every"]
     """Steps, of the strategies "snapshot" and "auto"."""
     allow_inexact: bool = DEFAULTS["allow_inexact"]

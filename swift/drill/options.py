@@ -207,6 +207,14 @@ OPTIONS = (
         reach=Reach.RUN,
     ),
     Option(
+        name="move-losses",
+        help="with --strategy adaptive, whether a rank of another stage gives its place to one of several that were "
+        "lost at one stage, once that pays",
+        default="off",
+        known=("on", "off"),
+        reach=Reach.RUN,
+    ),
+    Option(
         name="snapshot-every",
         metavar="K",
         help="with --strategy snapshot (there 4, if 0) and auto, steps between copies in host memory; 0: none",

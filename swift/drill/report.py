@@ -183,7 +183,7 @@ def _run_checks(facts: Facts) -> list[Check]:
 
 def _unplanned_check(facts: Facts) -> Check:
     """Nothing died that was not told to."""
-    told = {event["pid"] for event in facts.events if event["event"] == "fault"}
+    told = {event["pid"] for event in facts.events if event["event"] in ("fault", "gave_place")}
     died = {
         f"rank {event['rank']} (exit code {event.get('code')})"
         for event in facts.events

@@ -44,7 +44,7 @@ def check(config: "DrillConfig") -> None:
         raise UsageError(f"--lost-shard {config.lost_shard} with --strategy {config.strategy}: {problem}")
     asked = {
         name
-        for name in ("exact_gradients", "split_backward", "adaptive_memory", "staggered")
+        for name in ("exact_gradients", "split_backward", "adaptive_memory", "staggered", "move_losses")
         if getattr(config, name) != DEFAULTS[name]
     }
     if asked and not _reroutes(config):

@@ -22,7 +22,7 @@ def checks(facts: Facts) -> list[Check]:
 def _vacant_check(facts: Facts) -> Check:
     """Every lost rank left its slot vacant, and no other did."""
     name = "the slots of lost ranks were left vacant"
-    lost = shrinking.victims(facts.asked)
+    lost = shrinking.victims(facts.asked) | {rank for rank, _ in _given(facts)}
     left = {int(event["rank"]) for event in facts.events if event["event"] == "left_vacant"}
     seen = {rank for recovery in facts.recoveries for rank in recovery.vacant}
     if not lost:
@@ -47,10 +47,19 @@ def _moves(facts: Facts) -> dict[int, int]:
     return {int(e["rank"]): int(e["beside"]) for e in facts.events if e["event"] == "moved"}
 
 
+def _given(facts: Facts) -> list[tuple[int, int]]:
+    """(rank that gave its place, the lost rank that got it), in the order of time."""
+    wanted = [(int(e["rank"]), int(e["to"])) for e in facts.events if e["event"] == "move_wanted"]
+    gave = {int(e["rank"]) for e in facts.events if e["event"] == "gave_place"}
+    return [move for move in wanted if move[0] in gave]
+
+
 def _growth_checks(facts: Facts) -> list[Check]:
     lost, version = shrinking.victims(facts.asked), facts.asked.grown_at
     last = facts.recoveries[-1].vacant if facts.recoveries else frozenset()
     if version is None:
+        for rank, to in _given(facts):
+            lost = (lost | {rank}) - {to}
         return [Check("they stayed vacant", last == lost, f"vacant at the end: {sorted(last)}")]
     came = {rank: r.target_version for r in facts.recoveries for rank in r.returned}
     stepped = {e["rank"] for e in facts.events if e["event"] == "step_end" and e["step"] >= version}
@@ -135,6 +144,7 @@ def section(facts: Facts) -> dict[str, Any] | None:
     return {
         "lost_shard": "drop" if facts.asked.drops else "redistribute",
         "moved": {str(rank): beside for rank, beside in sorted(_moves(facts).items())},
+        "gave_their_place": {str(rank): to for rank, to in _given(facts)},
         "vacant_after": [sorted(recovery.vacant) for recovery in facts.recoveries],
         "returned": {
             str(rank): recovery.target_version

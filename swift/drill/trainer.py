@@ -80,6 +80,7 @@ def main(argv: list[str] | None = None) -> None:
         split_backward=args.split_backward == "on",
         adaptive_memory=args.adaptive_memory,
         staggered=args.staggered == "on",
+        move_losses=args.move_losses == "on",
         allow_inexact=args.allow_inexact,
         snapshot_every=args.snapshot_every,
         groups=args.groups,

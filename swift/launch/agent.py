@@ -35,6 +35,7 @@ from swift.launch.decisions import (
 from swift.launch.health import HealthCheck
 from swift.launch.leaving import Leaving
 from swift.launch.link import CoordinatorLink
+from swift.launch.moving import Moving
 from swift.launch.place_checks import WaitingPlaces
 from swift.launch.ranks import Output, RankProgram, make_program, place_env, rank_env, workers_of
 from swift.launch.rendezvous import Rendezvous
@@ -49,7 +50,7 @@ from swift.launch.torch_names import (
     WorkerState,
 )
 from swift.launch.worker import Program
-from swift.views import end_words, state_name
+from swift.views import end_words, has_left_forming, state_name
 from swift.words import tell
 
 SPARE_DELAY_S_MAX = 30.0
@@ -64,11 +65,6 @@ CHECK_HOLDS_S = 60.0
 
 def say(line: str) -> None:
     tell(line)
-
-
-def _has_run(view: pb.View | None) -> bool:
-    """The job has left FORMING, as far as is seen."""
-    return view is not None and view.state not in (pb.FORMING, pb.FAILED, pb.STOPPED)
 
 
 class ReplacingAgent(SimpleElasticAgent):
@@ -126,6 +122,7 @@ class ReplacingAgent(SimpleElasticAgent):
         """Time and generation of the newest death whose recovery is not over."""
         self._lost_code = 0
         self._vacated = Vacated()
+        self._moving = Moving()
         self._host: dict[int, int] = {}
         """By local rank: the local rank on whose device it runs, if it has moved."""
         self.outcome: Outcome | None = None
@@ -295,6 +292,8 @@ class ReplacingAgent(SimpleElasticAgent):
         self._deaths[local_rank] += 1
         situation = self._situation(local_rank)
         verdict = judge_exit(child.rank, child.exit_code, situation)
+        if self._moving.ended(child):
+            verdict = Verdict(action=Action.VACANT, reason=f"rank {child.rank}: its process has ended")
         if verdict.action == Action.STOP:
             self._fail(verdict)
             return
@@ -316,7 +315,7 @@ class ReplacingAgent(SimpleElasticAgent):
     def _situation(self, local_rank: int) -> Situation:
         """In which a process of that place has ended, or is not made."""
         view = self._view
-        has_run = self._has_run or _has_run(view)  # of which it may only be told in the same moment
+        has_run = self._has_run or has_left_forming(view)  # of which it may only be told in the same moment
         return Situation(
             replacements_left=self._replacements_left,
             # Without a coordinator nobody knows whether the job ran in between.
@@ -444,7 +443,7 @@ class ReplacingAgent(SimpleElasticAgent):
         self._known = self._job.run in view.runs
         if not view.setbacks:
             self._deaths.clear()
-        self._has_run = self._has_run or _has_run(view)
+        self._has_run = self._has_run or has_left_forming(view)
         if view.state == pb.FAILED:
             self._end(self._settle(), f"job failed: {view.reason}", view.exit_code)
             return
@@ -453,6 +452,10 @@ class ReplacingAgent(SimpleElasticAgent):
         if view.state == pb.RUNNING and self._is_quiet():
             self._attempts.clear()
         self._check_vacated(view)
+        workers = self._worker_group.workers
+        for line in self._moving.follow(view, workers, self._ranks, self._host, self._give_rank):
+            self._last_death = (events.now(), view.generation)
+            say(line)
         if view.state == pb.FINISHED:  # without those whose places are vacant
             self._waiting.leave(set(view.vacant), self._worker_group.workers)
         self._obey_fence({member.incarnation for member in view.fenced}, over=view.state == pb.FINISHED)

@@ -97,6 +97,13 @@ def _add_adaptive(ours: "argparse._ArgumentGroup") -> None:
         help="With --strategy adaptive: a rank does not wait for other stages before it begins the next step. If the "
         "norm of all gradients then demands clipping, the step is taken back (default off).",
     )
+    ours.add_argument(
+        "--move-losses",
+        "--move_losses",
+        choices=ON_OFF,
+        help="With the same: where two ranks of one stage are lost, a rank of another stage on the same machine gives "
+        "its place to one of them, once that pays (default off).",
+    )
 
 
 def check(args: argparse.Namespace) -> None:

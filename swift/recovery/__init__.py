@@ -9,6 +9,7 @@ from swift.recovery.decision import Help, Plan, Prediction, RankPlan
 from swift.recovery.finishing import finishable
 from swift.recovery.groups import RecoveryGroups
 from swift.recovery.measured import RankMeasured, Sent, StageMeasured
+from swift.recovery.moving import worth_moving
 from swift.recovery.off_log import plan_off_log
 from swift.recovery.plan import plan
 from swift.recovery.refusals import Refusals
@@ -59,5 +60,6 @@ __all__ = [
     "plan_off_log",
     "reroutes",
     "shrinks",
+    "worth_moving",
     "worth_waiting_s",
 ]

@@ -6,7 +6,7 @@ Rudolph, Sleator 1988: "Competitive snoopy caching"): wait until waiting has cos
 cost until then. Whenever the process comes, not more than twice the least possible time is lost.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from swift.recovery.measured import RankMeasured
 
@@ -23,12 +23,16 @@ def worth_waiting_s(measured: Iterable[RankMeasured], *, replicas: int, reroutes
     known = list(measured)
     if not known:
         return None
+    return two_generations_s(known) * slower(replicas, reroutes=reroutes)
+
+
+def two_generations_s(known: Sequence[RankMeasured]) -> float:
+    """What it costs to go on without a rank and to take one back. `known`: at least one rank's."""
     step_s = max(rank.step_s for rank in known)
     copy_s = max((rank.state_bytes or 0) for rank in known) / COPY_BYTES_PER_S
     stall_s = max((rank.checkpoint_stall_s or 0.0) for rank in known)
     # Each generation cuts a step short. Behind the second one a checkpoint is made: the log lacks steps.
-    once_s = 2 * (GENERATION_S + step_s) + copy_s + stall_s
-    return once_s * slower(replicas, reroutes=reroutes)
+    return 2 * (GENERATION_S + step_s) + copy_s + stall_s
 
 
 def slower(replicas: int, *, reroutes: bool) -> float:

@@ -123,6 +123,11 @@ def schedule_microbatches(schedule: Any) -> int:
     return int(schedule._n_microbatches)
 
 
+def trains(schedule: Any) -> bool:
+    """Its calls compute gradients, but those of `eval`."""
+    return schedule._loss_fn is not None
+
+
 def schedule_grad_scale(schedule: Any) -> int:
     """What the schedule divides a step's gradients by."""
     return schedule_microbatches(schedule) if schedule.scale_grads else 1

@@ -18,7 +18,13 @@ SNAPSHOT_EVERY = 10
 NON_FINITE = ("warn", "fail", "ignore")
 
 
-_ADAPTIVE = {"exact_gradients": True, "split_backward": True, "adaptive_memory": 1.0, "staggered": False}
+_ADAPTIVE = {
+    "exact_gradients": True,
+    "split_backward": True,
+    "adaptive_memory": 1.0,
+    "staggered": False,
+    "move_losses": False,
+}
 """Settings of strategy "adaptive", as they are if nothing is said."""
 
 
@@ -63,6 +69,10 @@ class SessionConfig:
     """With "adaptive": a rank begins the next step once its own stage has stepped. What it needs of other stages (the
     vote over the step, the norm of `Session.clip_grad_norm_`) it learns in the next step; if that demands clipping, the
     step is taken back and done again. It keeps up to two copies of its state (docs/adaptive.md)."""
+    move_losses: bool = False
+    """With "adaptive": a lost rank's place is taken by a process beside a rank of another stage, which then ends, once
+    the steps since the loss have taken so much longer that it would have paid. One process is ended on purpose; the
+    others go on (docs/adaptive.md)."""
     snapshot_every: int = 0
     """Optimizer steps between two copies of the state in host memory, for strategy="snapshot" (0: 10), and for "auto",
     which goes back to them where that takes less time than a replay (0: there are none)."""

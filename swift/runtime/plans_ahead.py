@@ -69,8 +69,9 @@ class PlansAhead:
         """(all ranks, with the same arguments) Everybody gets what somebody has. Whether that is all of them."""
         self._take_made()
         self._agreed = {}
+        calls = calls[:KEPT]
         mine = {call: packed(self._kept[call][1]) for call in calls if call in self._kept}
-        own = torch.zeros(len(calls), 2, dtype=torch.int64)
+        own = torch.zeros(KEPT, 2, dtype=torch.int64)  # of one size, whatever a rank knows of
         for row, call in enumerate(calls):
             own[row, 0] = _digest(call)
             own[row, 1] = len(mine[call]) if call in mine else 0

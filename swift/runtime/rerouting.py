@@ -205,7 +205,9 @@ class Rerouting(Adoption):
                 self._tried = passed
             self._prepare(self._told_seconds())
             return
-        if not self._tried:
+        # A process that has come while ranks are missing cannot try it out. Its peers run the same stages, and have.
+        own = torch.tensor([self._tried], dtype=torch.uint8)
+        if not any(map(bool, self._data.gathered(own))):
             self._differences.say(
                 step, "nobody was left to try out whether one rank can compute another's batches"
             )
@@ -464,7 +466,7 @@ class Rerouting(Adoption):
         return [
             self._call_of(assignment, schedule)
             for schedule in self._state.schedules
-            if all(stage.has_backward for stage in _torch.schedule_stages(schedule))
+            if _torch.trains(schedule)
         ]
 
     def _call_of(self, assignment: Assignment, schedule: Any) -> Call:

@@ -79,6 +79,31 @@ def test_the_peers_of_its_stage_share_its_microbatches(
 
 
 @pytest.mark.timeout(300)
+def test_a_loss_moves_to_another_stage(tmp_path: Path) -> None:
+    """Two ranks of stage 1 are lost, and the third computes for three, until one of stage 0 gives its place. That has
+    come to pay after some steps. Nobody else ends."""
+    shape, steps = (2, 3), 40
+    faults = [{"rank": rank, "step": 2, "phase": "backward", "microbatch": 1} for rank in (3, 5)]
+    flags = ("--move-losses", "on")
+    outcome = run(tmp_path, shape, faults, "sleeps", strategy="adaptive", steps=steps, flags=flags)
+
+    (moved,) = named(outcome, "move_wanted")
+    rank, to = moved["rank"], moved["to"]
+    assert rank in (0, 1, 2)
+    assert to in (3, 5)
+    assert [event["rank"] for event in named(outcome, "gave_place")] == [rank]
+    *lost, gave = [event["rank"] for event in named(outcome, "left_vacant")]
+    assert (sorted(lost), gave) == ([3, 5], rank)
+    assert len(pids(outcome, to)) == 2
+    for other in {0, 1, 2, 4} - {rank}:
+        assert len(pids(outcome, other)) == 1, "survivors keep their processes"
+    last = max(event["step"] for event in named(outcome, "adopted_step"))
+    assert last == steps - 1
+    check_one_step_at_most(outcome)
+    check_bits(outcome, shape, {3, 5, rank} - {to}, tmp_path, "sleeps", steps=steps)
+
+
+@pytest.mark.timeout(300)
 def test_a_loss_has_been_planned_for_before_it_comes(tmp_path: Path) -> None:
     """By a rank that is left, so nobody plans while all wait."""
     shape = (2, 3)

@@ -5,17 +5,17 @@ its update, which nobody can do for a lost rank; "adds" has stages whose backwar
 own forwards in a buffer and an attribute, and fails if there are others; "twice" calls the schedule so often in each
 step; "scales" gradients before they are reduced; "counts first" sums over its pipeline before it calls the schedule;
 "weighs" its loss by a number of its batch (loss_kwargs); "hides" that number in an object that its loss knows;
-"remembers" its last forward, and adds a little of it; "ties" a weight of its first stage to one of its last; "halves"
-what passes between stages to bf16; "alternates" between two schedules, of which one has twice the microbatches, "ramps"
-to the larger one in step RAMP, which is its first call; "applies" is "alternates" with wait-free updates, which allow
-no clipping; "clamps" gradients by a hook as they are added up; "calm" does
-not clip, as its norms are small, and saves no checkpoint; "calm:STAGE:STEP:FACTOR" multiplies the gradients of that
-stage and those before it in that step. Calm as well are "reads", which looks at each norm, "logs", which writes it and
-its loss down, "saves" a checkpoint every four steps, "stops" four steps early, and "checks" that its optimizer has
-never seen large gradients; "scaled" has a gradient scaler, does not ask for norms, and skips a step in which a stage
-finds inf; so does "disabled", whose scaler is, "freezes", which freezes stage 1 and writes scales down, "unregistered",
-and "apart", whose scaler is enabled at the last stage only. Rank 0 of one that "waits" waits in step LATE until a lost
-rank has come back; "returns" does so in step RETURNED, and is calm. "asks" does none of it.
+"remembers" its last forward, and adds a little of it; "ties" a weight of its first stage to one of its last; "sleeps"
+in its forwards, in a job; "halves" what passes between stages to bf16; "alternates" between two schedules, of which one
+has twice the microbatches, "ramps" to the larger one in step RAMP, which is its first call; "applies" is "alternates"
+with wait-free updates, which allow no clipping; "clamps" gradients by a hook as they are added up; "calm" does not
+clip, as its norms are small, and saves no checkpoint; "calm:STAGE:STEP:FACTOR" multiplies the gradients of that stage
+and those before it in that step. Calm as well are "reads", which looks at each norm, "logs", which writes it and its
+loss down, "saves" a checkpoint every four steps, "stops" four steps early, and "checks" that its optimizer has never
+seen large gradients; "scaled" has a gradient scaler, does not ask for norms, and skips a step in which a stage finds
+inf; so does "disabled", whose scaler is, "freezes", which freezes stage 1 and writes scales down, "unregistered", and
+"apart", whose scaler is enabled at the last stage only. Rank 0 of one that "waits" waits in step LATE until a lost rank
+has come back; "returns" does so in step RETURNED, and is calm. "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -91,6 +91,16 @@ class Halves(nn.Sequential):
         return out if self.last else out.bfloat16()
 
 
+class Sleeps(nn.Sequential):
+    """As long as a large stage would compute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "SWIFT_EVENTS" in os.environ:
+            time.sleep(0.05)
+        out: Tensor = super().forward(x)
+        return out
+
+
 class Gains(nn.Sequential):
     """Its gradients are larger or smaller, and what it gives is the same."""
 
@@ -140,6 +150,7 @@ def made(stage: int, stages: int, habit: str) -> Made:
         kinds: dict[str, type[nn.Sequential]] = {
             "counts": Counts,
             "halves": Halves,
+            "sleeps": Sleeps,
             **dict.fromkeys(CALM, Gains),
         }
         whole = kinds.get(habit.split(":")[0], nn.Sequential)

@@ -12,7 +12,7 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
     ask [rank= generation= after=] reason=               pressed server= trimmed= reason=
     exited rank= code= [inc=] [pid=] [given_up=yes]   unfit rank= reason=   given_up rank=
                      fail [rank=] reason=     stop run= [reason=]
-    measured rank= step_s=                             (a step takes so long)
+    measured rank= step_s= [stage= microbatches= microbatch_s=]   (a step takes so long)
     beat rank= version=                                  suspect rank= reason= [generation= [again=yes]]
     fenced generation=    reset generation=    blocked generation= server= reason=    outdated generation= reason=
          [server=]
@@ -41,12 +41,13 @@ from services.coordinator.views import view_of
 from swift._pb import coordinator_pb2 as pb
 from swift.control.updates import applied, between, whole
 from swift.recovery import HeldSnapshot, RankMeasured, StreamSummary
+from swift.recovery.measured import StageMeasured
 from tests.unit.coordinator.rows import read, write_changes
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0, replaced_within_s=30.0)
 
 
-CONFIG = ("strategy", "undo", "groups", "helpers", "replicas", "lost_shard")
+CONFIG = ("strategy", "undo", "groups", "helpers", "replicas", "lost_shard", "move_losses")
 
 
 class World:
@@ -103,9 +104,17 @@ class World:
         self.incarnations[int(rank)] = inc
         return out
 
-    def do_measured(self, rank: str, step_s: str) -> list[str]:
+    def do_measured(
+        self, rank: str, step_s: str, stage: str = "", microbatches: str = "4", microbatch_s: str = "0"
+    ) -> list[str]:
+        of = [StageMeasured(stage=int(stage), forward_s=float(microbatch_s), backward_s=0.0)] if stage else []
         measured = RankMeasured(
-            step=9, steps=5, microbatches=4, step_s=float(step_s), update_s=0.0, stages=()
+            step=9,
+            steps=5,
+            microbatches=int(microbatches),
+            step_s=float(step_s),
+            update_s=0.0,
+            stages=tuple(of),
         )
         return self.step(m.Measure(sender=self.sender(rank), measured=measured))
 
@@ -418,6 +427,8 @@ def _view(row: JobRow) -> str:
         parts.append(f"wanted {view.groups_number}: {view.groups_next}, logged from {logged or 'nowhere'}")
     if view.HasField("plan") and view.groups_number:
         parts.append(f"planned by {view.plan.groups}")
+    if view.HasField("move"):
+        parts.append(f"rank {view.move.rank} gives its place to {view.move.to}")
     if view.reason:
         parts.append(f"because {view.reason}")
     if view.HasField("inexact_since"):

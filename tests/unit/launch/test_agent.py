@@ -8,6 +8,7 @@ import pytest
 
 from swift._pb import coordinator_pb2 as pb
 from swift.launch.agent import LEFT_S, ReplacingAgent
+from swift.launch.moving import Moving
 
 
 @pytest.mark.parametrize(("state", "replaced"), [(pb.RUNNING, [0]), (pb.FORMING, [])])
@@ -29,6 +30,7 @@ def test_a_rank_that_ends_in_the_moment_in_which_the_job_runs_is_replaced(
         "_link": SimpleNamespace(view=pb.View(generation=1, state=state), fail=lambda reason: None),
         "_replacements_left": 3,
         "_has_run": False,
+        "_moving": Moving(),
         "_notify": lambda child, *, given_up: None,
         "_replace": lambda _child, local_rank, _reason: found.append(local_rank),
     }

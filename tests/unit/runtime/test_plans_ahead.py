@@ -136,6 +136,22 @@ def test_each_loss_has_been_planned_for_by_a_survivor(lost: int) -> None:
     assert ranks.orders(left, LATER) == [planned(call, MEASURED).orders] * (SLOTS - 1), "as it was made ahead"
 
 
+def test_a_rank_that_knows_of_other_calls_holds_nobody_up() -> None:
+    """Nobody uses a plan that not all have: they would walk by different ones."""
+    ranks, network, left = Ranks(), Network(), without(1)
+    ranks.prepare(full(), MEASURED)
+
+    def run(index: int) -> bool:
+        plans = ranks.plans[left.occupied[index]]
+        plans._world = World(network, left.occupied, left.occupied[index])  # type: ignore[assignment]
+        return plans.agree([] if index == 2 else calls_of(left), LATER)
+
+    in_parallel(SLOTS - 1, run)
+    assert network.left() == 0
+    (call,) = calls_of(left)
+    assert ranks.orders(left, LATER) == [planned(call, LATER).orders] * (SLOTS - 1)
+
+
 def test_a_second_loss_is_planned_for_while_the_first_one_is_missing() -> None:
     ranks = Ranks()
     ranks.prepare(full(), MEASURED)
