@@ -21,7 +21,9 @@ from swift.drill.random_kills import kills_of
 from swift.drill.topology import Topology
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.failures import grammar
+from swift.recovery import quickest
 from swift.recovery.groups import RecoveryGroups
+from swift.recovery.types import QUICKEST
 
 DESCRIPTION = "Kills ranks of a real training run and compares every bit with a run that did not fail."
 EPILOG = """\
@@ -69,6 +71,8 @@ def parse(argv: Sequence[str]) -> DrillConfig:
     """The drill that is asked for. UsageError, in one line, for whatever cannot be."""
     given = options.given(make_parser().parse_args(argv))
     topology = Topology(**{field.name: given.pop(field.name) for field in fields(Topology)})
+    if given["lost_shard"] == QUICKEST and given["strategy"] == "auto":
+        given["lost_shard"] = quickest(topology.pipeline_ranks, topology.replicas)
     given["groups"] = _groups(given["groups"])
     given["regroups"] = tuple(regroup.parse(spec) for spec in given["regroups"])
     given["faults"] = _faults(given["faults"], given.pop("random_kills"), topology, given)

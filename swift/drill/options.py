@@ -17,7 +17,7 @@ from swift.drill.topology import SCHEDULES
 from swift.errors import UsageError
 from swift.launch.decisions import CHECKS_MAX
 from swift.recovery import STRATEGIES
-from swift.recovery.types import LOST_SHARDS
+from swift.recovery.types import LOST_SHARDS, QUICKEST
 
 IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
 # name -> torch's versions of it; none of those that are the project's own
@@ -171,7 +171,7 @@ OPTIONS = (
     Option(
         name="lost-shard",
         help="with --strategy shrink or rollback, what becomes of a lost rank's batches (default: redistribute)",
-        known=LOST_SHARDS,
+        known=(*LOST_SHARDS, QUICKEST),
         reach=Reach.RUN,
     ),
     Option(

@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 
 from swift.errors import UsageError
 from swift.names import ENV_ALLOW_INEXACT, LAUNCHER_SETTINGS
-from swift.recovery.types import LOST_SHARDS, STRATEGIES, lost_shard_problem
+from swift.recovery.types import LOST_SHARDS, QUICKEST, STRATEGIES, lost_shard_problem
 
 REPLACEMENTS_DEFAULT = 100
 ON_OFF = ("on", "off")
@@ -30,10 +30,10 @@ def add(ours: "argparse._ArgumentGroup") -> None:
     ours.add_argument(
         "--lost-shard",
         "--lost_shard",
-        choices=LOST_SHARDS,
+        choices=(*LOST_SHARDS, QUICKEST),
         help="With --strategy shrink or rollback, and with auto if no process takes a lost rank's place: the others "
         "compute its batches ('redistribute'), or nobody does ('drop', not exact). With auto and a pipeline: its peers "
-        "share its microbatches ('reroute').",
+        "share its microbatches ('reroute'). With auto, 'quickest' is 'reroute' for pipelines, else 'redistribute'.",
     )
     ours.add_argument(
         "--snapshot-every",

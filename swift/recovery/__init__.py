@@ -29,7 +29,7 @@ from swift.recovery.types import (
     reroutes,
     shrinks,
 )
-from swift.recovery.waiting import worth_waiting_s
+from swift.recovery.waiting import quickest, worth_waiting_s
 
 __all__ = [
     "FROM_CHECKPOINT",
@@ -58,6 +58,7 @@ __all__ = [
     "lost_shard_problem",
     "plan",
     "plan_off_log",
+    "quickest",
     "reroutes",
     "shrinks",
     "worth_moving",

@@ -142,6 +142,10 @@ LOST_SHARDS = ("redistribute", "reroute", "drop")
 """Under these: who computes the batches of a lost data-parallel rank. Another one each of them, its peers together by
 microbatches (pipelines), or nobody."""
 
+QUICKEST = "quickest"
+"""Instead of one of these: the one with which steps are shortest while a rank is missing
+(`swift.recovery.waiting.quickest`)."""
+
 
 def shrinks(strategy: str) -> bool:
     """A job with this strategy goes on without a rank that is lost."""
@@ -159,6 +163,8 @@ def lost_shard_problem(strategy: str, lost_shard: str) -> str:
         return "a lost rank comes back, and computes its batches itself; leave it out, or use shrink, rollback or auto"
     if strategy == "adaptive" and lost_shard == "drop":
         return "the peers of a lost rank compute its microbatches; leave it out, or use shrink"
+    if lost_shard == QUICKEST and strategy != "auto":
+        return "only auto chooses; leave it out"
     if lost_shard == "reroute" and strategy not in ("auto", "adaptive"):
         return "one rank computes a lost one's batch; leave it out, or use adaptive"
     if strategy == "lossy-forward" and lost_shard == "redistribute":

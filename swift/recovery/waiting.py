@@ -35,6 +35,16 @@ def two_generations_s(known: Sequence[RankMeasured]) -> float:
     return 2 * (GENERATION_S + step_s) + copy_s + stall_s
 
 
+def quickest(pipeline_ranks: int, replicas: int) -> str:
+    """The `lost_shard` with which a step takes least while a rank is missing."""
+    shares = (
+        pipeline_ranks > 1
+        and replicas > 1
+        and slower(replicas, reroutes=True) <= slower(replicas, reroutes=False)
+    )
+    return "reroute" if shares else "redistribute"
+
+
 def slower(replicas: int, *, reroutes: bool) -> float:
     """How many times as long a step takes while one rank is missing, at best. A second costs then what it costs to wait
     for a second, less what is trained in it."""

@@ -9,7 +9,15 @@ from swift.log.codec import CHOICES as CODECS
 from swift.log.unlogged import WHEN_FULL
 from swift.log.wire import Fsync
 from swift.recovery.groups import RecoveryGroups
-from swift.recovery.types import LOST_SHARDS, SNAPSHOTTING, STRATEGIES, lost_shard_problem, reroutes, shrinks
+from swift.recovery.types import (
+    LOST_SHARDS,
+    QUICKEST,
+    SNAPSHOTTING,
+    STRATEGIES,
+    lost_shard_problem,
+    reroutes,
+    shrinks,
+)
 
 UPDATES = ("after_backward", "wait_free")
 UNDOS = ("exact", "arithmetic", "preimage")
@@ -53,8 +61,9 @@ class SessionConfig:
     """With "shrink" and "rollback", and with "auto" if no process takes a lost rank's place (empty: then the job ends
     or waits): what becomes of the batches of a lost rank. "redistribute" (the default of the first two): the others
     compute them, and the job stays exact. "reroute" (with "auto", for pipelines): its peers share them, as with
-    "adaptive". "drop": nobody does; the mean is over those that are left, the learning rate
-    stays what it is, and the job is not exact (`allow_inexact`). With "lossy-forward" they are always dropped."""
+    "adaptive". "quickest" (with "auto"): "reroute" for pipelines, else "redistribute". "drop": nobody does; the mean is
+    over those that are left, the learning rate stays what it is, and the job is not exact (`allow_inexact`). With
+    "lossy-forward" they are always dropped."""
     exact_gradients: bool = True
     """With "adaptive": gradients of other ranks' microbatches are kept apart and added in the order of origins. False:
     they are added to a rank's own, which saves memory and messages, and is not exact (`allow_inexact`).
@@ -164,7 +173,7 @@ class SessionConfig:
             ("undo", self.undo, UNDOS),
             ("reduction", self.reduction, REDUCTIONS),
             ("non_finite_loss", self.non_finite_loss, NON_FINITE),
-            ("lost_shard", self.lost_shard or "redistribute", LOST_SHARDS),
+            ("lost_shard", self.lost_shard or "redistribute", (*LOST_SHARDS, QUICKEST)),
         ):
             if value not in allowed:
                 raise UsageError(f"{name}={value!r}; give one of {', '.join(allowed)}")
@@ -176,7 +185,7 @@ class SessionConfig:
         if not self.adaptive_memory >= 1:
             raise UsageError(f"adaptive_memory={self.adaptive_memory}; give at least 1")
         for name, usual in _ADAPTIVE.items():
-            if getattr(self, name) != usual and not self.reroutes:
+            if getattr(self, name) != usual and not self.reroutes and self.lost_shard != QUICKEST:
                 raise UsageError(
                     f"{name}={getattr(self, name)} with strategy={self.strategy!r}: it is for strategy='adaptive', and "
                     "for 'auto' with lost_shard='reroute'"

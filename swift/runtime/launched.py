@@ -1,11 +1,12 @@
 """The values that ``swift-ft run`` passes to a rank in its environment variables."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swift.errors import UsageError
 from swift.names import check_job
-from swift.recovery import Assignment
+from swift.recovery import Assignment, quickest
+from swift.recovery.types import QUICKEST
 from swift.runtime.config import SessionConfig
 
 ENV_CHECKPOINT_DIR = "SWIFT_CHECKPOINT_DIR"
@@ -31,6 +32,8 @@ class Launched:
     place: Place
     assignment: Assignment
     """Of the full world: no slot is vacant."""
+    config: SessionConfig
+    """As the number of ranks decides it."""
     checkpoint_dir: str
     """The job's own folder in the directory of `--checkpoint-dir`, which jobs may share."""
 
@@ -64,6 +67,8 @@ def from_environment(config: SessionConfig) -> Launched:
         assignment = Assignment.grid(place.world_size, replicas=config.replicas, shards=config.shards)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if config.lost_shard == QUICKEST:
+        config = replace(config, lost_shard=quickest(assignment.stage_groups, config.replicas))
     if config.shrinks and place.world_size == 1:
         raise UsageError(f"strategy={config.strategy!r} with one rank: nobody is left to go on without it")
     if config.finishes_cut_steps and assignment.stage_groups > 1:
@@ -82,4 +87,9 @@ def from_environment(config: SessionConfig) -> Launched:
             "start more ranks, or use "
             "strategy='checkpoint'"
         )
-    return Launched(place=place, assignment=assignment, checkpoint_dir=os.path.join(checkpoints, place.job))
+    return Launched(
+        place=place,
+        assignment=assignment,
+        config=config,
+        checkpoint_dir=os.path.join(checkpoints, place.job),
+    )

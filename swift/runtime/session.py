@@ -100,7 +100,7 @@ class Session:
         settings |= _launchers(settings)
         config = SessionConfig(seed=seed, checkpoint_every=checkpoint_every, codec=codec, **settings)
         here = from_environment(config)
-        place = here.place
+        place, config = here.place, here.config
         alone = not (reinitializing.is_called_again() or warm_up.is_warming_up())
         if config.strategy == "reinit" and alone:
             raise UsageError(

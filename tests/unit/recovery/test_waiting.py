@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.recovery import RankMeasured, worth_waiting_s
+from swift.recovery import RankMeasured, quickest, worth_waiting_s
 from swift.recovery.waiting import GENERATION_S, slower
 
 SECONDS = st.floats(0.001, 1000.0)
@@ -48,3 +48,17 @@ def test_a_dear_return_is_waited_for_longer(more: dict[str, float]) -> None:
 def test_the_slowest_rank_counts_and_what_the_others_lose_while_it_is_missing() -> None:
     assert worth_waiting_s([of(1.0), of(3.0)], replicas=2, reroutes=False) == pytest.approx(2 * 3.5 * 2)
     assert worth_waiting_s([of(3.0)], replicas=4, reroutes=True) == pytest.approx(2 * 3.5 * 4 / 3)
+
+
+@pytest.mark.parametrize(
+    ("pipeline_ranks", "replicas", "lost_shard"),
+    [
+        (1, 2, "redistribute"),
+        (1, 8, "redistribute"),
+        (2, 2, "reroute"),
+        (4, 8, "reroute"),
+        (4, 1, "redistribute"),
+    ],
+)
+def test_steps_are_shortest_where_peers_share(pipeline_ranks: int, replicas: int, lost_shard: str) -> None:
+    assert quickest(pipeline_ranks, replicas) == lost_shard

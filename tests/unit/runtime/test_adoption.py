@@ -13,6 +13,7 @@ from swift.errors import UsageError
 from swift.recovery import Assignment
 from swift.runtime.adoption import Adoption
 from swift.runtime.config import SessionConfig
+from swift.runtime.launched import from_environment
 from swift.runtime.origin_loaders import OriginLoader
 from swift.runtime.reducer import Row, sum_by_origin
 from tests.unit.runtime.test_ordered import on_all, values
@@ -183,7 +184,10 @@ def test_a_collective_without_those_that_are_lost_is_named_once() -> None:
         ({"replicas": 1, "lost_shard": "drop"}, "give at least 2 replicas, without shards"),
         ({"replicas": 2, "shards": 2}, "give at least 2 replicas, without shards"),
         ({"replicas": 2, "lost_shard": "drop"}, "say allow_inexact=True"),
-        ({"replicas": 2, "lost_shard": "some"}, "lost_shard='some'; give one of redistribute, reroute, drop"),
+        (
+            {"replicas": 2, "lost_shard": "some"},
+            "lost_shard='some'; give one of redistribute, reroute, drop, quickest",
+        ),
         ({"replicas": 2, "updates": "wait_free"}, "use updates='after_backward'"),
         ({"replicas": 3, "reduction": "fast"}, "use reduction='ordered'"),
     ],
@@ -255,3 +259,27 @@ def test_nobody_asks_for_what_no_job_wants() -> None:
     adoption.after()
     adoption.before(ignored, 0, ignored)
     adoption.communicated(0, of_pipeline=False)
+
+
+@pytest.mark.parametrize(("world_size", "lost_shard"), [("4", "reroute"), ("2", "redistribute")])
+def test_the_number_of_ranks_decides_what_is_quickest(
+    world_size: str, lost_shard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {
+        "RANK": "1",
+        "WORLD_SIZE": world_size,
+        "SWIFT_COORDINATOR": "127.0.0.1:1",
+        "SWIFT_JOB": "j",
+        "SWIFT_INCARNATION": "i",
+        "SWIFT_CHECKPOINT_DIR": "/nowhere",
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    config = from_environment(SessionConfig(replicas=2, lost_shard="quickest")).config
+    assert config.agreed()["lost_shard"] == lost_shard
+    assert config.reroutes == (lost_shard == "reroute")
+
+
+def test_only_auto_chooses() -> None:
+    with pytest.raises(UsageError, match="lost_shard='quickest' with strategy='shrink': only auto chooses"):
+        SessionConfig(strategy="shrink", replicas=2, lost_shard="quickest")
