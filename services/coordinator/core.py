@@ -435,7 +435,7 @@ class Job(Transitions):
             why = self.suspicions.due(self.row, self._timing.suspicion_s, now) or self.endings.due(now)
             if why:
                 return self._without_death(why)
-            return self.give_up(self.overdue(now)) or self.move_due()
+            return self.give_up(self.overdue(now)) or self.move_due(now)
         events = [self._event("lease_expired", rank=rank, reason=why) for rank, why in sorted(late.items())]
         return [*self._deaths(late, lost), *events]
 

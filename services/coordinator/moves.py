@@ -2,35 +2,77 @@
 
 ::
 
-    (a Tick)      `due`: a move has come to pay; the View shows it
-    (a launcher)  has a process join for the lost rank, in the place of the other; then it ends that one
-    (here)        the Join fills the slot, the exit leaves another one vacant, as ever
+    (a Tick)      `look`: a move has come to pay; the View shows it
+    (a launcher)  has a process join for the lost rank, in the place of the other
+    (the Join)    fills the slot, in a generation of its own: `keep`
+    (RUNNING)     the View still shows it: the launcher ends the other one, whose slot becomes vacant as ever
 
-Both places are on one machine: its launcher has had the lost rank, and has the other.
+Both places are on one machine: its launcher has had the lost rank, and has the other. What happens meanwhile comes
+first: if the other rank is lost, or is all that its stage has left, or another generation is made before the process
+has joined, nothing is shown any more, and the launcher lets that process go.
 """
 
 from collections.abc import Mapping
 
 from services.coordinator.row import JobRow, State
+from services.coordinator.timing import Timing
 from services.coordinator.vacancies import reroutes_lost
 from swift.recovery import RankMeasured, worth_moving
 
 
-def due(row: JobRow, measured: Mapping[int, RankMeasured], version: int) -> bool:
-    """A move has come to pay, and stands in the row now. `version`: the newest that a rank has."""
-    if row.state is not State.RUNNING or row.move or not row.vacant or not moves(row):
-        return False
-    lost = {slot: since for slot, since in row.vacant.items() if since is not None}
-    found = worth_moving(
-        {rank: known for rank, known in measured.items() if rank in row.holders},
-        replicas=int(row.config["replicas"]),
-        lost=lost,
-        version=version,
-        movable={slot: _beside(row, slot) for slot in lost},
-    )
-    if found is not None:
-        row.move = [found.rank, found.to]
-    return found is not None
+class Moves:
+    """Of one job."""
+
+    def __init__(self, row: JobRow, timing: Timing) -> None:
+        self._row = row
+        self._timing = timing
+        self._since: float | None = None
+        """When the move that is shown was seen first. Not durable: a coordinator that begins anew waits anew."""
+        self._failed: set[tuple[int, int]] = set()
+        """(generation, lost rank): nobody has joined for it."""
+
+    def look(self, measured: Mapping[int, RankMeasured], version: int, now: float) -> bool:
+        """Whether what is to be moved has changed. `version`: the newest that a rank has."""
+        row = self._row
+        if row.state is not State.RUNNING:
+            return False
+        if row.move:
+            return self._give_up(now)
+        if not row.vacant or not moves(row) or row.finished or row.end is not None:
+            return False
+        lost = {slot: since for slot, since in row.vacant.items() if since is not None}
+        replicas = int(row.config["replicas"])
+        found = worth_moving(
+            {rank: known for rank, known in measured.items() if rank in row.holders},
+            stage_groups=row.world_size // replicas,
+            replicas=replicas,
+            lost=lost,
+            version=version,
+            movable={to: self._beside(to) for to in lost if (row.generation, to) not in self._failed},
+        )
+        if found is not None:
+            row.move, self._since = [found.rank, found.to], now
+        return found is not None
+
+    def _give_up(self, now: float) -> bool:
+        """For want of room, say, or because its process has failed."""
+        _, to = self._row.move
+        self._since = now if self._since is None else self._since
+        if now - self._since <= self._timing.replaced_within_s or to in self._row.holders:
+            return False
+        self._failed.add((self._row.generation, to))
+        self._row.move, self._since = [], None
+        return True
+
+    def _beside(self, slot: int) -> list[int]:
+        """The ranks that are there of the launcher that has had this one."""
+        row = self._row
+        run = row.run_of.get(slot)
+        return [
+            rank
+            for rank, holder in row.holders.items()
+            if run and not holder.gone and row.run_of.get(rank) == run
+        ]
 
 
 def moves(row: JobRow) -> bool:
@@ -38,7 +80,13 @@ def moves(row: JobRow) -> bool:
     return row.config.get("move_losses") == "True" and reroutes_lost(row)
 
 
-def _beside(row: JobRow, slot: int) -> list[int]:
-    """The ranks of the launcher that has had this one."""
-    run = row.run_of.get(slot)
-    return [rank for rank in row.holders if run and row.run_of.get(rank) == run]
+def keep(row: JobRow) -> None:
+    """(a new generation; who is lost holds no slot any more) Only a move whose process has joined goes on, and only if
+    the other rank's stage has somebody else."""
+    if not row.move:
+        return
+    rank, to = row.move
+    replicas = int(row.config["replicas"])
+    stays = [other for other in row.holders if other != rank and other // replicas == rank // replicas]
+    if rank not in row.holders or to not in row.holders or not stays:
+        row.move = []

@@ -171,7 +171,7 @@ class JobRow:
     vacant: dict[int, int | None] = field(default_factory=Table)
     """Slots that nobody holds, nor is to hold -> the version since when; None: since the recovery under way."""
     move: list[int] = field(default_factory=list)
-    """Of this generation: the rank that is to give its place to one that was lost, and that one; empty: none is."""
+    """The rank that is to give its place to one that was lost, and that one; empty: none is."""
     unlogged_below: int | None = None
     """Below this version the log lacks what was done while a slot was vacant (LACKS: RUNNING tells which); None: it
     lacks nothing of that."""

@@ -54,6 +54,7 @@ class Transitions:
         """rank -> what it, or its predecessor, has said last; not durable: it is said again."""
         self.suspicions = Suspicions(self.steps)
         self._awaited = vacancies.Awaited()
+        self.moves = moves.Moves(row, timing)
         self.replays: dict[int, m.Replaying] = {}
         """rank -> how far its replay is, while there is one."""
 
@@ -94,7 +95,7 @@ class Transitions:
         row.generation += 1
         row.reason = reason
         row.reports, row.ready, row.finished, row.blocked, row.plan, row.sources = {}, {}, {}, {}, None, {}
-        row.called, row.move = {}, []
+        row.called = {}
         events = []
         for rank in sorted({*dead, *(rank for rank, holder in row.holders.items() if holder.gone)}):
             holder = row.holders.pop(rank)
@@ -104,6 +105,7 @@ class Transitions:
             self.checkpoints.forget(rank)
             why = dead.get(rank, "had finished and exited")
             events.append(self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why))
+        moves.keep(row)
         return events
 
     def _anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
@@ -138,13 +140,15 @@ class Transitions:
             return self.become_failed(ends)
         return self._anew({}, f"no process takes the place of rank {', '.join(map(str, missing))}")
 
-    def move_due(self) -> list[Effect]:
-        """A lost rank's place is to be found at another stage."""
-        version = max(map(self.steps.version, self.row.holders), default=0)
-        if not moves.due(self.row, self.measured, version):
+    def move_due(self, now: float) -> list[Effect]:
+        """A lost rank's place is to be found at another stage; or nobody has joined for it."""
+        before = self.row.move
+        if not self.moves.look(self.measured, max(map(self.steps.version, self.row.holders), default=0), now):
             return []
-        rank, to = self.row.move
-        return self._told([self._event("move_wanted", rank=rank, to=to)])
+        rank, to = self.row.move or before
+        return self._told(
+            [self._event("move_wanted" if self.row.move else "move_given_up", rank=rank, to=to)]
+        )
 
     def _begin_anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
         if self.row.state is State.FORMING:
@@ -191,6 +195,7 @@ class Transitions:
         version = max(row.finished.values())
         row.reason = endings.reason(row, version)
         row.final = version if version in row.checkpoints else None
+        row.move = []
         return self._transition()
 
     def become_failed(self, reason: str, exit_code: int = 0) -> list[Effect]:

@@ -50,7 +50,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--strategy", choices=STRATEGIES, help="how a lost rank's state is restored (as swift-ft run)"
     )
-    parser.add_argument("--lost-shard", choices=LOST_SHARDS, help="as swift-ft run")
+    parser.add_argument("--lost-shard", choices=LOST_SHARDS, help="as swift-ft run; not quickest")
     parser.add_argument("--snapshot-every", type=int, metavar="K", help="as swift-ft run")
     parser.add_argument("--allow-inexact", action="store_true", help="as swift-ft run")
     parser.add_argument(

@@ -50,6 +50,8 @@ def check(config: "DrillConfig") -> None:
     if asked and not _reroutes(config):
         flag = f"--{min(asked).replace('_', '-')}"
         raise UsageError(f"{flag} needs --strategy adaptive, or --lost-shard reroute")
+    if config.move_losses == "on" and config.grow:
+        raise UsageError(f"--move-losses on with --grow {config.grow}: a lost rank comes back; leave one out")
     if config.exact_gradients == "off" and not config.allow_inexact:
         raise UsageError("--exact-gradients off is not exact: add --allow-inexact, or leave it out")
     if not config.shrinks:

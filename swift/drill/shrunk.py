@@ -49,9 +49,7 @@ def _moves(facts: Facts) -> dict[int, int]:
 
 def _given(facts: Facts) -> list[tuple[int, int]]:
     """(rank that gave its place, the lost rank that got it), in the order of time."""
-    wanted = [(int(e["rank"]), int(e["to"])) for e in facts.events if e["event"] == "move_wanted"]
-    gave = {int(e["rank"]) for e in facts.events if e["event"] == "gave_place"}
-    return [move for move in wanted if move[0] in gave]
+    return [(int(e["rank"]), int(e["to"])) for e in facts.events if e["event"] == "gave_place"]
 
 
 def _growth_checks(facts: Facts) -> list[Check]:

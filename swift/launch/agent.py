@@ -59,12 +59,9 @@ LEFT_S = 5.0
 """A rank that has ended with 0 is looked for in the View this long: it may show that the job has just finished."""
 SETTLE_S = 0.5
 """Once the job fails, ranks may end by themselves this long: what they print and return says why."""
+say = tell
 CHECK_HOLDS_S = 60.0
 """A machine that has waited longer than this for its place in the job is checked again."""
-
-
-def say(line: str) -> None:
-    tell(line)
 
 
 class ReplacingAgent(SimpleElasticAgent):
@@ -97,7 +94,11 @@ class ReplacingAgent(SimpleElasticAgent):
         self._nursery = nursery
         self._link = link
         self._gate = gate
-        self._waiting = WaitingPlaces(health_check, nursery, lambda place: place_env(spec, place, job))
+
+        def environment(place: int) -> dict[str, str]:
+            return place_env(spec, self._host.get(place, place), job)
+
+        self._waiting = WaitingPlaces(health_check, nursery, environment)
         self._leaving = Leaving(gate, link, last_checkpoint_s)
         self._machines = machines
         self._ranks: dict[int, Child] = {}
@@ -122,9 +123,9 @@ class ReplacingAgent(SimpleElasticAgent):
         """Time and generation of the newest death whose recovery is not over."""
         self._lost_code = 0
         self._vacated = Vacated()
-        self._moving = Moving()
         self._host: dict[int, int] = {}
         """By local rank: the local rank on whose device it runs, if it has moved."""
+        self._moving = Moving(self._host, self._waiting, self._give_rank)
         self.outcome: Outcome | None = None
 
     # What torch's agent calls.
@@ -452,8 +453,7 @@ class ReplacingAgent(SimpleElasticAgent):
         if view.state == pb.RUNNING and self._is_quiet():
             self._attempts.clear()
         self._check_vacated(view)
-        workers = self._worker_group.workers
-        for line in self._moving.follow(view, workers, self._ranks, self._host, self._give_rank):
+        for line in self._moving.follow(view, self._worker_group.workers, self._ranks):
             self._last_death = (events.now(), view.generation)
             say(line)
         if view.state == pb.FINISHED:  # without those whose places are vacant
@@ -475,7 +475,7 @@ class ReplacingAgent(SimpleElasticAgent):
             )
             self._fail(Verdict(action=Action.STOP, exit_code=1, reason=reason))
             return
-        self._host[local_rank] = hosts[0]
+        self._host[local_rank] = self._host.get(hosts[0], hosts[0])
         child, host = self._give_rank(local_rank), self._ranks[hosts[0]]
         say(f"rank {rank} moves to the place of rank {host.rank}: process {child.pid}, on the same device")
         events.emit("moved", rank=rank, pid=child.pid, beside=host.rank)

@@ -57,6 +57,9 @@ class WaitingPlaces:
         """Some place waits."""
         return bool(self._waiting)
 
+    def __contains__(self, local_rank: object) -> bool:
+        return local_rank in self._waiting
+
     def add(self, local_rank: int, at: float, reason: str, generation: int, incarnation: str) -> None:
         self._waiting[local_rank] = Waiting(
             at=at,

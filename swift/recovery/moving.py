@@ -33,6 +33,7 @@ class Move(NamedTuple):
 def worth_moving(
     measured: Mapping[int, RankMeasured],
     *,
+    stage_groups: int,
     replicas: int,
     lost: Mapping[int, int],
     version: int,
@@ -40,19 +41,18 @@ def worth_moving(
 ) -> Move | None:
     """The move that saves most, if one has come to pay. None: none has, or a stage has not been measured.
 
-    `measured`: of the ranks that are there; a stage group's have neighbouring numbers, `replicas` of them. `lost`: each
-    lost rank -> the version since when it is missing. `version`: the newest. `movable`: each lost rank -> those whose
-    place may become its own.
+    `stage_groups`, `replicas`: of the full world. `measured`: of the ranks that are there. `lost`: each lost rank ->
+    the version since when it is missing. `version`: the newest. `movable`: each lost rank -> those whose place may
+    become its own.
     """
     if not lost:
         return None
     losses = Counter(rank // replicas for rank in lost)
-    groups = {rank // replicas for rank in (*measured, *lost)}
     seconds: dict[int, float] = {}
     for rank, known in measured.items():
         takes = sum(stage.forward_s + stage.backward_s for stage in known.stages)
         seconds[rank // replicas] = max(seconds.get(rank // replicas, 0.0), takes)
-    if len(seconds) < len(groups):
+    if len(seconds) < stage_groups:
         return None
     # A rank has measured what it computes for lost peers as well.
     microbatches = min(

@@ -141,6 +141,8 @@ class Rerouting(Adoption):
         elif _measures(step) and not self._assignment().vacant:
             self._measure_transfers()
             self._prepare(self._told_seconds())
+        else:
+            self._plans.go_on()
         self._inputs = self._inputs_of(self._assignment(), train_step, step, drop)
 
     def _inputs_of(
@@ -189,6 +191,7 @@ class Rerouting(Adoption):
     def _begin(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """The first step of a generation."""
         self._begins, self._seconds = False, None
+        self._plans.begin()
         self._agree_on_shapes()
         self._check_hooks(step)
         if not self._assignment().adopted:
@@ -216,7 +219,7 @@ class Rerouting(Adoption):
         known = torch.tensor([split if self._splits else whole], dtype=torch.uint8)
         self._splits = max(int(each) for each in self._world.gathered(known)) == _SPLIT
         self._seconds = self._told_seconds()
-        ahead = self._plans.agree(self._calls_of(self._assignment()), self._seconds)
+        ahead = self._plans.agree(self._calls_of(self._assignment()))
         events.emit(
             "planned_by",
             rank=self._slot,
@@ -498,5 +501,5 @@ class Rerouting(Adoption):
 
 
 def _measures(step: int) -> bool:
-    """Before this step all ranks measure and plan ahead: in some of the first ones, and then ever more rarely."""
-    return step >= FIRST_MEASURED and step & (step - 1) == 0
+    """Before this step all ranks measure and plan ahead: steps 4, 16, 64 and so on."""
+    return step >= FIRST_MEASURED and step & (step - 1) == 0 and step.bit_length() % 2 == 1

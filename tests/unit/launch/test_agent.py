@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from swift._pb import coordinator_pb2 as pb
+from swift.launch import moving
 from swift.launch.agent import LEFT_S, ReplacingAgent
+from swift.launch.beside import Vacated
 from swift.launch.moving import Moving
 
 
@@ -30,7 +32,7 @@ def test_a_rank_that_ends_in_the_moment_in_which_the_job_runs_is_replaced(
         "_link": SimpleNamespace(view=pb.View(generation=1, state=state), fail=lambda reason: None),
         "_replacements_left": 3,
         "_has_run": False,
-        "_moving": Moving(),
+        "_moving": Moving({}, [], lambda _place: child),
         "_notify": lambda child, *, given_up: None,
         "_replace": lambda _child, local_rank, _reason: found.append(local_rank),
     }
@@ -81,3 +83,45 @@ def test_a_rank_that_has_ended_with_0_is_missed_where_the_job_waits_for_it(
     assert not failed
     agent._miss_those_who_left(100.0 + LEFT_S)
     assert failed == [1] * fails
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, -9])
+def test_a_process_that_was_to_take_a_place_and_has_not_come_leaves_it_vacant(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it has ended: the job did without it, and goes on so."""
+    monkeypatch.setattr(moving, "room_for_one_more", lambda _pids: "")
+    agent = ReplacingAgent.__new__(ReplacingAgent)
+    gives: Any = SimpleNamespace(rank=0, pid=6, incarnation="a")
+    takes: Any = SimpleNamespace(rank=1, pid=7, exit_code=code, incarnation="b")
+    hosts: dict[int, int] = {}
+    ranks = {0: gives}
+    follower = Moving(hosts, [], lambda place: ranks.setdefault(place, takes))
+    told: list[tuple[int, bool]] = []
+    vacant: list[str] = []
+    view = pb.View(generation=2, state=pb.RUNNING, shrinks=True, move=pb.Move(rank=0, to=1))
+    stubs: dict[str, Any] = {
+        "_ranks": ranks,
+        "outcome": None,
+        "_attempts": Counter(),
+        "_deaths": Counter(),
+        "_waiting": [],
+        "_before": None,
+        "_job": SimpleNamespace(run="r"),
+        "_link": SimpleNamespace(view=view, fail=pytest.fail),
+        "_replacements_left": 3,
+        "_has_run": True,
+        "_moving": follower,
+        "_vacated": Vacated(),
+        "_notify": lambda child, *, given_up: told.append((child.rank, given_up)),
+        "_leave_vacant": lambda verdict: vacant.append(verdict.reason),
+    }
+    vars(agent).update(stubs)
+    workers: Any = [SimpleNamespace(global_rank=rank, local_rank=rank) for rank in (0, 1)]
+    follower.follow(view, workers, ranks)
+    assert hosts == {1: 0}
+    agent._on_exit(takes)
+    assert told == [(1, True)]
+    assert vacant == ["rank 1: its process has ended"]
+    assert agent.outcome is None
+    assert hosts == {}

@@ -36,8 +36,22 @@ def job(
     }
 
 
-def everybody(measured: dict[int, RankMeasured], lost: dict[int, int]) -> dict[int, list[int]]:
-    return {to: list(measured) for to in lost}
+def found(
+    shape: tuple[int, int],
+    measured: dict[int, RankMeasured],
+    lost: dict[int, int],
+    version: int,
+    movable: dict[int, list[int]] | None = None,
+) -> Move | None:
+    """By default every place may become any other."""
+    return worth_moving(
+        measured,
+        stage_groups=shape[0],
+        replicas=shape[1],
+        lost=lost,
+        version=version,
+        movable={to: list(measured) for to in lost} if movable is None else movable,
+    )
 
 
 def test_two_losses_at_a_stage_become_one_at_each_of_two() -> None:
@@ -45,18 +59,14 @@ def test_two_losses_at_a_stage_become_one_at_each_of_two() -> None:
     measured = job(3, 4, set(lost), [0.1, 0.1, 0.1], 8)
     saved_s = 0.1 * 8 * (4 / 2 - 4 / 3)
     steps = int(2 * (GENERATION_S + 1.0) / saved_s) + 1
-    movable = everybody(measured, lost)
-    assert worth_moving(measured, replicas=4, lost=lost, version=11 + steps, movable=movable) is None, (
-        "not yet"
-    )
-    assert worth_moving(measured, replicas=4, lost=lost, version=12 + steps, movable=movable) == Move(0, 6)
+    assert found((3, 4), measured, lost, 11 + steps) is None, "not yet"
+    assert found((3, 4), measured, lost, 12 + steps) == Move(0, 6)
 
 
 def test_the_quickest_stage_bears_it() -> None:
     lost = {0: 0, 1: 0}
     measured = job(3, 4, set(lost), [0.1, 0.1, 0.03], 8)
-    found = worth_moving(measured, replicas=4, lost=lost, version=999, movable=everybody(measured, lost))
-    assert found == Move(8, 0)
+    assert found((3, 4), measured, lost, 999) == Move(8, 0)
 
 
 @pytest.mark.parametrize(
@@ -72,24 +82,29 @@ def test_the_quickest_stage_bears_it() -> None:
 def test_nothing_is_moved_for_nothing(
     stages: int, replicas: int, lost: list[int], seconds: list[float]
 ) -> None:
-    since = dict.fromkeys(lost, 0)
     measured = job(stages, replicas, set(lost), seconds, 8)
-    movable = everybody(measured, since)
-    assert worth_moving(measured, replicas=replicas, lost=since, version=10**6, movable=movable) is None
+    assert found((stages, replicas), measured, dict.fromkeys(lost, 0), 10**6) is None
 
 
-def test_nothing_is_moved_without_a_place_or_a_measure() -> None:
+def test_nothing_is_moved_without_a_place() -> None:
     lost = {0: 0, 1: 0}
     measured = job(3, 3, set(lost), [0.1, 0.1, 0.1], 8)
-    late = 10**6
-    assert worth_moving(measured, replicas=3, lost=lost, version=late, movable={}) is None
-    assert worth_moving(measured, replicas=3, lost=lost, version=late, movable={1: [7]}) == Move(7, 1)
-    assert worth_moving(measured, replicas=3, lost=lost, version=late, movable={1: [2]}) is None, (
-        "of its own stage"
-    )
-    del measured[2]
-    assert worth_moving(measured, replicas=3, lost=lost, version=late, movable={1: [7]}) is None
-    assert worth_moving(measured, replicas=3, lost={}, version=late, movable={}) is None
+    assert found((3, 3), measured, lost, 10**6, {}) is None
+    assert found((3, 3), measured, lost, 10**6, {1: [7]}) == Move(7, 1)
+    assert found((3, 3), measured, lost, 10**6, {1: [2]}) is None, "of its own stage"
+    assert found((3, 3), measured, {}, 10**6, {}) is None
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_nothing_is_moved_before_all_stages_are_measured(stage: int) -> None:
+    """Those without a loss as well: a coordinator that begins anew hears of one stage after the other."""
+    lost = {0: 0, 1: 0}
+    measured = job(3, 3, set(lost), [0.1, 0.1, 0.1], 8)
+    movable = {to: list(measured) for to in lost}
+    for rank in [rank for rank in measured if rank // 3 == stage]:
+        del measured[rank]
+    assert found((3, 3), measured, lost, 10**6, movable) is None
+    assert found((3, 3), {}, lost, 10**6, movable) is None
 
 
 @given(
@@ -112,9 +127,7 @@ def test_moves_come_to_an_end_and_each_makes_steps_shorter(
         longest = max(seconds[stage] * 60 * replicas / (replicas - losses[stage]) for stage in range(stages))
         fixed = sum(seconds[:stages]) - max(seconds[:stages])
         seen.append(longest + fixed)
-        move = worth_moving(
-            measured, replicas=replicas, lost=lost, version=10**9, movable=everybody(measured, lost)
-        )
+        move = found((stages, replicas), measured, lost, 10**9)
         if move is None:
             break
         del lost[move.to]

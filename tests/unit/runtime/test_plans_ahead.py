@@ -1,5 +1,6 @@
 """Plans that ranks make for each other's loss (`swift.runtime.plans_ahead`)."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -65,9 +66,9 @@ def test_every_loss_that_leaves_a_peer_is_planned_by_one_rank(
 @pytest.mark.parametrize(
     ("other", "is_alike"),
     [
-        (Seconds(((1.0, 1.0, 1.0), (1.0, 1.05, 1.0)), 0.0), True),
-        (Seconds(((1.0, 1.0, 1.0), (1.0, 1.15, 1.0)), 0.0), False),
-        (Seconds(((1.0, 1.0, 1.0), (1.0, 1.0, 1.0)), 0.2), False),
+        (Seconds(((1.0, 1.0, 1.0), (1.0, 1.15, 1.0)), 0.0), True),
+        (Seconds(((1.0, 1.0, 1.0), (1.0, 1.25, 1.0)), 0.0), False),
+        (Seconds(((1.0, 1.0, 1.0), (1.0, 1.0, 1.0)), 0.3), False),
     ],
 )
 def test_a_plan_is_made_again_once_parts_take_another_time(other: Seconds, is_alike: bool) -> None:
@@ -105,13 +106,14 @@ class Ranks:
             assert thread is not None
             thread.join(60)
 
-    def agree(self, assignment: Assignment, seconds: Seconds) -> list[bool]:
+    def agree(self, assignment: Assignment) -> list[bool]:
         network, slots = Network(), assignment.occupied
 
         def run(index: int) -> bool:
             plans = self.plans[slots[index]]
             plans._world = World(network, slots, slots[index])  # type: ignore[assignment]
-            return plans.agree(calls_of(assignment), seconds)
+            plans.begin()
+            return plans.agree(calls_of(assignment))
 
         agreed = in_parallel(len(slots), run)
         assert network.left() == 0
@@ -131,7 +133,7 @@ def test_each_loss_has_been_planned_for_by_a_survivor(lost: int) -> None:
     ranks = Ranks()
     ranks.prepare(full(), MEASURED)
     left = without(lost)
-    assert ranks.agree(left, LATER) == [True] * (SLOTS - 1)
+    assert ranks.agree(left) == [True] * (SLOTS - 1)
     (call,) = calls_of(left)
     assert ranks.orders(left, LATER) == [planned(call, MEASURED).orders] * (SLOTS - 1), "as it was made ahead"
 
@@ -144,7 +146,7 @@ def test_a_rank_that_knows_of_other_calls_holds_nobody_up() -> None:
     def run(index: int) -> bool:
         plans = ranks.plans[left.occupied[index]]
         plans._world = World(network, left.occupied, left.occupied[index])  # type: ignore[assignment]
-        return plans.agree([] if index == 2 else calls_of(left), LATER)
+        return plans.agree([] if index == 2 else calls_of(left))
 
     in_parallel(SLOTS - 1, run)
     assert network.left() == 0
@@ -155,16 +157,16 @@ def test_a_rank_that_knows_of_other_calls_holds_nobody_up() -> None:
 def test_a_second_loss_is_planned_for_while_the_first_one_is_missing() -> None:
     ranks = Ranks()
     ranks.prepare(full(), MEASURED)
-    assert all(ranks.agree(without(1), MEASURED))
+    assert all(ranks.agree(without(1)))
     ranks.prepare(without(1), MEASURED)
-    assert ranks.agree(without(1, 5), LATER) == [True] * (SLOTS - 2)
+    assert ranks.agree(without(1, 5)) == [True] * (SLOTS - 2)
     assert len({str(orders) for orders in ranks.orders(without(1, 5), LATER)}) == 1
 
 
 def test_what_nobody_has_planned_for_all_plan_alike() -> None:
     ranks = Ranks()
     ranks.prepare(full(), MEASURED)
-    assert ranks.agree(without(0, 4), LATER) == [False] * (SLOTS - 2)
+    assert ranks.agree(without(0, 4)) == [False] * (SLOTS - 2)
     (call,) = calls_of(without(0, 4))
     assert ranks.orders(without(0, 4), LATER) == [planned(call, LATER).orders] * (SLOTS - 2)
 
@@ -172,7 +174,7 @@ def test_what_nobody_has_planned_for_all_plan_alike() -> None:
 def test_a_plan_that_is_made_too_late_is_not_used() -> None:
     """The thread of one rank ends while all have begun to plan for themselves: its plan is another one."""
     ranks = Ranks()
-    assert ranks.agree(without(1), LATER) == [False] * (SLOTS - 1)
+    assert ranks.agree(without(1)) == [False] * (SLOTS - 1)
     (call,) = calls_of(without(1))
     ranks.plans[0]._plan(1, [call], MEASURED)
     assert planned(call, MEASURED).orders != planned(call, LATER).orders
@@ -183,9 +185,9 @@ def test_what_one_has_all_have_behind_a_loss() -> None:
     """The rank that had made the plan is lost next, and the first one comes back and is lost again."""
     ranks = Ranks()
     ranks.prepare(full(), MEASURED)
-    assert all(ranks.agree(without(1), MEASURED))
+    assert all(ranks.agree(without(1)))
     ranks.plans[0] = PlansAhead(0, Any)  # type: ignore[arg-type]  # another process
-    assert all(ranks.agree(without(1), MEASURED))
+    assert all(ranks.agree(without(1)))
 
 
 def test_nothing_is_planned_twice_for_what_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +205,54 @@ def test_nothing_is_planned_twice_for_what_is_alike(monkeypatch: pytest.MonkeyPa
         assert plans._thread is not None
         plans._thread.join(60)
     assert made == [MEASURED, LATER]
+
+
+def test_a_plan_that_came_from_another_is_made_again_by_what_is_measured_now() -> None:
+    """Nobody knows by what it was made."""
+    ranks = Ranks()
+    ranks.prepare(full(), MEASURED)
+    ranks.agree(without(1))
+    kept = ranks.plans[2]
+    (call,) = calls_of(without(1))
+    assert kept._kept[call][0] is None
+    assert ranks.plans[0]._kept[call][0] == MEASURED, "who has made it knows"
+
+
+def test_what_was_agreed_on_is_forgotten_with_the_generation() -> None:
+    """A process that is new has not agreed on it: all plan alike, or they would walk by different orders."""
+    ranks = Ranks()
+    ranks.prepare(full(), MEASURED)
+    ranks.agree(without(1))
+    (call,) = calls_of(without(1))
+    for plans in ranks.plans.values():
+        plans.begin()
+    ranks.plans[1] = PlansAhead(1, Any)  # type: ignore[arg-type]
+    orders = [ranks.plans[slot].routes(call, LATER).orders for slot in range(SLOTS)]
+    assert orders == [planned(call, LATER).orders] * SLOTS
+
+
+def test_what_is_due_while_another_plan_is_made_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    going, made = threading.Event(), list[Seconds]()
+
+    def slow(call: Call, seconds: Seconds) -> Any:
+        going.wait(30)
+        made.append(seconds)
+        return planned(call, seconds)
+
+    monkeypatch.setattr(plans_ahead, "planned", slow)
+    plans = PlansAhead(0, Any)  # type: ignore[arg-type]
+    plans.prepare(full(), calls_of, MEASURED)
+    plans.prepare(full(), calls_of, LATER)
+    plans.go_on()
+    going.set()
+    assert plans._thread is not None
+    plans._thread.join(60)
+    assert made == [MEASURED]
+    plans.go_on()
+    plans._thread.join(60)
+    assert made == [MEASURED, LATER]
+    plans.go_on()
+    assert not plans._thread.is_alive()
 
 
 def test_the_oldest_plans_are_forgotten() -> None:
