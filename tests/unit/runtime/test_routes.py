@@ -55,13 +55,15 @@ def test_a_transfer_takes_the_median_of_those_that_were_measured(
 
 
 def test_a_slow_link_changes_the_order() -> None:
-    """Warm-up microbatches cover a transfer only if there are enough of them."""
-    near, true = routes(3, None, split=True)
-    far, _ = routes(3, true._replace(transfer=3.0), split=True)
-    assert near.work.costs.transfer == 0.0
-    assert far.work.costs.transfer == 3.0
-    assert takes(far.work, far) < takes(far.work, near)
-    assert takes(far.work, near) > takes(near.work, near)
+    """It makes no step longer to know of it, and some shorter: warm-up microbatches cover a transfer."""
+    ratios = []
+    for seed in range(20):
+        near, true = routes(seed, None, split=True)
+        far, _ = routes(seed, true._replace(transfer=1.0), split=True)
+        assert (near.work.costs.transfer, far.work.costs.transfer) == (0.0, 1.0)
+        ratios.append(takes(far.work, far) / takes(far.work, near))
+    assert min(ratios) < 0.97
+    assert mean(ratios) < 1
 
 
 def routes(seed: int, seconds: Seconds | None, *, split: bool) -> tuple[Routes, Seconds]:
