@@ -1,11 +1,31 @@
 """Processes of a benchmark: each says "ready", waits for a line, works, and says what it took as JSON."""
 
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from swift.errors import ServiceError
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """(main thread) SIGINT and SIGTERM that come meanwhile are followed at its end. So whoever starts processes in here
+    knows of each of them when it has to end them."""
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for late in came:
+        signal.raise_signal(late)
 
 
 class Worker:

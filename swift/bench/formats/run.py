@@ -11,7 +11,7 @@ from typing import Any
 
 from swift.bench.formats.report import Measures, merge
 from swift.bench.formats.turns import LIMITS, Pace, Plan, Turn
-from swift.bench.workers import Worker
+from swift.bench.workers import Worker, signals_held
 from swift.errors import ServiceError
 
 Told = Callable[[dict[str, Any]], None]
@@ -25,7 +25,10 @@ def measure(plans: Sequence[Plan], place: Path, save_s_max: float, told: Told) -
         folder = (place / str(number)).absolute()
         folder.mkdir()
         with ExitStack() as stack:
-            workers = [stack.enter_context(_worker(rank, plan.ranks, folder)) for rank in range(plan.ranks)]
+            with signals_held():
+                workers = [
+                    stack.enter_context(_worker(rank, plan.ranks, folder)) for rank in range(plan.ranks)
+                ]
             for worker in workers:
                 worker.begin()
             for each in _each(plan, workers, measures, Pace(save_s_max)):
