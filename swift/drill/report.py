@@ -190,7 +190,13 @@ def _unplanned_check(facts: Facts) -> Check:
         if event["event"] == "child_exit" and event.get("code") != 0 and event["pid"] not in told
     }
     corrupted = facts.evidence.corruption is not None
-    causeless = [r for r in facts.recoveries if not (r.faults or r.servers_killed or r.returned or corrupted)]
+    gave = tuple(f"rank {event['rank']} " for event in facts.events if event["event"] == "gave_place")
+    causeless = [
+        r
+        for r in facts.recoveries
+        if not (r.faults or r.servers_killed or r.returned or corrupted)
+        and not any(reason.startswith(gave) for reason in r.reasons)
+    ]
     detail = ", ".join([*sorted(died), *(f"a recovery of itself ({r.reasons[0]})" for r in causeless)])
     if facts.evidence.exit_code != 0 and not facts.evidence.fired:
         return Check("nothing else failed", None, detail or "the run did not get to its first fault")
