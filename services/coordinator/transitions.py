@@ -142,13 +142,14 @@ class Transitions:
 
     def move_due(self, now: float) -> list[Effect]:
         """A lost rank's place is to be found at another stage; or nobody has joined for it."""
-        before = self.row.move
-        if not self.moves.look(self.measured, max(map(self.steps.version, self.row.holders), default=0), now):
+        if not self.row.vacant:
+            return []
+        before, version = self.row.move, max(map(self.steps.version, self.row.holders), default=0)
+        if not self.moves.look(self.measured, version, now):
             return []
         rank, to = self.row.move or before
-        return self._told(
-            [self._event("move_wanted" if self.row.move else "move_given_up", rank=rank, to=to)]
-        )
+        event = "move_wanted" if self.row.move else "move_given_up"
+        return self._told([self._event(event, rank=rank, to=to)])
 
     def _begin_anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
         if self.row.state is State.FORMING:

@@ -51,7 +51,7 @@ from swift.launch.torch_names import (
 )
 from swift.launch.worker import Program
 from swift.views import end_words, has_left_forming, state_name
-from swift.words import tell
+from swift.words import tell as say
 
 SPARE_DELAY_S_MAX = 30.0
 """A new spare is started this long after a death, even if no View says that the job runs again."""
@@ -59,7 +59,6 @@ LEFT_S = 5.0
 """A rank that has ended with 0 is looked for in the View this long: it may show that the job has just finished."""
 SETTLE_S = 0.5
 """Once the job fails, ranks may end by themselves this long: what they print and return says why."""
-say = tell
 CHECK_HOLDS_S = 60.0
 """A machine that has waited longer than this for its place in the job is checked again."""
 

@@ -18,7 +18,7 @@ from torch.distributed import DistError
 from swift import events
 from swift.errors import ServiceError, SwiftError, UsageError
 from swift.launch import failing, recovery_flags
-from swift.launch.agent import ReplacingAgent, say
+from swift.launch.agent import ReplacingAgent
 from swift.launch.children import Nursery
 from swift.launch.decisions import Outcome
 from swift.launch.flags import GRACE_S_DEFAULT, PRELOAD_DEFAULT, START_METHODS, make_parser
@@ -222,7 +222,7 @@ def _make_rendezvous(plan: LaunchPlan, wake: Callable[[], None]) -> Rendezvous:
                 address=config.local_addr or socket.getfqdn(),
                 terms=plan.terms,
                 wake=wake,
-                say=say,
+                say=tell,
             )
     place = int(config.rdzv_configs["rank"])
     try:
@@ -248,7 +248,7 @@ def _make_spec(plan: LaunchPlan, rendezvous: Rendezvous) -> WorkerSpec:
 
 
 def _say_unfit(reason: str) -> None:
-    say(
+    tell(
         f"run: --preload: {reason}: ranks are not forked but spawned (--start-method spawn says so beforehand)"
     )
 
@@ -309,7 +309,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         plan = make_plan(argv)
         if plan.made_up:
-            say(f"this is job {plan.job.name} (--job gives it another name)")
+            tell(f"this is job {plan.job.name} (--job gives it another name)")
         outcome = failing.around(plan.failures, lambda: run(plan))
     except SwiftError as error:
         tell(error)

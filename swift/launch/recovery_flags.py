@@ -101,8 +101,8 @@ def _add_adaptive(ours: "argparse._ArgumentGroup") -> None:
         "--move-losses",
         "--move_losses",
         choices=ON_OFF,
-        help="With the same: where two ranks of one stage are lost, a rank of another stage on the same machine gives "
-        "its place to one of them, once that pays (default off).",
+        help="With --strategy adaptive (or auto with --lost-shard reroute): where two ranks of one stage are lost, a "
+        "rank of another stage on the same machine gives its place to one of them, once that pays (default off).",
     )
 
 

@@ -6,7 +6,7 @@ of ReCycle, arXiv 2405.14009). That costs two generations and a copy of the stat
 
 Nobody knows when the lost rank is repaired. So the rule is that of `swift.recovery.waiting`: the loss is moved once the
 steps since then have taken longer, by as much as the move costs, than they would have taken with the loss elsewhere.
-Whenever the repair comes, not more than twice the least possible time is lost.
+Whenever the repair comes, such a move has lost not more than twice the least possible time.
 
 Only a loss at a stage that has lost two ranks more than the other one is moved. So moves come to an end, whatever is
 measured: each makes the losses more even.

@@ -36,13 +36,8 @@ def two_generations_s(known: Sequence[RankMeasured]) -> float:
 
 
 def quickest(pipeline_ranks: int, replicas: int) -> str:
-    """The `lost_shard` with which a step takes least while a rank is missing."""
-    shares = (
-        pipeline_ranks > 1
-        and replicas > 1
-        and slower(replicas, reroutes=True) <= slower(replicas, reroutes=False)
-    )
-    return "reroute" if shares else "redistribute"
+    """The `lost_shard` with which a step takes least while a rank is missing (`slower`)."""
+    return "reroute" if pipeline_ranks > 1 and replicas > 1 else "redistribute"
 
 
 def slower(replicas: int, *, reroutes: bool) -> float:

@@ -1,7 +1,8 @@
 """Who computes what, in which order, in a call of a schedule that lacks ranks.
 
 A `Call` says what is to be done, `Seconds` what each part of it takes; `plan` puts it in an order
-(`swift.recovery.adaptive`). Every rank makes the same plan from the same numbers.
+(`swift.recovery.adaptive`). Every rank makes the same plan from the same numbers, or has one that was made ahead
+(`swift.runtime.plans_ahead`).
 """
 
 import math

@@ -13,6 +13,22 @@ from swift.launch.beside import Vacated
 from swift.launch.moving import Moving
 
 
+def of_one_life(view: pb.View, **more: Any) -> dict[str, Any]:
+    """What an agent has whose job is on its way."""
+    return {
+        "outcome": None,
+        "_attempts": Counter(),
+        "_deaths": Counter(),
+        "_waiting": [],
+        "_before": None,
+        "_job": SimpleNamespace(run="r"),
+        "_link": SimpleNamespace(view=view, fail=lambda reason: None),
+        "_replacements_left": 3,
+        "_has_run": False,
+        **more,
+    }
+
+
 @pytest.mark.parametrize(("state", "replaced"), [(pb.RUNNING, [0]), (pb.FORMING, [])])
 def test_a_rank_that_ends_in_the_moment_in_which_the_job_runs_is_replaced(
     state: Any, replaced: list[int]
@@ -21,21 +37,13 @@ def test_a_rank_that_ends_in_the_moment_in_which_the_job_runs_is_replaced(
     agent = ReplacingAgent.__new__(ReplacingAgent)
     child: Any = SimpleNamespace(rank=0, pid=7, exit_code=3, incarnation="a")
     found: list[int] = []
-    stubs: dict[str, Any] = {
-        "_ranks": {0: child},
-        "outcome": None,
-        "_attempts": Counter(),
-        "_deaths": Counter(),
-        "_waiting": [],
-        "_before": None,
-        "_job": SimpleNamespace(run="r"),
-        "_link": SimpleNamespace(view=pb.View(generation=1, state=state), fail=lambda reason: None),
-        "_replacements_left": 3,
-        "_has_run": False,
-        "_moving": Moving({}, [], lambda _place: child),
-        "_notify": lambda child, *, given_up: None,
-        "_replace": lambda _child, local_rank, _reason: found.append(local_rank),
-    }
+    stubs = of_one_life(
+        pb.View(generation=1, state=state),
+        _ranks={0: child},
+        _moving=Moving({}, [], lambda _place: child),
+        _notify=lambda child, *, given_up: None,
+        _replace=lambda _child, local_rank, _reason: found.append(local_rank),
+    )
     vars(agent).update(stubs)
     agent._on_exit(child)
     assert found == replaced
@@ -100,22 +108,15 @@ def test_a_process_that_was_to_take_a_place_and_has_not_come_leaves_it_vacant(
     told: list[tuple[int, bool]] = []
     vacant: list[str] = []
     view = pb.View(generation=2, state=pb.RUNNING, shrinks=True, move=pb.Move(rank=0, to=1))
-    stubs: dict[str, Any] = {
-        "_ranks": ranks,
-        "outcome": None,
-        "_attempts": Counter(),
-        "_deaths": Counter(),
-        "_waiting": [],
-        "_before": None,
-        "_job": SimpleNamespace(run="r"),
-        "_link": SimpleNamespace(view=view, fail=pytest.fail),
-        "_replacements_left": 3,
-        "_has_run": True,
-        "_moving": follower,
-        "_vacated": Vacated(),
-        "_notify": lambda child, *, given_up: told.append((child.rank, given_up)),
-        "_leave_vacant": lambda verdict: vacant.append(verdict.reason),
-    }
+    stubs = of_one_life(
+        view,
+        _ranks=ranks,
+        _has_run=True,
+        _moving=follower,
+        _vacated=Vacated(),
+        _notify=lambda child, *, given_up: told.append((child.rank, given_up)),
+        _leave_vacant=lambda verdict: vacant.append(verdict.reason),
+    )
     vars(agent).update(stubs)
     workers: Any = [SimpleNamespace(global_rank=rank, local_rank=rank) for rank in (0, 1)]
     follower.follow(view, workers, ranks)
