@@ -355,7 +355,9 @@ def _milestones(window: list[Event], generation: int) -> dict[str, float]:
 
 
 def _all_ranks_stepping(window: list[Event], after: list[Event], vacant: frozenset[int]) -> float | None:
-    """When the last of the ranks has begun its first step after the recovery (or had none left to do)."""
+    """When the last of the ranks has begun its first step after the recovery (or had none left to do). One that gives
+    its place to a lost rank may be ended before that."""
+    gave = {event["rank"] for event in _named(after, "gave_place")}
     ranks = {
         event["rank"] for event in (*window, *after) if event["event"] in ("step_begin", "fault")
     } - vacant
@@ -364,7 +366,7 @@ def _all_ranks_stepping(window: list[Event], after: list[Event], vacant: frozens
         lives = event["event"] in ("step_begin", "finished") and not event.get("replay")
         if lives and event["rank"] not in vacant:
             first.setdefault(event["rank"], event["t"])
-    return max(first.values()) if first and ranks <= set(first) else None
+    return max(first.values()) if first and ranks - gave <= set(first) else None
 
 
 def _states(events: Iterable[Event]) -> list[Event]:
