@@ -24,6 +24,7 @@ LAUNCHER_SETTINGS = {
         "adaptive_memory",
         "staggered",
         "move_losses",
+        "fetch_batches",
     )
 }
 """Settings of a session that `swift-ft run` has flags for (`flag_of`) -> the variable by which ranks are told."""

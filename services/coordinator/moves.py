@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from services.coordinator.row import JobRow, State
 from services.coordinator.timing import Timing
-from services.coordinator.vacancies import reroutes_lost
+from services.coordinator.vacancies import reroutes_lost, whole
 from swift.recovery import RankMeasured, worth_moving
 
 
@@ -65,13 +65,14 @@ class Moves:
         return True
 
     def _beside(self, slot: int) -> list[int]:
-        """The ranks that are there of the launcher that has had this one."""
+        """The ranks that are there of the launcher that has had this one, and that the job can do without then."""
         row = self._row
         run = row.run_of.get(slot)
+        there = {rank for rank, holder in row.holders.items() if not holder.gone}
         return [
             rank
-            for rank, holder in row.holders.items()
-            if run and not holder.gone and row.run_of.get(rank) == run
+            for rank in sorted(there)
+            if run and row.run_of.get(rank) == run and whole(row, there - {rank} | {slot})
         ]
 
 
@@ -82,11 +83,9 @@ def moves(row: JobRow) -> bool:
 
 def keep(row: JobRow) -> None:
     """(a new generation; who is lost holds no slot any more) Only a move whose process has joined goes on, and only if
-    the other rank's stage has somebody else."""
+    the job can do without the other rank."""
     if not row.move:
         return
     rank, to = row.move
-    replicas = int(row.config["replicas"])
-    stays = [other for other in row.holders if other != rank and other // replicas == rank // replicas]
-    if rank not in row.holders or to not in row.holders or not stays:
+    if rank not in row.holders or to not in row.holders or not whole(row, set(row.holders) - {rank}):
         row.move = []

@@ -68,7 +68,7 @@ class Awaited:
             self._since = {}  # one has come: others may be on their way
         self._since = {slot: self._since.get(slot, now) for slot in missing}
         late = [slot for slot, since in self._since.items() if now - since > limit_s]
-        return late if late and _whole(row, set(row.slots()) - {*row.given_up, *late}) else []
+        return late if late and whole(row, set(row.slots()) - {*row.given_up, *late}) else []
 
 
 def patience_s(row: JobRow, measured: Iterable[RankMeasured], least_s: float, most_s: float) -> float:
@@ -85,10 +85,12 @@ def give_up(row: JobRow, slots: Iterable[int]) -> str:
     if not shrinks_late(row.config) or row.state is State.FORMING:
         return ""
     row.given_up = sorted({*row.given_up, *slots} - set(row.vacant))
-    if _whole(row, set(row.slots()) - set(row.given_up)):
+    if whole(row, set(row.slots()) - set(row.given_up)):
         return ""
     ranks = ", ".join(map(str, row.given_up))
-    left = "nobody of its stage is left" if reroutes_lost(row) else "no whole pipeline is left without it"
+    left = "no whole pipeline is left without it"
+    if reroutes_lost(row):
+        left = f"nobody of its stage{' or of its pipeline' if _fetches(row) else ''} is left"
     return f"no process takes the place of rank {ranks}, and {left}"
 
 
@@ -99,7 +101,7 @@ def vacate(row: JobRow, dead: Iterable[int]) -> list[int]:
     left = {rank for rank, holder in row.holders.items() if rank not in dead and not holder.gone}
     if shrinks_late(row.config):
         dead, row.given_up = row.given_up, []
-    elif not shrinks(row.config) or row.state is State.FORMING or not _whole(row, left):
+    elif not shrinks(row.config) or row.state is State.FORMING or not whole(row, left):
         return []
     for slot in dead:
         row.vacant[slot] = None
@@ -152,16 +154,24 @@ def lacking(row: JobRow, version: int, config: Mapping[str, str]) -> str:
     return f"it has no part of rank {slots[0]}, whose slot was vacant (--strategy shrink goes on from it)"
 
 
-def _whole(row: JobRow, left: set[int]) -> bool:
-    """One data-parallel rank has all its slots; where microbatches are rerouted, each stage group has one."""
+def whole(row: JobRow, left: set[int]) -> bool:
+    """The job can go on with these slots: one data-parallel rank has all of its own; where microbatches are rerouted,
+    each stage group has one, and each pipeline where its batches come from one of its ranks."""
     full = Assignment.grid(row.world_size, replicas=int(row.config["replicas"]))
     held = full.held_by({slot: slot for slot in left})
-    return not held.lost_stages() if reroutes_lost(row) else bool(held.whole_origins())
+    if not reroutes_lost(row):
+        return bool(held.whole_origins())
+    return not (held.lost_stages() or (_fetches(row) and held.lost_origins()))
 
 
 def reroutes_lost(row: JobRow) -> bool:
     """Peers of a lost rank share its microbatches."""
     return reroutes(row.config.get("strategy", ""), row.config.get("lost_shard", ""))
+
+
+def _fetches(row: JobRow) -> bool:
+    """The batches of a lost rank come from one of its pipeline."""
+    return row.config.get("fetch_batches") == "True"
 
 
 def _drops(row: JobRow) -> bool:

@@ -45,6 +45,7 @@ class DrillConfig:
     adaptive_memory: float = DEFAULTS["adaptive_memory"]
     staggered: str = DEFAULTS["staggered"]
     move_losses: str = DEFAULTS["move_losses"]
+    fetch_batches: str = DEFAULTS["fetch_batches"]
     snapshot_every: int = DEFAULTS["snapshot_every"]
     """Steps, of the strategies "snapshot" and "auto"."""
     allow_inexact: bool = DEFAULTS["allow_inexact"]

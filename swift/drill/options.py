@@ -215,6 +215,13 @@ OPTIONS = (
         reach=Reach.RUN,
     ),
     Option(
+        name="fetch-batches",
+        help="with --strategy adaptive, whether a lost rank's batches come from ranks of its pipeline that are left",
+        default="off",
+        known=("on", "off"),
+        reach=Reach.RUN,
+    ),
+    Option(
         name="snapshot-every",
         metavar="K",
         help="with --strategy snapshot (there 4, if 0) and auto, steps between copies in host memory; 0: none",

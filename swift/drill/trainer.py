@@ -81,6 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         adaptive_memory=args.adaptive_memory,
         staggered=args.staggered == "on",
         move_losses=args.move_losses == "on",
+        fetch_batches=args.fetch_batches == "on",
         allow_inexact=args.allow_inexact,
         snapshot_every=args.snapshot_every,
         groups=args.groups,

@@ -104,6 +104,13 @@ def _add_adaptive(ours: "argparse._ArgumentGroup") -> None:
         help="With --strategy adaptive (or auto with --lost-shard reroute): where two ranks of one stage are lost, a "
         "rank of another stage on the same machine gives its place to one of them, once that pays (default off).",
     )
+    ours.add_argument(
+        "--fetch-batches",
+        "--fetch_batches",
+        choices=ON_OFF,
+        help="With the same as --exact-gradients: loaders are made by ranks of their own pipeline alone; while one is "
+        "lost, the others get its batches from a rank of its pipeline that is left (default off).",
+    )
 
 
 def check(args: argparse.Namespace) -> None:

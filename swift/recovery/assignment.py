@@ -308,6 +308,11 @@ class Assignment:
         """The stages that no member runs: nobody could even rebuild them."""
         return tuple(stage for stage in range(self.num_stages) if not self.holders(stage))
 
+    def lost_origins(self) -> tuple[int, ...]:
+        """The data-parallel ranks of whose own pipeline nobody is left, ascending."""
+        left = {self.slots[number].dp_rank for number in self.occupied}
+        return tuple(origin for origin in range(self.dp_size) if origin not in left)
+
 
 def _problem(num_stages: int, stages: Mapping[int, tuple[int, ...]]) -> str:
     """Why nothing can be built on it; empty: it is sane. `stages`: of each slot, by number."""

@@ -240,14 +240,13 @@ class Adoption:
     def _try_out(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """Whether others can compute this rank's gradients, before anybody has to."""
         assignment = self._assignment()
-        own, origins = self._channel.origin, assignment.whole_origins()
+        own, origins, next_to = self._channel.origin, assignment.whole_origins(), self._next_to()
         if len(origins) == 1 and own in origins:
             if not self._tried:
                 self._differences.say(
                     step, "nobody was left to try out whether one rank can compute another's batches"
                 )
             self._tried = True
-        next_to = dict(zip(origins, [*origins[1:], origins[0]], strict=True))
         takes_part = len(origins) > 1 and own in origins
         told = (
             b"".join(
@@ -270,6 +269,11 @@ class Adoption:
                     f"or use {self._for_others()}",
                 )
         self._tried = self._tried or takes_part
+
+    def _next_to(self) -> dict[int, int]:
+        """Whose gradients the ranks of each whole pipeline compute in the trial."""
+        origins = self._assignment().whole_origins()
+        return dict(zip(origins, [*origins[1:], *origins[:1]], strict=True))
 
     def _for_others(self) -> str:
         """What a trainer can use that others cannot carry out for a lost rank."""

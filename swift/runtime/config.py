@@ -32,6 +32,7 @@ _ADAPTIVE = {
     "adaptive_memory": 1.0,
     "staggered": False,
     "move_losses": False,
+    "fetch_batches": False,
 }
 """Settings of strategy "adaptive", as they are if nothing is said."""
 
@@ -82,6 +83,10 @@ class SessionConfig:
     """With "adaptive": a lost rank's place is taken by a process beside a rank of another stage, which then ends, once
     the steps since the loss have taken so much longer that it would have paid. One process is ended on purpose; the
     others go on (docs/adaptive.md)."""
+    fetch_batches: bool = False
+    """With "adaptive": loaders of `Session.loader` are made by ranks of their own pipeline alone, because others cannot
+    (their machines lack the files, say). The peers of a lost rank get what they give from a rank of its pipeline that
+    is left. So all ranks of a pipeline make the same loaders, and the job needs one rank of each pipeline."""
     snapshot_every: int = 0
     """Optimizer steps between two copies of the state in host memory, for strategy="snapshot" (0: 10), and for "auto",
     which goes back to them where that takes less time than a replay (0: there are none)."""

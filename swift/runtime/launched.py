@@ -81,6 +81,11 @@ def from_environment(config: SessionConfig) -> Launched:
             f"lost_shard='drop' with {assignment.stage_groups} pipeline ranks: the other ranks of a lost one's "
             "pipeline would have nothing to do; use lost_shard='redistribute'"
         )
+    if config.fetch_batches and assignment.stage_groups == 1:
+        raise UsageError(
+            "fetch_batches=True without pipelines: nobody else has the batches of a lost rank; leave it out, and make "
+            "loaders that any rank can make"
+        )
     if config.steps_to_snapshot and place.world_size == 1:
         raise UsageError(
             f"strategy={config.strategy!r} with snapshots and one rank: no other one can keep a copy of its state; "

@@ -1,14 +1,17 @@
 """Data loaders of more than one data-parallel rank (*origin*) in one process, at one position.
 
 What a trainer registers has the same state on all replicas (`swift.runtime.audit`). So a loader that was made for
-another origin gives that one's next batch, once it has this rank's state.
+another origin gives that one's next batch, once it has this rank's state. Where only the ranks of its own pipeline can
+make it, its batches are fetched from one of them (`swift.runtime.fetched_batches`).
 """
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from swift.errors import UsageError
+from swift.runtime.draws import Drawn, Draws, Given
 
 Make = Callable[[int], Any]
 
@@ -19,11 +22,13 @@ class OriginLoader:
     All but its state is that of the loader of the origin whose batch is computed; its state is that of this rank's own.
     """
 
-    def __init__(self, make: Make, own: int, origin: Callable[[], int]) -> None:
+    def __init__(self, make: Make, own: int, origin: Callable[[], int], *, fetches: bool = False) -> None:
+        """`fetches`: the loader of another origin is not made. What it would give is fetched."""
         self._make = make
         self._own = own
         self._origin = origin
         self._made: dict[int, Any] = {own: make(own)}
+        self._draws = Draws() if fetches else None
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(self._made[own], method, None)):
                 raise UsageError(
@@ -33,12 +38,20 @@ class OriginLoader:
 
     @property
     def present(self) -> Any:
-        """The loader of the origin whose batch is computed."""
-        return self._made[self._origin()]
+        """The loader of the origin whose batch is computed; where it is not made here, this rank's own."""
+        return self._made[self._own if self._draws is not None else self._origin()]
+
+    @property
+    def draws(self) -> Draws | None:
+        """Of a loader whose batches are fetched."""
+        return self._draws
 
     def begin(self, origin: int) -> None:
         """A step is computed for this origin."""
         if origin == self._own:
+            return
+        if self._draws is not None:
+            self._draws.begin(origin)
             return
         if origin not in self._made:
             self._made[origin] = self._make(origin)
@@ -53,16 +66,36 @@ class OriginLoader:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # of this object, and not there yet
             raise AttributeError(name)
-        return getattr(self.present, name)
+        value = getattr(self.present, name)
+        if self._draws is None:
+            return value
+        if callable(value):
+            return lambda *args, **kwargs: self._drawn(name, lambda: value(*args, **kwargs))
+        return self._drawn(name, lambda: value)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.present)
+        return iter(self.present) if self._draws is None else self._drawn_in_turn()
 
     def __next__(self) -> Any:
-        return next(self.present)
+        return self._drawn("next", lambda: next(self.present))
 
     def __len__(self) -> int:
         return len(self.present)
+
+    def _drawn(self, what: str, give: Callable[[], Given]) -> Given:
+        if self._draws is None:
+            return give()
+        origin = self._origin()
+        return self._draws.given(what, origin) if origin != self._own else self._draws.noted(what, give)
+
+    def _drawn_in_turn(self) -> Iterator[Any]:
+        batches = iter(self.present)
+        while True:
+            try:
+                batch = self._drawn("iter", lambda: next(batches))
+            except StopIteration:
+                return
+            yield batch
 
 
 class OriginLoaders:
@@ -77,3 +110,30 @@ class OriginLoaders:
     def begin(self, origin: int) -> None:
         for loader in self._loaders:
             loader.begin(origin)
+
+    @contextmanager
+    def writing(self) -> Iterator[list[list[bytes]]]:
+        """What this rank's own loaders give in here, of each that is not made for others."""
+        written: list[list[bytes]] = []
+        for draws in self._fetching():
+            draws.written = []
+            written.append(draws.written)
+        try:
+            yield written
+        finally:
+            for draws in self._fetching():
+                draws.written = None
+
+    def take(self, origin: int, drawn: Drawn) -> None:
+        """What `writing` has yielded at a rank of this origin. Raises UsageError if it has other loaders than this."""
+        own = list(self._fetching())
+        if len(own) != len(drawn):
+            raise UsageError(
+                f"this rank has made {len(own)} loaders with session.loader, and one of data-parallel rank {origin} "
+                f"{len(drawn)}: with fetch_batches=True all ranks make the same ones"
+            )
+        for draws, of_one in zip(own, drawn, strict=True):
+            draws.take(origin, of_one)
+
+    def _fetching(self) -> Iterator[Draws]:
+        return (loader.draws for loader in self._loaders if loader.draws is not None)

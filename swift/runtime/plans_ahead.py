@@ -8,7 +8,7 @@ rank that follows it. Together they have one for every loss. After a loss whoeve
                         ``go_on`` before each step
 
 The thread takes turns with the trainer's own: while it plans, Python code of the trainer takes longer. So it plans
-seldom (`rerouting._measures`), and not again for what takes about as long as before.
+seldom (`transfers.measures`), and not again for what takes about as long as before.
 
 Two ranks that are lost at once, or the loss of a rank whose plan is lost with it, are planned for when it happens.
 """

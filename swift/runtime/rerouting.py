@@ -22,16 +22,16 @@ from swift import events
 from swift.recovery import Assignment
 from swift.runtime import _torch, _torch_calls
 from swift.runtime.adoption import Adoption, Computed
+from swift.runtime.draws import Drawn
+from swift.runtime.fetched_batches import FetchedBatches, Wanted, adopters, neighbours
 from swift.runtime.plans_ahead import PlansAhead
 from swift.runtime.reducer import Contribution, Row, Shares
-from swift.runtime.rerouted_call import MESSAGES_MAX, Inputs, ReroutedCall
+from swift.runtime.reroutable import hooked_parameter, problem_of
+from swift.runtime.rerouted_call import Inputs, ReroutedCall
 from swift.runtime.routes import Call, Routes, Seconds, call_of, equal_seconds, seconds_of
-from swift.runtime.shared_replay.actions import Action, unordered
-from swift.runtime.transfers import transfer_s
+from swift.runtime.transfers import measures, transfer_s
 from swift.runtime.vacancy_trial import Left, all_told, difference, left_by, summed, with_vacancies
 
-FIRST_MEASURED = 4
-"""The step before which ranks plan ahead for the first time: some are measured by then."""
 _WHOLE, _SPLIT = 1, 2
 _NO_CALL = "and a train_step that does not call the schedule"
 _ONE_CALL = (
@@ -62,6 +62,7 @@ class Rerouting(Adoption):
         self._transfer = math.nan
         """Seconds of a message to the next stage's rank, when it was measured last."""
         self._plans = PlansAhead(self._slot, self._world)
+        self._batches = FetchedBatches(self._slot, self._assignment, self._world, self.loaders)
         self._weights_share: dict[int, float] = {}
         """Stage -> of the time that a split backward takes, what gradients of weights take."""
         self._stops = False
@@ -89,31 +90,10 @@ class Rerouting(Adoption):
         if not self._state.schedules:
             raise self._config.not_shared("without a pipeline schedule: microbatches are shared")
         for schedule in self._state.schedules:
-            actions = _torch.schedule_actions(schedule)
-            name = type(schedule).__name__
-            if actions is None:
-                raise self._config.not_shared(f"with {name}: nobody knows what it computes in which order")
-            stages = [stage.stage_index for stage in _torch.schedule_stages(schedule)]
-            problem = unordered(
-                [Action(*each) for each in actions], stages, _torch.schedule_microbatches(schedule)
-            )
-            problem = problem or self._problem_of(_torch.schedule_stages(schedule), schedule)
-            if problem:
-                raise self._config.not_shared(f"with {name}: {problem}")
+            dp_size = self._assignment().dp_size
+            if problem := problem_of(schedule, dp_size, exact_gradients=self._config.exact_gradients):
+                raise self._config.not_shared(f"with {type(schedule).__name__}: {problem}")
         super().check()
-
-    def _problem_of(self, stages: Sequence[Any], schedule: Any) -> str:
-        """Why calls of this schedule cannot be rerouted; empty: they can."""
-        held = [parameter for stage in stages for parameter in set(stage.submod.parameters())]
-        if len(set(held)) < len(held):
-            return (
-                "two stages of a rank share a parameter, whose gradients cannot be kept apart by microbatch"
-            )
-        if self._config.exact_gradients and any(parameter.is_complex() for parameter in held):
-            # torch adds 1 * b to a: a number that changes no bit of what it is added to does not exist then.
-            return "a parameter is complex: sums of complex gradients in parts have other zeros"
-        count = stages[0].num_stages * self._assignment().dp_size * _torch.schedule_microbatches(schedule)
-        return "" if count <= MESSAGES_MAX else f"{count} messages of a step cannot be told apart"
 
     def shares(self) -> Shares | None:
         """As `Adoption.shares`."""
@@ -138,11 +118,12 @@ class Rerouting(Adoption):
             return
         if self._begins:
             self._begin(train_step, step, drop)
-        elif _measures(step) and not self._assignment().vacant:
+        elif measures(step) and not self._assignment().vacant:
             self._measure_transfers()
             self._prepare(self._told_seconds())
         else:
             self._plans.go_on()
+        self._fetch(adopters(self._assignment()), train_step, step, drop)
         self._inputs = self._inputs_of(self._assignment(), train_step, step, drop)
 
     def _inputs_of(
@@ -164,6 +145,37 @@ class Rerouting(Adoption):
             return inputs
         finally:
             self._capturing = False
+
+    def _fetch(
+        self, wanted: Wanted, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
+    ) -> None:
+        """(all ranks) What enters steps of origins whose loaders this rank cannot make."""
+        if self._config.fetch_batches:
+            self._batches.fetch(wanted, lambda: self._drawn(train_step, step, drop))
+
+    def _drawn(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> Drawn:
+        """By this rank's own step, up to the call of the schedule."""
+        self._capturing = True
+        try:
+            with self.loaders.writing() as written:
+                self._carried_out(self._channel.origin, train_step, step, drop, self._taken)
+            return written
+        finally:
+            self._capturing = False
+
+    def _try_to_fetch(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
+        """Whether any rank of a pipeline has what a lost one would have drawn."""
+        if not self._config.fetch_batches:
+            return
+        drawn = self._drawn(train_step, step, drop)
+        if ranks := self._batches.apart(drawn):
+            self._refuse(
+                step,
+                "with fetch_batches=True was tried out: loaders of ranks {} and {}, of one pipeline, have given "
+                "different things".format(*ranks),
+                "make the same loaders on all ranks of a pipeline, and draw the same from them in each step",
+            )
+        self._batches.fetch(neighbours(self._assignment(), self._next_to()), lambda: drawn)
 
     def _before_reduction(self) -> None:
         made, self._made = self._made, None
@@ -196,16 +208,7 @@ class Rerouting(Adoption):
         self._check_hooks(step)
         if not self._assignment().adopted:
             if self._try_due():
-                tried, self._tried = (
-                    self._tried,
-                    False,
-                )  # a loss may cut this short: it is not done before its end
-                self._try_out(train_step, step, drop)
-                passed, self._tried = self._tried, tried
-                in_torchs_way = self._left_by_call(train_step, step, drop)
-                self._try_to_split(in_torchs_way, train_step, step, drop)
-                self._try_vacancies(in_torchs_way, train_step, step, drop)
-                self._tried = passed
+                self._try_all(train_step, step, drop)
             self._prepare(self._told_seconds())
             return
         # A process that has come while ranks are missing cannot try it out. Its peers run the same stages, and have.
@@ -231,22 +234,35 @@ class Rerouting(Adoption):
         )
         self._prepare(self._seconds)
 
+    def _try_all(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
+        """(all ranks, nobody is missing) A loss may cut this short. Who has not tried it before then still has not."""
+        tried, self._tried = self._tried, False
+        passed = tried
+        try:
+            self._try_to_fetch(train_step, step, drop)
+            self._try_out(train_step, step, drop)
+            in_torchs_way = self._left_by_call(train_step, step, drop)
+            self._try_to_split(in_torchs_way, train_step, step, drop)
+            self._try_vacancies(in_torchs_way, train_step, step, drop)
+            passed = True
+        finally:
+            self._tried = passed
+
     def _check_hooks(self, step: int) -> None:
         """A sum that is as large as a threshold comes long after the first step, so no trial finds this."""
-        for stage in self._state.stages if self._config.exact_gradients else ():
-            for name, parameter in stage.submod.named_parameters():
-                if _torch.told_of_sums(parameter):
-                    error = self._config.not_shared(
-                        "and a hook that is called when a gradient has been added up "
-                        f"(register_post_accumulate_grad_hook of {name!r}): a lost rank's peers add those of their "
-                        "microbatches apart from each other",
-                        "do that behind schedule.step and session.reduce_gradients(), or use register_hook, which is "
-                        "called with each microbatch's gradient",
-                    )
-                    if self._at_start:
-                        raise error
-                    self._differences.say(step, str(error))
-                    return
+        name = hooked_parameter(self._state.stages if self._config.exact_gradients else ())
+        if not name:
+            return
+        error = self._config.not_shared(
+            "and a hook that is called when a gradient has been added up "
+            f"(register_post_accumulate_grad_hook of {name!r}): a lost rank's peers add those of their microbatches "
+            "apart from each other",
+            "do that behind schedule.step and session.reduce_gradients(), or use register_hook, which is called with "
+            "each microbatch's gradient",
+        )
+        if self._at_start:
+            raise error
+        self._differences.say(step, str(error))
 
     def _stage_count(self) -> int:
         """Of the schedule. (An assignment of this process counts each stage group as one.)"""
@@ -326,6 +342,7 @@ class Rerouting(Adoption):
             for slot in group
         ]
         left, mine, held = in_torchs_way, list[Contribution](), 0
+        self._fetch(adopters(pretended), train_step, step, drop)
         if here:
             mine_of = rows[group.index(self._slot)]
             left, mine, held = self._left_in(pretended, mine_of, train_step, step, drop)
@@ -498,8 +515,3 @@ class Rerouting(Adoption):
             yield
         finally:
             self._witness.quiet = quiet
-
-
-def _measures(step: int) -> bool:
-    """Before this step all ranks measure and plan ahead: steps 4, 16, 64 and so on."""
-    return step >= FIRST_MEASURED and step & (step - 1) == 0 and step.bit_length() % 2 == 1

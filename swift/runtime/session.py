@@ -273,10 +273,13 @@ class Session:
 
         ``make(dp_rank)`` returns the loader of that data-parallel rank, with state_dict and load_state_dict. Its state
         must be the same on all data-parallel ranks at the same step (a position). What is returned is used as that
-        loader is: attributes, iteration and `next` are those of the rank whose batch is computed. Needed for
-        lost_shard="redistribute" only.
+        loader is: attributes, iteration and `next` are those of the rank whose batch is computed. Needed only where
+        others compute a lost rank's batches (`lost_shard` "redistribute" and "reroute", and strategy "adaptive"). With
+        `SessionConfig.fetch_batches` it is called for this rank's own data-parallel rank alone.
         """
-        loader = OriginLoader(make, self._slot.dp_rank, lambda: self._channel.origin)
+        loader = OriginLoader(
+            make, self._slot.dp_rank, lambda: self._channel.origin, fetches=self._config.fetch_batches
+        )
         self._state.add_object(name, loader)
         self._origin_loaders.add(loader)
         return loader

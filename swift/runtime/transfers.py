@@ -16,6 +16,13 @@ from swift.runtime.tags import PROBE
 
 ROUNDS = 3
 """The first one may have to wait for the other rank."""
+FIRST_MEASURED = 4
+"""The step before which they are for the first time: some steps are measured by then."""
+
+
+def measures(step: int) -> bool:
+    """Before this step all ranks measure, and plan ahead: steps 4, 16, 64 and so on."""
+    return step >= FIRST_MEASURED and step & (step - 1) == 0 and step.bit_length() % 2 == 1
 
 
 def transfer_s(

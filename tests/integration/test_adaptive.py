@@ -296,6 +296,80 @@ def test_what_nobody_could_do_for_a_lost_rank_is_refused_in_the_first_step(
     assert not named(refused, "step_end")
 
 
+FETCH = ("--fetch-batches", "on")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shape", "faults"),
+    [
+        # Of pipeline 1 the last rank gives its batches to others; of pipeline 2, later, the first one.
+        (
+            (2, 3),
+            [
+                {"rank": 1, "step": 4, "phase": "backward", "microbatch": 1},
+                {"rank": 5, "step": 7, "phase": "reduce"},
+            ],
+        ),
+        *(
+            pytest.param(shape, faults, marks=MATRIX)
+            for shape, faults in (
+                (
+                    (2, 2),
+                    [{"rank": 0, "step": 4, "phase": "idle"}, {"rank": 3, "step": 7, "phase": "forward"}],
+                ),
+                # Who gives them is lost in its turn.
+                (
+                    (4, 3),
+                    [
+                        {"rank": rank, "step": step, "phase": "reduce"}
+                        for rank, step in ((0, 3), (3, 5), (6, 7))
+                    ],
+                ),
+                ((4, 2), [{"rank": 2, "step": 5, "phase": "optimizer"}]),
+            )
+        ),
+    ],
+)
+def test_batches_of_a_lost_rank_come_from_its_own_pipeline(
+    shape: tuple[int, int], faults: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Nobody else could make its loader."""
+    outcome = run(tmp_path, shape, faults, "fetches", strategy="adaptive", flags=FETCH)
+    lost = {fault["rank"] for fault in faults}
+    assert {event["rank"] for event in named(outcome, "left_vacant")} == lost
+    assert {event["origin"] for event in named(outcome, "adopted_step")} == {r % shape[1] for r in lost}
+    check_one_step_at_most(outcome)
+    check_bits(outcome, shape, lost, tmp_path, "fetches")
+
+
+@pytest.mark.timeout(300)
+def test_ranks_that_are_all_a_pipeline_had_come_back_to_give_its_batches(tmp_path: Path) -> None:
+    """All of pipeline 1, one after the other. The second loss may come while all try the trainer out again."""
+    faults = [{"rank": rank, "step": 6, "phase": "forward", "microbatch": 1} for rank in (1, 3)]
+    outcome = run(tmp_path, (2, 2), faults, "fetches", max_restarts=2, strategy="adaptive", flags=FETCH)
+    assert [len(pids(outcome, rank)) for rank in range(4)] == [1, 2, 1, 2]
+    check_one_step_at_most(outcome)
+    check_bits(outcome, (2, 2), set(), tmp_path, "fetches")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("habit", "words"),
+    [
+        ("fetches apart", "loaders of ranks 0 and 2, of one pipeline, have given different things"),
+        ("fetches alone", "loaders of ranks 0 and 2, of one pipeline, have given different things"),
+        ("fetches late", "asks its loader for 'next' where a rank of its own has asked for 'nothing'"),
+    ],
+)
+def test_loaders_that_a_pipeline_does_not_share_are_refused_in_the_first_step(
+    habit: str, words: str, tmp_path: Path
+) -> None:
+    refused = run(tmp_path, (2, 2), [], habit, code_wanted=2, strategy="adaptive", flags=FETCH)
+    assert words in refused["output"], refused["output"]
+    assert not named(refused, "step_end")
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("habit", ["ties", "halves"])
 @pytest.mark.parametrize(

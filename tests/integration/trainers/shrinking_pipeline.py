@@ -15,7 +15,10 @@ loss down, "saves" a checkpoint every four steps, "stops" four steps early, and 
 seen large gradients; "scaled" has a gradient scaler, does not ask for norms, and skips a step in which a stage finds
 inf; so does "disabled", whose scaler is, "freezes", which freezes stage 1 and writes scales down, "unregistered", and
 "apart", whose scaler is enabled at the last stage only. Rank 0 of one that "waits" waits in step LATE until a lost rank
-has come back; "returns" does so in step RETURNED, and is calm. "asks" does none of it.
+has come back; "returns" does so in step RETURNED, and is calm. "fetches" has loaders of `session.loader` that no other
+data-parallel rank can make, and changes their batches in place; "fetches apart" has one at its last stage that gives
+other batches, "fetches late" draws from it behind its schedule as well, "fetches alone" makes it at its first stage
+only. "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -198,6 +201,21 @@ class Position:
         self.step = state["step"]
 
 
+class OwnFiles(Position):
+    """What a machine has of its own pipeline's data. A step's batch is two of these, times two."""
+
+    def __init__(self, origin: int, own: int, other: bool) -> None:
+        super().__init__()
+        if origin != own:
+            raise FileNotFoundError(f"no files of data-parallel rank {origin} on this machine")
+        self.origin, self.other = origin, other
+
+    def __next__(self) -> dict[str, Tensor]:
+        half, self.step = self.step % 2, self.step + 1
+        batch = batch_of((self.step - 1) // 2, self.origin, "fetches").chunk(2)[half]
+        return {"batch": (batch + self.other) / 2}
+
+
 def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
@@ -237,7 +255,14 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         position = Position()
         for each in schedules:
             session.register(schedule=each)
-        session.register(scheduler=scheduler, loader=position)
+        fetches = habit.startswith("fetches")
+        files: Any = None
+        if fetches and (habit != "fetches alone" or number == 0):
+            other = habit == "fetches apart" and number == stages - 1
+            files = session.loader(lambda dp_rank: OwnFiles(dp_rank, session.dp_rank, other))
+        elif not fetches:
+            session.register(loader=position)
+        session.register(scheduler=scheduler)
         if scaled and habit != "unregistered":
             session.register(scaler=scaler)
         found: dict[int, str] = {}
@@ -247,9 +272,13 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             optimizer.zero_grad()
             if habit.startswith("checks"):
                 assert all(float(state["exp_avg_sq"].max()) < 1e12 for state in optimizer.state.values())
-            batch = batch_of(position.step, session.dp_rank, habit)
+            if files is not None:
+                parts = [next(files)["batch"], next(files)["batch"]]
+                batch = torch.cat([part.mul_(2) for part in parts])
+            else:
+                batch = batch_of(position.step, session.dp_rank, habit)
             schedule = schedules[is_larger(habit, position.step)]
-            position.step += 1
+            position.step += not fetches
             if isinstance(module, Gains):
                 module.gain = gain_of(habit, number, step)
             losses: list[Tensor] = []
@@ -267,6 +296,8 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
                 await_notices(2)
             for _ in range(2 if habit == "twice" else 1):
                 schedule.step(*inputs, **last)
+            if habit == "fetches late":
+                next(files)
             if habit == "scales":
                 for parameter in module.parameters():
                     assert parameter.grad is not None

@@ -86,6 +86,23 @@ def test_what_stands_against_it(changes: dict[str, Any]) -> None:
     assert row.move == []
 
 
+@pytest.mark.parametrize(
+    ("fetches", "rank", "gives"), [(False, 1, True), (True, 1, False), (True, 0, True), (True, 2, True)]
+)
+def test_the_last_one_of_a_pipeline_whose_batches_only_it_has_gives_nothing(
+    fetches: bool, rank: int, gives: bool
+) -> None:
+    """To rank 3, of pipeline 0. Pipeline 1 has lost rank 4, so it has rank 1 alone; pipeline 0 will have rank 3."""
+    config = {**CONFIG, "fetch_batches": str(fetches)}
+    beside = {other: "r" if other in (rank, 3) else f"other {other}" for other in range(6)}
+    row = job(config=config, run_of=beside)
+    assert Moves(row, TIMING).look(measured(0, 1, 2, 5), 900, 0.0) is gives
+    assert row.move == ([rank, 3] if gives else [])
+    row = job(config=config, move=[rank, 3], holders={other: holder(other) for other in (0, 1, 2, 3, 5)})
+    keep(row)
+    assert bool(row.move) is gives
+
+
 def test_a_rank_that_has_finished_and_gone_gives_nothing() -> None:
     holders = {rank: holder(rank) for rank in (0, 1, 2, 5)}
     holders[0] = replace(holders[0], gone=True)

@@ -47,7 +47,7 @@ from tests.unit.coordinator.rows import read, write_changes
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0, replaced_within_s=30.0)
 
 
-CONFIG = ("strategy", "undo", "groups", "helpers", "replicas", "lost_shard", "move_losses")
+CONFIG = ("strategy", "undo", "groups", "helpers", "replicas", "lost_shard", "move_losses", "fetch_batches")
 
 
 class World:

@@ -204,6 +204,8 @@ def test_the_invariants_hold_in_every_generation(history: list[Assignment]) -> N
             check_groups(now, slot)
         lost = [s for s in range(now.num_stages) if not any(s in now.stages[slot] for slot in now.occupied)]
         assert list(now.lost_stages()) == lost
+        left = {now.slots[slot].dp_rank for slot in now.occupied}
+        assert sorted((*now.lost_origins(), *left)) == list(range(now.dp_size))
         dropped = {o for s in range(now.num_stages) for o in set(range(now.dp_size)) - set(now.origins(s))}
         assert set(now.dropped_origins()) == dropped
         event(f"{len(now.vacant)} vacant, {len(dropped)} dropped, {len(lost)} lost")
