@@ -109,7 +109,8 @@ def has(line: object) -> bool:
 
 
 def call_again_after_losses(train: Callable[[], T]) -> T:
-    """Returns what the last call returns. Raises what it raises; UsageError if it keeps `Reinitialize` to itself."""
+    """Returns what the last call returns. Raises what it raises; UsageError if it keeps `Reinitialize` to itself.
+    Raises ServiceError if the function cannot begin a second time in one process."""
     if _process.leaves:
         return train()
     first = state()

@@ -357,7 +357,7 @@ async def started(
     checks: AioHealth,
     protection: Protection,
 ) -> int:
-    """Brings up services and jobs; the port."""
+    """Brings up services and jobs; the port. Raises ServiceError for a directory that cannot hold the state."""
     pb_grpc.add_CoordinatorServicer_to_server(servicer, server)
     server.add_generic_rpc_handlers((checks.handlers(),))
     for service in SERVICES:

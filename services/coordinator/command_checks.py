@@ -10,7 +10,7 @@ from services.coordinator.row import JobRow, State
 
 
 def check_holder(row: JobRow, sender: m.Sender) -> None:
-    """Only the live holder of a rank speaks for it."""
+    """Only the live holder of a rank speaks for it. Raises Refusal for any other."""
     holder = row.holders.get(sender.rank)
     if holder is None or holder.incarnation != sender.incarnation:
         raise Refusal(
@@ -21,7 +21,8 @@ def check_holder(row: JobRow, sender: m.Sender) -> None:
 
 
 def is_stale(row: JobRow, sender: m.Sender, generation: int) -> bool:
-    """True: said in an older generation, to be ignored."""
+    """True: said in an older generation, to be ignored. Raises Refusal as `check_holder`, and for a generation that
+    is yet to come."""
     check_holder(row, sender)
     if generation > row.generation:
         raise Refusal(Refused.INVALID, f"generation {generation} is not there yet: it is {row.generation}")
@@ -29,7 +30,7 @@ def is_stale(row: JobRow, sender: m.Sender, generation: int) -> bool:
 
 
 def check_rank(row: JobRow, rank: int) -> None:
-    """There is such a rank."""
+    """There is such a rank. Raises Refusal if there is not."""
     if not 0 <= rank < row.world_size:
         raise Refusal(Refused.INVALID, f"rank {rank} is not one of 0 to {row.world_size - 1}")
 
@@ -77,7 +78,7 @@ def _has_joined(row: JobRow, join: m.Join) -> bool:
 
 
 def check_first(join: m.Join) -> None:
-    """Of the Join that makes a job."""
+    """Of the Join that makes a job. Raises Refusal for a world or a configuration that cannot be."""
     if join.world_size < 1:
         raise Refusal(Refused.INVALID, f"world size {join.world_size}: a job has at least one rank")
     try:
@@ -87,7 +88,8 @@ def check_first(join: m.Join) -> None:
 
 
 def check_change(row: JobRow, change: m.ChangeLogServers) -> None:
-    """Of the log servers, by an operator. What was done already may be said again."""
+    """Of the log servers, by an operator. What was done already may be said again. Raises Refusal for what cannot be
+    done now, or names no server of the job."""
     if row.state is State.FORMING or row.state.is_over:
         raise Refusal(Refused.INVALID, f"job {row.job} is {row.state}: its log servers cannot be changed now")
     known = {server.address: server for server in row.log_servers}

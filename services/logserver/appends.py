@@ -158,7 +158,7 @@ class Appends:
 
     @staticmethod
     def parse_some(session: AppendCall, frames: memoryview | None, count: int) -> Iterator[list[Frame]]:
-        """The same, so many at a time."""
+        """The same, so many at a time. Raises Refused for a damaged, too large or unexpected one."""
         if frames is not None and not session.streams:  # a frame that is begun takes memory until it is whole
             raise Refused(Refusal(Reason.NOT_OPEN, "frames before any stream is open in this call"))
         try:

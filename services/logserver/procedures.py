@@ -70,7 +70,8 @@ def fence(
     state: ServerState, job_name: str, generation: int, now: float, *, held: bool = False
 ) -> Procedure[None]:
     """Grants a generation; over when the grant is durable, and all that older generations appended (synced, but for
-    streams that nobody syncs). ``held``: only to a job that is known here, as one that had been granted one is."""
+    streams that nobody syncs). ``held``: only to a job that is known here, as one that had been granted one is.
+    Raises Refused for generation 0, one that is older than what is granted, and a job that is set apart."""
     check_names(job_name)
     state.check_apart(job_name)
     if generation == 0:
@@ -100,7 +101,7 @@ def fence(
 
 
 def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
-    """Gives the step below which everything is trimmed, durably."""
+    """Gives the step below which everything is trimmed, durably. Raises Refused for a step beyond all."""
     if state.core.jobs.get(job.name) is not job:
         return job.trimmed_below_step  # dropped meanwhile
     refusal = too_high("step", below_step, STEP_MAX)
@@ -136,7 +137,7 @@ def _sweep(state: ServerState, job: JobState) -> Procedure[None]:
 
 def reset(state: ServerState, job_name: str, generation: int, number: int = 0) -> Procedure[None]:
     """Drops every record of the job, under its granted generation; once, however late or often it is asked for.
-    ``number`` counts the resets of one generation."""
+    ``number`` counts the resets of one generation. Raises Refused for another generation than the granted one."""
     check_names(job_name)
     state.check_apart(job_name)
     job = _check_known(state, job_name)

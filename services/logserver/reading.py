@@ -72,7 +72,8 @@ class Reading:
             self._state.wake_readers([job])
 
     def read(self, request: log_pb2.ReadRequest, alive: Callable[[], bool]) -> Iterator[bytes]:
-        """Encoded ReadReplies. Holds a lease on the steps from ``from_step`` on: a trim waits for it."""
+        """Encoded ReadReplies. Holds a lease on the steps from ``from_step`` on: a trim waits for it. Raises Refused
+        for steps that are trimmed, too many readers, and for want of memory."""
         check_names(request.job, request.stream)
         with self._changed:
             self._state.check_apart(request.job)
@@ -181,7 +182,7 @@ class Reading:
         return Refusal(Reason.CORRUPT, reason)
 
     def digests(self, request: log_pb2.DigestsRequest) -> Iterator[list[log_pb2.RecordDigest]]:
-        """Of what is durable when it begins, in log order."""
+        """Of what is durable when it begins, in log order. Raises Refused for steps that are trimmed or damaged."""
         check_names(request.job, request.stream)
         sequence = end = 0
         while True:

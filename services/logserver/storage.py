@@ -97,7 +97,7 @@ class DirectoryStorage:
 
     def recover(self) -> list[RecoveredJob]:
         """Once, at the start: what is there. Cuts torn tails, finishes removals that were interrupted. A job whose
-        files make no sense is set apart."""
+        files make no sense is set apart. Raises UsageError if the directory cannot be read."""
         try:
             self._disk.sync_names(self.directory)
             self._remove_forgotten()

@@ -134,7 +134,7 @@ def cpu_s(pid: int) -> float:
 
 @contextlib.contextmanager
 def coordinator(directory: Path) -> Iterator[tuple[int, str]]:
-    """(pid, address) of one that serves."""
+    """(pid, address) of one that serves. Raises ServiceError if it does not come up."""
     address_file = directory / "address"
     command = [sys.executable, "-P", "-m", "services.coordinator", "--directory", str(directory / "meta")]
     command += ["--listen", "127.0.0.1:0", "--address-file", str(address_file)]

@@ -43,7 +43,8 @@ class Side:
         self.chosen, self.left_out = server.chosen, server.left_out
 
     def once(self, script: Path) -> float:
-        """Seconds from the order to fork until the script's imports are done."""
+        """Seconds from the order to fork until the script's imports are done. Raises ServiceError if they fail or
+        take too long."""
         told = self._place / "told"
         told.unlink(missing_ok=True)
         began = time.clock_gettime(time.CLOCK_MONOTONIC)

@@ -128,7 +128,7 @@ def pinned(cores: set[int]) -> Iterator[None]:
 
 
 def cores_for(spare: bool) -> tuple[int, int]:
-    """(the trainer's, everybody else's)."""
+    """(the trainer's, everybody else's). Raises ServiceError if there are too few."""
     cores = sorted(os.sched_getaffinity(0))
     if not spare:
         return cores[0], cores[0]

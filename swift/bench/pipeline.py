@@ -82,7 +82,7 @@ class PipelineRanks:
         self.about: list[dict[str, Any]] = []
 
     def await_ranks(self, tail: Any) -> None:
-        """`tail()`: what went wrong, if a process has ended."""
+        """`tail()`: what went wrong, if a process has ended. Raises ServiceError if one does not come."""
         waited = 0.0
         while len(self._lines) < self._stages:
             try:
@@ -330,7 +330,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Any) -> int:
-    """Exit code 3 if a goal is INCONCLUSIVE."""
+    """Exit code 3 if a goal is INCONCLUSIVE. Raises UsageError for slices without steps."""
     if arguments.slice_steps < 1:
         raise UsageError("--slice-steps takes 1 or more")
     on = output.machine()

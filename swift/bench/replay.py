@@ -174,7 +174,8 @@ def _line_share(case: Mapping[str, Any]) -> float:
 
 
 def measured(shape: Mapping[str, Any], size: int, copies: int) -> dict[str, Any]:
-    """Seconds of the victim's steps, before it was killed and replayed, and in how many copies."""
+    """Seconds of the victim's steps, before it was killed and replayed, and in how many copies. Raises ServiceError
+    for a run that fails or does not end."""
     steps = int(shape["steps"])
     fault = {"id": "f0", "rank": VICTIM, "step": steps, "microbatch": 0, "phase": "forward"}
     forward_s = shape["microbatch_s"] / 3

@@ -156,7 +156,8 @@ def from_report(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_ranks(mebibytes: int, rounds: int) -> dict[str, Any]:
-    """What the joiner measured: ``bytes`` of the state and ``seconds`` per case and round."""
+    """What the joiner measured: ``bytes`` of the state and ``seconds`` per case and round. Raises ServiceError if a
+    rank fails, or all take too long."""
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))

@@ -180,7 +180,7 @@ def _word(key: Any) -> str:
 
 
 def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state dict that `split` took apart."""
+    """The state dict that `split` took apart. Raises ValueError for what `split` does not make."""
     if isinstance(skeleton, str):
         return sys.intern(skeleton)  # one object for one name, as before: pickle tells
     if not isinstance(skeleton, dict):

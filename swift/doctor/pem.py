@@ -6,7 +6,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 
 def read_certificate(data: bytes) -> tuple[float, float]:
-    """(valid from, valid to) in seconds since 1970; of several, the one that ends first."""
+    """(valid from, valid to) in seconds since 1970; of several, the one that ends first. Raises ValueError for
+    anything else."""
     try:
         certificates = x509.load_pem_x509_certificates(data)
     except ValueError:

@@ -294,7 +294,8 @@ class Cluster:
             file.write(json.dumps(line) + "\n")
 
     def poll(self) -> int | None:
-        """Starts killed services again. The launcher's exit code once it has ended."""
+        """Starts killed services again. The launcher's exit code once it has ended. Raises ServiceError if a service
+        has ended by itself."""
         self._look_around()
         for name in (*self._log_servers, COORDINATOR):
             if name in self._gone:

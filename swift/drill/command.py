@@ -112,7 +112,8 @@ def default_kill(topology: Topology) -> grammar.RankFault:
 
 
 def check_paths(config: DrillConfig) -> None:
-    """Everything that will be written can be, before anything runs."""
+    """Everything that will be written can be, before anything runs. Raises UsageError for what cannot be written, or
+    has too little room."""
     check_file("--json", config.json_path)
     check_file("--html", config.html_path)
     check_directory("--directory", config.directory, empty=True)
@@ -160,7 +161,8 @@ def drill(config: DrillConfig, check_stop: Callable[[], None]) -> int:
 
 
 def write(config: DrillConfig, result: dict[str, Any]) -> None:
-    """The files that were asked for; each appears whole or not at all."""
+    """The files that were asked for; each appears whole or not at all. Raises ServiceError for one that cannot be
+    written."""
     try:
         if config.json_path is not None:
             replace_file(config.json_path, json.dumps(result, indent=2) + "\n")

@@ -105,7 +105,8 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def standard_library(limit: int = 1 << 20) -> bytes:
-    """The first `limit` bytes of the interpreter's own library sources, in a fixed order."""
+    """The first `limit` bytes of the interpreter's own library sources, in a fixed order. Raises ServiceError if
+    there are hardly any."""
     root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(root.glob("*.py")):

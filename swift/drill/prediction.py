@@ -241,7 +241,8 @@ class Missing(Exception):
 
 
 def measured_profile(facts: Facts) -> Profile:
-    """Of the steps before the first failure; what the log gives to a replay is measured in the replays."""
+    """Of the steps before the first failure; what the log gives to a replay is measured in the replays. Raises
+    Missing if something was not measured."""
     shape, model = facts.asked.topology, MODELS[facts.asked.model]
     before = before_the_first_failure(facts.events)
     boundary = shape.microbatches * model.boundary_bytes

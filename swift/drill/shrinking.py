@@ -188,7 +188,8 @@ def has_grown(cluster: "Cluster", present: frozenset[int], config: "DrillConfig"
 
 
 def await_growth() -> None:
-    """(a trainer, before it joins) A process for a rank that was lost waits until it may come back."""
+    """(a trainer, before it joins) A process for a rank that was lost waits until it may come back. Raises
+    ServiceError if the others do not come to that step."""
     directory, rank = Path(os.environ[ENV_FAULTS_DIR]), int(os.environ["RANK"])
     own = [fault["id"] for fault in json.loads(os.environ[ENV_FAULTS]) if fault["rank"] == rank]
     if not any((directory / f"{fault}.fired").exists() for fault in own):

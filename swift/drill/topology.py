@@ -25,7 +25,8 @@ SCHEDULES = {
 
 
 def schedule_name(name: str) -> str:
-    """The schedule's name as the project spells it; case does not matter."""
+    """The schedule's name as the project spells it; case does not matter. Raises UsageError for one that is not
+    known."""
     if name.lower() not in SCHEDULES:
         raise UsageError(f"unknown schedule {name!r}: one of {', '.join(SCHEDULES)}")
     return name.lower()

@@ -254,7 +254,7 @@ def _say_unfit(reason: str) -> None:
 
 
 def run(plan: LaunchPlan) -> Outcome:
-    """Runs the job's local ranks to the end."""
+    """Runs the job's local ranks to the end. Raises ServiceError if the trainers' store fails."""
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.config.signals_to_handle
     # Its warnings on signals and closed rendezvous say less than our own lines.
     logging.getLogger(AGENT_LOGGER).setLevel(os.environ.get("LOGLEVEL", "ERROR"))

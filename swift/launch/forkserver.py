@@ -56,7 +56,8 @@ def own_children() -> set[int]:
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Orphans below this process become its children, as long as this lasts, and not init's."""
+    """Orphans below this process become its children, as long as this lasts, and not init's. Raises ForkFailed if
+    the kernel does not allow it."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = ctypes.c_int()
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -98,7 +99,8 @@ class ForkServer:
         return reason
 
     def fork(self, fds: Sequence[int]) -> int:
-        """The number of a new child of this process; it has copies of the descriptors."""
+        """The number of a new child of this process; it has copies of the descriptors. Raises ForkFailed if the fork
+        server cannot, does not answer or is gone."""
         with adopting():
             try:
                 socket.send_fds(self._line, [b"{}"], fds)

@@ -41,7 +41,7 @@ def made_up_name(script: str) -> str:
 
 def choose_meeting(args: argparse.Namespace) -> Meeting:
     """Machines with numbers are torchrun's static rendezvous. All others meet at the coordinator: torch's own c10d
-    would be on one of them, and end with it."""
+    would be on one of them, and end with it. Raises UsageError for flags that do not say where to meet."""
     try:
         max_nodes = parse_min_max_nnodes(args.nnodes)[1]
     except (ValueError, RuntimeError) as error:

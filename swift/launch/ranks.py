@@ -63,7 +63,8 @@ class Output:
 
 
 def make_run_dir(log_dir: str | None, run_id: str) -> Path:
-    """A fresh directory for this run's output: RUN_ID_xxxx in the log directory, as torchrun names it."""
+    """A fresh directory for this run's output: RUN_ID_xxxx in the log directory, as torchrun names it. Raises
+    UsageError if it cannot be made."""
     try:
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)

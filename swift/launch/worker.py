@@ -82,7 +82,8 @@ class Program:
 
 
 def die_with(launcher_pid: int) -> None:
-    """The kernel kills this process when the launcher ends, however that ends."""
+    """The kernel kills this process when the launcher ends, however that ends. Raises OSError if the kernel does not
+    allow it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

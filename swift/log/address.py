@@ -7,7 +7,8 @@ from swift.errors import UsageError
 
 
 def parse_server(text: str, flag: str) -> tuple[str, str]:
-    """(machine, address). Where no machine is named: this one if the address is loopback, else the address's host."""
+    """(machine, address). Where no machine is named: this one if the address is loopback, else the address's host.
+    Raises UsageError for text of another form."""
     machine, named, address = text.rpartition("=")
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535 or (named and not machine):

@@ -117,7 +117,8 @@ def raw_bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def decompress(header: FrameHeader, stored: memoryview) -> memoryview:
-    """The raw body. The output is bounded by the header's raw length, which was checked against the shape."""
+    """The raw body. The output is bounded by the header's raw length, which was checked against the shape. Raises
+    RecordCorrupt for bytes that are no such body."""
     width = DTYPE_BY_NAME[header.dtype].width
     try:
         return codec.decompress(_CODEC_NAMES[header.codec], stored, header.raw_bytes, width)

@@ -133,7 +133,8 @@ class Memory:
     """The shared memory itself, as either process maps it."""
 
     def __init__(self, fd: int) -> None:
-        """``fd``: a memfd from `create`. It is not closed here."""
+        """``fd``: a memfd from `create`. It is not closed here. Raises ServiceError if it holds no ring of this
+        version."""
         self.fd = fd
         self._map = mmap.mmap(fd, 0)
         self.control = memoryview(self._map)[:CONTROL_BYTES]

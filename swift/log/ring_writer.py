@@ -335,7 +335,8 @@ class RingWriter:
         return self.delivery.error or self._asking or self.delivery.trouble()
 
     def flush_to(self, upto: int, timeout_s: float) -> None:
-        """`flush`: returns when everything below the position has left the ring."""
+        """`flush`: returns when everything below the position has left the ring. Raises ServiceError if that takes
+        too long, and what ails the log."""
         deadline = time.monotonic() + timeout_s
         self.want(upto)
         while True:

@@ -88,7 +88,8 @@ class SidecarSupervisor:
             return dict(self._choices)
 
     def raise_pending(self, may_drop: bool = False) -> None:
-        """``may_drop``: a log that takes nothing is no reason."""
+        """``may_drop``: a log that takes nothing is no reason. Raises ServiceError once the writer is closed,
+        LogInterrupted while a new generation is formed, and what ails the log."""
         if self._closed:
             raise ServiceError("this log writer is closed")
         if self._interrupted:

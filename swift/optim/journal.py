@@ -216,8 +216,8 @@ class Journal:
     def apply_rest(self, between: Callable[[int], None] | None = None) -> None:
         """All buckets that are not applied, between the optimizer's step hooks (each is called once in a step).
 
-        `between(n)` is called between buckets, `n` of them being applied. What it raises passes through; the
-        buckets are then partial, and calling again goes on.
+        `between(n)` is called between buckets, `n` of them being applied. What it raises passes through; the buckets
+        are then partial, and calling again goes on. Raises UsageError if the step was ended before.
         """
         if self._ended:
             raise UsageError("optimizer.step() twice in one step of the journal; call again() in between")

@@ -313,7 +313,8 @@ _references: "weakref.WeakKeyDictionary[DistributedDataParallel, Any]" = weakref
 
 
 def meta_to_json(metas: Iterable[Any]) -> list[Any]:
-    """Tensor metadata as JSON. DTensor metadata is not supported: it names a mesh of live process groups."""
+    """Tensor metadata as JSON. DTensor metadata is not supported: it names a mesh of live process groups. Raises
+    ServiceError for it, and for any other kind."""
     out: list[Any] = []
     for meta in metas:
         if meta is None:

@@ -240,7 +240,8 @@ class DeviceCapture:
         self._writer.settle()
 
     def finish(self) -> None:
-        """(the writer, off the training path) Returns when all that is under way is there."""
+        """(the writer, off the training path) Returns when all that is under way is there. Raises ServiceError if
+        the device takes too long."""
         deadline = time.monotonic() + _COPIED_WITHIN_S
         self._publish()
         while self._under_way:

@@ -66,7 +66,7 @@ class Communicator:
     """
 
     def __init__(self, place: Place) -> None:
-        """Joins, and returns once all members are connected. Use `from_env`."""
+        """Joins, and returns once all members are connected. Use `from_env`. Raises UsageError in a warm-up."""
         if warm_up.is_warming_up():
             raise UsageError("a script with a swift.Communicator cannot be warmed up: leave --warm-up out")
         self.slot = place.rank
@@ -197,9 +197,10 @@ class Communicator:
         return True
 
     def group(self, ranks: Sequence[int]) -> ReconfigurableGroup:
-        """(called by each of `ranks`) A group of some members for torch.distributed. It has connections of its own, so
-        the loss of a member outside of it does not disturb it. It ends with this generation. `ranks`: of this
-        generation, this one among them.
+        """(called by each of `ranks`) A group of some members for torch.distributed. It has connections of its own,
+        so the loss of a member outside of it does not disturb it. It ends with this generation. `ranks`: of this
+        generation, this one among them. Raises UsageError for ranks that are none of this generation, or without
+        this one.
         """
         chosen = tuple(sorted(set(ranks)))
         if not chosen or chosen[0] < 0 or chosen[-1] >= self.size or self.rank not in chosen:

@@ -137,7 +137,7 @@ class Gate:
         )
 
     def pickles(self) -> None:
-        """An object collective begins."""
+        """An object collective begins. Raises UsageError in a step."""
         if self._in_step:
             raise UsageError(
                 "a collective of Python objects in train_step: a replay would unpickle what it reads from the log, "

@@ -339,7 +339,7 @@ class ReconfigurableGroup(TorchCollectives):
         return work
 
     def new_group(self, *_: Any, **__: Any) -> Any:
-        """torch asks the default group for a new one."""
+        """torch asks the default group for a new one. Raises RuntimeError: it makes none."""
         if self.gate is not None:
             self.gate.new_group()
         raise RuntimeError(f"process group {self.label} makes no others")

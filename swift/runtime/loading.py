@@ -21,7 +21,8 @@ from swift.runtime.tensors import same_bits
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Whatever comes out of a trainer's own objects says whose it is."""
+    """Whatever comes out of a trainer's own objects says whose it is. Raises ServiceError for what is no error of
+    this project."""
     try:
         yield
     except SwiftError as error:

@@ -141,7 +141,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placement(tensor: Any) -> str:
-    """Which shard of what `local` gives; empty for a tensor that is not sharded."""
+    """Which shard of what `local` gives; empty for a tensor that is not sharded. Raises UsageError for partial sums."""
     if not hasattr(tensor, "to_local"):
         return ""
     mesh = tensor.device_mesh

@@ -23,7 +23,8 @@ class OriginLoader:
     """
 
     def __init__(self, make: Make, own: int, origin: Callable[[], int], *, fetches: bool = False) -> None:
-        """`fetches`: the loader of another origin is not made. What it would give is fetched."""
+        """`fetches`: the loader of another origin is not made. What it would give is fetched. Raises UsageError for
+        a loader without a state."""
         self._make = make
         self._own = own
         self._origin = origin

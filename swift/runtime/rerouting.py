@@ -404,7 +404,8 @@ class Rerouting(Adoption):
         return taken
 
     def reroute(self, schedule: Any, inner: Callable[[], Any], arguments: dict[str, Any]) -> Any:
-        """(the schedule is called)"""
+        """(the schedule is called) Raises Computed once what is wanted of the call is there, UsageError for a call
+        that others cannot carry out."""
         self._answers.early = False
         entering = [value for name, value in arguments.items() if name != "losses"]
         tensors = (leaf for leaf in pytree.tree_leaves(entering) if isinstance(leaf, torch.Tensor))

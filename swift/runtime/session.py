@@ -302,6 +302,7 @@ class Session:
         `replaying` is True then.
 
         Variables of the script that `train_step` changes and that are not registered are named on standard error.
+        Raises UsageError if the job has run before, or its trainer cannot be recovered.
         """
         if num_steps < 0:
             raise UsageError(f"num_steps={num_steps}; give 0 or more")

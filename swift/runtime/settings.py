@@ -76,7 +76,7 @@ class Settings:
         return {name: value for name, value in self._now.items() if self._first.get(name) != value}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """In force from the next step on."""
+        """In force from the next step on. Raises ServiceError for settings of another version."""
         if unknown := sorted(set(state) - set(_SETTINGS)):
             raise ServiceError(
                 f"the state has settings of torch that this version does not know: {', '.join(unknown)}"

@@ -28,7 +28,8 @@ _COMMUNICATING = (Lamb, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBF
 
 
 def device_mesh(assignment: Assignment, groups: Mapping[str, ReconfigurableGroup]) -> DeviceMesh:
-    """("replicate", "shard"), or ("shard",) with one replica, over groups that outlive their generation."""
+    """("replicate", "shard"), or ("shard",) with one replica, over groups that outlive their generation. Raises
+    UsageError without shards, and for a torch that cannot take FSDP2 back."""
     if assignment.shards == 1:
         raise UsageError("session.mesh needs shards: Session.from_env(shards=...), or leave FSDP2 out")
     if not _torch_versions.RESETS_SHARDED:

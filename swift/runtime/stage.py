@@ -331,7 +331,8 @@ class LoggedTracedStage(_Logged, _torch.TracedStage):
 
 
 def adopt(stage: Any, channel: Channel, updates: Updates) -> Any:
-    """Turns a stage that exists already into a logged one. The object stays the same, its class changes."""
+    """Turns a stage that exists already into a logged one. The object stays the same, its class changes. Raises
+    UsageError for one that is logged already, and for another kind of object."""
     if isinstance(stage, _Logged):
         raise UsageError(f"stage {stage.stage_index} is logged already; adopt it once")
     if type(stage) is PipelineStage:

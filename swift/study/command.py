@@ -126,7 +126,7 @@ def _left(seconds: float) -> str:
 
 
 def study(settings: Settings, store: Store) -> dict[str, Any]:
-    """The figures, once all cells are done."""
+    """The figures, once all cells are done. Raises UsageError if no task is left."""
     skipped = {task: why for task in settings.tasks if (why := missing(task))}
     for task, why in skipped.items():
         tell(f"study: {task} is skipped: {why}")

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -125,97 +124,6 @@ def test_small_rooms_and_nothing_forbidden(path: Path) -> None:
         assert pattern.search(text) is None or (
             what == "pickle" and path.relative_to(ROOT) in {*ONLY_PICKLES, READS_DCP, COMPARES_FORMATS}
         ), what
-
-
-TRIVIAL_LINES = 8
-"""A name and an annotated signature say what so short a body does."""
-SAID_BY_HELP = {"main", "make_parser", "parser", "parser_of", "parse", "usage", "add_arguments"}
-"""Command lines: `--help` and the module's docstring say what they take."""
-DOCUMENTED_ELSEWHERE = {"ProcessGroup", "Module", "ServerInterceptor"}
-"""Classes of torch and grpc, whose methods are overridden."""
-
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-
-def classes_of(trees: Iterable[ast.Module]) -> dict[str, ast.ClassDef]:
-    return {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-
-
-def is_inherited(owner: ast.ClassDef, method: str, classes: Mapping[str, ast.ClassDef]) -> bool:
-    """Whether a base of `owner` says what the method does."""
-    for base in owner.bases:
-        base = base.value if isinstance(base, ast.Subscript) else base
-        name = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
-        known = classes.get(name)
-        if name in DOCUMENTED_ELSEWHERE:
-            return True
-        if known is None or known is owner:
-            continue
-        if any(isinstance(n, Definition) and n.name == method and ast.get_docstring(n) for n in known.body):
-            return True
-        if is_inherited(known, method, classes):
-            return True
-    return False
-
-
-def undocumented(
-    tree: ast.Module | ast.ClassDef, classes: Mapping[str, ast.ClassDef], prefix: str = ""
-) -> Iterator[str]:
-    """Public functions, methods and classes without a docstring, but for what the rule above calls trivial.
-
-    An rpc (its name begins with a capital, as in proto/) is documented there.
-    """
-    for node in tree.body:
-        if not isinstance(node, Definition) or node.name.startswith("_"):
-            continue
-        assert node.end_lineno is not None
-        lines = node.end_lineno - node.body[0].lineno + 1
-        is_class = isinstance(node, ast.ClassDef)
-        told = not is_class and (
-            node.name in SAID_BY_HELP
-            or node.name[0].isupper()
-            or (isinstance(tree, ast.ClassDef) and is_inherited(tree, node.name, classes))
-        )
-        if lines > TRIVIAL_LINES and not told and ast.get_docstring(node) is None:
-            yield prefix + node.name
-        if isinstance(node, ast.ClassDef):
-            yield from undocumented(node, classes, f"{prefix}{node.name}.")
-
-
-def test_what_is_public_has_a_docstring() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in sources("swift", "services")}
-    classes = classes_of(trees.values())
-    assert [
-        f"{path.relative_to(ROOT)}: {name}"
-        for path, tree in trees.items()
-        for name in undocumented(tree, classes)
-    ] == []
-
-
-def test_what_needs_a_docstring() -> None:
-    long = "\n        ".join(["pass"] * (TRIVIAL_LINES + 1))
-    text = f"""
-class Base:
-    def told(self):
-        'Says.'
-class Heir(Base):
-    def told(self):
-        {long}
-    def untold(self):
-        {long}
-    def short(self):
-        pass
-    def Rpc(self):
-        {long}
-    def _own(self):
-        {long}
-def main():
-        {long}
-def function():
-        {long}
-"""
-    tree = ast.parse(text)
-    assert list(undocumented(tree, classes_of([tree]))) == ["Heir", "Heir.untold", "function"]
 
 
 ONLY_PICKLES = {Path("swift/runtime/bulk.py")}

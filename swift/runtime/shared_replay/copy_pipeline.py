@@ -46,7 +46,7 @@ class CopyPipeline:
         self._together.compare(given)
 
     def settle(self) -> None:
-        """Waits until all that was sent has arrived."""
+        """Waits until all that was sent has arrived. Raises Broken if it does not."""
         try:
             self._post.settle()
         except RuntimeError as error:
@@ -97,7 +97,7 @@ class InCopy(ActionExecutor):
 
 
 def wait_for(arriving: Sequence[Pending]) -> None:
-    """An error of the transport is no error of the module's."""
+    """An error of the transport is no error of the module's. Raises Broken for it."""
     try:
         for pending in arriving:
             pending.wait()

@@ -55,7 +55,7 @@ class Post:
             self.send(payload, to, NOTE_PAYLOAD)
 
     def read(self, source: int) -> tuple[Any, torch.Tensor]:
-        """A note and the bytes of its tensors. Waits until it comes."""
+        """A note and the bytes of its tensors. Waits until it comes. Raises ReplayRefused for bytes that are none."""
         sizes = torch.zeros(2, dtype=torch.int64)
         self.receive(sizes, source, NOTE).wait()
         length, size = sizes.tolist()

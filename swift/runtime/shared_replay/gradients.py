@@ -42,7 +42,7 @@ class Addends:
 
     @contextmanager
     def weighing(self) -> Iterator[None]:
-        """Around the second part of a split backward."""
+        """Around the second part of a split backward. Raises ReplayRefused if two parameters share a gradient."""
         before = [len(addends) for addends in self.of]
         with _Setting(self._index, self.of):
             yield
@@ -124,7 +124,8 @@ def first_strides(addends: Sequence[Sequence[torch.Tensor]]) -> Strides:
 
 
 def laid_out(total: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """In memory of its own: what sums over a gradient (a norm) goes by its layout, and so do the sum's bits."""
+    """In memory of its own: what sums over a gradient (a norm) goes by its layout, and so do the sum's bits. Raises
+    ReplayRefused for a layout whose elements share memory."""
     room = torch.empty_strided(total.shape, list(strides), dtype=total.dtype, device=total.device)
     try:
         return room.copy_(total)
