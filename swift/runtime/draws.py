@@ -87,7 +87,7 @@ def packed(draw: Draw) -> bytes:
         devices = {path: tensor.device.type for path, tensor in tensors.items()}
         parts = [bytes(byte_view(plain(tensor))) for tensor in tensors.values()]
         data = _framed({"what": draw.what, "ended": draw.ended, "value": skeleton, "devices": devices}, parts)
-        lost = _kinds(draw.value) - _kinds(unpacked(data).value)
+        lost = _kinds(draw.value) - _kinds(join(skeleton, tensors))
     except UsageError as error:
         raise UsageError(
             f"{draw.what!r} of a loader, with fetch_batches=True: the batch is sent to other ranks, and {error}"
@@ -156,11 +156,9 @@ def _tensor(data: bytes, leaf: dict[str, Any]) -> torch.Tensor:
 
 def _kinds(value: Any) -> set[type]:
     """Of what it consists of."""
-    inner = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list | tuple | deque)
-        else ()
-    )
+    inner: Any = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list | tuple | deque):
+        inner = value
     return {type(value)}.union(*map(_kinds, inner))
