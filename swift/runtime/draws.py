@@ -87,7 +87,8 @@ def packed(draw: Draw) -> bytes:
         devices = {path: tensor.device.type for path, tensor in tensors.items()}
         parts = [bytes(byte_view(plain(tensor))) for tensor in tensors.values()]
         data = _framed({"what": draw.what, "ended": draw.ended, "value": skeleton, "devices": devices}, parts)
-        lost = _kinds(draw.value) - _kinds(join(skeleton, tensors))
+        arrives = join(json.loads(json.dumps(skeleton)), tensors)
+        lost = _kinds(draw.value) - _kinds(arrives)
     except UsageError as error:
         raise UsageError(
             f"{draw.what!r} of a loader, with fetch_batches=True: the batch is sent to other ranks, and {error}"
