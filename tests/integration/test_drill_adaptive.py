@@ -59,24 +59,6 @@ def test_the_peers_of_lost_ranks_share_their_microbatches(
     assert at_once or len(report["recoveries"]) == len(lost)
 
 
-@MATRIX
-@pytest.mark.parametrize(("shape", "lost"), [((4, 3), (9, 10))])
-def test_a_loss_moves_to_another_stage(
-    shape: tuple[int, int], lost: tuple[int, int], twins: Twins, tmp_path: Path
-) -> None:
-    """Two ranks of one stage are lost: one of another stage gives its place, once that has come to pay."""
-    faults = kills(*(spec(rank, "backward", 6) for rank in lost))
-    size = ("--model", "default", "--steps", "100", "--checkpoint-every", "20")
-    given = words(*shape, "--move-losses", "on", *size)
-    report = passed(drill(*given, *faults, twins=twins, at=tmp_path, timeout_s=280.0))
-    assert report["exact"] is True
-    gave = report["shrink"]["gave_their_place"]
-    assert len(gave) == 1
-    assert set(gave.values()) <= set(lost)
-    vacant = report["shrink"]["vacant_after"][-1]
-    assert len({rank // shape[1] for rank in vacant}) == 2, "one at each of two stages"
-
-
 @pytest.mark.parametrize(
     ("rank", "phase"),
     [
