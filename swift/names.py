@@ -13,18 +13,23 @@ JOB_PATTERN = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 LASTING_KEYS = "swift/"
 """How keys that the ranks of a job share begin, if they are about the job and not about one generation of it."""
 
+ADAPTIVE_SETTINGS = (
+    "exact_gradients",
+    "split_backward",
+    "adaptive_memory",
+    "staggered",
+    "move_losses",
+    "fetch_batches",
+)
+"""Those of strategy "adaptive"."""
+
 LAUNCHER_SETTINGS = {
     setting: f"SWIFT_{setting.upper()}"
     for setting in (
         "strategy",
         "lost_shard",
         "snapshot_every",
-        "exact_gradients",
-        "split_backward",
-        "adaptive_memory",
-        "staggered",
-        "move_losses",
-        "fetch_batches",
+        *ADAPTIVE_SETTINGS,
     )
 }
 """Settings of a session that `swift-ft run` has flags for (`flag_of`) -> the variable by which ranks are told."""

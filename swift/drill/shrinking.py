@@ -16,6 +16,7 @@ from swift.drill.options import DEFAULTS
 from swift.errors import ServiceError, UsageError
 from swift.failures.grammar import CorruptFault, RankFault
 from swift.failures.in_ranks import ENV_FAULTS, ENV_FAULTS_DIR
+from swift.names import ADAPTIVE_SETTINGS
 from swift.recovery import lost_shard_problem, reroutes
 
 if TYPE_CHECKING:
@@ -25,14 +26,6 @@ if TYPE_CHECKING:
 PAUSE = "grow"
 _GROW_TIMEOUT_S = 300.0
 _LOOK_S = 0.02
-_ADAPTIVE = (
-    "exact_gradients",
-    "split_backward",
-    "adaptive_memory",
-    "staggered",
-    "move_losses",
-    "fetch_batches",
-)
 
 
 def grown_at(spec: str) -> int | None:
@@ -50,7 +43,7 @@ def check(config: "DrillConfig") -> None:
     version = grown_at(config.grow)
     if problem := lost_shard_problem(config.strategy, config.lost_shard):
         raise UsageError(f"--lost-shard {config.lost_shard} with --strategy {config.strategy}: {problem}")
-    asked = {name for name in _ADAPTIVE if getattr(config, name) != DEFAULTS[name]}
+    asked = {name for name in ADAPTIVE_SETTINGS if getattr(config, name) != DEFAULTS[name]}
     if asked and not _reroutes(config):
         flag = f"--{min(asked).replace('_', '-')}"
         raise UsageError(f"{flag} needs --strategy adaptive, or --lost-shard reroute")

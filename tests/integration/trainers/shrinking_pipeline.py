@@ -259,7 +259,8 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         files: Any = None
         if fetches and (habit != "fetches alone" or number == 0):
             other = habit == "fetches apart" and number == stages - 1
-            files = session.loader(lambda dp_rank: OwnFiles(dp_rank, session.dp_rank, other))
+            own = session.dp_rank  # asked here: in a step for another origin it is that one's
+            files = session.loader(lambda dp_rank: OwnFiles(dp_rank, own, other))
         elif not fetches:
             session.register(loader=position)
         session.register(scheduler=scheduler)
