@@ -90,10 +90,17 @@ class OriginLoader:
         return self._draws.given(what, origin) if origin != self._own else self._draws.noted(what, give)
 
     def _drawn_in_turn(self) -> Iterator[Any]:
-        batches = iter(self.present)
+        batches: Iterator[Any] | None = None
+
+        def following() -> Any:
+            nonlocal batches
+            if batches is None:  # only for a batch of its own: it may begin an epoch, or start workers
+                batches = iter(self.present)
+            return next(batches)
+
         while True:
             try:
-                batch = self._drawn("iter", lambda: next(batches))
+                batch = self._drawn("iter", following)
             except StopIteration:
                 return
             yield batch

@@ -77,12 +77,12 @@ class Loader:
 class Rank:
     """A trainer's loader at one, and what the session does with it."""
 
-    def __init__(self, own: int) -> None:
+    def __init__(self, own: int, kind: type[Loader] = Loader) -> None:
         self.now = own
 
         def make(origin: int) -> Loader:
             assert origin == own, "nobody else can make it"
-            return Loader(origin)
+            return kind(origin)
 
         self.loader = OriginLoader(make, own, lambda: self.now, fetches=True)
         self.loaders = OriginLoaders()
@@ -137,6 +137,24 @@ def test_a_step_for_another_origin_is_given_what_that_ones_own_loader_gives(numb
         assert own.loader.state_dict() == {"position": 0}
     assert step(own.loader) == step(Loader(0)), "its own batch comes from its own loader"
     assert step(other.loader) == wanted
+
+
+def test_a_step_for_another_origin_begins_no_epoch_of_its_own_loader() -> None:
+    begun: list[int] = []
+
+    class Epochs(Loader):
+        def __iter__(self) -> Iterator[tuple[int, int]]:
+            begun.append(self.origin)
+            self.position = 0
+            return super().__iter__()
+
+    own, other = Rank(0, Epochs), Rank(1, Epochs)
+    _, written = other.gives(list)
+    assert begun == [1]
+    assert own.does(1, read(message(written)), list) == [(1, 1), (1, 2), (1, 3)]
+    assert begun == [1]
+    assert list(own.loader) == [(0, 1), (0, 2), (0, 3)]
+    assert begun == [1, 0]
 
 
 def test_a_step_that_asks_for_something_else_is_refused() -> None:
