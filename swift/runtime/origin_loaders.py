@@ -20,16 +20,29 @@ class OriginLoader:
     """A loader for each origin that is asked for, as one object; see `Session.loader`.
 
     All but its state is that of the loader of the origin whose batch is computed; its state is that of this rank's own.
+    An attribute that is set for this rank's own is set for the others' as well.
     """
+
+    _make: Make
+    _own: int
+    _origin: Callable[[], int]
+    _made: dict[int, Any]
+    _draws: Draws | None
+    _set: dict[str, Any]
+    """By the trainer, at this rank's own."""
 
     def __init__(self, make: Make, own: int, origin: Callable[[], int], *, fetches: bool = False) -> None:
         """`fetches`: the loader of another origin is not made. What it would give is fetched. Raises UsageError for
         a loader without a state."""
-        self._make = make
-        self._own = own
-        self._origin = origin
-        self._made: dict[int, Any] = {own: make(own)}
-        self._draws = Draws() if fetches else None
+        parts = {
+            "_make": make,
+            "_own": own,
+            "_origin": origin,
+            "_made": {own: make(own)},
+            "_draws": Draws() if fetches else None,
+            "_set": {},
+        }
+        vars(self).update(parts)  # `__setattr__` sets what is the loader's
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(self._made[own], method, None)):
                 raise UsageError(
@@ -56,6 +69,8 @@ class OriginLoader:
             return
         if origin not in self._made:
             self._made[origin] = self._make(origin)
+        for name, value in self._set.items():
+            setattr(self._made[origin], name, value)
         self._made[origin].load_state_dict(copy.deepcopy(self.state_dict()))
 
     def state_dict(self) -> Any:
@@ -73,6 +88,19 @@ class OriginLoader:
         if callable(value):
             return lambda *args, **kwargs: self._drawn(name, lambda: value(*args, **kwargs))
         return self._drawn(name, lambda: value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._origin() == self._own:
+            setattr(self._made[self._own], name, value)
+            self._set[name] = value
+        elif self._draws is None:
+            setattr(self.present, name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._drawn("call", lambda: self.present(*args, **kwargs))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._drawn("item", lambda: self.present[index])
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.present) if self._draws is None else self._drawn_in_turn()

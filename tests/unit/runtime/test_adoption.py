@@ -127,6 +127,41 @@ def test_the_loader_of_another_origin_begins_where_its_own_stands() -> None:
     assert loader.next_batch() == (1, 8)
 
 
+def test_what_the_trainer_sets_on_a_loader_is_set_on_those_of_other_origins() -> None:
+    now = [1]
+    made = {origin: Batches(origin) for origin in range(2)}
+    loader: Any = OriginLoader(made.__getitem__, 1, lambda: now[0])
+    loader.epoch, loader.position = 3, 5
+    assert (made[1].epoch, loader.next_batch()) == (3, (1, 6))  # type: ignore[attr-defined]
+    loader.begin(0)
+    now[0] = 0
+    assert (loader.epoch, loader.next_batch()) == (3, (0, 7)), "its state comes behind what was set"
+    loader.epoch = 4
+    assert (made[0].epoch, made[1].epoch) == (4, 3), "by a step for another origin"  # type: ignore[attr-defined]
+    now[0] = 1
+    with pytest.raises(AttributeError):
+        loader._private  # noqa: B018
+
+
+class Indexed(Batches):
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return self.origin, 10 * index
+
+    def __call__(self, count: int, *, first: int = 0) -> list[tuple[int, int]]:
+        return [(self.origin, first + number) for number in range(count)]
+
+
+def test_a_loader_that_is_called_or_indexed() -> None:
+    now = [1]
+    loader = OriginLoader(Indexed, 1, lambda: now[0])
+    assert (loader[2], loader(2, first=5)) == ((1, 20), [(1, 5), (1, 6)])
+    loader.begin(0)
+    now[0] = 0
+    assert (loader[2], loader(1)) == ((0, 20), [(0, 0)])
+    with pytest.raises(TypeError, match="not callable"):
+        OriginLoader(Batches, 1, lambda: 1)()
+
+
 def test_a_loader_that_cannot_be_taken_back_is_refused() -> None:
     with pytest.raises(UsageError, match=r"session\.loader was given what makes a list without state_dict"):
         OriginLoader(lambda origin: [origin], 0, lambda: 0)

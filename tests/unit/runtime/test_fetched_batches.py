@@ -63,6 +63,12 @@ class Loader:
     def take(self, count: int, *, twice: bool = False) -> list[tuple[int, int]]:
         return [next(self) for _ in range(count)] * (1 + twice)
 
+    def __call__(self, number: int) -> tuple[int, int]:
+        return self.origin, number
+
+    def __getitem__(self, number: int) -> tuple[int, int]:
+        return self.origin, -number
+
     @property
     def epoch(self) -> int:
         return 10 * self.origin
@@ -124,6 +130,7 @@ STEPS: list[Callable[[Any], Any]] = [
     lambda loader: [batch for batch, _ in zip(loader, range(2), strict=False)],
     until_the_end,
     len,
+    lambda loader: (loader(3), loader[3]),
     lambda loader: None,
 ]
 
@@ -155,6 +162,18 @@ def test_a_step_for_another_origin_begins_no_epoch_of_its_own_loader() -> None:
     assert begun == [1]
     assert list(own.loader) == [(0, 1), (0, 2), (0, 3)]
     assert begun == [1, 0]
+
+
+def test_a_step_for_another_origin_sets_nothing_on_its_own_loader() -> None:
+    def step(loader: Any) -> Any:
+        loader.seed = 7
+        return loader.seed, next(loader)
+
+    own, other = Rank(0), Rank(1)
+    wanted, written = other.gives(step)
+    own.loader.seed = 3
+    assert own.does(1, read(message(written)), step) == wanted == (7, (1, 1))
+    assert own.loader.seed == 3
 
 
 def test_a_step_that_asks_for_something_else_is_refused() -> None:
