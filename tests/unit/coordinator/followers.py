@@ -28,6 +28,8 @@ class Process:
     """(generation, version, bits) that it got to by its own way, for replicas to copy."""
     followed: int = 0
     """The generation whose plan it has done."""
+    refuses: int = 0
+    """The generation whose plan it refuses: it says so until it is acknowledged."""
     unsaved: tuple[int, int, str] | None = None
     """(version, generation, bits) of a checkpoint that it could not write yet."""
     joined: bool = False

@@ -143,6 +143,9 @@ class Simulation(Followers, RuleBasedStateMachine):
             self.check_states()
             assert row.granted == row.generation
             assert len(row.holders) == self.world_size
+        if row.state is State.FINISHED and before.state is not State.FINISHED:
+            self.check_states()
+            assert {p.version for p in self.processes if self.holds(p)} == {STEPS}
 
     def publish(self) -> None:
         assert self.job is not None
@@ -399,6 +402,8 @@ class Simulation(Followers, RuleBasedStateMachine):
             self.once(process, command, crash, generation)
         elif view.state == pb.RECOVERING:
             if choice >= 8 and ("Ready", generation) not in process.acked:
+                process.refuses = generation
+            if process.refuses == generation:
                 self.spoil(process, view.plan)
                 refuse = m.Refuse(sender=process.sender, generation=generation, reason="bits differ")
                 self.once(process, refuse, crash, generation)
@@ -501,7 +506,7 @@ class Simulation(Followers, RuleBasedStateMachine):
     # --- the end: everything works again ---
 
     def teardown(self) -> None:
-        if not hasattr(self, "store"):
+        if not hasattr(self, "stored"):
             return
         for process in self.processes:
             process.cut_off = False
@@ -519,8 +524,6 @@ class Simulation(Followers, RuleBasedStateMachine):
             assert any(reason in row.reason for reason in FAILURES), row.reason
         else:
             assert row.state is State.FINISHED, f"stuck in {row.state}: {row}"
-            assert {p.version for p in self.processes if self.holds(p)} == {STEPS}
-            self.check_states()
 
 
 def test_random_histories() -> None:
