@@ -6,7 +6,7 @@ from services.coordinator import commands as m
 from services.coordinator.commands import Refusal, Refused
 from services.coordinator.lives import comes_back, ended_words
 from services.coordinator.planning import config_of
-from services.coordinator.row import JobRow, State
+from services.coordinator.row import JobRow, State, count_of, replicas_of
 
 
 def check_holder(row: JobRow, sender: m.Sender) -> None:
@@ -78,13 +78,20 @@ def _has_joined(row: JobRow, join: m.Join) -> bool:
 
 
 def check_first(join: m.Join) -> None:
-    """Of the Join that makes a job. Raises Refusal for a world or a configuration that cannot be."""
+    """Of the Join that makes a job, or starts it again. Raises Refusal for a world or a configuration that cannot be.
+    What passes here is durable: nothing may fail by it later."""
     if join.world_size < 1:
         raise Refusal(Refused.INVALID, f"world size {join.world_size}: a job has at least one rank")
     try:
         config_of(join.config)
+        counts = {"replicas": replicas_of(join.config), "shards": count_of(join.config, "shards", 1)}
     except ValueError as error:
         raise Refusal(Refused.INVALID, str(error)) from None
+    for name, count in counts.items():
+        if count < 1 or join.world_size % count:
+            raise Refusal(
+                Refused.INVALID, f"{name} {count}: a world of {join.world_size} ranks cannot be divided so"
+            )
 
 
 def check_change(row: JobRow, change: m.ChangeLogServers) -> None:

@@ -1,10 +1,11 @@
 """What goes into the core (commands), what comes out (effects), and how it says no (Refusal)."""
 
 import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 
 from services.coordinator.row import Origin, State, VoteKind
+from swift.log.record import STEP_MAX
 from swift.recovery import HeldSnapshot, RankMeasured, StreamSummary
 
 # --- commands ---
@@ -341,6 +342,20 @@ Command = (
     | ChangeLogServers
     | ChangeGroups
 )
+
+
+def number_problem(said: object, name: str = "") -> str:
+    """Of what a member says, down to its parts: a number that leaves no room to count on from it. Empty: there is none.
+    The version above one that was told is shown in messages as well."""
+    if isinstance(said, int):
+        return f"{name} {said}: numbers go up to {STEP_MAX}" if abs(said) > STEP_MAX else ""
+    parts: Iterable[tuple[str, object]] = ()
+    if is_dataclass(said):
+        parts = [(part.name, getattr(said, part.name)) for part in fields(said)]
+    elif isinstance(said, tuple):
+        parts = [(name, part) for part in said]
+    return next(filter(None, (number_problem(part, name) for name, part in parts)), "")
+
 
 # --- effects, to be carried out in their order; all idempotent ---
 

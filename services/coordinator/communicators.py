@@ -202,6 +202,8 @@ class CommunicatorJob(Job):
             raise Refusal(Refused.INVALID, f"decision {vote.number} comes after {self._next}, which is open")
         if vote.number < self._next or slot in self._votes:
             return []  # said again
+        if vote.kind is VoteKind.BUILT and row.state is State.RUNNING:
+            raise Refusal(Refused.INVALID, f"the groups of generation {row.generation} are built already")
         self._votes[slot] = vote
         if vote.kind is VoteKind.BUILT and not vote.value:
             return self._not_built(vote.reason)

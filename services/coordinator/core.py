@@ -163,6 +163,7 @@ class Job(Transitions):
     def _join(self, join: m.Join, now: float) -> list[Effect]:
         row = self.row
         if starts_again(row, join):
+            check_first(join)
             check_start(row, join)
             if row.checkpoints:
                 check_origin(row, join)
@@ -223,8 +224,7 @@ class Job(Transitions):
         if heartbeat.replay is not None and self.row.state is State.RECOVERING:
             self.replays[rank] = heartbeat.replay
         said = self.checkpoints.hear(rank, heartbeat.unsaved)
-        told = [self._event(name, **fields) for name, fields in said]
-        progress = self._progress()
+        told, progress = [self._event(name, **fields) for name, fields in said], self._progress()
         changed = progress or any(name == GIVEN_UP for name, _ in said)
         return self._told([*told, *progress]) if changed else [*told]
 
@@ -320,8 +320,8 @@ class Job(Transitions):
         in_force = [self._groups_event()] if self.regroup.settle() else []
         if not (complete or logged):
             return []
-        event = [self._event("checkpoint_complete", version=durable.version)] if complete else []
-        event += self._progress() if complete else []
+        done = self._event("checkpoint_complete", version=durable.version)
+        event = [done, *self._progress()] if complete else []
         return [*event, *in_force, m.PublishView(), *(self._trim() if complete else [])]
 
     def _ask_checkpoint(self, ask: m.AskCheckpoint) -> list[Effect]:

@@ -5,6 +5,9 @@ one transaction, and then it is published, log servers are asked, and all comman
 transition, so each state is durable and seen by itself. Nothing is taken while the store writes.
 
 Log servers are asked beside it (`questions`); what they answer comes back as commands.
+
+An error in the core of one job is that job's trouble. Its memory may be half-way, so what a turn has changed in it is
+dropped, and the job is read again from the store, as after a restart.
 """
 
 import asyncio
@@ -26,27 +29,21 @@ from services.coordinator.core import Job
 from services.coordinator.lives import starts_again
 from services.coordinator.logs import LogControl
 from services.coordinator.meeting import Meetings
-from services.coordinator.messages_text import waiting_for
-from services.coordinator.parts import ROOT, by_job, row_key
-from services.coordinator.questions import Questions
+from services.coordinator.parts import ROOT, by_job, key_of, row_key
+from services.coordinator.published import Published
+from services.coordinator.questions import Questions, Unavailable
 from services.coordinator.row import JobRow, LogServer
 from services.coordinator.sharing import Sharing
 from services.coordinator.snapshot import JobSnapshot
-from services.coordinator.store import MetadataStore, StoreConflict, StoreFailed, Transaction
+from services.coordinator.store import MetadataStore, StoreConflict, Stored, StoreFailed, Transaction
 from services.coordinator.timing import Timing
-from services.coordinator.views import measurements_of, status_of, summary_of, view_of
+from services.coordinator.views import measurements_of, status_of, summary_of
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-SOON_S = 0.05
-"""How long what is new is not shown, if the state is as it was: n ranks that join are not n Views for each."""
-TOLD_PER_S = 1024
-"""... and longer, if so many watchers would be told of it in a second."""
-SHOWN_S = 5.0
-"""How long a View may name a rank as waited for that has reported, or is ready: to show each at once would wake all."""
 JOBS_MAX = 1024
 JOBS_SHOWN_MAX = 4096
 """In one answer, which gRPC's clients take up to 4 MiB of."""
@@ -56,16 +53,16 @@ STOPS = "the coordinator is shutting down"
 T = TypeVar("T")
 
 
-class Unavailable(Exception):
-    """This coordinator is going down; another one will answer."""
-
-
 class TooMany(Exception):
     """A limit of this coordinator would be passed."""
 
 
 class NoSuchJob(Exception):
     """Nobody has joined a job of that name."""
+
+
+class _Error(Exception):
+    """An error was made with a job."""
 
 
 class _Show:
@@ -99,7 +96,7 @@ class Driver:
         """Whether all that had come was read, at some moment since this was asked last."""
         self._after_durable = after_durable
         self._jobs_max = jobs_max
-        self._questions = Questions(logs, self.apply, self._fail)
+        self._questions = Questions(logs, self.apply, self._spoil)
         self._jobs: dict[str, Job] = {}
         self._revisions: dict[str, int] = {}
         """Of the part of each job that is written with all others: the store's."""
@@ -108,14 +105,14 @@ class Driver:
         self._effects: list[tuple[Job, m.Effect | _Show]] = []
         """Of this turn, once it is durable."""
         self._turn_ends = False
-        """A state was entered in it."""
+        """A state was entered in it, or an error was made."""
+        self._touched: set[str] = set()
+        """Jobs that the work under way has given a command to."""
+        self._spoilt: dict[str, str] = {}
+        """Jobs with which an error was made in this turn, and which."""
         self._turns: asyncio.Task[None] | None = None
-        self._views: dict[str, pb.View] = {}
-        self._shown_at: dict[str, float] = {}
+        self._published = Published(clock, self._show_soon)
         self._stopping = False
-        self._unshown: set[str] = set()
-        """Jobs of which there is something new, that will be shown soon."""
-        self._watchers: dict[str, set[asyncio.Event]] = {}
         self._looked_at_logs: dict[str, float] = {}
         self._sharing: dict[str, Sharing] = {}
         self.apart = Apart()
@@ -125,20 +122,29 @@ class Driver:
         """Loads all jobs and says their effects again. A row that is damaged is that job's trouble: it is set apart.
         StoreFailed; UsageError: the log servers do not fit."""
         for name, parts in by_job(await self._store.read(ROOT)).items():
-            values = {key: stored.value for key, stored in parts.items()}
-            row = self.apart.row_of(name, values)
-            if row is None:
-                continue
-            self._revisions[name] = parts[row_key(name)].revision
-            kind = job_class(row.config)
-            job = self._jobs[name] = kind(row, self.timing, self._clock(), self._log_servers, values)
-            moved = self._relocated(job)
-            self._publish(row)
-            events.emit(
-                "resumed", job=name, generation=row.generation, state=str(row.state), reason=row.reason
-            )
-            self._effects += [(job, effect) for effect in (*moved, *job.resume())]
+            self._load(name, parts)
         await self._in_turn(lambda: None)
+
+    def _load(self, name: str, parts: Mapping[str, Stored]) -> None:
+        """The job that these are all parts of goes on, or is set apart. Raises UsageError as `_relocated`."""
+        values = {key: stored.value for key, stored in parts.items()}
+        row = self.apart.row_of(name, values)
+        if row is None:
+            return
+        try:
+            kind = job_class(row.config)
+            job = kind(row, self.timing, self._clock(), self._log_servers, values)
+            effects = [*self._relocated(job), *job.resume()]
+            self._published.show(row)
+        except UsageError:
+            raise
+        except Exception as error:
+            logger.exception("job %s, as it is stored", name)
+            self.apart.put(name, f"{type(error).__name__}: {error}")
+            return
+        self._jobs[name], self._revisions[name] = job, parts[row_key(name)].revision
+        events.emit("resumed", job=name, generation=row.generation, state=str(row.state), reason=row.reason)
+        self._effects += [(job, effect) for effect in effects]
 
     def _job(self, name: str) -> Job:
         """NoSuchJob, JobApart."""
@@ -180,31 +186,26 @@ class Driver:
 
     def _tick(self) -> None:
         tick = m.Tick(behind=not self._caught_up())
-        for job in list(self._jobs.values()):
-            self._step(job, tick)
-            self._look_at_logs(job)
-            self._show_who_is_late(job)
+        for job in [job for job in self._jobs.values() if not job.row.state.is_over]:
+            with contextlib.suppress(_Error):
+                self._step(job, tick)
+                self._look_at_logs(job)
+                if self._published.is_outdated(job.row):
+                    self._effects.append((job, m.PublishView()))
         self._meetings.look(self._clock(), self.timing.stall_s)
 
     def _look_at_logs(self, job: Job) -> None:
         """Whether the log servers are there, and how much room they have: asked all the time."""
         name, now = job.row.job, self._clock()
         due = now - self._looked_at_logs.get(name, -math.inf) >= self.timing.space_s
-        if not job.row.state.is_over and due and not self._questions.under_way(name, "space"):
+        if due and not self._questions.under_way(name, "space"):
             self._looked_at_logs[name] = now
             self._questions.ask(job, "space", self._questions.space(job, job.row.generation))
-
-    def _show_who_is_late(self, job: Job) -> None:
-        shown, at = self._views[job.row.job], self._shown_at.get(job.row.job, -math.inf)
-        if self._clock() - at >= SHOWN_S and shown.waiting_for != waiting_for(job.row):
-            self._effects.append((job, m.PublishView()))
 
     def stop(self) -> None:
         """Ends the views under way and the questions to log servers."""
         self._stopping = True
-        for watchers in self._watchers.values():
-            for changed in watchers:
-                changed.set()
+        self._published.wake_all()
         for sharing in self._sharing.values():
             sharing.end()
         self._questions.stop()
@@ -294,22 +295,9 @@ class Driver:
         now = self._clock()
         return [JobSnapshot.of(job, now) for job in self._jobs.values()]
 
-    async def views(self, name: str) -> AsyncGenerator[pb.View, None]:
-        """The published view at once, then newer ones; a slow reader skips to the newest."""
-        changed = asyncio.Event()
-        self._watchers.setdefault(name, set()).add(changed)
-        try:
-            changed.set()
-            while not self._stopping:
-                await changed.wait()
-                changed.clear()
-                view = self._views.get(name)
-                if view is not None:
-                    yield view
-        finally:
-            self._watchers[name].discard(changed)
-            if not self._watchers[name]:
-                del self._watchers[name]
+    def views(self, name: str) -> AsyncGenerator[pb.View, None]:
+        """As `Published.views`, until this coordinator goes down, or the job is set apart."""
+        return self._published.views(name, lambda: self._stopping or name in self.apart)
 
     # --- turns ---
 
@@ -343,15 +331,24 @@ class Driver:
             self._turns = None
 
     async def _take_turn(self) -> None:
-        answers: list[tuple[asyncio.Future[Any], Any, Exception | None]] = []
+        done: list[tuple[asyncio.Future[Any], Any, Exception | None, set[str]]] = []
         self._turn_ends = False
         while self._queue and not self._turn_ends:
             work, answer = self._queue.popleft()
+            self._touched = set()
             try:
-                answers.append((answer, work(), None))
+                done.append((answer, work(), None, self._touched))
             except Exception as error:  # noqa: BLE001  (for whoever waits for the answer)
-                answers.append((answer, None, error))
-        effects, self._effects = self._effects, []
+                done.append((answer, None, error, self._touched))
+        spoilt, self._spoilt = self._spoilt, {}
+        answers = [
+            (answer, result, why_not)
+            if touched.isdisjoint(spoilt)
+            else (answer, None, Unavailable(f"job {', '.join(touched)} goes back to what is durable of it"))
+            for answer, result, why_not, touched in done
+        ]
+        effects = [(job, effect) for job, effect in self._effects if job.row.job not in spoilt]
+        self._effects = []
         try:
             await self._make_durable({job.row.job: job for job, effect in effects if _persists(effect)})
         except Unavailable as unavailable:
@@ -361,7 +358,9 @@ class Driver:
                 for answer, _, bug in answers
             ]
         else:
-            self._carry_out(effects)
+            spoilt |= self._carry_out(effects)
+        for name, why in spoilt.items():
+            await self._go_back(name, why)
         for answer, result, why_not in answers:
             if answer.done():  # nobody waits for it any more
                 continue
@@ -370,17 +369,40 @@ class Driver:
             else:
                 answer.set_exception(why_not)
 
+    async def _go_back(self, name: str, error: str) -> None:
+        """To what is durable of a job with which an error was made."""
+        self._jobs.pop(name, None)
+        self._questions.forget(name)
+        events.emit("job_error", job=name, reason=error)
+        try:
+            parts = await self._store.read(key_of(name, ""))
+        except StoreFailed as failure:
+            self._fail(str(failure))
+            return
+        if parts and not self.apart.is_repeated(name, error, self._clock()):
+            self._load(name, parts)
+            self._enqueue(lambda: None).cancel()  # its effects are of the next turn
+        if name in self.apart:
+            if name in self._sharing:
+                self._sharing.pop(name).end()
+            self._published.wake(name)
+
     def _step(self, job: Job, command: m.Command) -> None:
-        """(in a turn)"""
+        """(in a turn) Refusal; _Error: the job is spoilt."""
         self._check_up()
+        name = job.row.job
+        if name in self._spoilt:
+            raise _Error
+        self._touched.add(name)
         try:
             effects = job.step(command, self._clock())
         except Refusal:
             raise
         except Exception as error:
-            # Memory may be half-way; what is durable is not. Another process goes on from there.
-            self._fail(f"{type(error).__name__} at {type(command).__name__} for job {job.row.job}: {error}")
-            raise
+            logger.exception("job %s, at %s", name, type(command).__name__)
+            self._spoilt[name] = f"{type(error).__name__} at {type(command).__name__}: {error}"
+            self._turn_ends = True
+            raise _Error from error
         self._effects += [(job, effect) for effect in effects]
         self._turn_ends = self._turn_ends or any(
             isinstance(effect, m.Persist) and effect.entered is not None for effect in effects
@@ -411,64 +433,66 @@ class Driver:
 
     # --- effects ---
 
-    def _carry_out(self, effects: Sequence[tuple[Job, m.Effect | _Show]]) -> None:
-        """(all of a turn, once it is durable)"""
+    def _spoil(self, name: str, error: str) -> None:
+        """An error was made with this job, outside of a turn."""
+        if name in self._jobs and not self._stopping and not self.failed.done():
+            self._enqueue(lambda: self._spoilt.setdefault(name, error)).cancel()
+
+    def _carry_out(self, effects: Sequence[tuple[Job, m.Effect | _Show]]) -> dict[str, str]:
+        """(all of a turn, once it is durable) Jobs that cannot be shown, and why."""
+        spoilt: dict[str, str] = {}
         if self._stopping:
-            return
+            return spoilt
         published: set[str] = set()
-        asks = self._questions
         for job, effect in effects:
-            match effect:
-                case m.Persist():
-                    self._after_durable(job.row, effect)
-                case m.PublishView():
-                    if job.row.job not in published:
-                        self._publish(job.row)
-                        published.add(job.row.job)
-                    if effect.at_once:
-                        self._show(job.row)
-                case _Show():
-                    self._show(job.row)
-                case m.Emit():
-                    events.emit(effect.event, **effect.fields)
-                case m.FenceLogs():
-                    asks.ask(job, "fence", asks.fence(job, effect.generation))
-                case m.FetchInventory():
-                    asks.ask(job, "inventory", asks.inventory(job, effect.generation))
-                case m.ResetLogs():
-                    asks.ask(job, "reset", asks.reset(job, effect.generation))
-                case m.TrimLogs():
-                    asks.ask(job, "trim", asks.trim(job, effect.below_step))
+            try:
+                self._carry_out_one(job, effect, published)
+            except Exception as error:
+                logger.exception("job %s, at %s", job.row.job, type(effect).__name__)
+                spoilt[job.row.job] = f"{type(error).__name__} at {type(effect).__name__}: {error}"
+        return spoilt
+
+    def _carry_out_one(self, job: Job, effect: m.Effect | _Show, published: set[str]) -> None:
+        asks = self._questions
+        match effect:
+            case m.Persist():
+                self._after_durable(job.row, effect)
+            case m.PublishView():
+                if job.row.job not in published:
+                    self._publish(job.row)
+                    published.add(job.row.job)
+                if effect.at_once:
+                    self._published.show(job.row)
+            case _Show():
+                self._published.show(job.row)
+            case m.Emit():
+                events.emit(effect.event, **effect.fields)
+            case m.FenceLogs():
+                asks.ask(job, "fence", asks.fence(job, effect.generation))
+            case m.FetchInventory():
+                asks.ask(job, "inventory", asks.inventory(job, effect.generation))
+            case m.ResetLogs():
+                asks.ask(job, "reset", asks.reset(job, effect.generation))
+            case m.TrimLogs():
+                asks.ask(job, "trim", asks.trim(job, effect.below_step))
 
     def _publish(self, row: JobRow) -> None:
-        """Another state or generation is shown at once; the rest a little later, with whatever has come by then."""
-        shown = self._views.get(row.job)
         sharing = self._sharing.get(row.job)
         if sharing is not None and row.state.is_over:
             self._sharing.pop(row.job).end()
         elif sharing is not None and sharing.generation < row.generation:
             sharing.begin(row.generation)
-        if shown is None or (row.generation, pb.State.Value(row.state)) != (shown.generation, shown.state):
-            self._show(row)
-        elif row.job not in self._unshown:
-            self._unshown.add(row.job)
-            watchers = len(self._watchers.get(row.job, ()))
-            asyncio.get_running_loop().call_later(
-                max(SOON_S, watchers / TOLD_PER_S), self._show_soon, row.job
-            )
+        self._published.publish(row)
 
     def _show_soon(self, name: str) -> None:
         """In a turn: what is under way in memory may not be durable yet."""
-        if name in self._unshown and not self._stopping and not self.failed.done():
-            self._enqueue(lambda: self._effects.append((self._jobs[name], _Show()))).cancel()
 
-    def _show(self, row: JobRow) -> None:
-        """The View is made, and all that watch the job look at it."""
-        self._unshown.discard(row.job)
-        self._views[row.job] = view_of(row)
-        self._shown_at[row.job] = self._clock()
-        for changed in self._watchers.get(row.job, ()):
-            changed.set()
+        def show() -> None:
+            if name in self._jobs:
+                self._effects.append((self._jobs[name], _Show()))
+
+        if not self._stopping and not self.failed.done():
+            self._enqueue(show).cancel()
 
 
 def _persists(effect: m.Effect | _Show) -> bool:

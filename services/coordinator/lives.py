@@ -72,6 +72,8 @@ def check_start(row: JobRow, join: m.Join) -> None:
         )
     if not 0 <= join.rank < row.world_size:
         raise Refusal(Refused.INVALID, f"rank {join.rank} is not one of 0 to {row.world_size - 1}")
+    if any(holder.incarnation == join.incarnation for holder in (*row.fenced, *row.holders.values())):
+        raise Refusal(Refused.FENCED, f"this process was rank {join.rank} before job {row.job} was over")
 
 
 def note_run(row: JobRow, run: str, rank: int) -> None:
@@ -79,8 +81,15 @@ def note_run(row: JobRow, run: str, rank: int) -> None:
     if not run:
         return
     row.run_of[rank] = run
-    if run not in row.runs:
-        row.runs = [*row.runs, run][-RUNS_KEPT:]
+    if run in row.runs:
+        return
+    runs = [*row.runs, run]
+    if len(runs) > RUNS_KEPT:
+        there = set(row.run_of.values())  # a launcher that is not named any more ends
+        gone = [other for other in runs if other not in there]
+        forgotten = set(gone[: len(runs) - RUNS_KEPT])
+        runs = [other for other in runs if other not in forgotten]
+    row.runs = runs
 
 
 def note_stop(row: JobRow, run: str) -> bool:
@@ -110,7 +119,7 @@ def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> 
     row.log_ends, row.off_log, row.checkpoint_at, row.checkpoint_reason = False, [], None, ""
     row.groups, row.groups_since = join.config.get("groups", ""), 0
     row.groups_next, row.groups_from = "", {}
-    row.vacant = {}
+    row.vacant, row.given_up, row.unlogged_below, row.move = {}, [], None, []
     if log_servers:
         row.log_servers = [replace(server, fresh=True) for server in log_servers]
         row.placement = {}

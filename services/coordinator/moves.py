@@ -14,7 +14,7 @@ has joined, nothing is shown any more, and the launcher lets that process go.
 
 from collections.abc import Mapping
 
-from services.coordinator.row import JobRow, State
+from services.coordinator.row import JobRow, State, replicas_of
 from services.coordinator.timing import Timing
 from services.coordinator.vacancies import reroutes_lost, whole
 from swift.recovery import RankMeasured, worth_moving
@@ -27,7 +27,9 @@ class Moves:
         self._row = row
         self._timing = timing
         self._since: float | None = None
-        """When the move that is shown was seen first. Not durable: a coordinator that begins anew waits anew."""
+        """When the move that is shown was seen first, or its process to have joined. Not durable: a coordinator that
+        begins anew waits anew."""
+        self._joined = False
         self._failed: set[tuple[int, int]] = set()
         """(generation, lost rank): nobody has joined for it."""
 
@@ -41,7 +43,7 @@ class Moves:
         if not row.vacant or not moves(row) or row.finished or row.end is not None:
             return False
         lost = {slot: since for slot, since in row.vacant.items() if since is not None}
-        replicas = int(row.config["replicas"])
+        replicas = replicas_of(row.config)
         found = worth_moving(
             {rank: known for rank, known in measured.items() if rank in row.holders},
             stage_groups=row.world_size // replicas,
@@ -51,14 +53,17 @@ class Moves:
             movable={to: self._beside(to) for to in lost if (row.generation, to) not in self._failed},
         )
         if found is not None:
-            row.move, self._since = [found.rank, found.to], now
+            row.move, self._since, self._joined = [found.rank, found.to], now, False
         return found is not None
 
     def _give_up(self, now: float) -> bool:
-        """For want of room, say, or because its process has failed."""
+        """For want of room, say, or because its process has failed; or the lost rank has come back in another way, and
+        nobody ends the other one."""
         _, to = self._row.move
-        self._since = now if self._since is None else self._since
-        if now - self._since <= self._timing.replaced_within_s or to in self._row.holders:
+        joined = to in self._row.holders
+        if self._since is None or joined != self._joined:
+            self._since, self._joined = now, joined
+        if now - self._since <= self._timing.replaced_within_s:
             return False
         self._failed.add((self._row.generation, to))
         self._row.move, self._since = [], None

@@ -6,8 +6,8 @@
     (driver)    the first Join of the job: `chosen` looks at the other one's row; from then on it is in this job's own
     (every rank, FORMING) loads its part of that checkpoint, and saves it as this job's first one
 
-Until that first one is complete the job has nothing but its origin: if it is started again, or loses a rank, before
-that, it begins there again. After that it goes on from its own checkpoints, and the other one matters no more.
+Until the job runs it has nothing but its origin: if it is started again, or loses a rank, before that, it begins there
+again. After that it goes on from its own checkpoints, and the other one matters no more.
 """
 
 from services.coordinator import commands as m

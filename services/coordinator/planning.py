@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from services.coordinator.row import JobRow, State
+from services.coordinator.row import JobRow, State, count_of, replicas_of
 from services.coordinator.vacancies import strategy_of
 from swift.recovery import (
     Assignment,
@@ -26,13 +26,13 @@ from swift.recovery.strategies import refused_with
 def config_of(config: Mapping[str, str]) -> PlanConfig:
     """What the job's configuration says to the planner. ValueError: a strategy or groups that cannot be."""
     strategy = config.get("strategy", "auto")
-    if shrinks(strategy) and config.get("replicas") == "1":
+    if shrinks(strategy) and replicas_of(config) == 1:
         strategy = "auto"  # a stage that moves is replayed: nobody else has it
     return PlanConfig(
         strategy=strategy,
         inexact_undo=config.get("undo") == "arithmetic",
         groups=RecoveryGroups.parse(config.get("groups", "")),
-        helpers=int(config.get("helpers", "0")),
+        helpers=count_of(config, "helpers", 0),
     )
 
 

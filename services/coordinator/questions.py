@@ -28,6 +28,10 @@ ERRORS_MAX = 10
 T = TypeVar("T")
 
 
+class Unavailable(Exception):
+    """This coordinator is going down, and another one will answer; or a job goes back to what is durable of it."""
+
+
 class _Overtaken(Exception):
     """Nobody waits for the answer: a newer generation asks anew, or the job is over."""
 
@@ -39,9 +43,10 @@ class Questions:
         self,
         logs: LogControl,
         apply: Callable[[str, m.Command], Awaitable[Job]],
-        failed: Callable[[str], None],
+        failed: Callable[[str, str], None],
     ) -> None:
-        """`apply`: has the job of that name take a command. `failed`: hears of an error that nobody expects."""
+        """`apply`: has the job of that name take a command. `failed`: hears of an error that nobody expects, with the
+        job's name before it."""
         self._logs = logs
         self._apply = apply
         self._failed = failed
@@ -57,6 +62,12 @@ class Questions:
             task.cancel()
         for pool in (self._threads, self._pollers):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def forget(self, name: str) -> None:
+        """What is asked for this job matters no more."""
+        for (job, _), task in list(self._tasks.items()):
+            if job == name:
+                task.cancel()
 
     def under_way(self, name: str, kind: str) -> bool:
         return (name, kind) in self._tasks
@@ -75,9 +86,9 @@ class Questions:
             del self._tasks[key]
         if not task.cancelled():
             error = task.exception()
-            if error is not None:
+            if error is not None and not isinstance(error, Unavailable):
                 logger.error("asking the log servers (%s)", " ".join(key), exc_info=error)
-                self._failed(f"{type(error).__name__} in {' '.join(key)}: {error}")
+                self._failed(key[0], f"{type(error).__name__} in {key[1]}: {error}")
 
     async def fence(self, job: Job, generation: int) -> None:
         calls = self._calls(job, generation, to_fence(job))

@@ -141,6 +141,23 @@ class Decision:
 
 LACKS = -1
 
+COUNT_MAX = 1 << 16
+
+
+def count_of(config: Mapping[str, str], name: str, usual: int) -> int:
+    """A number of the job's configuration. ValueError, in one line: it is none."""
+    text = config.get(name, str(usual))
+    if not (
+        text.isascii() and text.isdigit() and len(text) <= len(str(COUNT_MAX)) and int(text) <= COUNT_MAX
+    ):
+        raise ValueError(f"{name} {text[:20]!r} is no number of 0 to {COUNT_MAX}")
+    return int(text)
+
+
+def replicas_of(config: Mapping[str, str]) -> int:
+    """Data-parallel ranks of the job, as it is configured."""
+    return count_of(config, "replicas", 1)
+
 
 @dataclass(kw_only=True, slots=True)
 class JobRow:

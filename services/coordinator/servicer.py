@@ -4,16 +4,19 @@
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
 from services.coordinator import commands as m
 from services.coordinator.apart import JobApart
-from services.coordinator.commands import Refusal, Refused
-from services.coordinator.driver import Driver, NoSuchJob, TooMany, Unavailable
+from services.coordinator.commands import Refusal, Refused, number_problem
+from services.coordinator.core import Job
+from services.coordinator.driver import Driver, NoSuchJob, TooMany
 from services.coordinator.logs import check_address
+from services.coordinator.questions import Unavailable
 from services.coordinator.row import VoteKind
+from services.coordinator.sharing import UNTIL_MAX
 from services.coordinator.updates import Updates
 from services.security.interceptors import visit_of
 from swift._pb import coordinator_pb2 as pb
@@ -80,20 +83,16 @@ class Servicer(pb_grpc.CoordinatorServicer):
             from_version=request.from_version if request.HasField("from_version") else None,
         )
         if not 0 < len(member.incarnation) <= LONGEST_ID:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, "a member needs an incarnation, and a short one"
-            )
+            await self._abort_invalid(context, "a member needs an incarnation, and a short one")
         if not 0 < request.world_size <= WORLD_SIZE_MAX:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"world size {request.world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks",
-            )
+            wrong = f"world size {request.world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks"
+            await self._abort_invalid(context, wrong)
         said = [*request.config.items(), *request.fingerprint.items()]
         if sum(len(name) + len(value) for name, value in said) > CONFIG_LENGTH_MAX:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"configuration and fingerprint have more than {CONFIG_LENGTH_MAX} characters",
-            )
+            wrong = f"configuration and fingerprint have more than {CONFIG_LENGTH_MAX} characters"
+            await self._abort_invalid(context, wrong)
+        if wrong := number_problem(join):
+            await self._abort_invalid(context, wrong)
         may_see = visit_of().covers
         generation = await self._answer(
             context, request.job, lambda: self._driver.join(request.job, join, may_see)
@@ -102,17 +101,14 @@ class Servicer(pb_grpc.CoordinatorServicer):
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.ViewUpdate]:
         await _check_name(context, request.job)
-        try:
-            self._driver.apart.check(request.job)
-        except JobApart as apart:
-            self._refused(Reason.APART.value)
-            await context.abort(grpc.StatusCode.DATA_LOSS, str(apart), APART)
+        await self._check_apart(context, request.job)
         rank = request.rank if request.HasField("rank") else None
         known: pb.View | None = None
         async for view in self._driver.views(request.job):
             update = self._updates.to(view, known, rank)
             known = view
             yield update
+        await self._check_apart(context, request.job)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         command = m.Heartbeat(
@@ -122,7 +118,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
             unsaved=_unsaved(request),
             kept=request.kept,
         )
-        job = await self._answer(context, request.job, lambda: self._driver.apply(request.job, command))
+        job = await self._applied(context, request.job, command)
         interval_s = self._driver.timing.interval_s(job.row.wanted)
         return pb.HeartbeatReply(generation=job.row.generation, interval_s=interval_s)
 
@@ -209,11 +205,12 @@ class Servicer(pb_grpc.CoordinatorServicer):
         try:
             measured = from_message(request.measured)
         except ValueError as error:
-            self._refused(Refused.INVALID.name.lower())
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"a measurement: {error}"[:LONGEST_REASON])
+            await self._abort_invalid(context, f"a measurement: {error}")
         return await self._ack(context, request.job, m.Measure(sender=_sender(request), measured=measured))
 
     async def Share(self, request: pb.ShareRequest, context: Context) -> pb.ShareReply:
+        if len(request.until) > UNTIL_MAX:
+            await self._abort_invalid(context, f"a call waits for {UNTIL_MAX} keys at most")
         sender = _sender(request)
         sharing = await self._answer_now(
             context,
@@ -249,8 +246,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
 
     async def Meet(self, request: pb.MeetRequest, context: Context) -> pb.MeetReply:
         if wrong := _wrong_meeting(request):
-            self._refused(Refused.INVALID.name.lower())
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong)
+            await self._abort_invalid(context, wrong)
         return await self._answer_now(context, request.job, lambda: self._driver.meet(request.job, request))
 
     async def Measurements(self, request: pb.MeasurementsRequest, context: Context) -> pb.MeasurementsReply:
@@ -275,8 +271,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
             try:
                 check_address(request.add)
             except UsageError as error:  # before the job is fenced for it
-                self._refused(Refused.INVALID.name.lower())
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                await self._abort_invalid(context, str(error))
         return await self._ack(
             context,
             request.job,
@@ -325,10 +320,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
 
     async def Vote(self, request: pb.VoteRequest, context: Context) -> pb.Ack:
         if request.kind not in _KINDS:
-            self._refused(Refused.INVALID.name.lower())
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"a vote for {request.kind}: there is no such"
-            )
+            await self._abort_invalid(context, f"a vote for {request.kind}: there is no such")
         command = m.Vote(
             sender=_sender(request),
             generation=request.generation,
@@ -354,8 +346,27 @@ class Servicer(pb_grpc.CoordinatorServicer):
         return self._driver.jobs(visit_of().covers)
 
     async def _ack(self, context: Context, job: str, command: m.Command) -> pb.Ack:
-        await self._answer(context, job, lambda: self._driver.apply(job, command))
+        await self._applied(context, job, command)
         return pb.Ack()
+
+    async def _applied(self, context: Context, job: str, command: m.Command) -> Job:
+        """Its job, once it is durable."""
+        if wrong := number_problem(command):
+            await self._abort_invalid(context, wrong)
+        return await self._answer(context, job, lambda: self._driver.apply(job, command))
+
+    async def _abort_invalid(self, context: Context, wrong: str) -> NoReturn:
+        self._refused(Refused.INVALID.name.lower())
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong[:LONGEST_REASON])
+        raise AssertionError("abort has raised")
+
+    async def _check_apart(self, context: Context, job: str) -> None:
+        """Answers for a job that is set apart."""
+        try:
+            self._driver.apart.check(job)
+        except JobApart as apart:
+            self._refused(Reason.APART.value)
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(apart), APART)
 
     async def _answer_now(self, context: Context, job: str, call: Callable[[], T]) -> T:
         async def made() -> T:
@@ -373,9 +384,8 @@ class Servicer(pb_grpc.CoordinatorServicer):
         except NoSuchJob:
             self._refused("no_such_job")
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no rank has joined a job {job} here")
-        except JobApart as apart:
-            self._refused(Reason.APART.value)
-            await context.abort(grpc.StatusCode.DATA_LOSS, str(apart), APART)
+        except JobApart:
+            await self._check_apart(context, job)
         except TooMany as limit:
             self._refused(Reason.LIMIT.value)
             trailers = ((REASON_KEY, Reason.LIMIT.value),)
@@ -383,6 +393,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
         except Unavailable as unavailable:
             self._refused("unavailable")
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(unavailable))
+        raise AssertionError("abort has raised")
 
 
 _FromMember = (

@@ -28,6 +28,8 @@ KEYS_PER_RANK = 1 << 13
 BYTES_MAX = 1 << 22
 BYTES_PER_RANK = 1 << 20
 BYTES_EVER_MAX = 1 << 27
+UNTIL_MAX = 1 << 16
+"""Keys that one call waits for."""
 DELETED_MAX = 1 << 10
 """Deleted keys that are remembered, for ranks that have not heard of it."""
 _INT64 = 1 << 63
@@ -96,10 +98,16 @@ class Sharing:
     async def wait(self, keys: Sequence[str], wait_s: float) -> None:
         """Until all of them are there, or this is over."""
         changed, generation = asyncio.Event(), self.generation
+        missing: list[str] = []
         self._waiting.add(changed)
         try:
             async with asyncio.timeout(wait_s):
-                while self.is_in(generation) and any(self._value(key) is None for key in keys):
+                while self.is_in(generation):
+                    while missing and self._value(missing[-1]) is not None:
+                        missing.pop()  # each is looked at once, however often something changes
+                    missing = missing or [key for key in keys if self._value(key) is None]
+                    if not missing:
+                        return
                     changed.clear()
                     await changed.wait()
         except TimeoutError:

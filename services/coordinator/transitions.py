@@ -76,11 +76,15 @@ class Transitions:
         """A new generation of a job that has not run yet: all begin anew, at version 0."""
         self._enter(State.FORMING)
         events = self._new_generation(dead, reason)
-        row = self.row
-        # What was saved so far is of weights that nobody may have now.
-        row.rolled_back_in = row.generation
-        row.checkpoints, row.shards, row.shards_from = [], {}, 0
+        self._forget_formed()
         return [*self._transition(), *events, *self._fence_logs()]
+
+    def _forget_formed(self) -> None:
+        """(FORMING) What was saved so far is of weights that nobody may have later, and of stages that may not fit."""
+        row = self.row
+        if row.state is State.FORMING:
+            row.rolled_back_in = row.generation
+            row.checkpoints, row.shards, row.shards_from = [], {}, 0
 
     def become_fencing(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
         """A new generation without the holders of the `dead` ranks (rank -> why)."""
@@ -142,7 +146,7 @@ class Transitions:
 
     def move_due(self, now: float) -> list[Effect]:
         """A lost rank's place is to be found at another stage; or nobody has joined for it."""
-        if not self.row.vacant:
+        if not (self.row.vacant or self.row.move):
             return []
         before, version = self.row.move, max(map(self.steps.version, self.row.holders), default=0)
         if not self.moves.look(self.measured, version, now):
@@ -200,6 +204,7 @@ class Transitions:
         return self._transition()
 
     def become_failed(self, reason: str, exit_code: int = 0) -> list[Effect]:
+        self._forget_formed()
         self._enter(State.FAILED)
         self.row.reason = reason
         self.row.exit_code = exit_code
@@ -208,6 +213,7 @@ class Transitions:
 
     def become_stopped(self, reason: str) -> list[Effect]:
         """Nobody is left, on purpose."""
+        self._forget_formed()
         self._enter(State.STOPPED)
         self.row.reason = f"its launcher was told to stop: {reason}"
         self.row.blocked = {}

@@ -20,7 +20,7 @@ replica, which has the same state; that is a part of such a strategy, so it take
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from services.coordinator.row import LACKS, JobRow, State
+from services.coordinator.row import LACKS, JobRow, State, replicas_of
 from swift.recovery import Assignment, Plan, RankMeasured, reroutes, worth_waiting_s
 from swift.recovery import shrinks as strategy_shrinks
 
@@ -76,7 +76,7 @@ def patience_s(row: JobRow, measured: Iterable[RankMeasured], least_s: float, mo
     go on costs the bits as well, to the end."""
     if _drops(row):
         return most_s
-    worth_s = worth_waiting_s(measured, replicas=int(row.config["replicas"]), reroutes=reroutes_lost(row))
+    worth_s = worth_waiting_s(measured, replicas=replicas_of(row.config), reroutes=reroutes_lost(row))
     return most_s if worth_s is None else min(max(worth_s, least_s), most_s)
 
 
@@ -157,7 +157,7 @@ def lacking(row: JobRow, version: int, config: Mapping[str, str]) -> str:
 def whole(row: JobRow, left: set[int]) -> bool:
     """The job can go on with these slots: one data-parallel rank has all of its own; where microbatches are rerouted,
     each stage group has one, and each pipeline where its batches come from one of its ranks."""
-    full = Assignment.grid(row.world_size, replicas=int(row.config["replicas"]))
+    full = Assignment.grid(row.world_size, replicas=replicas_of(row.config))
     held = full.held_by({slot: slot for slot in left})
     if not reroutes_lost(row):
         return bool(held.whole_origins())

@@ -10,6 +10,8 @@ from swift._pb import coordinator_pb2 as pb
 from swift.control.measured import to_message
 from swift.control.plans import encoded
 
+FENCED_SHOWN = 256
+"""So many of those that were fenced last, at least, and at most twice as many; or as many as there are ranks."""
 SUMMARY_WORDS_MAX = 200
 """Characters of a reason in a list of jobs."""
 
@@ -26,7 +28,7 @@ def view_of(row: JobRow) -> pb.View:
         move=pb.Move(rank=row.move[0], to=row.move[1]) if row.move else None,
         shrinks=shrinks(row.config),
         shrinks_late=shrinks_late(row.config),
-        fenced=[_member(holder) for holder in row.fenced],
+        fenced=[_member(holder) for holder in _last_fenced(row)],
         plan=_plan_of(row),
         log_servers=row.addresses(),
         log_places=[
@@ -66,6 +68,13 @@ def view_of(row: JobRow) -> pb.View:
         revoked=row.revoked,
         decisions=[_decision(number, made) for number, made in sorted(row.decisions.items())],
     )
+
+
+def _last_fenced(row: JobRow) -> list[Holder]:
+    """Who was fenced long before that is told by the answer to whatever it says. They go many at a time: what is left
+    out from the beginning of a list is told by the whole list."""
+    kept = max(FENCED_SHOWN, row.world_size)
+    return row.fenced[max(0, len(row.fenced) // kept - 1) * kept :]
 
 
 def _decision(number: int, made: Decision) -> pb.Decision:

@@ -8,12 +8,14 @@ import pytest
 
 from services.coordinator import commands as m
 from services.coordinator import driver as driver_module
+from services.coordinator import published as published_module
 from services.coordinator import questions as questions_module
 from services.coordinator.apart import JobApart
-from services.coordinator.driver import Driver, NoSuchJob, Unavailable
+from services.coordinator.driver import Driver, NoSuchJob
 from services.coordinator.fencing import EMPTIED_WHEN_NEW
 from services.coordinator.logs import Answered, GenerationRefused, Unfit
 from services.coordinator.parts import row_key
+from services.coordinator.questions import Unavailable
 from services.coordinator.row import LogServer
 from services.coordinator.store import MemoryStore, StoreFailed, Transaction
 from services.coordinator.timing import Timing
@@ -267,18 +269,6 @@ async def test_another_coordinator_on_the_same_store_ends_this_one(
 
 
 @scenario
-async def test_a_bug_in_the_core_ends_the_coordinator(logs: FakeLogs, store: MemoryStore) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
-    job = driver._jobs["j"]
-    job.become_planning = None  # type: ignore[assignment, method-assign]
-    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
-    async with asyncio.timeout(5):
-        assert "TypeError" in await driver.failed
-    driver.stop()
-
-
-@scenario
 async def test_a_restart_goes_on_with_the_same_log_servers_elsewhere(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
@@ -525,12 +515,12 @@ async def test_whom_a_recovery_still_waits_for_is_shown_after_a_while(
     await driver.apply("j", m.Ready(sender=sender(), generation=1, version=0, stages=(0,), num_stages=2))
     await driver.tick()
     assert (await view_with(driver, lambda _: True)).waiting_for == "ranks 0, 1 to be ready"
-    before = driver._views["j"].revision
-    clock.now += driver_module.SHOWN_S
+    before = driver._published._views["j"].revision
+    clock.now += published_module.SHOWN_S
     await driver.tick()
     view = await view_with(driver, lambda view: view.waiting_for == "rank 1 to be ready")
     assert view.revision > before, "else nobody takes it for a newer one"
-    clock.now += driver_module.SHOWN_S
+    clock.now += published_module.SHOWN_S
     await driver.tick()
-    assert driver._views["j"] is view, "nothing new, so nobody is woken"
+    assert driver._published._views["j"] is view, "nothing new, so nobody is woken"
     driver.stop()

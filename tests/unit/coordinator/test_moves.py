@@ -126,6 +126,20 @@ def test_who_does_not_come_is_waited_for_and_then_given_up() -> None:
     assert row.move == [0, 3], "and in another generation so may this one"
 
 
+def test_a_lost_rank_that_comes_back_in_another_way_ends_its_move() -> None:
+    row = job()
+    moves, late = Moves(row, TIMING), TIMING.replaced_within_s
+    moves.look(measured(0, 1, 2, 5), 900, 0.0)
+    assert row.move == [0, 3]
+    row.vacant, row.holders[3] = {4: 5}, holder(3)
+    assert not moves.look({}, 900, late - 1)
+    assert not moves.look({}, 900, 2 * late - 2), (
+        "the other one is ended once the job runs: it is waited for that"
+    )
+    assert moves.look({}, 900, 2 * late)
+    assert row.move == []
+
+
 def test_a_coordinator_that_begins_anew_waits_anew() -> None:
     row = job(move=[0, 3])
     moves = Moves(row, TIMING)

@@ -46,9 +46,11 @@ async def j_at(driver: Driver, *versions: int) -> None:
 
 
 async def make_running(driver: Driver, name: str, version: int) -> None:
-    await driver.apply(name, m.CheckpointDurable(sender=sender(), version=version, generation=1))
+    view = (await driver.status(name)).view
+    who, generation = m.Sender(rank=0, incarnation=view.members[0].incarnation), view.generation
+    await driver.apply(name, m.CheckpointDurable(sender=who, version=version, generation=generation))
     await driver.apply(
-        name, m.Ready(sender=sender(), generation=1, version=version, stages=(0,), num_stages=1)
+        name, m.Ready(sender=who, generation=generation, version=version, stages=(0,), num_stages=1)
     )
     async with asyncio.timeout(PATIENCE_S), aclosing(driver.views(name)) as views:
         async for view in views:
@@ -148,10 +150,15 @@ async def test_a_job_that_has_not_run_begins_there_again_and_one_that_has_does_n
     assert await begin(driver, "k", replace(from_job("j"), incarnation="c", run="r2")) == ("j", 10)
     await driver.apply("k", m.Fail(sender=None, reason="boom"))
     assert await begin(driver, "k", replace(join(), incarnation="d", run="r3")) == ("j", 10)
+    # It has saved its first one, and fails before its stages are known to fit: it begins anew all the same.
     here = m.Sender(rank=0, incarnation="d")
     view = (await driver.status("k")).view
     await driver.apply("k", m.CheckpointDurable(sender=here, version=10, generation=view.generation))
-    # From now on it has its own: the other one's is not looked at any more.
+    await driver.apply("k", m.Fail(sender=None, reason="boom"))
+    assert await begin(driver, "k", replace(join(), incarnation="dd", run="r33")) == ("j", 10)
+    assert (await driver.status("k")).view.state == pb.FORMING
+    # Once it runs it has its own: the other one's is not looked at any more.
+    await make_running(driver, "k", 10)
     await driver.apply("j", m.CheckpointDurable(sender=sender(), version=15, generation=1))
     await driver.apply("k", m.Fail(sender=None, reason="boom"))
     assert "job k began with version 10 of job j" in await refused(

@@ -129,6 +129,37 @@ def test_an_answer_has_a_bound_and_the_rest_comes_next() -> None:
     assert seen == sharing.revision
 
 
+def test_each_key_that_is_waited_for_is_looked_at_once_however_often_something_changes() -> None:
+    class Counted(Sharing):
+        looked = 0
+
+        def _value(self, key: str) -> bytes | None:
+            self.looked += 1
+            return super()._value(key)
+
+    keys, changes = [f"k{n}" for n in range(500)], 500
+
+    async def test() -> None:
+        sharing = Counted(1, 1)
+        waiting = asyncio.create_task(sharing.wait(keys, PATIENCE_S))
+        await asyncio.sleep(0)
+        sharing.looked = 0
+        for number in range(changes):
+            sharing.change("a", number + 1, [put("other", b"%d" % number)])
+            await asyncio.sleep(0)
+        assert sharing.looked <= 5 * changes
+        sharing.change("a", changes + 1, [put(key, b"") for key in keys[:-1]])
+        await asyncio.sleep(0)
+        sharing.change("a", changes + 2, [pb.SharedChange(key="k0", delete=True), put("k499", b"")])
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "one of them is gone again"
+        sharing.change("a", changes + 3, [put("k0", b"")])
+        async with asyncio.timeout(PATIENCE_S):
+            await waiting
+
+    asyncio.run(test())
+
+
 # -- through the service ------------------------------------------------------------------------------------
 
 

@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from services.coordinator import commands as m
-from services.coordinator import driver as driver_module
+from services.coordinator import published as published_module
 from services.coordinator.commands import Refusal
-from services.coordinator.driver import SOON_S, Driver
+from services.coordinator.driver import Driver
+from services.coordinator.published import SOON_S
 from services.coordinator.row import JobRow, State
 from services.coordinator.store import MemoryStore, Transaction
 from services.coordinator.timing import Timing
@@ -73,7 +74,7 @@ async def test_nothing_is_answered_or_shown_before_it_is_durable(logs: FakeLogs,
     store = SlowStore()
     driver = await driver_of(logs, store, servers=())
     await formed(driver)
-    shown, _ = driver._views["j"], store.gate.clear()
+    shown, _ = driver._published._views["j"], store.gate.clear()
     asked = [
         asyncio.create_task(driver.apply("j", ready(0))),
         asyncio.create_task(
@@ -84,7 +85,7 @@ async def test_nothing_is_answered_or_shown_before_it_is_durable(logs: FakeLogs,
     status = asyncio.create_task(driver.status("j"))
     await asyncio.sleep(0.02)
     assert not any(task.done() for task in (*asked, status))
-    assert driver._views["j"] is shown
+    assert driver._published._views["j"] is shown
     store.gate.set()
     await asked[0]
     with pytest.raises(Refusal):  # a refusal is one of that moment as well
@@ -192,7 +193,7 @@ def test_joins_one_after_the_other_are_one_view(monkeypatch: pytest.MonkeyPatch)
         assert len(made) <= 3
         driver.stop()
 
-    monkeypatch.setattr(driver_module, "view_of", counted)
+    monkeypatch.setattr(published_module, "view_of", counted)
     test()
 
 
@@ -207,7 +208,7 @@ def test_what_is_shown_late_is_durable() -> None:
         store.gate.clear()
         late = asyncio.create_task(driver.join("j", join(2)))
         await asyncio.sleep(3 * SOON_S)
-        assert len(driver._views["j"].members) < 3
+        assert len(driver._published._views["j"].members) < 3
         store.gate.set()
         await late
         await view_with(driver, lambda view: len(view.members) == 3)
