@@ -199,7 +199,7 @@ class Adoption:
         result: Callable[[], Result],
     ) -> Result:
         """`result` of the trainer's step for this origin, which is taken back after that."""
-        quiet, self._witness.quiet = self._witness.quiet, True
+        own, quiet, self._witness.quiet = self._channel.origin, self._witness.quiet, True
         self._channel.rehearsing = self.under_way = True
         try:
             with self._channel.as_origin(origin):
@@ -207,6 +207,8 @@ class Adoption:
                 self._channel.begin_step(step)
                 self._state.begin_step()
                 self.loaders.begin(origin)
+                if origin != own:
+                    self._state.draw_as_other(self.loaders.names)
                 try:
                     train_step(step)
                 except Computed:

@@ -1,11 +1,10 @@
 """Data loaders of more than one data-parallel rank (*origin*) in one process, at one position.
 
 What a trainer registers has the same state on all replicas (`swift.runtime.audit`). So a loader that was made for
-another origin gives that one's next batch, once it has this rank's state. Where only the ranks of its own pipeline can
-make it, its batches are fetched from one of them (`swift.runtime.fetched_batches`).
+another origin gives that one's next batch, once it has this rank's state (`TrainerState.draw_as_other`). Where only the
+ranks of its own pipeline can make it, its batches are fetched from one of them (`swift.runtime.fetched_batches`).
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,7 +60,7 @@ class OriginLoader:
         return self._draws
 
     def begin(self, origin: int) -> None:
-        """A step is computed for this origin."""
+        """A step is computed for this origin. Its loader has a state of its own until it is given this rank's."""
         if origin == self._own:
             return
         if self._draws is not None:
@@ -71,13 +70,14 @@ class OriginLoader:
             self._made[origin] = self._make(origin)
         for name, value in self._set.items():
             setattr(self._made[origin], name, value)
-        self._made[origin].load_state_dict(copy.deepcopy(self.state_dict()))
 
     def state_dict(self) -> Any:
+        """Of this rank's own."""
         return self._made[self._own].state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        self._made[self._own].load_state_dict(state)
+        """Into the one of the origin whose batch is computed."""
+        self.present.load_state_dict(state)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # of this object, and not there yet
@@ -139,9 +139,13 @@ class OriginLoaders:
 
     def __init__(self) -> None:
         self._loaders: list[OriginLoader] = []
+        self.names: list[str] = []
+        """By which the states of those are registered that are made for others."""
 
-    def add(self, loader: OriginLoader) -> None:
+    def add(self, loader: OriginLoader, name: str) -> None:
         self._loaders.append(loader)
+        if loader.draws is None:
+            self.names.append(name)
 
     def begin(self, origin: int) -> None:
         for loader in self._loaders:

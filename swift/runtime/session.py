@@ -281,7 +281,7 @@ class Session:
             make, self._slot.dp_rank, lambda: self._channel.origin, fetches=self._config.fetch_batches
         )
         self._state.add_object(name, loader)
-        self._origin_loaders.add(loader)
+        self._origin_loaders.add(loader, name)
         return loader
 
     def transient(self, *names: str) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -245,6 +246,19 @@ class TrainerState:
         # What it keeps besides; LR schedulers note there that it has stepped.
         self._groups += [Kept(vars(optimizer), but=OPTIMIZERS_OWN) for optimizer in self.optimizers]
         self.randomness.begin_step(self.version)  # whatever objects have drawn to tell their state
+
+    def draw_as_other(self, loaders: Collection[str]) -> None:
+        """(a step for another data-parallel rank has begun, which the randomness is of) What its registered objects
+        would draw is what these draw from here on. `loaders`: those that have to be given the state for it; the others
+        make their iterators of torch's data loaders again, with that rank's numbers. Dropping the step takes it back.
+        """
+        before = self._before
+        assert before is not None
+        self.iterators.restore(before.iterators)
+        objects = sharded.globalized(copy.deepcopy(before.objects), before.placements, self._parameters())
+        for name, state in objects.items():
+            if before.iterators or name in loaders:
+                self._load_object(name, state)
 
     def end_step(self) -> None:
         """The step is done: what was kept for taking it back is let go, and the version rises by one."""

@@ -47,6 +47,19 @@ def test_the_others_compute_its_batches_and_the_bits_are_those_of_a_run_that_nev
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("habit", ["lazy", "eager", "plain"])
+def test_its_batches_come_from_its_own_iterators_of_torchs_loaders(habit: str, tmp_path: Path) -> None:
+    """Across the end of an epoch. What another rank makes in its place has its order and its numbers."""
+    never = run(tmp_path / "never", "redistribute", [], habit=habit)
+    outcome = run(tmp_path, "redistribute", [{"rank": LOST, "step": 5, "phase": "reduce"}], habit=habit)
+
+    assert {e["origin"] for e in named(outcome, "adopted_step")} == {LOST}
+    assert not named(outcome, "not_exact")
+    for rank in (0, 2):
+        assert last_bits(outcome, rank, never["digests"][f"bits-{rank}.json"])
+
+
+@pytest.mark.timeout(240)
 def test_what_is_done_again_in_the_full_world_is_not_compared_with_what_was_logged_without_it(
     tmp_path: Path,
 ) -> None:

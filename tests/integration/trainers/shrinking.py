@@ -7,7 +7,9 @@ while backward runs. One that is "late" asks, computes by a schedule, and rank 0
 others have lost a rank. One that is "deaf" asks, and in step LATE rank 1 is lost once all have the first average, of
 which rank 2 has heard nothing. One that "lingers" talks, and behind that rank 0 waits in step LATE + 1 until the lost
 rank has come back. One that "waits" asks, and the last rank waits in that step, and in the one before the last, until
-all that were lost have come back.
+all that were lost have come back. Those that are "lazy", "eager" or "plain" have torch's DataLoader with the session's
+numbers (so plain torch cannot say what their bits must be): it makes its iterator when it needs one, or at once; the
+"plain" one is lazy and registered, not made by the session.
 
 Both write a digest of weights and optimizer state for every step: `{step: digest}`.
 """
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
+from torch.utils.data import DataLoader, Dataset
 
 ORIGINS = 3
 WIDTH, BATCH = 24, 8
@@ -89,6 +92,49 @@ class Batches(Position):
         return self.step - 1, self.origin
 
 
+class Noisy(Dataset[Tensor]):
+    """Augmented by torch's own numbers."""
+
+    def __len__(self) -> int:
+        return 4 * BATCH
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(WIDTH) + index
+
+
+class Shuffled:
+    """In an order, and with numbers, that each data-parallel rank has of its own."""
+
+    def __init__(self, eager: bool) -> None:
+        self.loader = DataLoader(Noisy(), batch_size=BATCH, shuffle=True)
+        self.position, self.eager = 0, eager
+        self.iterator = iter(self.loader) if eager else None
+
+    def __next__(self) -> Tensor:
+        if self.iterator is None:
+            self._begin()
+        try:
+            batch = next(self.iterator)
+        except StopIteration:
+            self.position, self.iterator = 0, iter(self.loader)
+            batch = next(self.iterator)
+        self.position += 1
+        return batch
+
+    def _begin(self) -> None:
+        self.iterator = iter(self.loader)
+        for _ in range(self.position):
+            next(self.iterator)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position, self.iterator = state["position"], None
+        if self.eager:
+            self._begin()
+
+
 def deafen(rank: int, under_way: Position) -> None:
     """As if a result had not reached rank 2 when the connection broke."""
     from swift.runtime.reducer import Reduction
@@ -146,6 +192,11 @@ def in_a_job(steps: int, habit: str) -> None:
         session.register(scheduler=scheduler)
         if habit == "loader":
             batches = session.loader(Batches)
+        elif habit in ("lazy", "eager"):
+            shuffled: Any = session.loader(lambda origin: Shuffled(habit == "eager"))
+        elif habit == "plain":
+            shuffled = Shuffled(eager=False)
+            session.register(loader=shuffled)
         else:
             position = Position()
             session.register(loader=position)
@@ -160,7 +211,7 @@ def in_a_job(steps: int, habit: str) -> None:
             optimizer.zero_grad()
             if habit == "loader":
                 at, origin = batches.next_batch()
-            else:
+            elif habit not in ("lazy", "eager", "plain"):
                 at, origin = position.step, own if habit == "knows" else session.dp_rank
                 position.step += 1
             if habit in ("talks", "lingers"):
@@ -175,6 +226,9 @@ def in_a_job(steps: int, habit: str) -> None:
                     await_notices(1)
                 batch, target = batch_of(at, origin)
                 schedule.step(batch, target=target)
+            elif habit in ("lazy", "eager", "plain"):
+                batch = next(shuffled)
+                distance(model(batch), batch.roll(1, 0)).backward()
             else:
                 loss_of(model, at, origin).backward()
             optimizer.step()

@@ -120,6 +120,7 @@ def test_the_loader_of_another_origin_begins_where_its_own_stands() -> None:
     for _ in range(2):  # each time from there: a step that was taken back has not moved it
         loader.begin(0)
         now[0] = 0
+        loader.load_state_dict(loader.state_dict())
         assert loader.next_batch() == (0, 3)
         assert loader.state_dict() == {"position": 2}, "its state is its own's"
         now[0] = 1
@@ -135,6 +136,7 @@ def test_what_the_trainer_sets_on_a_loader_is_set_on_those_of_other_origins() ->
     assert (made[1].epoch, loader.next_batch()) == (3, (1, 6))  # type: ignore[attr-defined]
     loader.begin(0)
     now[0] = 0
+    loader.load_state_dict(loader.state_dict())
     assert (loader.epoch, loader.next_batch()) == (3, (0, 7)), "its state comes behind what was set"
     loader.epoch = 4
     assert (made[0].epoch, made[1].epoch) == (4, 3), "by a step for another origin"  # type: ignore[attr-defined]

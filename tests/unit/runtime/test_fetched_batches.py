@@ -92,7 +92,7 @@ class Rank:
 
         self.loader = OriginLoader(make, own, lambda: self.now, fetches=True)
         self.loaders = OriginLoaders()
-        self.loaders.add(self.loader)
+        self.loaders.add(self.loader, "loader")
 
     def gives(self, step: Callable[[Any], Any]) -> tuple[Any, Drawn]:
         """In a step that is taken back."""
@@ -257,7 +257,7 @@ def test_a_draw_is_what_it_was_before_the_trainer_changed_it() -> None:
 
     loader = OriginLoader(Ones, 0, lambda: 0, fetches=True)
     loaders = OriginLoaders()
-    loaders.add(loader)
+    loaders.add(loader, "loader")
     with loaders.writing() as written:
         next(loader).mul_(5)
     assert torch.equal(unpacked(written[0][0]).value, torch.ones(3))
