@@ -2,6 +2,7 @@
 What the bits must be is computed by plain torch in one process, which knows nothing of the session.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +343,28 @@ def test_batches_of_a_lost_rank_come_from_its_own_pipeline(
     assert {event["origin"] for event in named(outcome, "adopted_step")} == {r % shape[1] for r in lost}
     check_one_step_at_most(outcome)
     check_bits(outcome, shape, lost, tmp_path, "fetches")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [
+        ("adaptive", ()),
+        pytest.param("adaptive", FETCH, marks=MATRIX),
+        pytest.param("shrink", (), marks=MATRIX),
+    ],
+)
+def test_batches_of_a_lost_rank_come_in_the_order_that_it_had(
+    strategy: str, flags: Sequence[str], tmp_path: Path
+) -> None:
+    """Of torch's DataLoader, which shuffles for each pipeline otherwise: by a run that never failed."""
+    never = run(tmp_path / "never", (2, 2), [], "shuffles", strategy=strategy, flags=flags)
+    faults = [{"rank": 1, "step": 5, "phase": "reduce"}]
+    outcome = run(tmp_path, (2, 2), faults, "shuffles", strategy=strategy, flags=flags)
+    assert {event["origin"] for event in named(outcome, "adopted_step")} == {1}
+    assert not named(outcome, "not_exact")
+    for rank in (0, 2, 3):
+        assert outcome["digests"][f"bits-{rank}.json"] == never["digests"][f"bits-{rank}.json"]
 
 
 @pytest.mark.timeout(300)

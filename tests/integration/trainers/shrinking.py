@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
-from torch.utils.data import DataLoader, Dataset
 
 ORIGINS = 3
 WIDTH, BATCH = 24, 8
@@ -92,49 +91,6 @@ class Batches(Position):
         return self.step - 1, self.origin
 
 
-class Noisy(Dataset[Tensor]):
-    """Augmented by torch's own numbers."""
-
-    def __len__(self) -> int:
-        return 4 * BATCH
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.rand(WIDTH) + index
-
-
-class Shuffled:
-    """In an order, and with numbers, that each data-parallel rank has of its own."""
-
-    def __init__(self, eager: bool) -> None:
-        self.loader = DataLoader(Noisy(), batch_size=BATCH, shuffle=True)
-        self.position, self.eager = 0, eager
-        self.iterator = iter(self.loader) if eager else None
-
-    def __next__(self) -> Tensor:
-        if self.iterator is None:
-            self._begin()
-        try:
-            batch = next(self.iterator)
-        except StopIteration:
-            self.position, self.iterator = 0, iter(self.loader)
-            batch = next(self.iterator)
-        self.position += 1
-        return batch
-
-    def _begin(self) -> None:
-        self.iterator = iter(self.loader)
-        for _ in range(self.position):
-            next(self.iterator)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position, self.iterator = state["position"], None
-        if self.eager:
-            self._begin()
-
-
 def deafen(rank: int, under_way: Position) -> None:
     """As if a result had not reached rank 2 when the connection broke."""
     from swift.runtime.reducer import Reduction
@@ -162,6 +118,8 @@ def deafen(rank: int, under_way: Position) -> None:
 
 
 def in_a_job(steps: int, habit: str) -> None:
+    from shuffled import Shuffled
+
     import swift
 
     lingers, was_here = (

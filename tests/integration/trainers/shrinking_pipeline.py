@@ -18,7 +18,8 @@ inf; so does "disabled", whose scaler is, "freezes", which freezes stage 1 and w
 has come back; "returns" does so in step RETURNED, and is calm. "fetches" has loaders of `session.loader` that no other
 data-parallel rank can make, and changes their batches in place; "fetches apart" has one at its last stage that gives
 other batches, "fetches late" draws from it behind its schedule as well, "fetches alone" makes it at its first stage
-only. "asks" does none of it.
+only. "shuffles" has torch's DataLoader by `session.loader`, in an order of each pipeline's own, which plain torch does
+not know. "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -217,6 +218,7 @@ class OwnFiles(Position):
 
 
 def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
+    from shuffled import Shuffled
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
     import swift
@@ -261,6 +263,8 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             other = habit == "fetches apart" and number == stages - 1
             own = session.dp_rank  # asked here: in a step for another origin it is that one's
             files = session.loader(lambda dp_rank: OwnFiles(dp_rank, own, other))
+        elif habit == "shuffles":
+            files = session.loader(lambda dp_rank: Shuffled(eager=False, width=WIDTH))
         elif not fetches:
             session.register(loader=position)
         session.register(scheduler=scheduler)
@@ -273,13 +277,15 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             optimizer.zero_grad()
             if habit.startswith("checks"):
                 assert all(float(state["exp_avg_sq"].max()) < 1e12 for state in optimizer.state.values())
-            if files is not None:
+            if habit == "shuffles":
+                batch = next(files)
+            elif files is not None:
                 parts = [next(files)["batch"], next(files)["batch"]]
                 batch = torch.cat([part.mul_(2) for part in parts])
             else:
                 batch = batch_of(position.step, session.dp_rank, habit)
             schedule = schedules[is_larger(habit, position.step)]
-            position.step += not fetches
+            position.step += files is None and not fetches
             if isinstance(module, Gains):
                 module.gain = gain_of(habit, number, step)
             losses: list[Tensor] = []
