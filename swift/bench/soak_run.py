@@ -121,6 +121,8 @@ class Soak:
         self._ranks: list[Rank] = []
         self._trimmed = 0
         self._trim_asked = 0
+        self._trims_by_itself = False
+        """The server may have gone on with a trim, for which a reader had been in its way."""
         self._checkpoints = [0, 0]
         self._bag: list[str] = []
         self._began = 0.0
@@ -255,6 +257,7 @@ class Soak:
                 stream.compared = max(stream.compared, min(end, stream.acked))
         elif self._trim_asked > begin:  # its lease ended with the server
             self._account.overtaken += 1
+            self._trims_by_itself = True
         else:
             raise Broken(f"{stream.name}: step {begin} is gone, and nobody trimmed it: {message['reason']}")
 
@@ -286,8 +289,9 @@ class Soak:
         if oldest >= self._checkpoints[-1] + self._config.window_steps // KEPT_CHECKPOINTS:
             self._checkpoints = [self._checkpoints[-1], oldest]
         wanted = min(self._checkpoints[0], *(stream.compared for stream in self._streams))
-        if wanted <= self._trimmed:
+        if wanted <= self._trimmed and not self._trims_by_itself:
             return
+        wanted, self._trims_by_itself = max(wanted, self._trimmed), False
         self._trim_asked = max(self._trim_asked, wanted)
         trimmed = self._ask(lambda: admin.trim(self._server.address, JOB, wanted, CALL_TIMEOUT_S))
         if trimmed > self._trim_asked:
@@ -299,6 +303,7 @@ class Soak:
         self._trimmed = trimmed
         self._account.trims += 1
         for stream in self._streams:
+            stream.compared = max(stream.compared, trimmed)
             if stream.writer is not None:
                 stream.writer.tell(limit=self._limit)
 

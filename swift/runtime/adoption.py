@@ -88,6 +88,7 @@ class Adoption:
         """The job has done no step yet, so that it can still be refused."""
         self.under_way = False
         """A step that is taken back, for the gradients of one origin."""
+        self._told_apart: set[str] = set()
         self._gradients: list[Gradients] = []
         """Of this step, by adopted origin, ascending."""
         state.updates.before_reduction.bind(self._before_reduction)
@@ -128,6 +129,7 @@ class Adoption:
         self._answers.reduced = False
         if not self._wanted or self._channel.replaying:
             return
+        self._tell_apart(step)
         if self._begins:
             self._agree_on_shapes()
             if self._try_due():
@@ -171,6 +173,22 @@ class Adoption:
             )
 
     # --- ---
+
+    def _tell_apart(self, step: int) -> None:
+        """Attributes of modules of which each replica has its own (`swift.runtime.audit`): nobody has a lost rank's."""
+        names = [name for name in self._state.apart if name not in self._told_apart]
+        if names and self._assignment().adopted:
+            self._told_apart.update(names)
+            self._differences.say(
+                step,
+                f"{', '.join(names)}: each replica has a value of its own, and nobody has that of a lost rank; make it "
+                f"the same on all, or, if it need not last: session.transient('{names[0].rpartition('.')[2]}')",
+            )
+
+    @property
+    def repeats(self) -> bool:
+        """In this step trainers' code may run more than once, for ranks that are lost."""
+        return self._wanted and bool(self._assignment().adopted)
 
     def _before_reduction(self) -> None:
         if self.under_way:

@@ -40,20 +40,31 @@ class FetchedBatches:
         self._world = world
         self._loaders = loaders
 
-    def fetch(self, wanted: Wanted, draw: Callable[[], Drawn]) -> None:
-        """(all ranks, with the same `wanted`) `draw`: what this rank's loaders give in its own step."""
-        assignment, sends = self._assignment(), []
-        own = assignment.slots[self._slot].dp_rank
+    def fetch(self, wanted: Wanted, draw: Callable[[], Drawn]) -> list[str]:
+        """(all ranks, with the same `wanted`) `draw`: what this rank's loaders give in its own step. Returns what is
+        wrong with what has come: loaders elsewhere are not where this rank's are, so they give other batches than a
+        lost rank of this stage would have had."""
+        assignment, sends, wrong = self._assignment(), [], []
+        own, position = assignment.slots[self._slot].dp_rank, self._loaders.position() if wanted else b""
         if own in wanted and self._giver(own) == self._slot:
-            data = torch.frombuffer(bytearray(message(draw())), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(position + message(draw())), dtype=torch.uint8)
             for to in wanted[own]:
                 size = torch.tensor([len(data)])
                 sends += [self._world.send([size], to, BATCHES_SIZE), self._world.send([data], to, BATCHES)]
         for origin in sorted(wanted):
             if self._slot in wanted[origin]:
-                self._loaders.take(origin, read(self._received(self._giver(origin))))
+                giver = self._giver(origin)
+                told = self._received(giver)
+                self._loaders.take(origin, read(told[len(position) :]))
+                if told[: len(position)] != position:
+                    wrong.append(
+                        f"loaders of rank {giver}, which gives the batches of data-parallel rank {origin}, have "
+                        f"another state than those of rank {self._slot}: with fetch_batches=True all ranks draw the "
+                        "same from them in each step"
+                    )
         for send in sends:
             send.wait()
+        return wrong
 
     def apart(self, drawn: Drawn) -> tuple[int, int] | None:
         """(all ranks) Two ranks of a pipeline whose loaders have given different things. None: there are none."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from swift.errors import UsageError
-from swift.runtime.draws import Drawn, Draws, Given
+from swift.runtime.draws import Draw, Drawn, Draws, Given, digest, packed
 
 Make = Callable[[int], Any]
 
@@ -163,6 +163,11 @@ class OriginLoaders:
         finally:
             for draws in self._fetching():
                 draws.written = None
+
+    def position(self) -> bytes:
+        """A digest of the states of those that are not made for others."""
+        states = [loader.state_dict() for loader in self._loaders if loader.draws is not None]
+        return digest([[packed(Draw("state", state))] for state in states])
 
     def take(self, origin: int, drawn: Drawn) -> None:
         """What `writing` has yielded at a rank of this origin. Raises UsageError if it has other loaders than this."""

@@ -42,12 +42,12 @@ class Rehearsal:
         """`at_start`: the job begins, so that it can be refused."""
         self._due, self._differences.refusing = self._wanted, at_start
 
-    def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
-        """Rehearses the step, if it is the one; `drop` takes it back."""
+    def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> bool:
+        """Rehearses the step, if it is the one (True); `drop` takes it back."""
         differences = self._differences
         differences.refusing = differences.refusing and self._due
         if not self._due or self._channel.replaying:
-            return
+            return False
         self._due, at_start, differences.refusing = False, differences.refusing, False
         self._channel.begin_step(step)
         self._witness.begin(step)
@@ -62,6 +62,7 @@ class Rehearsal:
         drop()
         events.emit("rehearsed", rank=self._channel.rank, step=step)
         differences.refusing = at_start
+        return True
 
     def _before_update(self) -> None:
         """(inside optimizer.step, gradients are reduced, nothing is applied)"""

@@ -116,6 +116,7 @@ class Rerouting(Adoption):
         self._answers.reduced = False
         if self._channel.replaying:
             return
+        self._tell_apart(step)
         if self._begins:
             self._begin(train_step, step, drop)
         elif measures(step) and not self._assignment().vacant:
@@ -151,7 +152,8 @@ class Rerouting(Adoption):
     ) -> None:
         """(all ranks) What enters steps of origins whose loaders this rank cannot make."""
         if self._config.fetch_batches:
-            self._batches.fetch(wanted, lambda: self._drawn(train_step, step, drop))
+            for words in self._batches.fetch(wanted, lambda: self._drawn(train_step, step, drop)):
+                self._differences.say(step, words)
 
     def _drawn(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> Drawn:
         """By this rank's own step, up to the call of the schedule."""
@@ -433,7 +435,7 @@ class Rerouting(Adoption):
         self._evaluates = self._evaluates or (self._stops and not trains)
         given = self._called(schedule, inner, arguments, trains=trains)
         if self._stops and trains:
-            self._left = left_by(schedule, arguments, self._state.stages)
+            self._left = left_by(schedule, arguments, self._state.stages, self._state.objects)
             raise Computed
         return given
 

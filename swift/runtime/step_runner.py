@@ -87,8 +87,12 @@ class StepRunner:
         self._saving.learn_groups()
         if not replaying:
             self._snapshots.before_step(self._membership)
+        if self._adoption.repeats:
+            self._script.begin(step, train_step, self._state.code)
         self._adoption.before(train_step, step, self.drop)
-        self._rehearsal.before(train_step, step, self.drop)
+        if self._rehearsal.before(train_step, step, self.drop):
+            # What it had computed for others is used up.
+            self._adoption.before(train_step, step, self.drop)
         events.emit("step_begin", rank=self._rank, step=step, replay=replaying)
         self._channel.begin_step(step)
         self._witness.begin(step)

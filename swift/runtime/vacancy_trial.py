@@ -8,6 +8,7 @@ So a trainer is refused in its first step if something that belongs to a batch r
 way than the arguments of `schedule.step` (an attribute, a closure), or if a forward depends on earlier ones.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from swift.checkpoint.state import split
 from swift.recovery import Assignment
 from swift.runtime import _torch
 from swift.runtime.apart import Gradients
 from swift.runtime.backends.base import Collectives
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.reducer import Contribution, Row, parts_of, summed_by_origin
-from swift.runtime.tensors import byte_view, plain
+from swift.runtime.tensors import byte_view, digest, plain
 
 _WORDS_BYTES = 200
 """Of what a rank tells of a difference."""
@@ -36,8 +38,10 @@ class Left(NamedTuple):
     """Of all else that it leaves to the trainer, by what it is."""
 
 
-def left_by(schedule: Any, call: Mapping[str, Any], stages: Sequence[Any]) -> Left:
-    """`call`: its arguments, by name. `stages`: this rank's."""
+def left_by(
+    schedule: Any, call: Mapping[str, Any], stages: Sequence[Any], objects: Mapping[str, Any]
+) -> Left:
+    """`call`: its arguments, by name. `stages`: this rank's. `objects`: what the trainer has registered, by name."""
     parameters = chain.from_iterable(stage.submod.parameters() for stage in stages)
     gradients = {p: p.grad.detach().clone() for p in parameters if p.grad is not None and p.requires_grad}
     digests = {
@@ -52,6 +56,9 @@ def left_by(schedule: Any, call: Mapping[str, Any], stages: Sequence[Any]) -> Le
         if stage.is_last:
             outputs = enumerate(stage.output_chunks)
             digests |= {f"the output of microbatch {mb}": _digest(output) for mb, output in outputs}
+    for name, value in objects.items():
+        tensors, rest = split(value.state_dict())
+        digests[f"the state of register({name}=...)"] = digest(tensors, json.dumps(rest)).encode()
     return Left(gradients, digests)
 
 

@@ -285,6 +285,7 @@ def test_a_trainer_with_two_schedules(
         ("counts first", "communicates over its pipeline before it calls the schedule"),
         ("hides", "the gradient of '0.weight' of stage 0 for the batch of rank 1 has other bits"),
         ("remembers", "must not depend on earlier ones"),
+        ("tallies", "the state of register(seen=...) for the batch of rank 2 has other bits"),
         ("clamps", "a hook that is called when a gradient has been added up"),
         ("unregistered", "call session.register(scaler=scaler) before session.run"),
         ("apart", "that some ranks have enabled and others not"),
@@ -365,6 +366,18 @@ def test_batches_of_a_lost_rank_come_in_the_order_that_it_had(
     assert not named(outcome, "not_exact")
     for rank in (0, 2, 3):
         assert outcome["digests"][f"bits-{rank}.json"] == never["digests"][f"bits-{rank}.json"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("strategy", ["adaptive", pytest.param("shrink", marks=MATRIX)])
+def test_the_first_step_without_a_rank_is_computed_twice_where_that_is_wanted(
+    strategy: str, tmp_path: Path
+) -> None:
+    fault = {"rank": 1, "step": 5, "phase": "backward", "microbatch": 1}
+    outcome = run(tmp_path, (2, 2), [fault], "paranoid", strategy=strategy)
+    assert {event["step"] for event in named(outcome, "rehearsed")} == {0, 5}
+    check_one_step_at_most(outcome)
+    check_bits(outcome, (2, 2), {1}, tmp_path, "paranoid")
 
 
 @pytest.mark.timeout(300)

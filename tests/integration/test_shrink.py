@@ -60,6 +60,24 @@ def test_its_batches_come_from_its_own_iterators_of_torchs_loaders(habit: str, t
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("habit", "words"),
+    [
+        ("grows", "gain: each replica has a value of its own, and nobody has that of a lost rank"),
+        ("tallies", "tally"),
+    ],
+)
+def test_what_others_cannot_have_of_a_lost_rank_is_named(habit: str, words: str, tmp_path: Path) -> None:
+    """Lost behind the vote, so that no step is cut short, in which it would show as well."""
+    outcome = run(tmp_path, "redistribute", [{"rank": LOST, "step": 6, "phase": "optimizer"}], habit=habit)
+
+    assert {e["origin"] for e in named(outcome, "adopted_step")} == {LOST}
+    inexact = named(outcome, "not_exact")
+    assert inexact, "the others go on as if they had it"
+    assert words in inexact[0]["reason"]
+
+
+@pytest.mark.timeout(240)
 def test_what_is_done_again_in_the_full_world_is_not_compared_with_what_was_logged_without_it(
     tmp_path: Path,
 ) -> None:

@@ -5,11 +5,12 @@ trainer gets at its batches: "asks" in each step for its data-parallel rank, has
 carry out for another rank: "knows" it from before, "talks" before it updates. One that is "hasty" asks, and updates
 while backward runs. One that is "late" asks, computes by a schedule, and rank 0 begins to compute step LATE when the
 others have lost a rank. One that is "deaf" asks, and in step LATE rank 1 is lost once all have the first average, of
-which rank 2 has heard nothing. One that "lingers" talks, and behind that rank 0 waits in step LATE + 1 until the lost
-rank has come back. One that "waits" asks, and the last rank waits in that step, and in the one before the last, until
-all that were lost have come back. Those that are "lazy", "eager" or "plain" have torch's DataLoader with the session's
-numbers (so plain torch cannot say what their bits must be): it makes its iterator when it needs one, or at once; the
-"plain" one is lazy and registered, not made by the session.
+which rank 2 has heard nothing. One that "lingers" talks, and behind that rank 0 waits in step LATE + 1 until the
+lost rank has come back. One that "waits" asks, and the last rank waits in that step, and in the one before the last,
+until all that were lost have come back. One that "grows" has an attribute that each replica makes of its own
+batches, and one that "tallies" counts its steps in a variable that nobody knows of. Those that are "lazy", "eager"
+or "plain" have torch's DataLoader with the session's numbers (so plain torch cannot say what their bits must be): it
+makes its iterator when it needs one, or at once; the "plain" one is lazy and registered, not made by the session.
 
 Both write a digest of weights and optimizer state for every step: `{step: digest}`.
 """
@@ -158,7 +159,7 @@ def in_a_job(steps: int, habit: str) -> None:
         else:
             position = Position()
             session.register(loader=position)
-        under_way = Position()
+        under_way, tally = Position(), {"steps": 0}
         if habit == "deaf":
             deafen(session.rank, under_way)
         own = session.dp_rank
@@ -172,6 +173,8 @@ def in_a_job(steps: int, habit: str) -> None:
             elif habit not in ("lazy", "eager", "plain"):
                 at, origin = position.step, own if habit == "knows" else session.dp_rank
                 position.step += 1
+            if habit == "tallies":
+                tally["steps"] += 1
             if habit in ("talks", "lingers"):
                 torch.distributed.all_reduce(torch.ones(1))
             if habit == "lingers" and step == LATE + 1 and session.rank == 0:
@@ -187,6 +190,11 @@ def in_a_job(steps: int, habit: str) -> None:
             elif habit in ("lazy", "eager", "plain"):
                 batch = next(shuffled)
                 distance(model(batch), batch.roll(1, 0)).backward()
+            elif habit == "grows":
+                gain = getattr(model, "gain", 1.0)
+                loss = loss_of(model, at, origin) * gain
+                loss.backward()
+                model.gain = 0.9 * gain + 0.1 * float(loss)  # type: ignore[assignment]
             else:
                 loss_of(model, at, origin).backward()
             optimizer.step()

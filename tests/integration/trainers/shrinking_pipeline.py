@@ -1,25 +1,27 @@
 """Replicas of a pipeline, of which some ranks are lost: `shrinking_pipeline.py session STEPS STAGES REPLICAS [HABIT]`
-in a job, and beside it `shrinking_pipeline.py reference STEPS STAGES REPLICAS OUT [HABIT]`, plain torch in one process:
-the mean over all origins in every step. HABIT: "sums" the loss over its pipeline before it updates, "evaluates" behind
-its update, which nobody can do for a lost rank; "adds" has stages whose backward torch 2.13 cannot split; "counts" its
-own forwards in a buffer and an attribute, and fails if there are others; "twice" calls the schedule so often in each
-step; "scales" gradients before they are reduced; "counts first" sums over its pipeline before it calls the schedule;
-"weighs" its loss by a number of its batch (loss_kwargs); "hides" that number in an object that its loss knows;
-"remembers" its last forward, and adds a little of it; "ties" a weight of its first stage to one of its last; "sleeps"
-in its forwards, in a job; "halves" what passes between stages to bf16; "alternates" between two schedules, of which one
-has twice the microbatches, "ramps" to the larger one in step RAMP, which is its first call; "applies" is "alternates"
-with wait-free updates, which allow no clipping; "clamps" gradients by a hook as they are added up; "calm" does not
-clip, as its norms are small, and saves no checkpoint; "calm:STAGE:STEP:FACTOR" multiplies the gradients of that stage
-and those before it in that step. Calm as well are "reads", which looks at each norm, "logs", which writes it and its
-loss down, "saves" a checkpoint every four steps, "stops" four steps early, and "checks" that its optimizer has never
-seen large gradients; "scaled" has a gradient scaler, does not ask for norms, and skips a step in which a stage finds
-inf; so does "disabled", whose scaler is, "freezes", which freezes stage 1 and writes scales down, "unregistered", and
-"apart", whose scaler is enabled at the last stage only. Rank 0 of one that "waits" waits in step LATE until a lost rank
-has come back; "returns" does so in step RETURNED, and is calm. "fetches" has loaders of `session.loader` that no other
-data-parallel rank can make, and changes their batches in place; "fetches apart" has one at its last stage that gives
-other batches, "fetches late" draws from it behind its schedule as well, "fetches alone" makes it at its first stage
-only. "shuffles" has torch's DataLoader by `session.loader`, in an order of each pipeline's own, which plain torch does
-not know. "asks" does none of it.
+in a job, and beside it `shrinking_pipeline.py reference STEPS STAGES REPLICAS OUT [HABIT]`, plain torch in one
+process: the mean over all origins in every step. HABIT: "sums" the loss over its pipeline before it updates,
+"evaluates" behind its update, which nobody can do for a lost rank; "adds" has stages whose backward torch 2.13
+cannot split; "counts" its own forwards in a buffer and an attribute, and fails if there are others; "twice" calls
+the schedule so often in each step; "scales" gradients before they are reduced; "counts first" sums over its pipeline
+before it calls the schedule; "weighs" its loss by a number of its batch (loss_kwargs); "hides" that number in an
+object that its loss knows; "remembers" its last forward, and adds a little of it; "ties" a weight of its first stage
+to one of its last; "sleeps" in its forwards, in a job; "halves" what passes between stages to bf16; "alternates"
+between two schedules, of which one has twice the microbatches, "ramps" to the larger one in step RAMP, which is its
+first call; "applies" is "alternates" with wait-free updates, which allow no clipping; "clamps" gradients by a hook
+as they are added up; "calm" does not clip, as its norms are small, and saves no checkpoint; "calm:STAGE:STEP:FACTOR"
+multiplies the gradients of that stage and those before it in that step. Calm as well are "reads", which looks at
+each norm, "logs", which writes it and its loss down, "saves" a checkpoint every four steps, "stops" four steps
+early, and "checks" that its optimizer has never seen large gradients; "scaled" has a gradient scaler, does not ask
+for norms, and skips a step in which a stage finds inf; so does "disabled", whose scaler is, "freezes", which freezes
+stage 1 and writes scales down, "unregistered", and "apart", whose scaler is enabled at the last stage only. Rank 0
+of one that "waits" waits in step LATE until a lost rank has come back; "returns" does so in step RETURNED, and is
+calm. "fetches" has loaders of `session.loader` that no other data-parallel rank can make, and changes their batches
+in place; "fetches apart" has one at its last stage that gives other batches, "fetches late" draws from it behind its
+schedule as well, "fetches alone" makes it at its first stage only. "shuffles" has torch's DataLoader by
+`session.loader`, in an order of each pipeline's own, which plain torch does not know. "tallies" has a loss function
+that counts in a registered object. One that is "paranoid" has the session compute the first step of each generation
+twice. "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -230,13 +232,14 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         bucket_bytes=1024,
         reduction="ordered",
         updates="wait_free" if habit == "applies" else "after_backward",
+        paranoid=habit == "paranoid",
     ) as session:
         number = session.pipeline_rank
         module, plain, scheduler = made(number, stages, habit)
         if habit == "ties" and number in (0, stages - 1):
             session.tie(tied(module, number), (0, stages - 1))
         stage = session.pipeline_stage(module, number, stages, torch.device("cpu"))
-        hidden = {"weight": 1.0}
+        hidden, seen = {"weight": 1.0}, Position()
         scaled = habit.split(":")[0] in SCALED
         enabled = habit != "disabled" and (habit != "apart" or number == stages - 1)
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=GROWS_AFTER, enabled=enabled)
@@ -244,6 +247,7 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             module.requires_grad_(False)
 
         def loss_fn(output: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
+            seen.step += habit == "tallies"
             loss = loss_of(output, target, weight) * hidden["weight"]
             return scaler.scale(loss) if scaled else loss
 
@@ -268,6 +272,8 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         elif not fetches:
             session.register(loader=position)
         session.register(scheduler=scheduler)
+        if habit == "tallies":
+            session.register(seen=seen)
         if scaled and habit != "unregistered":
             session.register(scaler=scaler)
         found: dict[int, str] = {}

@@ -10,8 +10,9 @@ import pytest
 from swift.bench import soak, soak_plot
 from swift.bench.soak_memory import Rule, Sample, judge, verdict
 from swift.bench.soak_ranks import FLUSH_STEPS, RECORD_BYTES, Bodies, same, sequence_of
-from swift.bench.soak_run import Account, Kill, limit
+from swift.bench.soak_run import Account, Kill, Soak, limit
 from swift.errors import UsageError
+from swift.log import admin
 from swift.log.record import RecordKey
 
 MIB = 1 << 20
@@ -146,6 +147,50 @@ def test_no_reader_is_sent_to_steps_that_writers_may_not_write() -> None:
         while written + FLUSH_STEPS <= limit(trimmed, window):  # as a writer does
             written += FLUSH_STEPS
         assert written == limit(trimmed, window) > trimmed + window - FLUSH_STEPS
+
+
+class Forwarding:
+    """A reader as the soak sees it, and a log that goes on with a trim as soon as nobody is in its way."""
+
+    def __init__(self, soak_run: Soak, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.soak, self.trimmed, self.wanted, self.orders = soak_run, 0, 0, list[dict[str, int]]()
+        self.name, self.killed = "reader s0.F", False
+        monkeypatch.setattr(admin, "trim", self.trim)
+
+    def trim(self, _address: str, _job: str, below_step: int, _timeout_s: float) -> int:
+        self.wanted = max(self.wanted, below_step)
+        return self.trimmed
+
+    def tell(self, **order: int) -> None:
+        self.orders.append(order)
+
+    def answer(self) -> dict[str, object]:
+        order = self.orders.pop(0)
+        if order["from"] < self.trimmed:
+            return {"overtaken": order["from"], "reason": "trimmed", "records": 0}
+        return {"read": order["to"], "records": (order["to"] - order["from"]) * len(RECORD_BYTES)}
+
+
+def test_a_trim_that_the_server_goes_on_with_by_itself_ends_no_soak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for while a reader was there, and carried out when nobody asked any more: all is compared again then."""
+    config = soak.SoakConfig(seconds=1, kill_every_s=1, streams=1)
+    run = Soak(config, tmp_path, Account())
+    log: Any = Forwarding(run, monkeypatch)
+    (stream,) = run._streams
+    stream.reader, stream.acked, stream.compared = log, 4 * FLUSH_STEPS, 3 * FLUSH_STEPS
+    run._checkpoints, run._stopping = [2 * FLUSH_STEPS, 4 * FLUSH_STEPS], True
+    run._trim()
+    assert (log.wanted, run._trimmed) == (2 * FLUSH_STEPS, 0)
+    run._compare_again()
+    log.trimmed = log.wanted
+    for _ in range(10):
+        run._trim()
+        run._read_on(stream)
+        if log.orders:
+            run._take(log, log.answer())
+    assert (stream.compared, run._trimmed) == (stream.acked, 2 * FLUSH_STEPS)
 
 
 def test_one_bit_is_a_difference() -> None:

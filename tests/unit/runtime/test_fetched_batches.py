@@ -279,7 +279,10 @@ def test_a_digest_tells_values_and_loaders_apart(draws: list[tuple[int, int]]) -
     assert of([*draws, (0, 1)]) != of([*draws, (0, 2)])
 
 
-def test_batches_go_from_the_first_that_is_left_of_a_pipeline_to_whoever_computes_for_it() -> None:
+@pytest.mark.parametrize("ahead", [None, 4, 7])
+def test_batches_go_from_the_first_that_is_left_of_a_pipeline_to_whoever_computes_for_it(
+    ahead: int | None,
+) -> None:
     """3 stages, 3 replicas. Rank 1 is lost (pipeline 1; rank 4 gives), and rank 8 (pipeline 2; rank 2 gives)."""
     full, network = Assignment.grid(9, replicas=3), Network()
     members = {slot: slot for slot in range(9) if slot not in (1, 8)}
@@ -288,6 +291,7 @@ def test_batches_go_from_the_first_that_is_left_of_a_pipeline_to_whoever_compute
     assert wanted == {1: [0, 2], 2: [6, 7]}
     taken: dict[int, dict[int, Drawn]] = {slot: {} for slot in members}
     drew: list[int] = []
+    wrong: dict[int, list[str]] = {}
 
     def fetch(place: int) -> None:
         slot = now.occupied[place]
@@ -296,9 +300,12 @@ def test_batches_go_from_the_first_that_is_left_of_a_pipeline_to_whoever_compute
             drew.append(slot)
             return [[packed(Draw("next", slot))]]
 
-        loaders: Any = SimpleNamespace(take=lambda origin, drawn: taken[slot].update({origin: drawn}))
+        loaders: Any = SimpleNamespace(
+            take=lambda origin, drawn: taken[slot].update({origin: drawn}),
+            position=lambda: b"%16d" % (slot == ahead),
+        )
         world: Any = LocalWire(network, slot)
-        FetchedBatches(slot, lambda: now, world, loaders).fetch(wanted, draw)
+        wrong[slot] = FetchedBatches(slot, lambda: now, world, loaders).fetch(wanted, draw)
 
     in_parallel(len(members), fetch)
     assert sorted(drew) == [2, 4], "nobody else begins a step for it"
@@ -307,6 +314,8 @@ def test_batches_go_from_the_first_that_is_left_of_a_pipeline_to_whoever_compute
     }
     assert found == {0: {1: 4}, 2: {1: 4}, 6: {2: 2}, 7: {2: 2}}
     assert network.left() == 0
+    told = {slot for slot, words in wrong.items() if words}
+    assert told == {None: set(), 4: {0, 2}, 7: {7}}[ahead], "loaders of that rank have given more"
 
 
 def test_ranks_of_a_pipeline_that_draw_other_things_are_told_apart() -> None:
