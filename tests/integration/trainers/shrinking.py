@@ -8,9 +8,10 @@ others have lost a rank. One that is "deaf" asks, and in step LATE rank 1 is los
 which rank 2 has heard nothing. One that "lingers" talks, and behind that rank 0 waits in step LATE + 1 until the
 lost rank has come back. One that "waits" asks, and the last rank waits in that step, and in the one before the last,
 until all that were lost have come back. One that "grows" has an attribute that each replica makes of its own
-batches, and one that "tallies" counts its steps in a variable that nobody knows of. Those that are "lazy", "eager"
-or "plain" have torch's DataLoader with the session's numbers (so plain torch cannot say what their bits must be): it
-makes its iterator when it needs one, or at once; the "plain" one is lazy and registered, not made by the session.
+batches. One that "tallies" counts its steps in a variable that nobody knows of, and rank 1 dies between two steps.
+Those that are "lazy", "eager" or "plain" have torch's DataLoader with the session's numbers (so plain torch cannot
+say what their bits must be): it makes its iterator when it needs one, or at once; the "plain" one is lazy and
+registered, not made by the session.
 
 Both write a digest of weights and optimizer state for every step: `{step: digest}`.
 """
@@ -30,7 +31,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 ORIGINS = 3
 WIDTH, BATCH = 24, 8
-LATE = 6
+LATE, CHECKED = 6, 7
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -118,6 +119,20 @@ def deafen(rank: int, under_way: Position) -> None:
     Reduction.wait = wait_once  # type: ignore[method-assign]
 
 
+def die_between_steps(rank: int, under_way: Position) -> None:
+    """Rank 1, behind step CHECKED, when all compare what they have."""
+    from swift.runtime.audit import Audit
+
+    compare = Audit.compare
+
+    def compare_unless(audit: Audit, untold: str) -> None:
+        if rank == 1 and under_way.step == CHECKED:
+            os.kill(os.getpid(), signal.SIGKILL)
+        compare(audit, untold)
+
+    Audit.compare = compare_unless  # type: ignore[method-assign]
+
+
 def in_a_job(steps: int, habit: str) -> None:
     from shuffled import Shuffled
 
@@ -139,6 +154,9 @@ def in_a_job(steps: int, habit: str) -> None:
         "bucket_bytes": 2048,
         "updates": updates,
     }
+    under_way, tally = Position(), {"steps": 0}
+    if habit == "tallies":
+        die_between_steps(int(os.environ["RANK"]), under_way)
     with swift.Session.from_env(**settings) as session:
         model, plain, scheduler = made()
         if habit == "late":
@@ -159,7 +177,6 @@ def in_a_job(steps: int, habit: str) -> None:
         else:
             position = Position()
             session.register(loader=position)
-        under_way, tally = Position(), {"steps": 0}
         if habit == "deaf":
             deafen(session.rank, under_way)
         own = session.dp_rank
