@@ -3,7 +3,8 @@
 Most trainers zero them before they are looked at, and then nothing has to be kept. One that accumulates over several
 steps, or that skips an update, goes on with them: they are a part of its state, and go back if a step is dropped.
 Which kind it is shows in a step: a gradient that was there when the step began, and is the same tensor when it ends,
-was added to, or zeroed in place (which needs a tensor to zero).
+was added to, or zeroed in place (which needs a tensor to zero). If it is the same tensor when an optimizer steps, it is
+what that step updates by. A step that ends without an update, but with gradients, may be the first of several.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,13 +42,20 @@ class LeftGradients:
             if p.grad is not None
         }
 
-    def end(self, *, updated: bool) -> None:
+    def update_begins(self) -> None:
+        """(the first update of a step) If it is by a gradient that was there before the step, that one is wanted."""
+        if any(p.grad is left.gradient for p, left in self._left.items()):
+            self.wanted = True
+
+    def end(self, parameters: Sequence[torch.nn.Parameter], *, updated: bool) -> None:
         """`updated`: an optimizer has stepped. A step that does nothing with gradients says nothing."""
         kept = [left for p, left in self._left.items() if p.grad is left.gradient]
         if any(updated or left.gradient._version != left.version for left in kept):
             self.wanted = True
         elif self.wanted is None and self._left and updated:
             self.wanted = False
+        if self.wanted is False and not updated and any(p.grad is not None for p in parameters):
+            self.wanted = None  # they may be accumulated over several steps from here on
         self._left = {}
 
     def put_back(self, parameters: Sequence[torch.nn.Parameter]) -> None:

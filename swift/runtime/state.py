@@ -260,6 +260,10 @@ class TrainerState:
             if before.iterators or name in loaders:
                 self._load_object(name, state)
 
+    def update_begins(self) -> None:
+        """The step's first one: nothing is applied yet."""
+        self._gradients.update_begins()
+
     def end_step(self) -> None:
         """The step is done: what was kept for taking it back is let go, and the version rises by one."""
         self._first.check(self._parameters(), list(self._named_parameters(sharded_too=True)))
@@ -267,7 +271,7 @@ class TrainerState:
         self.settings.end_step()
         self._learn_changing()
         self._modules.forget()
-        self._gradients.end(updated=self.updates.stepped > 0)
+        self._gradients.end(self._parameters(), updated=self.updates.stepped > 0)
         self.updated = self.updated or self.updates.stepped > 0
         self.version += 1
         self.updates.begin_step(self.version)

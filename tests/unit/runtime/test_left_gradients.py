@@ -1,0 +1,117 @@
+"""Gradients that a step leaves to the next one: a step that is dropped, and a state that is loaded, have them as well."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from swift.runtime.gradients import LeftGradients
+
+STEPS = 24
+
+
+class Trainer:
+    """One weight, with plain torch and what the session does around a step."""
+
+    def __init__(self, habit: "Habit") -> None:
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.1)
+        self.left, self.habit, self.updated = LeftGradients(), habit, False
+
+    def backward(self, step: int) -> None:
+        torch.manual_seed(step)
+        (self.weight * torch.rand(3)).square().sum().backward()
+
+    def update(self) -> None:
+        self.left.update_begins()
+        self.optimizer.step()
+        self.updated = True
+
+    def step(self, step: int) -> None:
+        self.left.begin([self.weight])
+        self.updated = False
+        self.habit(self, step)
+        self.left.end([self.weight], updated=self.updated)
+
+    def drop(self, step: int) -> None:
+        """A step that is cut short before its update."""
+        self.left.begin([self.weight])
+        self.optimizer.zero_grad()
+        self.backward(step)
+        self.left.put_back([self.weight])
+
+    def begins_again(self) -> "Trainer":
+        """In another process, by what this one's state holds."""
+        other = Trainer(self.habit)
+        other.weight.data.copy_(self.weight.data)
+        other.left.load({"w": other.weight}, self.left.state({"w": self.weight}))
+        return other
+
+
+Habit = Callable[[Trainer, int], None]
+
+
+def zeroes(trainer: Trainer, step: int) -> None:
+    trainer.optimizer.zero_grad()
+    trainer.backward(step)
+    trainer.update()
+
+
+def updates_first(trainer: Trainer, step: int) -> None:
+    if step:
+        trainer.update()
+    trainer.optimizer.zero_grad()
+    trainer.backward(step)
+
+
+def accumulates_from(begin: int, *, to_none: bool = True) -> Habit:
+    """Two steps for each update from there on."""
+
+    def habit(trainer: Trainer, step: int) -> None:
+        count = 2 if step >= begin else 1
+        if step % count == 0:
+            trainer.optimizer.zero_grad(set_to_none=to_none)
+        trainer.backward(step)
+        if step % count == count - 1:
+            trainer.update()
+
+    return habit
+
+
+def skips(trainer: Trainer, step: int) -> None:
+    """The update of every fourth step, and goes on with what it has."""
+    trainer.backward(step)
+    if step % 4 != 3:
+        trainer.update()
+        trainer.optimizer.zero_grad()
+
+
+HABITS: dict[str, Habit] = {
+    "zeroes": zeroes,
+    "updates first": updates_first,
+    "accumulates": accumulates_from(0),
+    "accumulates later": accumulates_from(10),
+    "accumulates later, in place": accumulates_from(10, to_none=False),
+    "skips": skips,
+}
+
+
+@pytest.mark.parametrize("at", range(1, STEPS))
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_step_that_is_dropped_leaves_what_the_one_before_has_left(habit: str, at: int) -> None:
+    never, dropped, again = (Trainer(HABITS[habit]) for _ in range(3))
+    for step in range(STEPS):
+        if step == at:
+            dropped.drop(step)
+            again = again.begins_again()
+        for trainer in (never, dropped, again):
+            trainer.step(step)
+    assert torch.equal(dropped.weight, never.weight), "dropped"
+    assert torch.equal(again.weight, never.weight), "loaded"
+
+
+def test_who_zeroes_has_nothing_kept() -> None:
+    trainer = Trainer(zeroes)
+    for step in range(3):
+        trainer.step(step)
+    assert trainer.left.state({"w": trainer.weight}) == {"wanted": False, "of": {}}
