@@ -36,6 +36,7 @@ _NEEDED = {
             "_object_to_tensor",
         ),
     ),
+    "torch._C": (torch._C, ("_current_graph_task_id",)),
     "torch._C._distributed_c10d": (
         _backends,
         ("HashStore", "ReduceOp", "Work", "_register_process_group"),
@@ -415,6 +416,11 @@ def let_go() -> None:
 
 
 _iter = DataLoader.__iter__
+
+
+def is_in_backward() -> bool:
+    """This thread computes gradients: a forward in here is one that is done again (`torch.utils.checkpoint`)."""
+    return int(torch._C._current_graph_task_id()) != -1
 
 
 def before_forward(module: torch.nn.Module, call: Any) -> None:

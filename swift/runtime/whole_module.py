@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
+import xxhash
 
 from swift.runtime import _torch
 from swift.runtime.rng import Randomness
@@ -23,18 +24,28 @@ class WholeModule:
         self.submod = module
         self.last_backward = True  # False while gradients are only accumulated
         self._forwards = 0
+        self._numbers: dict[int, int] = {}
+        """The state of torch's generator before a forward of this step -> the forward's number."""
 
     def seeded_by(self, randomness: Randomness, number: int) -> None:
-        """Each forward begins with generators of its own: what was drawn before, and how often, does not count."""
+        """Each forward begins with generators of its own: what was drawn before, and how often, does not count. One
+        that is computed again in backward (`torch.utils.checkpoint` of the whole module) has those that it had before:
+        torch puts the generators back to what they were when the checkpoint was reached."""
 
         def before_forward() -> None:
+            key = xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy())
+            if _torch.is_in_backward():
+                if key in self._numbers:
+                    randomness.whole(number, self._numbers[key])
+                return
+            self._numbers[key] = self._forwards
             randomness.whole(number, self._forwards)
             self._forwards += 1
 
         _torch.before_forward(self.submod, before_forward)
 
     def begin_step(self) -> None:
-        self._forwards = 0
+        self._forwards, self._numbers = 0, {}
 
     def streams_read(self) -> list[str]:
         """(replay) Nothing: it has no neighbours."""

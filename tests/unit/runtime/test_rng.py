@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from swift.checkpoint.state import join, split
 from swift.runtime import _torch
@@ -138,3 +139,27 @@ def test_a_whole_module_draws_the_same_whatever_was_drawn_before() -> None:
         assert torch.equal(module(x), one[0])  # a copy's forward (an average of weights, say) is not counted
     assert all(map(torch.equal, one, other))
     assert not torch.equal(one[0], one[1])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_whole_module_that_is_computed_again_in_backward_draws_what_it_drew(reentrant: bool) -> None:
+    """`torch.utils.checkpoint` of the module that the session was given: dropout's mask is the same one again."""
+
+    def gradients(again: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        module = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 8))
+        whole, randomness = WholeModule(module), Randomness(7, 0, None)
+        whole.seeded_by(randomness, 0)
+        found = []
+        for step in range(2):
+            randomness.begin_step(step)
+            whole.begin_step()
+            module.zero_grad()
+            x = torch.ones(4, 8, requires_grad=True)
+            for _ in range(2):
+                x = checkpoint(module, x, use_reentrant=reentrant) if again else module(x)
+            (x * torch.rand(4, 8)).sum().backward()  # type: ignore[no-untyped-call]
+            found += [torch.rand(2), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+        return found
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
