@@ -408,6 +408,11 @@ def make_iterators_by(call: Any) -> None:
     DataLoader.__iter__ = make  # type: ignore[method-assign]
 
 
+def start_workers_anew(loader: Any) -> None:
+    """(an iterator of it is about to be made) Workers of the one before (`persistent_workers`) are not used again."""
+    loader._iterator = None
+
+
 def let_go() -> None:
     """torch is as it was before `make_iterators_by`, `before_pickling` and `keep_reference`."""
     _references.clear()

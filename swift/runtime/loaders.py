@@ -6,36 +6,60 @@ A DataLoader without a generator of its own draws from the default one when an i
 which its batches are drawn, one by one; and who makes it again gets the seed of the one that was lost.
 
 A seed is told by where the iterator was made: the step, and its number there. Those that are made before the first
-step take theirs from torch's default generator, as the trainer has seeded it.
+step take theirs from torch's default generator, as the trainer has seeded it. Which iterator is made again is told by
+its loader's place in the registered objects, and by what kind of loader it is.
+
+Workers draw by the seed that they were started with, and `persistent_workers` would go on with what they have drawn in
+all epochs before. So each iterator starts its own.
 
     (session) ``install`` → (trainer) ``iter(loader)`` …; (state) ``state`` … ``restore``
 """
 
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
 from swift.runtime import _torch
+from swift.runtime.origin_loaders import OriginLoader
 from swift.runtime.rng import Randomness, kept, seed_all, seed_for
 
 BEFORE_RUN = -1
+_DEPTH_MAX, _VALUES_MAX = 5, 2000
+"""How far a loader is looked for in registered objects."""
+
+
+class Made(NamedTuple):
+    """An iterator, by where and of what it was made."""
+
+    kind: str
+    step: int
+    number: int
+    place: str
+    """Of its loader in the registered objects; empty: it is in none."""
 
 
 class Iterators:
     """Of one rank's data loaders."""
 
-    def __init__(self, randomness: Randomness) -> None:
+    def __init__(self, randomness: Randomness, objects: Callable[[], Mapping[str, Any]]) -> None:
+        """`objects`: those that are registered, by name."""
         self.randomness = randomness
+        self._objects = objects
         self.step = BEFORE_RUN
         self._count = 0
         self._born: dict[int, int] = {}
         """Seeds of those that were made before the first step."""
-        self._live: dict[tuple[str, int, int], weakref.ref[Any]] = {}
-        self._lost: list[tuple[str, int, int]] = []
+        self._live: dict[tuple[str, int, int], tuple[weakref.ref[Any], weakref.ref[DataLoader[Any]]]] = {}
+        self._lost: list[Made] = []
         """Of the state that was restored; they are to be made again."""
+        self._places: weakref.WeakKeyDictionary[DataLoader[Any], tuple[str, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Loader -> its place, and of how many objects it was looked for in."""
 
     def install(self) -> None:
         """From here on all loaders of this process are these."""
@@ -46,46 +70,59 @@ class Iterators:
 
     def state(self) -> list[list[Any]]:
         """(between steps) Those that are under way, in the order in which they were made."""
-        under_way = sorted(self._under_way(), key=lambda iterator: iterator[1:])
-        return [
-            list(iterator)
-            for iterator in [*self._lost, *(iterator for iterator in under_way if iterator not in self._lost)]
-        ]
+        under_way = sorted(self._under_way(), key=lambda iterator: (iterator.step, iterator.number))
+        lost = {made[:3] for made in self._lost}
+        return [list(made) for made in [*self._lost, *(made for made in under_way if made[:3] not in lost)]]
 
-    def _under_way(self) -> Iterator[tuple[str, int, int]]:
-        for made, reference in list(self._live.items()):
-            iterator = reference()
+    def _under_way(self) -> Iterator[Made]:
+        for made, references in list(self._live.items()):
+            iterator, loader = references[0](), references[1]()
             if iterator is None or iterator._next_data.ended:
                 del self._live[made]
             else:
-                yield made
+                yield Made(*made, "" if loader is None else self._place(loader))
 
     def restore(self, state: list[list[Any]]) -> None:
         """(before objects load their states) What was under way is gone, and will be made again."""
         self._live.clear()
-        self._lost = [(str(kind), int(step), int(count)) for kind, step, count in state]
+        self._lost = [
+            Made(str(kind), int(step), int(count), str(*place)) for kind, step, count, *place in state
+        ]
 
     def _make(self, loader: DataLoader[Any], make: Any) -> Any:
-        if loader.generator is not None or torch.utils.data.get_worker_info() is not None:
+        if torch.utils.data.get_worker_info() is not None:
             return make(loader)
-        made = self._number(_kind(loader))
+        _torch.start_workers_anew(loader)
+        if loader.generator is not None:
+            return make(loader)
+        made = self._number(_kind(loader), self._place(loader))
         seed = self._seed(made)
         with kept():
             seed_all(seed)
             iterator = make(loader)
-        # What it was called by its class; a persistent loader makes one iterator for all epochs.
+        # What it was called by its class.
         iterator._next_data = _Batches(type(iterator)._next_data, weakref.ref(iterator), seed)
-        self._live = {other: it for other, it in self._live.items() if it() is not iterator}
-        self._live[made] = weakref.ref(iterator)
+        self._live[made] = weakref.ref(iterator), weakref.ref(loader)
         return iterator
 
-    def _number(self, kind: str) -> tuple[str, int, int]:
-        lost = next((iterator for iterator in self._lost if iterator[0] == kind), None)
+    def _number(self, kind: str, place: str) -> tuple[str, int, int]:
+        same = [made for made in self._lost if made.kind == kind]
+        lost = next((made for made in same if made.place == place), None)
+        # One that is not registered, or was not yet when it was made, has no place.
+        lost = lost or next((made for made in same if not (made.place and place)), None)
         if lost is not None:
             self._lost.remove(lost)
-            return lost
+            return lost.kind, lost.step, lost.number
         self._count += 1
         return kind, self.step, self._count - 1
+
+    def _place(self, loader: DataLoader[Any]) -> str:
+        objects = self._objects()
+        place, count = self._places.get(loader, ("", -1))
+        if not place and count != len(objects):
+            place = place_of(loader, objects)
+            self._places[loader] = place, len(objects)
+        return place
 
     def _seed(self, made: tuple[str, int, int]) -> int:
         _, step, count = made
@@ -113,6 +150,34 @@ class _Batches:
             except StopIteration:
                 self.ended = True
                 raise
+
+
+def place_of(loader: DataLoader[Any], objects: Mapping[str, Any]) -> str:
+    """Where a registered object has it (``data.loader``); empty: nowhere that one would look. It is the same for the
+    loaders of all data-parallel ranks (`session.loader`)."""
+    left = deque[tuple[str, Any, int]]()
+    for name, value in objects.items():
+        made = value.made.values() if isinstance(value, OriginLoader) else (value,)
+        left.extend((name, each, 0) for each in made)
+    seen = set[int]()
+    while left and len(seen) < _VALUES_MAX:
+        path, value, depth = left.popleft()
+        if value is loader:
+            return path
+        if id(value) in seen or depth > _DEPTH_MAX or isinstance(value, torch.Tensor | torch.nn.Module):
+            continue
+        seen.add(id(value))
+        left.extend((f"{path}.{name}", inner, depth + 1) for name, inner in _inner(value))
+    return ""
+
+
+def _inner(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from list(value.items())[:_VALUES_MAX]
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value[:_VALUES_MAX])
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from list(vars(value).items())
 
 
 def _kind(loader: DataLoader[Any]) -> str:

@@ -5,7 +5,7 @@ another origin gives that one's next batch, once it has this rank's state (`Trai
 ranks of its own pipeline can make it, its batches are fetched from one of them (`swift.runtime.fetched_batches`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +53,11 @@ class OriginLoader:
     def present(self) -> Any:
         """The loader of the origin whose batch is computed; where it is not made here, this rank's own."""
         return self._made[self._own if self._draws is not None else self._origin()]
+
+    @property
+    def made(self) -> Mapping[int, Any]:
+        """By origin."""
+        return self._made
 
     @property
     def draws(self) -> Draws | None:

@@ -91,7 +91,7 @@ class TrainerState:
         self.beside = Beside()
         self.settings = Settings()
         self._first = FirstParameters()
-        self.iterators = Iterators(self.randomness)
+        self.iterators = Iterators(self.randomness, lambda: self.objects)
         self.drew: list[str] = []
         """Registered objects that drew random numbers while they loaded their state."""
         self.stopped: Stopped | None = None

@@ -33,7 +33,7 @@ class WholeModule:
         torch puts the generators back to what they were when the checkpoint was reached."""
 
         def before_forward() -> None:
-            key = xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy())
+            key = xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().data)
             if _torch.is_in_backward():
                 if key in self._numbers:
                     randomness.whole(number, self._numbers[key])

@@ -1,4 +1,4 @@
-"""Gradients that a step leaves to the next one: a step that is dropped, and a state that is loaded, have them as well."""
+"""Gradients that a step leaves to the next one: a step that is dropped and a state that is loaded have them, too."""
 
 from collections.abc import Callable
 

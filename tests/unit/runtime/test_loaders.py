@@ -1,6 +1,8 @@
 """A data loader's iterator that is made again gives the batches of the one that was lost."""
 
+import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,16 +21,19 @@ from tests.unit.runtime.wired import state_of, updates_of
 class Noisy(Dataset[Any]):
     """Augmented by everything that people draw from."""
 
+    def __init__(self, length: int = 12) -> None:
+        self.length = length
+
     def __len__(self) -> int:
-        return 12
+        return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()])
 
 
 class Data:
-    def __init__(self, eager: bool, **options: Any) -> None:
-        self.loader = DataLoader(Noisy(), batch_size=4, **options)
+    def __init__(self, eager: bool, length: int = 12, **options: Any) -> None:
+        self.loader = DataLoader(Noisy(length), batch_size=4, **options)
         self.epoch = self.position = 0
         self.eager = eager
         self.it: Any = iter(self.loader) if eager else None
@@ -64,7 +69,9 @@ def afterwards() -> Any:
     DataLoader.__iter__ = own  # type: ignore[method-assign]
 
 
-def make(eager: bool, others: dict[str, Any] | None = None, **options: Any) -> tuple[TrainerState, Data]:
+def make(
+    eager: bool, others: Callable[[], dict[str, Any]] = dict, **options: Any
+) -> tuple[TrainerState, Data]:
     torch.manual_seed(3)
     state = state_of(1, updates_of())
     state.randomness = state.iterators.randomness = Randomness(5, 1, None)
@@ -75,7 +82,7 @@ def make(eager: bool, others: dict[str, Any] | None = None, **options: Any) -> t
     if options.pop("weighted", False):
         options["sampler"] = WeightedRandomSampler([1.0] * 12, 12)
     data = Data(eager, **options)
-    for name, one in {"data": data, **(others or {})}.items():
+    for name, one in {"data": data, **others()}.items():
         state.add_object(name, one)
     state.remember()
     return state, data
@@ -93,7 +100,14 @@ def run(state: TrainerState, data: Data, count: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "options", [{"shuffle": True}, {"weighted": True}, {"shuffle": True, "num_workers": 1}], ids=str
+    "options",
+    [
+        {"shuffle": True},
+        {"weighted": True},
+        {"shuffle": True, "num_workers": 1},
+        {"shuffle": True, "num_workers": 1, "persistent_workers": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "lazy"])
 @pytest.mark.parametrize("at", [1, 2, 5])
@@ -113,6 +127,67 @@ def test_a_rebuilt_iterator_gives_the_same_batches(options: dict[str, Any], eage
     assert other.state_dict()["iterators"] == saved["iterators"]
     assert all(map(torch.equal, run(other, theirs, 8 - at), twin[at:]))
     assert other.drew == []
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "lazy"])
+@pytest.mark.parametrize("held", ["apart", "in one"])
+@pytest.mark.parametrize("at", range(1, 8))
+def test_two_loaders_that_look_alike_keep_their_own_numbers(eager: bool, held: str, at: int) -> None:
+    """Of different lengths, so that the one that was made first is not always the older one."""
+
+    class Both:
+        def __init__(self) -> None:
+            self.parts = {"a": Data(eager, 8, shuffle=True), "b": Data(eager, 20, shuffle=True)}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {name: part.state_dict() for name, part in self.parts.items()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
+
+    def made() -> tuple[TrainerState, Both]:
+        found: list[Both] = []
+
+        def others() -> dict[str, Any]:
+            found.append(Both())
+            return {"both": found[0]} if held == "in one" else dict(found[0].parts)
+
+        state, _ = make(False, others)
+        return state, found[0]
+
+    def steps(state: TrainerState, both: Both, count: int) -> list[torch.Tensor]:
+        state.iterators.install()
+        found = []
+        for _ in range(count):
+            state.begin_step()
+            found.append(torch.cat([next(part) for part in both.parts.values()]))
+            state.end_step()
+        return found
+
+    twin = steps(*made(), 9)
+    state, both = made()
+    assert all(map(torch.equal, steps(state, both, at), twin))
+    saved = copy.deepcopy(state.state_dict())
+    state.begin_step()
+    next(both.parts["b"]), next(both.parts["a"])
+    state.drop_step()
+    assert all(map(torch.equal, steps(state, both, 9 - at), twin[at:])), "a step was dropped"
+    other, theirs = made()
+    other.load_state_dict(saved)
+    assert all(map(torch.equal, steps(other, theirs, 9 - at), twin[at:])), "another process"
+
+
+def test_a_state_of_before_places_were_told_is_read() -> None:
+    state, data = make(False, shuffle=True)
+    run(state, data, 2)
+    saved = copy.deepcopy(state.state_dict())
+    assert [made[3:] for made in saved["iterators"]] == [["data.loader"]]
+    twin = run(state, data, 3)
+    saved["iterators"] = [made[:3] for made in saved["iterators"]]
+    other, theirs = make(False, shuffle=True)
+    other.load_state_dict(saved)
+    assert all(map(torch.equal, run(other, theirs, 3), twin))
 
 
 def test_epochs_are_shuffled_apart_and_ranks_of_a_pipeline_alike() -> None:
@@ -138,7 +213,7 @@ def test_an_object_that_draws_while_it_loads_is_named() -> None:
             torch.set_rng_state(state["torch"])
             random.setstate(state["random"])
 
-    state, _ = make(False, {"other": Shuffles(False), "keeps": Keeps()})
+    state, _ = make(False, lambda: {"other": Shuffles(False), "keeps": Keeps()})
     state.load_state_dict(state.state_dict())
     assert state.drew == ["other"]
 
