@@ -16,6 +16,7 @@ import xxhash
 from swift import events
 from swift.checkpoint.state import split
 from swift.errors import ReplicaDiffers, UsageError
+from swift.runtime.gradients import LEFT
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.state import HYPERPARAMETERS, TrainerState
 from swift.runtime.tensors import byte_view
@@ -102,6 +103,12 @@ class Audit:
             raise UsageError(
                 f"{name} of this rank (its learning rate, say) are not the same as on rank {ranks}, a replica: is what "
                 "sets them registered (session.register(scheduler=...))?"
+            )
+        if name == LEFT:
+            raise UsageError(
+                f"{name} of this rank are not the same as on rank {ranks}, a replica: what DistributedDataParallel is "
+                "to average later, or what is computed behind the update, is each replica's own, and lost with it; "
+                "make one step of the session of all that leads to an update"
             )
         raise UsageError(
             f"{name} of this rank is not the same as on rank {ranks}, so these ranks are no replicas: keep it the "

@@ -7,7 +7,7 @@ was added to, or zeroed in place (which needs a tensor to zero). If it is the sa
 what that step updates by. A step that ends without an update, but with gradients, may be the first of several.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swift.runtime.whole_module import WholeModule
 
+LEFT = "gradients that a step leaves"
 Named = dict[str, torch.nn.Parameter]
 
 
@@ -33,6 +34,7 @@ class LeftGradients:
     def __init__(self) -> None:
         self.wanted: bool | None = None
         """Steps go on with what the one before has left. None: not known yet."""
+        self._known = False
         self._left: dict[torch.nn.Parameter, _Left] = {}
 
     def begin(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -74,9 +76,23 @@ class LeftGradients:
         left = {name: p.grad.detach() for name, p in given.items() if p.grad is not None}
         return {"wanted": self.wanted, "of": left} if left or self.wanted is not None else {}
 
+    def parts(self, named: Named, optimized: Collection[torch.nn.Parameter]) -> dict[str, Any]:
+        """What replicas must have in common of `state`, once it is known to be wanted. The session averages gradients
+        at the end of each step, also of one without an update; but not those that come behind an update, nor those
+        that DDP is to average later. A replacement would have another rank's."""
+        of = {name: p for name, p in named.items() if p in optimized} if self.wanted else {}
+        left = self.state(of).get("of", {})
+        return {LEFT: left} if left else {}
+
+    def news(self) -> bool:
+        """(a step has ended) Since this step it is known that they are wanted."""
+        known, self._known = self._known, bool(self.wanted)
+        return self._known and not known
+
     def load(self, named: Named, state: dict[str, Any]) -> None:
         """Of `state`, or of nothing: then no step has left any."""
         self.wanted, left = state.get("wanted"), state.get("of", {})
+        self._known = bool(self.wanted)
         for name, parameter in named.items():
             given = left.get(name)
             parameter.grad = None if given is None else given.detach().clone()

@@ -78,7 +78,7 @@ class TrainerState:
         self.present = False  # until the first version is ours, by birth or by restore
         self.lived = False  # until this process has run with the others, and logged what it sent
         self._before: _BeforeStep | None = None
-        self._gradients = LeftGradients()
+        self.gradients = LeftGradients()
         self._groups_first: Groups | None = None
         """Of the optimizers, in any process that begins."""
         self._groups: list[Kept] = []  # the optimizers' hyperparameters when the step began
@@ -225,7 +225,7 @@ class TrainerState:
         """Keeps what a step that is cut short must give back."""
         self.updates.begin_step(self.version)
         self.settings.begin_step()
-        self._gradients.begin(self._parameters())
+        self.gradients.begin(self._parameters())
         for stage in self.stages:
             stage.begin_step()
         self.iterators.begin_step(self.version)
@@ -262,7 +262,7 @@ class TrainerState:
 
     def update_begins(self) -> None:
         """The step's first one: nothing is applied yet."""
-        self._gradients.update_begins()
+        self.gradients.update_begins()
 
     def end_step(self) -> None:
         """The step is done: what was kept for taking it back is let go, and the version rises by one."""
@@ -271,7 +271,7 @@ class TrainerState:
         self.settings.end_step()
         self._learn_changing()
         self._modules.forget()
-        self._gradients.end(self._parameters(), updated=self.updates.stepped > 0)
+        self.gradients.end(self._parameters(), updated=self.updates.stepped > 0)
         self.updated = self.updated or self.updates.stepped > 0
         self.version += 1
         self.updates.begin_step(self.version)
@@ -286,7 +286,7 @@ class TrainerState:
         before, self._before = self._before, None
         if before is None:  # no step is under way
             return
-        self._gradients.put_back(self._parameters())
+        self.gradients.put_back(self._parameters())
         for part, training in before.modes:
             part.training = training
         self.iterators.restore(before.iterators)
@@ -406,7 +406,7 @@ class TrainerState:
             state["stopped"] = self.stopped._asdict()
         if settings := self.settings.state():
             state["settings"] = settings
-        if left := self._gradients.state(self._named_parameters()):
+        if left := self.gradients.state(self._named_parameters()):
             state["gradients"] = left
         groups = told(self._named_parameters(sharded_too=True), self.optimizers)
         if self._groups_first is not None and groups != self._groups_first:
@@ -431,6 +431,7 @@ class TrainerState:
             "optimizer": state["optimizers"],
             "iterators of data loaders": state["iterators"],
             "a buffer": {name: tensor for name, tensor in tensors.items() if name not in names},
+            **self.gradients.parts(self._named_parameters(), self.updates.bucket_of),
             **{f"register({name}=...)": value for name, value in sorted(state["objects"].items())},
         }
 
@@ -464,7 +465,7 @@ class TrainerState:
         self.beside.load(state["beside"])
         self.settings.load(state.get("settings", {}))
         self.stopped = Stopped(**state["stopped"]) if "stopped" in state else None
-        self._gradients.load(self._named_parameters(), state.get("gradients", {}))
+        self.gradients.load(self._named_parameters(), state.get("gradients", {}))
         self._before, self._groups = None, []
         self.version = int(state["version"])
         self.updates.begin_step(self.version)

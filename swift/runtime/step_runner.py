@@ -118,7 +118,12 @@ class StepRunner:
         evidence.write_every_version(self._state, self._rank)
         self._script.end(step, checkpoint=due)
         # One that has rolled forward compares nothing: those that were past the vote have done so or will not.
-        if self._audit is not None and (due or version == 1) and not (replaying or self.rolled_forward):
+        news = self._state.gradients.news()
+        if (
+            self._audit is not None
+            and (due or version == 1 or news)
+            and not (replaying or self.rolled_forward)
+        ):
             self._staggering.settle()
             self._audit.compare(self._script.amiss)
         self._save(version, replaying, due)

@@ -95,7 +95,7 @@ class Updates:
         self.journals: list[Journal] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._buckets: list[Bucket] = []
-        self._bucket_of: dict[torch.nn.Parameter, Bucket] = {}
+        self.bucket_of: dict[torch.nn.Parameter, Bucket] = {}
         self._elsewhere: set[torch.nn.Parameter] = set()  # reduced by DDP or FSDP
         self._hooked: set[torch.nn.Parameter] = set()  # wait-free: a hook tells when its gradient is complete
         self._stages: list[Any] = []  # whose gradients are reduced in backward
@@ -148,7 +148,7 @@ class Updates:
         others = [bucket for bucket in self._buckets if bucket.journal is not journal]
         self._buckets = [*others, *(Bucket(journal, index) for index in range(len(journal.buckets)))]
         self._buckets.sort(key=lambda bucket: self.journals.index(bucket.journal))
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self.bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
     def tie(self, parameter: torch.nn.Parameter, pipeline_ranks: Sequence[int]) -> None:
         """As `Session.tie`."""
@@ -442,7 +442,7 @@ class Updates:
     def _accumulated(self, stage: Any, parameter: torch.nn.Parameter) -> None:
         if not stage.last_backward:
             return
-        bucket = self._bucket_of.get(parameter)
+        bucket = self.bucket_of.get(parameter)
         if bucket is not None and parameter not in bucket.awaited:
             raise wait_free.no_second_backward()
         if bucket is not None:
@@ -454,7 +454,7 @@ class Updates:
 
     def _ready(self, parameters: Iterable[torch.nn.Parameter], scale: int) -> None:
         for parameter in parameters:
-            bucket = self._bucket_of.get(parameter)
+            bucket = self.bucket_of.get(parameter)
             if bucket is None or parameter not in bucket.awaited:
                 continue
             if scale != 1 and parameter.grad is not None:

@@ -1,0 +1,34 @@
+"""A step that begins with the update by the gradients of the one before."""
+
+# verdict: same bits
+# kills: moment, idle, tail
+# worlds: 1
+
+import probe
+import torch
+from torch import nn
+
+import swift
+
+
+def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
+    return x, x.sum(1, keepdim=True)
+
+
+with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def train_step(step: int) -> None:
+        if step > 0:
+            optimizer.step()
+        optimizer.zero_grad()
+        x, y = batch(step, session.dp_rank)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer)
