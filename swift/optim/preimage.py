@@ -4,7 +4,7 @@ import torch
 
 from swift.optim import torch_names as many
 from swift.optim.error import squares
-from swift.optim.state_snapshot import Kept
+from swift.optim.state_snapshot import OPTIMIZERS_OWN, Kept
 
 
 class PreImage:
@@ -53,10 +53,6 @@ class PreImage:
                     self._optimizer.state.pop(parameter, None)
             for kept in self._around:
                 kept.put_back()
-
-
-# What torch.optim.Optimizer itself keeps; the step does not change it, or it is taken apart.
-OPTIMIZERS_OWN = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))) | {"step"}
 
 
 def _size(tensors: list[torch.Tensor]) -> int:

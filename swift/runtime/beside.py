@@ -21,7 +21,7 @@ import torch
 
 from swift.checkpoint.state import Inexpressible, join, split
 from swift.errors import ServiceError, UsageError
-from swift.optim.preimage import OPTIMIZERS_OWN
+from swift.optim.state_snapshot import OPTIMIZERS_OWN
 from swift.runtime.before import (
     MODULES_OWN,
     attributes_of,

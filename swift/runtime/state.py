@@ -13,8 +13,7 @@ import xxhash
 from swift.checkpoint.state import split
 from swift.errors import ServiceError, UsageError
 from swift.optim.journal import UndoResult
-from swift.optim.preimage import OPTIMIZERS_OWN
-from swift.optim.state_snapshot import Kept
+from swift.optim.state_snapshot import OPTIMIZERS_OWN, Kept
 from swift.runtime import _torch, sharded
 from swift.runtime.before import Before, Looks
 from swift.runtime.beside import Beside
@@ -313,9 +312,9 @@ class TrainerState:
 
     def _changed_otherwise(self) -> bool:
         """A parameter was changed by something else than the session's update, and nobody has kept what it was."""
-        if self.updates.begun or self.updates.partial:
-            return False
-        kept = self._changing
+        kept = set(self._changing)
+        if self.updates.begun or self.updates.partial:  # the update is undone
+            kept |= {id(p) for p in self.updates.bucket_of}
         return any(id(p) not in kept and self._looks.changed(p) for p in self._looks)
 
     def _learn_changing(self) -> None:
