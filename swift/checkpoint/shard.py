@@ -55,8 +55,8 @@ class Snapshot:
     """A copy of a state at one moment, on the CPU. What was the same memory under two names is copied once."""
 
     def __init__(self, state: Any, into: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        """`into`: tensors by name that are filled, as far as they have the same form. UsageError: it holds what no
-        checkpoint can."""
+        """`into`: an older copy's tensors by name, which are filled as far as they have the same form. UsageError: it
+        holds what no checkpoint can."""
         try:
             tensors, self.skeleton = split(state)
             check_skeleton(self.skeleton)
@@ -68,6 +68,7 @@ class Snapshot:
         self.tensors: dict[str, torch.Tensor] = {}
         self.same: dict[str, str] = {}
         copied: dict[tuple[Any, ...], str] = {}
+        filled: set[int] = set()
         for name, tensor in tensors.items():
             _check(name, tensor)
             layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
@@ -76,7 +77,8 @@ class Snapshot:
             if first != name:
                 self.same[name] = first
             else:
-                self.tensors[name] = _copied(tensor.detach().resolve_conj().resolve_neg(), into.get(name))
+                plain = tensor.detach().resolve_conj().resolve_neg()
+                self.tensors[name] = _copied(plain, into.get(name), filled)
 
     @property
     def nbytes(self) -> int:
@@ -88,11 +90,13 @@ class Snapshot:
         return join(self.skeleton, self.tensors | same)
 
 
-def _copied(tensor: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
-    """On the CPU, with its strides."""
+def _copied(tensor: torch.Tensor, room: torch.Tensor | None, filled: set[int]) -> torch.Tensor:
+    """On the CPU, with its strides. `filled`: rooms that have a tensor of this copy already, by address: what were two
+    names of one tensor may be two tensors by now."""
     form = (tensor.dtype, tensor.shape, tensor.stride())
-    if room is None or (room.dtype, room.shape, room.stride()) != form:
+    if room is None or room.data_ptr() in filled or (room.dtype, room.shape, room.stride()) != form:
         return tensor.to("cpu", copy=True)
+    filled.add(room.data_ptr())
     return room.copy_(tensor)
 
 

@@ -35,9 +35,11 @@ class Destination:
         source: int,
         joiner: int,
         *,
-        shapes_may_differ: bool = False,
+        older_copy: bool = False,
     ):
-        """`shapes_may_differ`: a tensor of another shape or type gets new memory, whatever it is of."""
+        """`older_copy`: `into` is nobody's state, only memory to use again. A tensor of another shape or type gets new
+        memory, whatever it is of; what is one tensor at the source is one here, and what is two is two."""
+        self._older_copy = older_copy
         self._entries = manifest.entries
         self._into = into
         self._joiner = joiner
@@ -45,11 +47,13 @@ class Destination:
         for entry in self._entries:
             if entry.path not in into:
                 continue
-            may_differ = shapes_may_differ or entry.path.startswith(_GROWING)
+            may_differ = older_copy or entry.path.startswith(_GROWING)
             if may_differ and not fits(entry, into[entry.path]):
                 continue
             check_fits(entry, into[entry.path], source, joiner)
             here[entry.path] = local(into[entry.path])
+        if older_copy:
+            here = _each_once(self._entries, here)
         # One memory here as there: filled through the entry that it is the same as.
         tied = {e.path for e in self._entries if e.path in here and _same(here[e.path], here.get(e.same_as))}
         self._overlapping = _overlapping({path: tensor for path, tensor in here.items() if path not in tied})
@@ -91,6 +95,9 @@ class Destination:
                 tensors[entry.path] = self._into[entry.path]
                 continue
             first = entry.same_as or entry.path
+            if self._older_copy and first in self._here:
+                tensors[entry.path] = tensors[first]
+                continue
             if first not in laid:
                 laid[first] = _laid_out(self._received[first], entry.stride)
             tensors[entry.path] = self._sharded(entry, laid[first])
@@ -114,6 +121,17 @@ class Destination:
         raise ReplicaDiffers(
             f"{entry.path} is {entry}; rank {self._joiner} has no tensor that is sharded like it"
         )
+
+
+def _each_once(entries: Iterable[TensorEntry], here: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those that are filled: of two names of one tensor the first, here and at the source."""
+    once: dict[str, torch.Tensor] = {}
+    filled: set[int] = set()
+    for entry in entries:
+        if entry.path in here and not entry.same_as and here[entry.path].data_ptr() not in filled:
+            once[entry.path] = here[entry.path]
+            filled.add(here[entry.path].data_ptr())
+    return once
 
 
 def _laid_alike(entry: TensorEntry, here: dict[str, torch.Tensor]) -> bool:

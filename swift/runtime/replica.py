@@ -180,13 +180,13 @@ def receive_state(
     on_chunk: OnChunk = _nothing,
     wire: Wire | None = None,
     *,
-    shapes_may_differ: bool = False,
+    older_copy: bool = False,
 ) -> Received:
     """(joiner) Receives the state of `transfer.version` from all its sources and verifies it.
 
     `into`: tensors by path, as swift.checkpoint.state.split names them, that are filled in place; tensors of the
     state that it lacks are made. `check` is called between chunks, and so is `on_chunk` with (chunks arrived, all
-    chunks), first with 0. `shapes_may_differ`: those of `into`, which then get new memory.
+    chunks), first with 0. `older_copy`: `into` is only memory to use again (`Destination`).
     Raises ReplicaDiffers if the sources differ from each other, from what arrived, or in shapes and types from
     `into`; RuntimeError (torch's) if a source is lost.
     """
@@ -194,7 +194,7 @@ def receive_state(
     begin = time.monotonic()
     wire = wire or DefaultGroup()
     manifest, data, witnesses = _same_manifest(transfer, wire, check)
-    destination = Destination(manifest, into, transfer.sources[0], rank, shapes_may_differ=shapes_may_differ)
+    destination = Destination(manifest, into, transfer.sources[0], rank, older_copy=older_copy)
     chunks = plan_chunks([entry.bytes for entry in manifest.entries], len(transfer.sources))
     digests = bytearray()
     in_flight: deque[tuple[Chunk, torch.Tensor, Pending]] = deque()

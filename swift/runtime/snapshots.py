@@ -160,7 +160,7 @@ class Snapshots:
                 into,
                 self._member.check,
                 wire=self._world,
-                shapes_may_differ=True,
+                older_copy=True,
             )
         except ReplayRefused as error:  # there is no room
             raise UsageError(
