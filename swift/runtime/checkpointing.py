@@ -45,6 +45,8 @@ class Saving:
         self._seen: tuple[set[int], int] = (set(), 0)
         self._generation = 0  # in which the last one was saved
         self._version = -1  # which that was
+        # What `checkpoint_durable` is told of one that is durable, until it has heard it.
+        self._untold: tuple[int, int, int, int] | None = None
 
     def save(self, generation: int = 0) -> None:
         """`generation`: the one whose state it is; 0: the newest."""
@@ -67,7 +69,10 @@ class Saving:
             except SwiftError as error:
                 # A version that the coordinator never hears of is not complete; the one before it stands.
                 events.emit("checkpoint_untold", rank=self._rank, version=version, reason=str(error))
-                return not isinstance(error, ServiceError)
+                if isinstance(error, ServiceError):
+                    self._untold = (version, generation, number, since)
+                    return False
+            self._untold = None
             return True
 
         def failed(unsaved: Unsaved) -> None:
@@ -103,13 +108,21 @@ class Saving:
 
     def save_first(self) -> None:
         """Returns when the coordinator has it: a loss in the first step needs it. Raises UsageError: all
-        ranks end with one exit code, whichever of them cannot write."""
+        ranks end with one exit code, whichever of them cannot write. ServiceError if the coordinator stays away."""
         try:
             self._store.set_aside()
             self.save()
             self._store.wait()
         except ServiceError as error:
             raise UsageError(f"{error}; no job begins without its first checkpoint") from None
+        self.tell_untold()
+
+    def tell_untold(self) -> None:
+        """(the store has settled) The coordinator hears of the last one, if it was away so long that nobody tells it
+        any more. Raises ServiceError if it stays away, Fenced."""
+        if self._untold is not None:
+            self._member.client.checkpoint_durable(*self._untold)
+            self._untold = None
 
     def unsaved(self) -> pb.UnsavedCheckpoint | None:
         """What could not be written yet."""

@@ -103,6 +103,7 @@ class Ending:
         if self._saves:
             self._saving.save_last()
         self._store.settle()
+        self._saving.tell_untold()
         flush_at_end(writer, self._rank, FLUSH_TIMEOUT_S)
         self._member.say_measured()
         while True:

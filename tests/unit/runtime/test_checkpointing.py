@@ -1,6 +1,7 @@
 """Checkpoints of one rank: what the coordinator hears of them, and when they are due."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
-from swift.checkpoint.store import Saved, Unsaved
+from swift.checkpoint import store as module
+from swift.checkpoint.store import CheckpointStore, Saved, Unsaved
 from swift.control.plans import PublishedPlan
 from swift.errors import Fenced, ReplayRefused, ServiceError, SwiftError, UsageError
 from swift.recovery import Plan, RecoveryGroups
@@ -16,6 +18,7 @@ from swift.recovery.regroup import LoggedGroups
 from swift.runtime.checkpointing import Saving
 from swift.runtime.config import SessionConfig
 from swift.runtime.hook import Hook
+from tests.unit.checkpoint.holding import Holding
 from tests.unit.runtime.wired import engine_of, state_of, updates_of
 
 
@@ -170,6 +173,48 @@ def test_no_job_begins_without_its_first_checkpoint() -> None:
     client = Client()
     saving(Store(), client).save_first()
     assert client.told == [(17, 9)]
+
+
+@pytest.mark.parametrize("away", [1, 5])
+def test_no_job_begins_before_the_coordinator_knows_of_its_first_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: int
+) -> None:
+    """Away longer than it is told in the background."""
+    monkeypatch.setattr(module, "_TOLD_S", 0.0)
+    client = Client(deaf=away)
+    store: Any = CheckpointStore(tmp_path, 2, Holding(entered=9))
+    one = saving(store, client)
+    if away == 1:
+        one.save_first()
+        assert client.told == [(17, 9)]
+        assert client.patience_s is None, "as patient as Ready is"
+        one.tell_untold()
+        assert client.told == [(17, 9)], "once it is known nobody is asked again"
+    else:
+        with pytest.raises(ServiceError, match="nobody answers"):
+            one.save_first()
+    store.close()
+
+
+@pytest.mark.parametrize("away", [0, 1])
+def test_the_last_checkpoint_is_told_again_before_the_end(away: int) -> None:
+    client = Client(deaf=away)
+    one = saving(Store(), client, "0-1,2-3")
+    one.save_last()
+    one.tell_untold()
+    assert client.told == [(17, 9)]
+    assert client.groups == [(3, 17)]
+    assert (client.patience_s is None) is (away == 1)
+
+
+@pytest.mark.parametrize("error", [ServiceError("no space"), None])
+def test_what_is_not_written_or_not_ours_is_not_told_again(error: ServiceError | None) -> None:
+    client = Client(deaf=1)
+    client.error = Fenced("another one has it")
+    one = saving(Store(error), client)
+    one.save_last()
+    one.tell_untold()
+    assert client.told == []
 
 
 def test_what_cannot_be_written_later_is_said_and_training_goes_on(

@@ -12,7 +12,7 @@ from swift.runtime.ending import Ending
 class World:
     """A rank of a job that is finished as soon as it says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, saves: bool = False) -> None:
         self.view = pb.View(state=pb.RUNNING)
         self.said: list[tuple[Any, ...]] = []
         self.state = SimpleNamespace(version=0, stopped=None, updates=SimpleNamespace(totals=dict))
@@ -25,11 +25,17 @@ class World:
             check=lambda: None,
             say_measured=lambda: None,
         )
-        store = SimpleNamespace(settle=lambda: None)
-        self.ending = Ending(0, *cast(Any, (member, self.state, store, None)), saves=False)
+        self.order: list[str] = []
+        """Of what is told, and by whom."""
+        store = SimpleNamespace(settle=lambda: self.order.append("settled"))
+        saving = SimpleNamespace(
+            save_last=lambda: self.order.append("saved"), tell_untold=lambda: self.order.append("told")
+        )
+        self.ending = Ending(0, *cast(Any, (member, self.state, store, saving)), saves=saves)
 
     def finished(self, *said: Any) -> None:
         self.said.append(said)
+        self.order.append("finished")
         self.view.state = pb.FINISHED
 
     def step(self, *, stops: str | None = None, of: int = 100) -> None:
@@ -105,3 +111,11 @@ def test_who_has_done_that_step_without_calling_it_says_so(does_it_itself: bool,
         world.state.version = 2
     world.watcher.latest = pb.View(state=pb.RUNNING, ends_at=world.state.version, ends_of=100)
     assert world.finish(100) == (world.state.version, 100, called, "")
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_nobody_is_through_before_the_coordinator_knows_of_the_last_checkpoint(saves: bool) -> None:
+    world = World(saves=saves)
+    world.step()
+    world.finish(1)
+    assert world.order == [*["saved"] * saves, "settled", "told", "finished"]
