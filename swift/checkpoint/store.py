@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from swift.checkpoint.index import Damaged
 from swift.checkpoint.shard import Snapshot, read, sync_folder, write
@@ -70,6 +71,19 @@ class Holder(Protocol):
         """The generation in which this process acts. What is of a newer one is its heir's."""
 
 
+class _Past:
+    """What a holder has done with its stores: a session that is made again has another one."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        """By which they save."""
+        self.begun = False
+        """What was there before is set aside."""
+
+
+_PASTS: "WeakKeyDictionary[Holder, _Past]" = WeakKeyDictionary()
+
+
 class CheckpointStore:
     """One rank's checkpoints.
 
@@ -94,6 +108,8 @@ class CheckpointStore:
         self._directory = Path(directory)
         self._rank = rank
         self._process = secrets.token_hex(4)
+        self._past = _PASTS.setdefault(holder, _Past())
+        self._past.names.add(self._process)
         self._written = 0
         self._writing: _Writing | None = None
         self.saved: Saved | None = None
@@ -264,15 +280,22 @@ class CheckpointStore:
         """Those of which some rank has saved something."""
         return sorted(int(path.name[1:]) for path in self._versions())
 
-    def set_aside(self) -> None:
-        """(a job begins) What is here under its name is of an earlier job: it is kept, and nobody takes it for ours."""
-        aside = 0
-        for version in self._versions():
-            folder = version / f"rank{self._rank}"
-            with suppress(OSError):
-                if folder.is_dir():
-                    folder.rename(folder.with_name(f".former-{secrets.token_hex(4)}-{folder.name}"))
-                    aside += 1
+    def set_aside(self, check_held: Callable[[], None]) -> None:
+        """(a job begins) What is here under its name is of an earlier job: it is kept, and nobody takes it for ours.
+        (it begins again, in a newer generation) What this process has saved before is removed.
+
+        `check_held` asks whether this process still holds its rank, and raises if it does not: whoever held it in its
+        place may have saved something by now."""
+        if self._past.begun:
+            self._call_off()  # of the generation before
+            for version in self._versions():
+                _remove(self._own_older(self._own(version)))
+            return
+        found = {folder: _inside(folder) for folder in map(self._own, self._versions())}
+        if any(found.values()):
+            check_held()  # so what was found is no heir's: nobody has had the rank since
+        aside = sum(self._moved(folder, entries) for folder, entries in found.items())
+        self._past.begun = True
         if aside:
             with suppress(OSError, ValueError):
                 print(
@@ -281,6 +304,33 @@ class CheckpointStore:
                     file=sys.stderr,
                 )
 
+    def _moved(self, folder: Path, entries: Sequence[Path]) -> bool:
+        """These are set aside, and nothing that has come beside them."""
+        former = folder.with_name(f".former-{secrets.token_hex(4)}-{folder.name}")
+        if not entries or self._holder.fenced:
+            return False
+        with suppress(OSError):
+            if folder.is_symlink():
+                folder.rename(former)
+                return True
+            former.mkdir()
+        for path in entries:
+            with suppress(OSError):
+                path.rename(former / path.name)
+        for emptied in (folder, former):
+            with suppress(OSError):
+                emptied.rmdir()
+        return former.is_dir()
+
+    def _own_older(self, folder: Path) -> Iterator[Path]:
+        """What this process has saved there in older generations, or begun to."""
+        if _is_linked(folder):
+            return
+        older = self._holder.entered - 1
+        for path in (*self._shards(folder, older), *self._shards(folder, older, begun=True)):
+            if path.name.split("-")[1] in self._past.names:
+                yield path
+
     def prune(self, keep: set[int], given_up_below: int = 0) -> None:
         """Removes this rank's shards of versions below the smallest one in `keep`, and of all those below
         `given_up_below` that are not in it: they will never be complete. Shards of a newer generation stay."""
@@ -288,7 +338,7 @@ class CheckpointStore:
             return
         below, generation = max(min(keep), given_up_below), self._holder.entered
         for path in self._versions():
-            version, folder = int(path.name[1:]), path / f"rank{self._rank}"
+            version, folder = int(path.name[1:]), self._own(path)
             if version < below and version not in keep and not _is_linked(folder):
                 _remove([*self._shards(folder, generation), *self._shards(folder, generation, begun=True)])
                 with suppress(OSError):  # an heir's shard is there, or another rank's
@@ -309,12 +359,24 @@ class CheckpointStore:
             if generation is not None and (up_to is None or generation <= up_to):
                 yield path
 
+    def _own(self, version: Path) -> Path:
+        """This rank's folder of that one."""
+        return version / f"rank{self._rank}"
+
     def _folder(self, version: int, rank: int | None = None) -> Path:
         """Of this rank, or of another one."""
         return self._directory / f"v{version:08d}" / f"rank{self._rank if rank is None else rank}"
 
 
 _NAME = re.compile(r"\.?g(\d{1,18})-[0-9a-f]+-\d+")
+
+
+def _inside(folder: Path) -> list[Path]:
+    """What is in it, or the folder if it is elsewhere."""
+    try:
+        return [folder] if folder.is_symlink() else list(folder.iterdir())
+    except OSError:
+        return []  # it is not there any more, or at the moment
 
 
 def _is_linked(folder: Path) -> bool:

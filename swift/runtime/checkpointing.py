@@ -108,9 +108,10 @@ class Saving:
 
     def save_first(self) -> None:
         """Returns when the coordinator has it: a loss in the first step needs it. Raises UsageError: all
-        ranks end with one exit code, whichever of them cannot write. ServiceError if the coordinator stays away."""
+        ranks end with one exit code, whichever of them cannot write. ServiceError if the coordinator stays away; Fenced
+        if another process holds the rank."""
+        self._store.set_aside(self._member.check_held)
         try:
-            self._store.set_aside()
             self.save()
             self._store.wait()
         except ServiceError as error:

@@ -258,6 +258,10 @@ class Member:
         with self._wanting:
             self._wanted = (after_version, reason)
 
+    def check_held(self) -> None:
+        """Asks the coordinator. Raises Fenced if another process holds the rank, ServiceError if nobody answers."""
+        self.client.heartbeat(self.version, unsaved=self._holder.unsaved())
+
     @property
     def fenced(self) -> bool:
         """(any thread) This process does not hold its rank any more, as far as it knows."""

@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import resource
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable
@@ -432,20 +431,6 @@ def test_an_heir_takes_its_predecessors_away(tmp_path: Path) -> None:
     new = saved(tmp_path, {"x": torch.ones(4)}, generation=4)
     assert not old.exists()
     assert new.exists()
-
-
-def test_what_an_earlier_job_left_is_neither_used_nor_lost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old = saved(tmp_path, {"x": torch.zeros(4)}, generation=9)
-    store = CheckpointStore(tmp_path, 0, Holding())
-    store.set_aside()
-    assert "earlier job" in capsys.readouterr().err
-    saved(tmp_path, {"x": torch.ones(4)}, generation=1)
-    assert torch.equal(load(tmp_path)["x"], torch.ones(4))
-    assert len(list(tmp_path.glob(f"v*/.former-*-rank0/{old.name}"))) == 1
-    shutil.rmtree(tmp_path)
-    store.set_aside()
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ class Store:
             self.unsaved = Unsaved(version=version, reason=str(self.error))
             on_failed(self.unsaved)
 
-    def set_aside(self) -> None:
-        pass
+    def set_aside(self, check_held: Callable[[], None]) -> None:
+        check_held()
 
     def prune(self, keep: set[int], given_up_below: int) -> None:
         self.pruned.append((keep, given_up_below))
@@ -67,9 +67,14 @@ class Client:
 
     def __init__(self, deaf: int = 0) -> None:
         self.deaf = deaf
+        self.fences: SwiftError | None = None
         self.error: SwiftError = ServiceError("nobody answers")
         self.told: list[tuple[int, int]] = []
         self.groups: list[tuple[int, int]] = []
+
+    def heard(self) -> None:
+        if self.fences is not None:
+            raise self.fences
 
     def checkpoint_durable(
         self, version: int, generation: int, number: int, since: int, patience_s: float | None = None
@@ -95,7 +100,10 @@ def saving(
         checkpoints_from=given_up,
     )
     member: Any = SimpleNamespace(
-        entered=9, client=client, watcher=SimpleNamespace(latest=view, wait_for=lambda _test, _timeout: view)
+        entered=9,
+        check_held=client.heard,
+        client=client,
+        watcher=SimpleNamespace(latest=view, wait_for=lambda _test, _timeout: view),
     )
     kept: Any = store
     return Saving(2, member, state, kept, LoggedGroups(2, RecoveryGroups()))
@@ -173,6 +181,15 @@ def test_no_job_begins_without_its_first_checkpoint() -> None:
     client = Client()
     saving(Store(), client).save_first()
     assert client.told == [(17, 9)]
+
+
+@pytest.mark.parametrize("why", [Fenced("another one has it"), ServiceError("nobody answers")])
+def test_who_may_not_hold_its_rank_any_more_saves_no_first_checkpoint(why: SwiftError) -> None:
+    store, client = Store(), Client()
+    client.fences = why
+    with pytest.raises(type(why), match=str(why)):
+        saving(store, client).save_first()
+    assert store.versions == []
 
 
 @pytest.mark.parametrize("away", [1, 5])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swift.errors import ServiceError, SwiftError, UnknownJob
+from swift.errors import Fenced, ServiceError, SwiftError, UnknownJob
 from swift.runtime.member import ENV_HAS_RUN, Member
 from tests.unit.runtime.wired import Nobody
 
@@ -21,7 +21,7 @@ class Asked:
         self.renewed_at = -math.inf
         self._member, self._answers = member, list(answers)
 
-    def heartbeat(self, *_: object) -> None:
+    def heartbeat(self, *_: object, **__: object) -> None:
         self.calls.append("heartbeat")
         error = self._answers.pop(0)
         if not self._answers:
@@ -96,3 +96,11 @@ def test_a_job_that_has_run_does_not_begin_anew_because_it_was_forgotten(
     with pytest.raises(error, match="any more" if error is UnknownJob else "no answer"):
         member.join(2, {}, {}, Nobody())
     assert asked.calls == calls
+
+
+@pytest.mark.parametrize("error", [Fenced("another one has it"), ServiceError("away")])
+def test_whoever_must_hold_its_rank_asks(error: SwiftError) -> None:
+    member, _ = asking(1, None, error)
+    member.check_held()
+    with pytest.raises(type(error), match=str(error)):
+        member.check_held()
