@@ -53,7 +53,6 @@ class SidecarSupervisor:
         self._renumber(servers)
         self.changed = threading.Condition()
         """Notified when the sidecar has said anything, or another one has taken its place."""
-        self._sending = threading.Lock()
         self._replacing = threading.Lock()
         self._dead: SwiftError | None = None  # there is no sidecar, and there will be none
         self._error: SwiftError | None = None  # until the next generation
@@ -207,11 +206,8 @@ class SidecarSupervisor:
         )
 
     def _send(self, message: Message) -> None:
-        with self._sending:
-            try:
-                self._line.sendall(json.dumps(message).encode() + b"\n")
-            except OSError:
-                return  # it is dead: `_listen` says it again to its successor
+        """Waits for nothing. If the sidecar is dead, `_listen` says it again to its successor."""
+        self._line.put(json.dumps(message).encode() + b"\n")
 
     def _request(self, message: Message, timeout_s: float = ANSWER_S, callable_off: bool = False) -> None:
         """Raises what the sidecar answers."""
@@ -239,7 +235,7 @@ class SidecarSupervisor:
 
     def _listen(self) -> None:
         while True:
-            with self._line.makefile("rb") as lines:
+            with self._line.heard() as lines:
                 try:
                     for line in lines:
                         if line.endswith(b"\n"):
