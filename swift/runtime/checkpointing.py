@@ -69,9 +69,8 @@ class Saving:
             except SwiftError as error:
                 # A version that the coordinator never hears of is not complete; the one before it stands.
                 events.emit("checkpoint_untold", rank=self._rank, version=version, reason=str(error))
-                if isinstance(error, ServiceError):
-                    self._untold = (version, generation, number, since)
-                    return False
+                self._untold = (version, generation, number, since)
+                return not isinstance(error, ServiceError)
             self._untold = None
             return True
 
@@ -120,7 +119,7 @@ class Saving:
 
     def tell_untold(self) -> None:
         """(the store has settled) The coordinator hears of the last one, if it was away so long that nobody tells it
-        any more. Raises ServiceError if it stays away, Fenced."""
+        any more. Raises ServiceError if it stays away, and what it refuses it with: Fenced, UsageError."""
         if self._untold is not None:
             self._member.client.checkpoint_durable(*self._untold)
             self._untold = None

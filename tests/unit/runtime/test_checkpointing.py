@@ -224,14 +224,19 @@ def test_the_last_checkpoint_is_told_again_before_the_end(away: int) -> None:
     assert (client.patience_s is None) is (away == 1)
 
 
-@pytest.mark.parametrize("error", [ServiceError("no space"), None])
-def test_what_is_not_written_or_not_ours_is_not_told_again(error: ServiceError | None) -> None:
-    client = Client(deaf=1)
-    client.error = Fenced("another one has it")
-    one = saving(Store(error), client)
+def test_what_is_not_written_is_not_told_again() -> None:
+    client = Client()
+    one = saving(Store(ServiceError("no space")), client)
     one.save_last()
     one.tell_untold()
     assert client.told == []
+
+
+def test_a_first_checkpoint_that_the_coordinator_refuses_is_no_beginning() -> None:
+    client = Client(deaf=2)
+    client.error = Fenced("another one has it")
+    with pytest.raises(Fenced):
+        saving(Store(), client).save_first()
 
 
 def test_what_cannot_be_written_later_is_said_and_training_goes_on(
