@@ -61,10 +61,14 @@ class RankTaken(JoinRefused):
     """The rank has a live holder."""
 
 
+class Unanswered(ServiceError):
+    """Nobody has answered within the patience of a call. It may be made again."""
+
+
 class PatientLine:
     """One job's line to its coordinator. Thread-safe.
 
-    Errors of every call: ServiceError (nobody answered within `patience_s`; the message names the address;
+    Errors of every call: ServiceError (Unanswered: nobody answered within `patience_s`; the message names the address.
     AccessDenied: it does not take this process's token), Fenced (this incarnation no longer holds its rank), UsageError
     (the call makes no sense: a bug or bad input).
 
@@ -148,7 +152,7 @@ class PatientLine:
                 if time.monotonic() + pause_s >= deadline:
                     if code in _NOT_ALLOWED or code == _TOO_MUCH:
                         raise self._translated(code, details, refused) from None
-                    raise ServiceError(
+                    raise Unanswered(
                         f"no answer from the coordinator at {self.address} within {patience_s:g} s: "
                         + advised(self.address, details)
                     ) from None

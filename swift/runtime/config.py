@@ -140,8 +140,9 @@ class SessionConfig:
     """HOST:PORT (loopback) where this rank shows Prometheus metrics. A port other than 0 is raised by the local rank.
     Empty: the value of SWIFT_METRICS_LISTEN; without that, metrics are off."""
     suspicion_timeout_s: float = 30.0
-    """How long a rank waits for the coordinator after a communication error. If no failure is announced by then, the
-    error is raised as the trainer's own."""
+    """How long a rank waits for a failure to be announced after a communication error. If the coordinator answers and
+    announces none by then, the error is raised as the trainer's own. Time in which it does not answer does not
+    count."""
 
     replay_stall_s: float = 180.0
     """A replay that makes no progress for this long is given up, and a checkpoint is restored. (The trainer then waits

@@ -106,11 +106,10 @@ class Ending:
         self._saving.tell_untold()
         flush_at_end(writer, self._rank, FLUSH_TIMEOUT_S)
         self._member.say_measured()
+        reason = stopped.reason if stopped and called else ""
         while True:
             self._member.check()
-            self._member.client.finish(
-                version, num_steps, called, stopped.reason if stopped and called else ""
-            )
+            self._member.say(lambda: self._member.client.finish(version, num_steps, called, reason))
             view = self._member.watcher.wait_for(lambda _view: True, None)
             if view.state == pb.FINISHED:
                 events.emit(

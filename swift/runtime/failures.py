@@ -5,6 +5,7 @@ A rank accuses nobody. It says what broke, and waits for the coordinator's notic
 
 import math
 import time
+from collections.abc import Callable
 
 from swift import events
 from swift.errors import LogError, LogUnavailable, ReplayRefused, SwiftError, UsageError, is_difference
@@ -29,7 +30,8 @@ class Failures:
         retries: Retries,
         suspicion_timeout_s: float,
     ) -> None:
-        """`suspicion_timeout_s`: an error after which no newer generation has come for so long ends the job."""
+        """`suspicion_timeout_s`: an error after which no newer generation has come for so long ends the job, if the
+        coordinator answers."""
         self._rank = rank
         self._member = member
         self._communicator = communicator
@@ -45,8 +47,8 @@ class Failures:
         if self._member.noticed:
             self.await_notice(error)
         elif isinstance(error, ReplayRefused | LogError):
-            self._member.client.refuse(generation, str(error), differs=is_difference(error))
-            self.await_notice(error)
+            words, differs = str(error), is_difference(error)
+            self._await_notice(error, lambda: self._member.client.refuse(generation, words, differs=differs))
         elif (
             self._communicator.lost_peer(error)
             or isinstance(error, LogUnavailable)
@@ -68,19 +70,38 @@ class Failures:
         `suspected_in`: the generation whose connections broke, which the coordinator is to know. `again`: it was not
         that, but the trainer's own error, after which the step is to be done again.
         """
+        words = again or words_of(error)
+        self._await_notice(
+            error,
+            (lambda: self._member.client.suspect(suspected_in, words, again=bool(again)))
+            if suspected_in
+            else None,
+        )
+
+    def _await_notice(self, error: Exception, statement: Callable[[], None] | None) -> None:
+        """`statement`: what the coordinator is to know; it is said again and again."""
         deadline = time.monotonic() + self._suspicion_timeout_s
-        suspected_at = -math.inf
+        said_at = -math.inf
         while not self._member.noticed:
             if time.monotonic() > deadline:
                 self._fail(error)
-            if suspected_in and time.monotonic() - suspected_at > RESAY_S:
-                self._member.client.suspect(suspected_in, again or words_of(error), again=bool(again))
-                suspected_at = time.monotonic()
+            if statement is not None and time.monotonic() - said_at > RESAY_S:
+                deadline = self._say(statement, deadline)
+                said_at = time.monotonic()
             time.sleep(_NOTICE_POLL_S)
         try:
             self._member.check()
         except Interrupted:
             return
+
+    def _say(self, statement: Callable[[], None], deadline: float) -> float:
+        """Until when a notice may come then. A coordinator that is away cannot send one: a loss waits for it, and the
+        time in which it has not answered does not count."""
+        began = time.monotonic()
+        if not self._member.say(statement):
+            return math.inf
+        now = time.monotonic()
+        return min(deadline + now - began, now + self._suspicion_timeout_s)
 
     def _fail(self, error: Exception) -> None:
         """The job ends. Bad input is told by the exit code: the launcher stops the job with the same one."""

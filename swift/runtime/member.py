@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.control.client import CoordinatorClient
+from swift.control.patience import Unanswered
 from swift.errors import Fenced, JobFailed, ServiceError, SwiftError, UnknownJob, UsageError
 from swift.recovery import RankMeasured
 from swift.runtime.process_groups import Interrupted
@@ -287,6 +288,15 @@ class Member:
         if view is not None and view.state == pb.FAILED:
             raise JobFailed(f"job {view.job} failed: {view.reason}")
         raise Interrupted(f"generation {self._noticed} supersedes {self._entered}")
+
+    def say(self, statement: Callable[[], None]) -> bool:
+        """Whether the coordinator has heard it: if nobody answers, it is to be said again. A refusal is raised."""
+        try:
+            statement()
+        except Unanswered as error:
+            events.emit("statement_unanswered", rank=self.identity.rank, reason=str(error))
+            return False
+        return True
 
     def await_change(self, view: pb.View) -> None:
         """Returns when the View has moved on, or when it is time to say again what this rank has said."""

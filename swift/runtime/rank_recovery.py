@@ -63,23 +63,28 @@ class RankRecovery:
         self._staggering = staggering
 
     def report(self, view: pb.View) -> None:
-        """(PLANNING) What this rank has to offer."""
+        """(PLANNING) What this rank has to offer. Said again by the caller until the View moves on."""
         if self._log.opened:
             self._restorer.site.flushed = self._log.enter(view) is None
         standing = self._staggering.standing(self._standing())
-        self._member.client.report(
-            view.generation,
-            standing.version,
-            undo_to=standing.undo_to,
-            undo_exact=standing.undo_exact,
-            forward_to=standing.forward_to,
-            forward_by_all=standing.forward_by_all,
-            finish_to=standing.finish_to,
-            can_help=self._restorer.can_help,
-            off_log=standing.version is not None and self._channel.off_log,
-            snapshots=self._restorer.site.snapshots.held(),
-        )
-        events.emit("reported", rank=self._rank, generation=view.generation, **standing.words())
+        generation = view.generation
+
+        def statement() -> None:
+            self._member.client.report(
+                generation,
+                standing.version,
+                undo_to=standing.undo_to,
+                undo_exact=standing.undo_exact,
+                forward_to=standing.forward_to,
+                forward_by_all=standing.forward_by_all,
+                finish_to=standing.finish_to,
+                can_help=self._restorer.can_help,
+                off_log=standing.version is not None and self._channel.off_log,
+                snapshots=self._restorer.site.snapshots.held(),
+            )
+
+        if self._member.say(statement):
+            events.emit("reported", rank=self._rank, generation=generation, **standing.words())
 
     def _standing(self) -> Standing:
         if not self._state.present:
@@ -143,6 +148,6 @@ class RankRecovery:
             latest = self._member.watcher.latest or view
             if latest.state == pb.RUNNING and latest.generation == view.generation:
                 return
-            say_ready()
+            self._member.say(say_ready)
             self._faults.while_others_replay(self._state.version)
             self._member.await_change(latest)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from swift.control.client import CoordinatorClient
+from swift.control.patience import Unanswered
 from swift.control.shared import Gone, Known, SharedKeys
 
 _ASK_S = 0.2
@@ -160,6 +161,8 @@ def _told(call: Callable[..., Any], *arguments: Any) -> Any:
         return call(*arguments)
     except Gone as gone:
         raise dist.DistNetworkError(f"process group: connection of an ended generation: {gone}") from None
+    except Unanswered as away:
+        raise dist.DistNetworkError(f"process group: {away}") from None
     except TimeoutError as late:
         raise dist.DistStoreError(f"process group: timed out: {late}") from None
 

@@ -23,6 +23,7 @@ class World:
             watcher=watcher,
             client=SimpleNamespace(finish=self.finished),
             check=lambda: None,
+            say=lambda statement: statement() is None,
             say_measured=lambda: None,
         )
         self.order: list[str] = []

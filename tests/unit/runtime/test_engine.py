@@ -73,7 +73,7 @@ class Told:
 def engine_of(told: Told) -> Engine:
     state = state_of(1, updates_of(vote=None, before_update=None))
     channel: Any = SimpleNamespace(logged_groups=LoggedGroups(1, RecoveryGroups()))
-    member: Any = SimpleNamespace(client=told, lease={})
+    member: Any = SimpleNamespace(client=told, lease={}, say=lambda statement: statement() is None)
     return wired.engine_of(1, SessionConfig(), member=member, channel=channel, state=state)
 
 

@@ -1,0 +1,116 @@
+"""A loss while the coordinator is away waits for it."""
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from swift._pb import coordinator_pb2 as pb
+from swift.errors import Divergence, Fenced
+from swift.runtime.backends.gloo import GlooBackend
+from swift.runtime.errors import is_communication
+from swift.runtime.failures import Failures
+from swift.runtime.member import Member
+from swift.runtime.rank_store import CoordinatorStores
+from swift.runtime.retries import Retries
+from tests.unit.control.test_client import Served
+from tests.unit.log.service import eventually
+
+TIMEOUT_S = 0.4
+AWAY_S = 1.2
+LOST = RuntimeError("process group world: Connection closed by peer")
+
+
+class World:
+    """A rank whose connection has broken, and a coordinator that can go away and come back."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.served = Served()
+        self.member = Member(self.served.address, "j", 0, "i")
+        self.member.client.patience_s = patience_s
+        self.member.client.member = self.member.identity
+        watcher: Any = SimpleNamespace(latest=None)
+        self.member.watcher = watcher
+        broken: Any = SimpleNamespace(lost_peer=lambda error: error is LOST, broken=None)
+        self.failures = Failures(0, self.member, broken, Retries(0), TIMEOUT_S)
+
+    def heard(self, kind: type) -> int:
+        return sum(isinstance(request, kind) for request in self.served.scripted.requests)
+
+    def come_back(self, kind: type, *, notices: bool) -> threading.Thread:
+        """After a while; the watcher has the notice a little after what is said was answered."""
+
+        def come() -> None:
+            time.sleep(AWAY_S)
+            self.served.start()
+            if notices:
+                eventually(lambda: self.heard(kind))
+                time.sleep(TIMEOUT_S / 4)
+                self.member._noticed += 1
+
+        thread = threading.Thread(target=come)
+        thread.start()
+        return thread
+
+
+@pytest.fixture(params=[60.0, AWAY_S / 4], ids=["patient", "impatient"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """A call waits longer than the coordinator is away, or not."""
+    made = World(request.param)
+    yield made
+    made.member.client.close()
+    made.served.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(LOST, pb.SuspectRequest), (Divergence("s1.F step 3"), pb.RefuseRequest)]
+)
+def test_a_loss_waits_for_a_coordinator_that_is_away(world: World, error: Exception, kind: type) -> None:
+    world.served.stop()
+    back = world.come_back(kind, notices=True)
+    world.failures.handle(error, 1)
+    back.join()
+    assert world.member.noticed
+    assert not world.heard(pb.FailRequest)
+
+
+def test_one_that_answers_and_makes_no_generation_is_not_waited_for(world: World) -> None:
+    world.served.stop()
+    back = world.come_back(pb.SuspectRequest, notices=False)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        world.failures.handle(LOST, 1)
+    back.join()
+    assert time.monotonic() - began >= AWAY_S + TIMEOUT_S
+    assert world.heard(pb.FailRequest) == 1
+
+
+def test_an_answer_that_refuses_ends_the_wait(world: World) -> None:
+    world.served.scripted.script = [grpc.StatusCode.FAILED_PRECONDITION]
+    with pytest.raises(Fenced):
+        world.failures.handle(LOST, 1)
+
+
+def test_what_is_said_to_nobody_is_said_again(world: World) -> None:
+    world.served.stop()
+    world.member.client.patience_s = 0.1
+    client = world.member.client
+    assert not world.member.say(lambda: client.report(1, 3))
+    assert not world.member.say(lambda: client.ready(1, 3))
+    assert not world.member.say(lambda: client.finish(3))
+    world.served.start()
+    client.patience_s = 60.0
+    assert world.member.say(lambda: client.report(1, 3))
+    assert world.heard(pb.ReportRequest) == 1
+
+
+def test_groups_that_cannot_be_built_while_it_is_away_are_no_error_of_the_trainer(world: World) -> None:
+    world.served.stop()
+    world.member.client.patience_s = 0.1
+    with pytest.raises(RuntimeError, match="^process group: no answer from the coordinator") as raised:
+        CoordinatorStores(world.member.client)(1).check(["built-1"])
+    assert is_communication(raised.value, GlooBackend().is_lost_peer)
