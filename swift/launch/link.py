@@ -1,7 +1,7 @@
 """The launcher's link to the coordinator: notices out, Views in, and neither ever delays a replacement.
 
-(main thread)  `notify_exit`, `fail`: queued, sent in order by the link's own thread, which may wait for a
-               coordinator that is being restarted.
+(main thread)  `notify_exit`, `fail`: queued, sent in order by the link's own thread, each of them again and again
+               until the coordinator answers: nobody else tells it of a death before the lease ends.
 (watch thread) every new View is kept in `view` and wakes the main loop.
 """
 
@@ -66,10 +66,10 @@ class CoordinatorLink:
         def ask(client: "CoordinatorClient") -> None:
             try:
                 client.ask_last_checkpoint(reason)
-            except SwiftError:
+            except SwiftError as error:
                 self.not_asked = True
                 self._wake()
-                raise
+                self._complain(error)  # and not again: whoever leaves does not wait for it
 
         self._calls.put(ask)
 
@@ -92,12 +92,25 @@ class CoordinatorLink:
         with CoordinatorClient(self._address, self._job, tell=self._say) as client:
             client.watch(self._on_view)
             while (call := self._calls.get()) is not None:
-                try:
-                    call(client)
-                except SwiftError as error:
-                    # Of a job that nobody has joined the coordinator knows nothing; that is no news.
-                    if self.view is not None and not self._closing:
-                        tell(error)
+                self._make(call, client)
+
+    def _make(self, call: "Callable[[CoordinatorClient], object]", client: "CoordinatorClient") -> None:
+        from swift.control.patience import Unanswered
+
+        while not self._closing:
+            try:
+                call(client)
+                return
+            except Unanswered:
+                continue  # that nobody answers was said when it began (`_say`)
+            except SwiftError as error:
+                self._complain(error)
+                return
+
+    def _complain(self, error: SwiftError) -> None:
+        # Of a job that nobody has joined the coordinator knows nothing; that is no news.
+        if self.view is not None and not self._closing:
+            tell(error)
 
     def _say(self, line: str) -> None:
         if not self._closing:

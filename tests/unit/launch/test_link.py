@@ -1,11 +1,16 @@
 """The launcher's link to the coordinator."""
 
+import functools
 import sys
+import time
 
 import pytest
 
+from swift._pb import coordinator_pb2 as pb
+from swift.control import client as client_module
 from swift.launch.link import CoordinatorLink
 from tests.integration.logserver_world import free_port
+from tests.unit.control.test_client import Served
 from tests.unit.log.service import eventually
 
 
@@ -34,3 +39,54 @@ def test_a_coordinator_that_does_not_answer_is_said_before_anybody_asks(
     finally:
         link.close()
     assert heard.text.startswith(f"swift: the coordinator at {address} does not answer (Connection refused")
+
+
+PATIENCE_S = 0.2
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call is given up soon."""
+    made = functools.partial(client_module.CoordinatorClient, patience_s=PATIENCE_S)
+    monkeypatch.setattr(client_module, "CoordinatorClient", made)
+
+
+def test_a_death_is_told_until_the_coordinator_answers(impatient: None) -> None:
+    served = Served()
+    served.stop()
+    link = CoordinatorLink(served.address, "j", lambda: None)
+    try:
+        link.notify_exit(1, 7, -9, "a")
+        link.notify_given_up(2)
+        time.sleep(3 * PATIENCE_S)
+        served.start()
+        eventually(lambda: len(served.scripted.requests) == 2)
+    finally:
+        link.close()
+        served.stop()
+    told = [request for request in served.scripted.requests if isinstance(request, pb.ExitRequest)]
+    assert [(request.rank, request.given_up) for request in told] == [(1, False), (2, True)]
+
+
+def test_what_nobody_has_heard_holds_no_end_up(impatient: None) -> None:
+    link = CoordinatorLink(f"127.0.0.1:{free_port()}", "j", lambda: None)
+    link.notify_exit(1, 7, -9, "a")
+    link.close()
+    eventually(lambda: not link._thread.is_alive())
+
+
+def test_a_last_checkpoint_is_asked_for_once(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "LAST_PATIENCE_S", PATIENCE_S)
+    served = Served()
+    served.stop()
+    link = CoordinatorLink(served.address, "j", lambda: None)
+    try:
+        link.ask_checkpoint("a launcher was told to stop")
+        eventually(lambda: link.not_asked)
+        link.notify_exit(1, 7, 0, "a")
+        served.start()
+        eventually(lambda: served.scripted.requests)
+    finally:
+        link.close()
+        served.stop()
+    assert [type(request) for request in served.scripted.requests] == [pb.ExitRequest]

@@ -111,6 +111,6 @@ def test_what_is_said_to_nobody_is_said_again(world: World) -> None:
 def test_groups_that_cannot_be_built_while_it_is_away_are_no_error_of_the_trainer(world: World) -> None:
     world.served.stop()
     world.member.client.patience_s = 0.1
-    with pytest.raises(RuntimeError, match="^process group: no answer from the coordinator") as raised:
+    with pytest.raises(RuntimeError, match=r"^process group: no answer from the coordinator") as raised:
         CoordinatorStores(world.member.client)(1).check(["built-1"])
     assert is_communication(raised.value, GlooBackend().is_lost_peer)
