@@ -12,7 +12,9 @@ def _leave(signum: int, frame: object) -> None:
 if __name__ == "__main__":
     # Until there are children, and while torch is being imported, a signal simply ends this process.
     for early in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(early, _leave)
+        # One that is ignored (nohup) stays so: `swift.launch.signals` looks for that too.
+        if early != signal.SIGHUP or signal.getsignal(early) != signal.SIG_IGN:
+            signal.signal(early, _leave)
     from swift.errors import SwiftError
     from swift.words import tell
 

@@ -178,6 +178,18 @@ time.sleep(60)
     assert_all_gone(below)
 
 
+def test_under_nohup_a_terminal_that_goes_away_ends_nothing(start: Start) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launch = start("--nproc-per-node=1", "--spares=0")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    launch.rank(0)
+    launch.process.send_signal(signal.SIGHUP)
+    launch.go(0)
+    assert launch.wait() == (0, "")
+
+
 def test_nothing_outlives_a_killed_launcher(start: Start) -> None:
     launch = start("--nproc-per-node=2", "--spares=2")
     launch.rank(0)
