@@ -167,6 +167,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("run: --coordinator HOST:PORT is needed (or the variable SWIFT_COORDINATOR)")
     if not re.fullmatch(r"\S+:\d{1,5}", args.coordinator):
         raise UsageError(f"run: --coordinator {args.coordinator}: write HOST:PORT")
+    _check_line(args.coordinator)
     if not 0 <= args.sigterm_checkpoint_s < 86400:
         raise UsageError(f"run: --sigterm-checkpoint-s {args.sigterm_checkpoint_s}: seconds, 0 or more")
     if args.spares < 0:
@@ -183,6 +184,16 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"run: no module named {top}")
     elif not os.path.exists(args.training_script):
         raise UsageError(f"run: {args.training_script}: there is no such script")
+
+
+def _check_line(coordinator: str) -> None:
+    """UsageError: no process of the job could connect, so none is started. Nobody need answer yet."""
+    from swift.security.channel import Credentials  # only here: grpc takes a while
+
+    try:
+        Credentials.from_environment().check(coordinator)
+    except UsageError as error:
+        raise UsageError(f"run: --coordinator: {error}") from None
 
 
 def _check_preload(lists: Iterable[str], path0: str) -> None:

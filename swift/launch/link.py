@@ -89,7 +89,13 @@ class CoordinatorLink:
         # Imported here, beside the main thread: grpc takes a while.
         from swift.control.client import CoordinatorClient
 
-        with CoordinatorClient(self._address, self._job, tell=self._say) as client:
+        try:
+            client = CoordinatorClient(self._address, self._job, tell=self._say)
+        except SwiftError as error:  # its files were good when the command looked
+            self.not_asked = True
+            self._say(str(error))
+            return
+        with client:
             client.watch(self._on_view)
             while (call := self._calls.get()) is not None:
                 self._make(call, client)

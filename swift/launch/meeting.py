@@ -167,7 +167,12 @@ class MetRendezvous(Rendezvous):
     def _keep_meeting(self) -> None:
         from swift.control.client import CoordinatorClient  # beside the main thread: grpc takes a while
 
-        with CoordinatorClient(self._job.coordinator, self._job.name) as client:
+        try:
+            client = CoordinatorClient(self._job.coordinator, self._job.name)
+        except SwiftError as error:  # its files were good when the command looked
+            self._take(None, error)
+            return
+        with client:
             while not self._closed:
                 self._speak(client)
                 held = bool(self._newest.machines)

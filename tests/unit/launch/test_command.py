@@ -116,6 +116,7 @@ def test_threads_are_one_each_unless_said_otherwise(monkeypatch: pytest.MonkeyPa
 
 def test_coordinator_and_restarts_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFT_COORDINATOR", "10.0.0.9:7")
+    monkeypatch.setenv("SWIFT_INSECURE", "1")
     monkeypatch.setenv("PET_MAX_RESTARTS", "4")
     plan = make_plan(["train.py"])
     assert (plan.job.coordinator, plan.config.max_restarts) == ("10.0.0.9:7", 4)
@@ -177,6 +178,8 @@ def test_output_goes_where_the_flags_say(tmp_path: Path) -> None:
         ),
         (["train.py"], "--coordinator HOST:PORT is needed"),
         (["--coordinator=here", "train.py"], "write HOST:PORT"),
+        (["--coordinator=127.0.0.1:99999", "train.py"], "'127.0.0.1:99999' is not HOST:PORT"),
+        (["--coordinator=meta:7300", "train.py"], "meta:7300 is not loopback and SWIFT_TLS_CA is not set"),
         ([COORDINATOR], "training_script"),
         ([COORDINATOR, "missing.py"], "there is no such script"),
         ([COORDINATOR, "-m", "no_such_module.main"], "no module named no_such_module"),
@@ -222,6 +225,28 @@ def test_bad_flags_get_one_line(flags: list[str], words: str, capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("swift: run: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [("SWIFT_TLS_CA", "No such file or directory"), ("SWIFT_TOKEN_FILE", "users other than its owner")],
+)
+def test_credentials_that_are_badly_kept_get_one_line(
+    variable: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "kept"
+    if variable == "SWIFT_TOKEN_FILE":
+        path.write_text("token")
+        path.chmod(0o644)
+    monkeypatch.setenv(variable, str(path))
+    assert command.main([COORDINATOR, "train.py"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"swift: run: --coordinator: {variable} {path}: {words}")
     assert err.count("\n") == 1
 
 
@@ -326,7 +351,7 @@ def test_a_health_check_that_cannot_be_run_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     with pytest.raises(UsageError) as refused:
-        make_plan(["--coordinator", "h:1", *flags, "train.py"])
+        make_plan([COORDINATOR, *flags, "train.py"])
     assert str(refused.value) == f"run: {complaint}"
 
 
@@ -335,8 +360,8 @@ def test_a_health_check_is_a_command_or_a_callable(tmp_path: Path, monkeypatch: 
     (tmp_path / "train.py").touch()
     (tmp_path / "checks.py").touch()
     for given, words in (("true --fast 'a b'", ("true", "--fast", "a b")), ("python:checks:Gpu.fit", None)):
-        check = make_plan(["--coordinator", "h:1", "--health-check", given, "train.py"]).health_check
+        check = make_plan([COORDINATOR, "--health-check", given, "train.py"]).health_check
         assert check is not None
         assert check.words == (words or (given,))
         assert check.limit_s == 30
-    assert make_plan(["--coordinator", "h:1", "train.py"]).health_check is None
+    assert make_plan([COORDINATOR, "train.py"]).health_check is None

@@ -90,3 +90,13 @@ def test_a_last_checkpoint_is_asked_for_once(impatient: None, monkeypatch: pytes
         link.close()
         served.stop()
     assert [type(request) for request in served.scripted.requests] == [pb.ExitRequest]
+
+
+def test_a_line_that_cannot_be_made_is_said_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Heard()
+    monkeypatch.setattr(sys, "stderr", heard)
+    link = CoordinatorLink("127.0.0.1:99999", "j", lambda: None)
+    link.ask_checkpoint("a launcher was told to stop")
+    eventually(lambda: link.not_asked and not link._thread.is_alive())
+    link.close()
+    assert heard.text == "swift: '127.0.0.1:99999' is not HOST:PORT, such as 10.0.0.5:7301\n"

@@ -104,6 +104,22 @@ def test_what_the_coordinator_refuses_at_the_start_ends_it(error: SwiftError, la
         launcher(error).next_rendezvous()
 
 
+def test_a_line_that_cannot_be_made_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: str, job: str) -> Coordinator:
+        raise UsageError(f"{address} is not loopback")
+
+    monkeypatch.setattr(client_module, "CoordinatorClient", refuse)
+    terms = Terms(join_timeout=5.0)
+    met = MetRendezvous(
+        "id", JOB, nodes=(2, 2), ranks=3, address="a02", terms=terms, wake=lambda: None, say=print
+    )
+    try:
+        with pytest.raises(UsageError, match=r"^meta:1 is not loopback$"):
+            met.next_rendezvous()
+    finally:
+        met.leave()
+
+
 def test_too_few_are_waited_for_until_the_time_is_over(launcher: World) -> None:
     met = launcher(pb.MeetReply(here=1), terms=Terms(join_timeout=0.3))
     with pytest.raises(ServiceError, match=r"^run: 1 of 2 machines were here after"):
