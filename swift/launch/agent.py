@@ -34,6 +34,7 @@ from swift.launch.decisions import (
 )
 from swift.launch.health import HealthCheck
 from swift.launch.leaving import Leaving
+from swift.launch.left import Left
 from swift.launch.link import CoordinatorLink
 from swift.launch.moving import Moving
 from swift.launch.place_checks import WaitingPlaces
@@ -55,8 +56,6 @@ from swift.words import tell as say
 
 SPARE_DELAY_S_MAX = 30.0
 """A new spare is started this long after a death, even if no View says that the job runs again."""
-LEFT_S = 5.0
-"""A rank that has ended with 0 is looked for in the View this long: it may show that the job has just finished."""
 SETTLE_S = 0.5
 """Once the job fails, ranks may end by themselves this long: what they print and return says why."""
 CHECK_HOLDS_S = 60.0
@@ -104,8 +103,7 @@ class ReplacingAgent(SimpleElasticAgent):
         """By local rank: its living process."""
         self._done: dict[int, Child] = {}
         """By local rank: its process that ended with 0, or that was lost after the job had finished."""
-        self._left_at: dict[int, float] = {}
-        """By local rank: when a process of it ended with 0 while the job, as far as is known, is not over."""
+        self._left = Left(link)
         self._replacements_left = spec.max_restarts
         self._attempts: Counter[int] = Counter()
         """By local rank: deaths since the job last ran."""
@@ -131,7 +129,7 @@ class ReplacingAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self._done.clear()
-        self._left_at.clear()
+        self._left.clear()
         self._waiting.clear()
         for worker in worker_group.workers:
             self._give_rank(worker.local_rank)
@@ -165,7 +163,8 @@ class ReplacingAgent(SimpleElasticAgent):
             self._on_exit(child)
         self._on_view(self._view)
         self._spares.look(self._view)
-        self._miss_those_who_left(now)
+        for child in self._left.missed(self._view, now):
+            self._fail_without(child)
         for local_rank, why, failures in self._waiting.failed():
             self._on_unfit(local_rank, why, failures)
         if self._machines.lost and self.outcome is None:
@@ -175,9 +174,13 @@ class ReplacingAgent(SimpleElasticAgent):
         if late := self._told.late(self._view, now):
             say(late)
         self._replace_due()
-        if not self._ranks and not self._waiting and not self._awaits_its_end():
-            done = {worker.global_rank: None for worker in worker_group.workers}
-            return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
+        if not self._ranks and not self._waiting:
+            if not self._left.await_end(self._view):
+                done = {worker.global_rank: None for worker in worker_group.workers}
+                return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
+            if why := self._left.given_up(now):
+                self._end({1}, why)
+                return RunResult(state=WorkerState.FAILED)
         if self._is_quiet():
             self._spares.tend(self._view, [worker.global_rank for worker in worker_group.workers])
         return RunResult(state=WorkerState.HEALTHY)
@@ -307,7 +310,7 @@ class ReplacingAgent(SimpleElasticAgent):
             return
         self._done[local_rank] = child
         if not situation.finished:
-            self._left_at[local_rank] = events.now()
+            self._left.add(local_rank, child, events.now())
         if verdict.action == Action.LOST:
             self._lost_code = verdict.exit_code
             say(verdict.reason)
@@ -488,28 +491,6 @@ class ReplacingAgent(SimpleElasticAgent):
         for child in self._done.values():
             if child.incarnation in fenced and not over:
                 self._fail_without(child)
-
-    def _awaits_its_end(self) -> bool:
-        """The job is not over as far as is known, and was not done without those who have ended with 0."""
-        return any(self._misses(self._done[local_rank]) is not None for local_rank in self._left_at)
-
-    def _misses(self, child: Child) -> bool | None:
-        """Whether the job waits for that process, which has ended with 0, to join. None: it has nothing to do with it;
-        False: it has joined, so the coordinator will say that the job is finished, or has lost it."""
-        view = self._view
-        if view is None or view.state == pb.FINISHED:
-            return None
-        if any(member.incarnation == child.incarnation for member in view.members):
-            return False
-        return True if view.state != pb.RUNNING else None
-
-    def _miss_those_who_left(self, now: float) -> None:
-        """Who was no member of the job is fenced by nobody, and the others would wait for it."""
-        for local_rank, at in list(self._left_at.items()):
-            if now - at >= LEFT_S and self._view is not None:
-                del self._left_at[local_rank]
-                if self._misses(self._done[local_rank]):
-                    self._fail_without(self._done[local_rank])
 
     def _fail_without(self, child: Child) -> None:
         if self.outcome is None:

@@ -31,6 +31,8 @@ class CoordinatorLink:
         self._job = job
         self._wake = wake
         self._calls: queue.SimpleQueue[Callable[[CoordinatorClient], object] | None] = queue.SimpleQueue()
+        self._told = 0
+        self._answered = 0
         self._must_drain = False
         self._closing = False
         self.view: pb.View | None = None
@@ -43,22 +45,20 @@ class CoordinatorLink:
         self, rank: int, pid: int, exit_code: int, incarnation: str, *, given_up: bool = False
     ) -> None:
         """A child has exited. `given_up`: no process takes its place."""
-        self._calls.put(
-            lambda client: client.member_exited(rank, pid, exit_code, incarnation, given_up=given_up)
-        )
+        self._tell(lambda client: client.member_exited(rank, pid, exit_code, incarnation, given_up=given_up))
 
     def notify_given_up(self, rank: int) -> None:
         """No process takes the place of that rank, whose last one has exited before."""
-        self._calls.put(lambda client: client.place_given_up(rank))
+        self._tell(lambda client: client.place_given_up(rank))
 
     def notify_unfit(self, rank: int, reason: str) -> None:
         """The place of that rank has failed its health check, so that no process gets it."""
-        self._calls.put(lambda client: client.place_unfit(rank, reason))
+        self._tell(lambda client: client.place_unfit(rank, reason))
 
     def fail(self, reason: str) -> None:
         """The job cannot go on. `close` waits for this to arrive."""
         self._must_drain = True
-        self._calls.put(lambda client: client.fail(reason))
+        self._tell(lambda client: client.fail(reason))
 
     def ask_checkpoint(self, reason: str) -> None:
         """Soon. `not_asked` is true from when it is known that nobody will make it."""
@@ -71,12 +71,21 @@ class CoordinatorLink:
                 self._wake()
                 self._complain(error)  # and not again: whoever leaves does not wait for it
 
-        self._calls.put(ask)
+        self._tell(ask)
 
     def stop(self, run: str, reason: str) -> None:
         """This launcher was told to stop, and its ranks have ended. `close` waits for this and what was told before."""
         self._must_drain = self._must_drain or self.view is not None
-        self._calls.put(lambda client: client.stop(run, reason))
+        self._tell(lambda client: client.stop(run, reason))
+
+    @property
+    def unheard(self) -> bool:
+        """The coordinator has not answered yet to all that it was told."""
+        return self._answered < self._told
+
+    def _tell(self, call: "Callable[[CoordinatorClient], object]") -> None:
+        self._told += 1
+        self._calls.put(call)
 
     def close(self) -> None:
         """Ends the link; a failure that was told is delivered first, as far as that works within the time."""
@@ -99,6 +108,7 @@ class CoordinatorLink:
             client.watch(self._on_view)
             while (call := self._calls.get()) is not None:
                 self._make(call, client)
+                self._answered += 1
 
     def _make(self, call: "Callable[[CoordinatorClient], object]", client: "CoordinatorClient") -> None:
         from swift.control.patience import Unanswered

@@ -67,9 +67,16 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
         self.met = 0
         """Machines that it has told that they are here."""
         self._readers: list[queue.SimpleQueue[pb.View]] = []
-        self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=8))
+        self.address = "127.0.0.1:0"
+        self.come()
+
+    def come(self) -> None:
+        """At its address, again after `close`."""
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(max_workers=8), options=[("grpc.so_reuseport", 0)]
+        )
         pb_grpc.add_CoordinatorServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(self.address)}"
         self._server.start()
 
     def publish(self, **fields: Any) -> None:

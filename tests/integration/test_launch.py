@@ -13,6 +13,7 @@ import pytest
 
 from swift._pb import coordinator_pb2 as pb
 from swift.launch.flags import PRELOAD_DEFAULT
+from swift.launch.left import LEFT_S
 from tests.integration.launch_world import Launch, Rank, ScriptedCoordinator, assert_all_gone, wait_until
 from tests.integration.logserver_world import free_port
 
@@ -337,7 +338,11 @@ def test_leaving_before_it_has_joined_fails_the_job(start: Start, coordinator: S
     assert "rank 1: exit code 0 before the job was finished" in stderr
 
 
-def test_all_that_leave_at_once_fail_the_job(start: Start, coordinator: ScriptedCoordinator) -> None:
+@pytest.mark.parametrize("away", [False, True], ids=["answers", "away"])
+def test_all_that_leave_at_once_fail_the_job(
+    start: Start, coordinator: ScriptedCoordinator, away: bool
+) -> None:
+    """Also if the coordinator is away meanwhile, for longer than a View is waited for."""
     coordinator.publish(state=pb.RUNNING, generation=1)
     launch = start("--nproc-per-node=2")
     ranks = [launch.rank(number) for number in range(2)]
@@ -347,8 +352,15 @@ def test_all_that_leave_at_once_fail_the_job(start: Start, coordinator: Scripted
     ]
     coordinator.publish(state=pb.RUNNING, generation=2, members=members)
     wait_until(lambda: any(seen["generation"] == 2 for seen in launch.events("view_seen")), "that View")
+    if away:
+        coordinator.close()
     for number in range(2):
         launch.go(number)
+    if away:
+        wait_until(lambda: len(launch.events("child_exit")) == 2, "the exits")
+        time.sleep(LEFT_S + 1.0)
+        launch.check()
+        coordinator.come()
     wait_until(lambda: len(coordinator.exits) == 2, "the notices of the exits")
     coordinator.publish(state=pb.FENCING, generation=3, fenced=members)
     code, stderr = launch.wait()

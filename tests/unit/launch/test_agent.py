@@ -8,7 +8,7 @@ import pytest
 
 from swift._pb import coordinator_pb2 as pb
 from swift.launch import moving
-from swift.launch.agent import LEFT_S, ReplacingAgent
+from swift.launch.agent import ReplacingAgent
 from swift.launch.beside import Vacated
 from swift.launch.moving import Moving
 
@@ -48,49 +48,6 @@ def test_a_rank_that_ends_in_the_moment_in_which_the_job_runs_is_replaced(
     agent._on_exit(child)
     assert found == replaced
     assert (agent.outcome is None) == bool(replaced)
-
-
-HOLDS = pb.Member(rank=1, incarnation="b")
-ANOTHER = pb.Member(rank=0, incarnation="a")
-
-
-@pytest.mark.parametrize(
-    ("view", "fails"),
-    [
-        (None, False),  # a script without a session
-        (pb.View(generation=1, state=pb.FORMING, members=[ANOTHER]), True),
-        (pb.View(generation=2, state=pb.RECOVERING, members=[ANOTHER]), True),
-        (
-            pb.View(generation=1, state=pb.FORMING, members=[ANOTHER, HOLDS]),
-            False,
-        ),  # fenced at once, or finished
-        (pb.View(generation=1, state=pb.FINISHED, members=[ANOTHER]), False),
-    ],
-)
-def test_a_rank_that_has_ended_with_0_is_missed_where_the_job_waits_for_it(
-    view: pb.View | None, fails: bool
-) -> None:
-    """It may have ended before anybody else had joined: then the View of the job comes later."""
-    agent = ReplacingAgent.__new__(ReplacingAgent)
-    failed: list[int] = []
-    stubs: dict[str, Any] = {
-        "_left_at": {1: 100.0},
-        "_done": {1: SimpleNamespace(rank=1, incarnation="b")},
-        "_before": None,
-        "_job": SimpleNamespace(run="r"),
-        "_link": SimpleNamespace(view=None),
-        "_fail_without": lambda child: failed.append(child.rank),
-    }
-    vars(agent).update(stubs)
-    agent._miss_those_who_left(100.0 + LEFT_S)
-    assert not failed
-    if view is not None:
-        view.runs.append("r")
-    vars(agent)["_link"] = SimpleNamespace(view=view)
-    agent._miss_those_who_left(100.0 + LEFT_S - 0.1)
-    assert not failed
-    agent._miss_those_who_left(100.0 + LEFT_S)
-    assert failed == [1] * fails
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, -9])
