@@ -16,15 +16,15 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from swift import events
-from swift.errors import UsageError
 from swift.launch.forkserver import ForkFailed, ForkServer, own_children
-from swift.launch.worker import CONTROL_PIPE_BYTES, ENV_WORD_FD, Program
+from swift.launch.worker import ENV_WORD_FD, Program
 
 _SAID_BYTES = 1 << 16
 KILL_WAIT_S = 10.0
@@ -101,13 +101,15 @@ class Child:
         self.kill_group()
 
     def _tell(self, assignment: Program) -> None:
+        """Never waits for a child that does not read yet. The pipe is not enlarged for that: what a user's pipes may
+        take in all is limited."""
         line = assignment.to_line()
-        if len(line) > CONTROL_PIPE_BYTES:
-            raise UsageError(
-                f"the script's arguments take {len(line)} bytes: at most {CONTROL_PIPE_BYTES} fit"
-            )
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._control_fd, line)
+        if len(line) <= fcntl.fcntl(self._control_fd, fcntl.F_GETPIPE_SZ):
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._control_fd, line)
+            return
+        pipe = os.dup(self._control_fd)
+        threading.Thread(target=_write_all, args=(pipe, line), name="assignment", daemon=True).start()
 
     def hear(self) -> bool:
         """(`warm_fd` is readable) Whether it has said something; not that nothing more comes."""
@@ -143,6 +145,11 @@ class Child:
                 os.close(fd)
         self.pidfd = self.warm_fd = self._control_fd = -1
         return self.exit_code
+
+
+def _write_all(fd: int, line: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError), open(fd, "wb") as pipe:
+        pipe.write(line)
 
 
 def _name_undead(pid: int) -> None:
@@ -298,16 +305,19 @@ class Nursery:
 
     def _start(self, how: Callable[[list[int]], Started | None]) -> Child | None:
         # Each way with pipes of its own: a fork that failed may have left somebody who reads.
-        control_read, control_write = os.pipe()
-        warm_read, warm_write = os.pipe()
-        fcntl.fcntl(control_write, fcntl.F_SETPIPE_SZ, CONTROL_PIPE_BYTES)
-        started = None
-        try:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            control_read, control_write = os.pipe()
+            theirs.callback(os.close, control_read)
+            ours.callback(os.close, control_write)
+            warm_read, warm_write = os.pipe()
+            theirs.callback(os.close, warm_write)
+            ours.callback(os.close, warm_read)
             started = how([control_read, warm_write, self._word_read])
-        finally:
-            for fd in (control_read, warm_write, *((control_write, warm_read) if started is None else ())):
-                os.close(fd)
-        return None if started is None else Child(*started, control_write, warm_read)
+            if started is None:
+                return None
+            child = Child(*started, control_write, warm_read)
+            ours.pop_all()
+            return child
 
     def _interpret(self, fds: list[int]) -> Started:
         """A fresh interpreter, which imports the modules and then waits for its `assign`."""

@@ -40,8 +40,6 @@ from swift.launch.title import set_title
 from swift.words import tell
 
 ENV_WORD_FD = "SWIFT_WORD_FD"
-CONTROL_PIPE_BYTES = 1 << 20
-"""An assignment fits, so writing it never waits for a child that is not reading yet."""
 _PR_SET_PDEATHSIG = 1
 _NOT_FOR_A_WARM_UP = (
     "MASTER_ADDR",

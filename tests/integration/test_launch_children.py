@@ -1,7 +1,11 @@
 """Children of the launcher, without the launcher: which spare is taken, how they are stopped."""
 
 import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift.errors import UsageError
 from swift.launch.children import Child, Nursery
 from swift.launch.rendezvous import LoopbackRendezvous
 from swift.launch.worker import Program
@@ -58,14 +61,52 @@ def test_a_rank_given_to_a_cold_child_waits_for_it(nursery: Nursery, tmp_path: P
     assert nursery.children == []
 
 
-def test_arguments_up_to_the_size_of_the_pipe(nursery: Nursery, tmp_path: Path) -> None:
+def test_arguments_of_any_size_and_nobody_waits_for_who_does_not_read_yet(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    words = "x" * 2_000_000
     child = nursery.spawn()
-    assign(child, tmp_path, "import sys; open('size', 'w').write(str(len(sys.argv[1])))", "x" * 1_000_000)
+    os.kill(child.pid, signal.SIGSTOP)
+    assign(child, tmp_path, "import sys; open('size', 'w').write(str(len(sys.argv[1])))", words)
+    os.kill(child.pid, signal.SIGCONT)
     while not nursery.wait(20.0)[1]:
         pass
-    assert (tmp_path / "size").read_text() == "1000000"
-    with pytest.raises(UsageError, match="bytes: at most"):
-        assign(nursery.spawn(), tmp_path, "", "x" * 2_000_000)
+    assert (tmp_path / "size").read_text() == str(len(words))
+    dead = nursery.spawn()
+    os.kill(dead.pid, signal.SIGSTOP)
+    assign(dead, tmp_path, "", words)
+    dead.kill_group()
+    while not nursery.wait(20.0)[1]:
+        pass
+    names = {thread.name: thread for thread in threading.enumerate()}
+    if (writer := names.get("assignment")) is not None:
+        writer.join(20.0)
+        assert not writer.is_alive()
+
+
+# An unprivileged user, whose pipes take already all that they may.
+USED_UP = """
+import fcntl, os
+from pathlib import Path
+from swift.launch.children import Nursery
+limit = 4096 * int(Path("/proc/sys/fs/pipe-user-pages-soft").read_text())
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+nursery = Nursery({}, "", "json", on_unfit=print)
+for _ in range(limit // (1 << 20) + 1):
+    try:
+        fcntl.fcntl(os.pipe()[1], fcntl.F_SETPIPE_SZ, 1 << 20)
+    except PermissionError:
+        break
+before = len(os.listdir("/proc/self/fd"))
+assert nursery._start(lambda fds: None) is None
+assert len(os.listdir("/proc/self/fd")) == before
+"""
+
+
+def test_a_child_can_be_started_by_a_user_whose_pipes_are_used_up() -> None:
+    subprocess.run([sys.executable, "-c", USED_UP], check=True, timeout=60)
 
 
 def test_a_child_that_died_unseen_can_be_given_a_rank(nursery: Nursery, tmp_path: Path) -> None:
