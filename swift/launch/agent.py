@@ -20,7 +20,7 @@ from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.control.told import Told
 from swift.launch.beside import Vacated, room_for_one_more
-from swift.launch.children import Child, Nursery
+from swift.launch.children import Child, Nursery, StartFailed
 from swift.launch.decisions import (
     Action,
     Outcome,
@@ -30,6 +30,7 @@ from swift.launch.decisions import (
     delay_s,
     judge_check,
     judge_exit,
+    judge_start,
     outcome_of,
 )
 from swift.launch.health import HealthCheck
@@ -192,8 +193,7 @@ class ReplacingAgent(SimpleElasticAgent):
         self._check_all_places()
         with self._gate.raising():
             self._nursery.prepare()
-        for _ in range(group.spec.local_world_size + self._spares.count):
-            self._spares.spawn()
+        self._spares.begin(group.spec.local_world_size)
         began = events.now()
         self._join_rendezvous()
         if events.now() - began > CHECK_HOLDS_S:
@@ -354,7 +354,16 @@ class ReplacingAgent(SimpleElasticAgent):
     def _replace_due(self) -> None:
         for local_rank, waiting in self._waiting.ready():
             self._last_death = (events.now(), waiting.generation)
-            child = self._give_rank(local_rank)
+            try:
+                child = self._give_rank(local_rank)
+            except StartFailed as error:
+                failures = self._waiting.put_back(local_rank, waiting)
+                rank = self._worker_group.workers[local_rank].global_rank
+                verdict = judge_start(rank, str(error), failures, self._situation(local_rank))
+                self._leave_empty(local_rank, verdict, failures)
+                if self.outcome is not None:
+                    return
+                continue
             say(f"{waiting.reason}: replaced by process {child.pid} ({child.kind})")
 
     def _on_unfit(self, local_rank: int, why: str, failures: int) -> None:
@@ -362,6 +371,11 @@ class ReplacingAgent(SimpleElasticAgent):
         rank = self._worker_group.workers[local_rank].global_rank
         self._link.notify_unfit(rank, why)
         verdict = judge_check(rank, why, failures, self._situation(local_rank))
+        self._leave_empty(local_rank, verdict, failures)
+
+    def _leave_empty(self, local_rank: int, verdict: Verdict, failures: int) -> None:
+        """No process can get the place now: what follows."""
+        rank = self._worker_group.workers[local_rank].global_rank
         if verdict.action == Action.REPLACE:
             say(verdict.reason)
             self._waiting.put_off(local_rank, events.now() + check_delay_s(failures))
@@ -469,16 +483,21 @@ class ReplacingAgent(SimpleElasticAgent):
                 self._move(local_rank)
 
     def _move(self, local_rank: int) -> None:
-        """Gives a lost rank a process beside a rank that lives here, on its device."""
+        """Gives a lost rank a process beside a rank that lives here, on its device; else the job ends."""
         rank, hosts = self._worker_group.workers[local_rank].global_rank, sorted(self._ranks)
-        if why := room_for_one_more(child.pid for child in self._ranks.values()):
+        why = room_for_one_more(child.pid for child in self._ranks.values())
+        if not why:
+            self._host[local_rank] = self._host.get(hosts[0], hosts[0])
+            try:
+                child, host = self._give_rank(local_rank), self._ranks[hosts[0]]
+            except StartFailed as error:
+                why = str(error)
+        if why:
             reason = (
                 f"rank {rank} is lost, the others cannot go on without its stage, and it cannot move: {why}"
             )
             self._fail(Verdict(action=Action.STOP, exit_code=1, reason=reason))
             return
-        self._host[local_rank] = self._host.get(hosts[0], hosts[0])
-        child, host = self._give_rank(local_rank), self._ranks[hosts[0]]
         say(f"rank {rank} moves to the place of rank {host.rank}: process {child.pid}, on the same device")
         events.emit("moved", rank=rank, pid=child.pid, beside=host.rank)
 

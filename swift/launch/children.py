@@ -11,6 +11,7 @@ seconds to import what a rank needs.
 import contextlib
 import fcntl
 import functools
+import math
 import os
 import selectors
 import signal
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from swift import events
+from swift.errors import ServiceError
 from swift.launch.forkserver import ForkFailed, ForkServer, own_children
 from swift.launch.worker import ENV_WORD_FD, Program
 
@@ -31,6 +33,12 @@ KILL_WAIT_S = 10.0
 """How long a SIGKILLed child may take to go (uninterruptible sleep) before it is named and left."""
 SERVER_FAILURES_MAX = 3
 """Fork servers that may fail in a row; then children are fresh interpreters."""
+SERVER_AGAIN_S = 5.0
+"""One that could not be started is tried again after this time."""
+
+
+class StartFailed(ServiceError):
+    """No process can be started now."""
 
 
 class HasFileno(Protocol):
@@ -109,7 +117,11 @@ class Child:
                 os.write(self._control_fd, line)
             return
         pipe = os.dup(self._control_fd)
-        threading.Thread(target=_write_all, args=(pipe, line), name="assignment", daemon=True).start()
+        writer = threading.Thread(target=_write_all, args=(pipe, line), name="assignment", daemon=True)
+        try:
+            writer.start()
+        except RuntimeError:  # no thread can be started: then it is waited for
+            _write_all(pipe, line)
 
     def hear(self) -> bool:
         """(`warm_fd` is readable) Whether it has said something; not that nothing more comes."""
@@ -185,6 +197,8 @@ class Nursery:
         self._on_unfit = on_unfit
         self._server: ForkServer | None = None
         self._server_failures = 0
+        self._server_at = -math.inf
+        """None is started before."""
         self._adopted: dict[int, int] = {}
         """By pidfd: the number of an orphan that ended up here."""
         self._selector = selectors.DefaultSelector()
@@ -222,9 +236,15 @@ class Nursery:
             self._hear()
 
     def tend(self) -> bool:
-        """Starts the fork server if there should be one. False while it imports: a spare can wait for that."""
-        if self._forks and self._server is None:
-            self._server = ForkServer(self._env, self._path0, self._preload, self._imports)
+        """Starts the fork server if there should be one, and it can be. False while it imports: a spare can wait for
+        that."""
+        if self._forks and self._server is None and time.monotonic() >= self._server_at:
+            try:
+                self._server = ForkServer(self._env, self._path0, self._preload, self._imports)
+            except OSError as error:
+                self._server_at = time.monotonic() + SERVER_AGAIN_S
+                events.emit("fork_server_not_started", reason=error.strerror)
+                return True
             self._selector.register(self._server, selectors.EVENT_READ, self._hear)
             events.emit("fork_server_started", server_pid=self._server.pid)
         return self._server is None or self._server.ready
@@ -295,8 +315,15 @@ class Nursery:
     # Children.
 
     def spawn(self) -> Child:
-        """Starts a child. Forked if that is possible at once: a fresh interpreter is no later than a new server."""
-        child = self._start(self._fork) or self._start(self._interpret)
+        """Starts a child. Forked if that is possible at once: a fresh interpreter is no later than a new server. Raises
+        StartFailed."""
+        try:
+            child = self._start(self._fork) or self._start(self._interpret)
+        except OSError as error:
+            raise StartFailed(
+                f"no process can be started ({error.strerror}): look at the limits of processes and open files "
+                "(ulimit -u, ulimit -n, pids.max of the cgroup)"
+            ) from None
         assert child is not None
         self.children.append(child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)

@@ -11,7 +11,7 @@ RETURNS_MAX = 3
 DELAY_FIRST_S = 0.5
 DELAY_LAST_S = 30.0
 CHECKS_MAX = 6
-"""Health checks of one place that may fail in a row before it is given up."""
+"""Health checks of one place, or starts of a process there, that may fail in a row before it is given up."""
 CHECK_DELAY_FIRST_S = 1.0
 
 
@@ -117,9 +117,19 @@ def delay_s(deaths: int) -> float:
 def judge_check(rank: int, why: str, failed: int, situation: Situation) -> Verdict:
     """What to do about a place that has failed its health check, so that no process may get it. `failed`: checks since
     its last process has ended, this one included. REPLACE: it is checked again after `check_delay_s`."""
-    said = f"rank {rank}: its place has failed the health check ({why})"
+    return _judge_place(
+        f"rank {rank}: its place has failed the health check ({why})", "checked", failed, situation
+    )
+
+
+def judge_start(rank: int, why: str, failed: int, situation: Situation) -> Verdict:
+    """The same of a place for which no process could be started."""
+    return _judge_place(f"rank {rank}: {why}", "tried", failed, situation)
+
+
+def _judge_place(said: str, done: str, failed: int, situation: Situation) -> Verdict:
     if failed < CHECKS_MAX:
-        return Verdict(action=Action.REPLACE, reason=f"{said}: checked again in {check_delay_s(failed):g} s")
+        return Verdict(action=Action.REPLACE, reason=f"{said}: {done} again in {check_delay_s(failed):g} s")
     said = f"{said}, {CHECKS_MAX} times in a row"
     if situation.finished:
         return Verdict(action=Action.LOST, exit_code=1, reason=f"{said}, after the job had finished")
@@ -129,5 +139,5 @@ def judge_check(rank: int, why: str, failed: int, situation: Situation) -> Verdi
 
 
 def check_delay_s(failed: int) -> float:
-    """How long a place waits for its next health check."""
+    """How long a place waits for its next health check, or the next start of a process."""
     return min(DELAY_LAST_S, CHECK_DELAY_FIRST_S * 2.0 ** min(failed - 1, 16))

@@ -73,13 +73,18 @@ class ForkServer:
     """The launcher's end. Readable when the server has said whether it is fit, and when it has died."""
 
     def __init__(self, env: dict[str, str], path0: str, preload: str, imports: str = "") -> None:
+        """Raises OSError: there can be no process."""
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-u", "-P", "-m", "swift.launch.forkserver"]
         command += [str(theirs.fileno()), str(os.getpid()), path0, preload, imports]
-        with theirs:
-            self._process = subprocess.Popen(
-                command, env=env, pass_fds=(theirs.fileno(),), start_new_session=True
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, env=env, pass_fds=(theirs.fileno(),), start_new_session=True
+                )
+        except OSError:
+            self._line.close()
+            raise
         self.pid = self._process.pid
         self.ready = False
         self.chosen: list[str] = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.launch.beside import room_for_one_more
-from swift.launch.children import Child
+from swift.launch.children import Child, StartFailed
 from swift.launch.torch_names import Worker
 
 
@@ -78,7 +78,11 @@ class Moving:
             return [f"rank {lost} was lost, and cannot have the place of rank {rank}: {why}"]
         gives, before = living[source], self._hosts.get(place)
         self._hosts[place] = self._hosts.get(source, source)
-        takes = self._give_rank(place)
+        try:
+            takes = self._give_rank(place)
+        except StartFailed as error:
+            self._put_back(place, before)
+            return [f"rank {lost} was lost, and cannot have the place of rank {rank}: {error}"]
         self._under_way[takes.incarnation] = _Move(gives=gives, takes=takes, place=place, before=before)
         return [
             f"rank {rank} gives its place to rank {lost}, which was lost: process {takes.pid}; losses at two stages "
@@ -90,11 +94,14 @@ class Moving:
         was to take another one's place and has not come so far."""
         move = self._under_way.pop(child.incarnation, None)
         if move is not None:
-            del self._hosts[move.place]
-            if move.before is not None:
-                self._hosts[move.place] = move.before
+            self._put_back(move.place, move.before)
             return True
         if child in self._given:
             self._given.remove(child)
             return True
         return False
+
+    def _put_back(self, place: int, before: int | None) -> None:
+        del self._hosts[place]
+        if before is not None:
+            self._hosts[place] = before

@@ -33,7 +33,7 @@ class Waiting:
     fit: bool = False
     """It has passed the health check, or there is none."""
     failures: int = 0
-    """Of health checks, since its last process has ended."""
+    """Of health checks and of starts of a process, since its last one has ended."""
 
 
 class WaitingPlaces:
@@ -70,8 +70,14 @@ class WaitingPlaces:
         )
 
     def put_off(self, local_rank: int, at: float) -> None:
-        """Its next health check is not before then."""
+        """Its next health check, or process, is not before then."""
         self._waiting[local_rank] = replace(self._waiting[local_rank], at=at)
+
+    def put_back(self, local_rank: int, waiting: Waiting) -> int:
+        """It was ready, and no process could be started. How often something has failed since its last one."""
+        failures = waiting.failures + 1
+        self._waiting[local_rank] = replace(waiting, failures=failures)
+        return failures
 
     def drop(self, local_rank: int) -> Waiting:
         """It gets no process."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
-from swift.launch.children import Child, Nursery
+from swift.launch.children import Child, Nursery, StartFailed
 from swift.launch.worker import Program
 from swift.words import tell
 
@@ -26,7 +26,8 @@ WARM_UP_FAILURES_MAX = 3
 """Warm-ups that may fail in a row; then there are none any more."""
 AGAIN_S = 2.0
 AGAIN_S_MAX = 60.0
-"""A warm-up that the job was in the way of is tried again after this time; longer, if that comes again."""
+"""A warm-up that the job was in the way of is tried again after this time; longer, if that comes again. So is the start
+of a spare that failed."""
 WARM_UP_S_MAX = 900.0
 """A warm-up that takes longer is ended: it may wait for something that does not come."""
 
@@ -48,15 +49,42 @@ class Spares:
         self._next_warm_up = 0.0
         """Not before."""
         self._again_s = AGAIN_S
+        self._next_start = 0.0
+        """Of a spare; not before."""
+        self._start_again_s = AGAIN_S
+
+    def begin(self, ranks: int) -> None:
+        """The first processes: one for each rank, and the spares. Raises StartFailed: not even those of the ranks."""
+        for _ in range(ranks):
+            self.spawn()
+        for _ in range(self.count):
+            self._start()
+
+    def _start(self) -> Child | None:
+        """A spare. None: there can be none now; nobody needs it yet, so that is tried again later."""
+        if events.now() < self._next_start:
+            return None
+        try:
+            child = self.spawn()
+        except StartFailed as error:
+            events.emit("spare_not_started", reason=str(error))
+            if self._start_again_s == AGAIN_S:
+                tell(f"a spare is missing, and tried again later: {error}")
+            self._next_start = events.now() + self._start_again_s
+            self._start_again_s = min(AGAIN_S_MAX, 2 * self._start_again_s)
+            return None
+        self._start_again_s = AGAIN_S
+        return child
 
     def spawn(self) -> Child:
+        """Raises StartFailed."""
         child = self._nursery.spawn()
         events.emit("worker_spawned", pid=child.pid, incarnation=child.incarnation, forked=child.forked)
         return child
 
     def take(self, rank: int, *, on_its_device: bool) -> Child:
         """The one that is to become this rank; a new process if there is none. `on_its_device`: of its own place; else
-        what was warmed up is of no use."""
+        what was warmed up is of no use. Raises StartFailed."""
         self._end_warm_up()
         spares = self._nursery.spares
         warmed_up = [
@@ -84,7 +112,7 @@ class Spares:
         forks = self._nursery.tend()
         plain = sum(child.kept_for is None for child in self._nursery.spares)
         if forks and plain < self.count:
-            self.spawn()
+            self._start()
         elif view is not None and view.state == pb.RUNNING and view.checkpoints:
             self._warm_up_next(ranks, spawns=forks)
 
@@ -101,8 +129,9 @@ class Spares:
             return
         if under_way is None:
             rank = next((rank for rank in ranks if rank not in {child.kept_for for child in kept}), None)
-            if rank is not None and spawns and events.now() >= self._next_warm_up:
-                self.spawn().kept_for = rank
+            due = spawns and events.now() >= self._next_warm_up
+            if rank is not None and due and (child := self._start()) is not None:
+                child.kept_for = rank
         elif under_way.warm and under_way.kept_for is not None:
             place = ranks.index(under_way.kept_for)
             under_way.warm_up(self._warm_up(place, under_way.incarnation))

@@ -118,6 +118,47 @@ def _warm_at(launch: Launch, pid: int) -> list[float]:
     return [event["t"] for event in launch.events("worker_warm") if event["pid"] == pid]
 
 
+# No process can be started while there is a file of that name.
+FULL = """
+import errno, os, subprocess, sys
+class Popen(subprocess.Popen):
+    def __init__(self, *args, **options):
+        if os.path.exists("full"):
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        super().__init__(*args, **options)
+subprocess.Popen = Popen
+from swift.launch.command import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_machine_that_can_start_no_process_keeps_its_ranks_and_tries_again(
+    start: Start, method: str
+) -> None:
+    launch = start("--nproc-per-node=2", f"--start-method={method}", launcher=("-c", FULL))
+    ranks = [launch.rank(number) for number in range(2)]
+    launch.warm_spares()
+    (launch.directory / "full").touch()
+    others = [p.pid for p in launch.processes(recursive=False) if p.pid not in {rank.pid for rank in ranks}]
+    assert len(others) == 1 + (method == "fork")
+    for pid in others:  # the spare, and the fork server
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: launch.events("spare_not_started"), "a spare that could not be started")
+    os.kill(ranks[0].pid, signal.SIGKILL)
+    launch.until_said(
+        "swift: rank 0: no process can be started (Resource temporarily unavailable): look at the limits of processes "
+        "and open files (ulimit -u, ulimit -n, pids.max of the cgroup): tried again in 1 s"
+    )
+    assert ranks[1].alive
+    (launch.directory / "full").unlink()
+    launch.rank(0, 2)
+    for number in range(2):
+        launch.go(number)
+    assert launch.rest()[0] == 0
+    assert len(launch.ranks(1)) == 1
+
+
 def test_warm_takes_milliseconds_and_cold_takes_an_import_of_torch(start: Start) -> None:
     launch = start("--nproc-per-node=1", f"--preload-only={PRELOAD_DEFAULT}", "--start-method=spawn")
     launch.warm_spares()

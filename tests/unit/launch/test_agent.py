@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 
+from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.launch import moving
 from swift.launch.agent import ReplacingAgent
 from swift.launch.beside import Vacated
+from swift.launch.children import StartFailed
+from swift.launch.decisions import CHECKS_MAX
 from swift.launch.moving import Moving
+from swift.launch.place_checks import WaitingPlaces
 
 
 def of_one_life(view: pb.View, **more: Any) -> dict[str, Any]:
@@ -83,3 +87,65 @@ def test_a_process_that_was_to_take_a_place_and_has_not_come_leaves_it_vacant(
     assert vacant == ["rank 1: its process has ended"]
     assert agent.outcome is None
     assert hosts == {}
+
+
+class Full:
+    """A machine with two places whose processes are lost, and on which none can be started at first."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, failures: int) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(events, "now", lambda: self.now)
+        nobody: Any = None
+        self.waiting = WaitingPlaces(None, nobody, lambda _place: {})
+        self.failures = failures
+        self.tried: list[int] = []
+        self.agent = ReplacingAgent.__new__(ReplacingAgent)
+        workers = [SimpleNamespace(global_rank=4 + place, local_rank=place) for place in range(2)]
+        stubs = of_one_life(
+            pb.View(generation=1, state=pb.RUNNING, runs=["r"]),
+            _ranks={},
+            _waiting=self.waiting,
+            _give_rank=self.give,
+            _worker_group=SimpleNamespace(workers=workers),
+            _settle=set,
+        )
+        vars(self.agent).update(stubs)
+        for place in range(2):
+            self.waiting.add(place, self.now, f"rank {4 + place}: killed by SIGKILL", 1, "a")
+
+    def give(self, place: int) -> Any:
+        self.tried.append(place)
+        if len(self.tried) <= self.failures:
+            raise StartFailed("no process can be started")
+        return SimpleNamespace(pid=7, kind="a fork")
+
+
+def test_a_rank_whose_process_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Full(monkeypatch, failures=1)
+    for _ in range(2):
+        machine.agent._replace_due()
+        assert machine.tried == [0, 1], "place 0 not before its time"
+    machine.now += 1.0
+    machine.agent._replace_due()
+    assert machine.tried == [0, 1, 0]
+    assert not machine.waiting
+    assert machine.agent.outcome is None
+    assert capsys.readouterr().err.splitlines() == [
+        "swift: rank 4: no process can be started: tried again in 1 s",
+        "swift: rank 5: killed by SIGKILL: replaced by process 7 (a fork)",
+        "swift: rank 4: killed by SIGKILL: replaced by process 7 (a fork)",
+    ]
+
+
+def test_a_rank_whose_process_can_never_be_started_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Full(monkeypatch, failures=99)
+    for _ in range(CHECKS_MAX):
+        assert machine.agent.outcome is None
+        machine.agent._replace_due()
+        machine.now += 30.0
+    outcome = machine.agent.outcome
+    assert outcome is not None
+    assert (outcome.exit_code, bool(machine.waiting)) == (3, False)
+    assert outcome.line == "swift: rank 4: no process can be started, 6 times in a row: the job is stopped"

@@ -13,6 +13,7 @@ from swift.launch.decisions import (
     describe_exit,
     judge_check,
     judge_exit,
+    judge_start,
 )
 
 FRESH = {"replacements_left": 3, "attempts": 1, "has_run": True, "finished": False}
@@ -81,6 +82,9 @@ def test_what_becomes_of_a_place_that_is_not_fit(
     verdict = judge_check(2, "no GPU", failed, Situation(**{**FRESH, **changed}))
     assert (verdict.action, verdict.exit_code) == (action, launcher_code)
     assert verdict.reason.startswith("rank 2: its place has failed the health check (no GPU)")
+    start = judge_start(2, "no process can be started", failed, Situation(**{**FRESH, **changed}))
+    assert (start.action, start.exit_code) == (action, launcher_code)
+    assert start.reason.startswith("rank 2: no process can be started")
 
 
 def test_a_place_is_checked_less_and_less_often() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from swift._pb import coordinator_pb2 as pb
 from swift.launch import moving
+from swift.launch.children import StartFailed
 from swift.launch.moving import Moving
 
 
@@ -132,3 +133,17 @@ def test_a_place_that_has_moved_before_moves_with_its_device(machine: Machine) -
     assert machine.hosts == {3: 0, 1: 0}
     machine.moving.ended(machine.living.pop(1))
     assert machine.hosts == {3: 0, 1: 2}
+
+
+def test_one_for_which_no_process_can_be_started_changes_nothing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give(_place: int) -> Any:
+        raise StartFailed("no process can be started")
+
+    monkeypatch.setattr(machine.moving, "_give_rank", give)
+    assert machine.see((7, 5), "a4", "a6", "a7") == [
+        "rank 5 was lost, and cannot have the place of rank 7: no process can be started"
+    ]
+    assert machine.hosts == {}
+    assert machine.see((7, 5), "a4", "a6", "a7") == [], "once in a generation"

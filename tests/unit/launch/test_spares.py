@@ -8,6 +8,7 @@ import pytest
 
 from swift._pb import coordinator_pb2 as pb
 from swift.launch import spares as spares_module
+from swift.launch.children import StartFailed
 from swift.launch.spares import (
     AGAIN_S,
     AGAIN_S_MAX,
@@ -44,8 +45,13 @@ class FakeNursery:
     def __init__(self) -> None:
         self.children: list[FakeChild] = []
         self.ready = True
+        self.full = False
+        self.tried = 0
 
     def spawn(self) -> FakeChild:
+        self.tried += 1
+        if self.full:
+            raise StartFailed("no process can be started")
         self.children.append(FakeChild(len(self.children)))
         return self.children[-1]
 
@@ -210,6 +216,36 @@ def test_what_the_job_was_in_the_way_of_is_tried_again_later_and_later(
     clock[0] += AGAIN_S
     assert world.warming() is not None
     assert not told
+
+
+def test_a_spare_that_cannot_be_started_is_tried_again_later_and_later(
+    told: list[str], clock: list[float]
+) -> None:
+    """Also at the start, where the ranks' own processes are needed at once."""
+    world = World(2, made)
+    world.nursery.full = True
+    with pytest.raises(StartFailed):
+        world.spares.begin(1)
+    world.spares.begin(0)
+    pause, tried = AGAIN_S, world.nursery.tried
+    for _ in range(9):
+        clock[0] += pause - 0.1
+        world.turn()
+        assert world.nursery.tried == tried
+        clock[0] += 0.2
+        world.turn()
+        tried += 1
+        assert world.nursery.tried == tried
+        pause = min(AGAIN_S_MAX, 2 * pause)
+    assert told == ["a spare is missing, and tried again later: no process can be started"]
+    world.nursery.full = False
+    clock[0] += AGAIN_S_MAX
+    assert world.warming() is not None
+    assert [child.kept_for for child in world.nursery.spares] == [None, None, RANKS[0]]
+    world.nursery.full = True
+    assert [world.take(rank).pid for rank in RANKS[1:]] == [0, 1]
+    with pytest.raises(StartFailed):
+        world.take(RANKS[2])
 
 
 def test_a_warm_up_that_takes_too_long_is_ended(told: list[str], clock: list[float]) -> None:
