@@ -155,6 +155,21 @@ def test_a_service_that_is_killed_is_started_again(
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("away_s", [40, 75])
+def test_a_loss_waits_for_a_coordinator_that_is_away(
+    away_s: int, tmp_path: Path, bits: dict[str, Any]
+) -> None:
+    """For longer than a suspicion may be unanswered by one that is there, and than one call is made again."""
+    ended = run(tmp_path, f"service=coordinator,step=4,for={away_s}", "rank=1,step=14")
+    assert ended.digests == bits
+    coordinator, lost = ended.failures
+    assert coordinator["injected_s"] < lost["injected_s"] < coordinator["over_s"]
+    assert {event["rank"] for event in ended.said("child_exit") if event["code"] == 3} <= {1}, (
+        "survivors wait"
+    )
+
+
+@pytest.mark.matrix
 def test_a_log_server_that_is_lost_is_replaced_by_the_other(tmp_path: Path, bits: dict[str, Any]) -> None:
     ended = run(tmp_path, "rank=1,step=8", "log=0,step=8", log_servers=2, copies=2, log_lost_s=6.0, spares=1)
     assert ended.digests == bits
