@@ -5,7 +5,7 @@ AttributeError in the middle of a run. What differs between versions is in `_tor
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -215,28 +215,6 @@ def wrap_loss(schedule: Any, wrapper: Any) -> None:
     """Puts ``wrapper(loss_fn)`` in the place of the schedule's loss function, if it has one."""
     if schedule._loss_fn is not None:
         schedule._loss_fn = wrapper(schedule._loss_fn)
-
-
-def hooks_of(
-    modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-) -> list[Callable[..., Any]]:
-    """All that somebody has hung upon these modules, their parameters and optimizers, or upon all modules."""
-    everywhere = torch.nn.modules.module
-    kinds: list[dict[int, Any] | None] = [
-        everywhere._global_forward_hooks,
-        everywhere._global_forward_pre_hooks,
-        everywhere._global_backward_hooks,
-        everywhere._global_backward_pre_hooks,
-    ]
-    for module in modules:
-        kinds += [module._forward_hooks, module._forward_pre_hooks]
-        kinds += [module._backward_hooks, module._backward_pre_hooks]
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                kinds += [parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)]
-    for optimizer in optimizers:
-        kinds += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    return [hook for hooks in kinds for hook in (hooks or {}).values()]
 
 
 def communication_hooks_of(module: torch.nn.Module) -> list[str]:

@@ -59,7 +59,8 @@ class Audit:
     def _compare_attributes(self) -> None:
         """What modules keep in Python may well be each replica's own (the last loss, a map of attention), and of no
         consequence. It is not copied then, which is said once; and a job in which it is lost is not exact."""
-        own = {path: _digest(value).hex() for path, value in self._state.beside.state()["values"].items()}
+        beside = self._state.beside.state()
+        own = {path: _digest(value).hex() for path, value in (beside["values"] | beside["made"]).items()}
         data = json.dumps(own, sort_keys=True).encode()
         gathered = self._group.gathered(
             _tensor(xxhash.xxh3_128_digest(data) + len(data).to_bytes(8, "little"))

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from swift.runtime import _torch_hooks, made
 from swift.runtime.tensors import same_bits
 
-# What every module has, and torch keeps. (Training and evaluation mode is the session's to put back.)
-MODULES_OWN = frozenset(vars(torch.nn.Module()))
+# What every module has, or a lazy one, and torch keeps. (Training and evaluation mode is the session's to put back.)
+MODULES_OWN = frozenset((*vars(torch.nn.Module()), "_initialize_hook", "_load_hook"))
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, np.generic)
 _INERT = (
     *_PLAIN,
@@ -61,6 +62,7 @@ _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo", "torch.f
 _CONTAINERS = (list, OrderedDict, dict, set, deque, bytearray)
 _LARGE_BYTES = 64 << 10
 _ENDS_BYTES = 64
+_NOTHING: made.Hung = {}
 
 
 def attributes_of(module: torch.nn.Module) -> bool:
@@ -309,6 +311,10 @@ class Before:
         self._copies: dict[int, _Copy] = {}
         self._contents: dict[int, _Contents] = {}
         self._kept: list[_Holder | _Copy | _Contents | _State] = []
+        self._slots: list[tuple[torch.nn.Module, dict[str, torch.nn.Module | None]]] = []
+        """Submodules, which a step may replace by others without parameters."""
+        self._hung: list[tuple[torch.nn.Module, made.Hung]] = []
+        """Hooks of each module."""
         self._visited: set[int] = set()
         self._weights: set[int] | None = None
 
@@ -319,7 +325,7 @@ class Before:
         holders, self._holders = self._holders, {}
         contents, self._contents = self._contents, {}
         self._old = copies, holders, contents
-        self._flags = []
+        self._flags, self._slots, self._hung = [], [], []
         for module in self._modules():
             self._module(module)
         for tensor in besides:
@@ -339,19 +345,28 @@ class Before:
 
     def forget(self) -> None:
         """The step is done."""
-        self._kept = []
+        self._kept, self._slots, self._hung = [], [], []
 
     @property
     def changed(self) -> bool:
-        return any(kept.changed for kept in self._kept)
+        return (
+            any(kept.changed for kept in self._kept)
+            or any(list(module._modules.items()) != list(was.items()) for module, was in self._slots)
+            or any(made.rehung(*each) for each in self._hung)
+        )
 
     def put_back(self) -> None:
+        """All is as it was at `keep`, submodules and hooks too: the step is done again, and would hang a second one."""
         for kept in self._kept:
             kept.put_back()
+        for module, slots in self._slots:
+            made.fill_slots(module, slots, {*slots, *module._modules})
+        for module, hung in self._hung:
+            made.hang_again(module, hung)
         for parameter, trained in self._flags:
             if parameter.requires_grad != trained:
                 parameter.requires_grad_(trained)
-        self._kept, self._flags = [], []
+        self._kept, self._flags, self._slots, self._hung = [], [], [], []
 
     def _modules(self) -> Iterator[torch.nn.Module]:
         # Every step, so not by torch's `modules()`, which makes names.
@@ -371,11 +386,16 @@ class Before:
             self._dictionary(vars(module), MODULES_OWN)
         if module._buffers:
             self._dictionary(module._buffers, frozenset())
+        if module._modules:
+            self._slots.append((module, module._modules.copy()))
+        hung: Any = _torch_hooks.own_hooks(module)
         for parameter in module._parameters.values():
             if parameter is not None:
+                hung = hung or parameter._backward_hooks or parameter._post_accumulate_grad_hooks
                 self._flags.append((parameter, parameter.requires_grad))
                 if self._parameters:
                     self._value(parameter, parameter=True)
+        self._hung.append((module, made.hung_on(module) if hung else _NOTHING))
 
     def _dictionary(self, holder: dict[str, Any], but: frozenset[str]) -> None:
         kept_holder = self._old[1].get(id(holder))

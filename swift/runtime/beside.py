@@ -22,6 +22,7 @@ import torch
 from swift.checkpoint.state import Inexpressible, join, split
 from swift.errors import ServiceError, UsageError
 from swift.optim.state_snapshot import OPTIMIZERS_OWN
+from swift.runtime import _torch_hooks
 from swift.runtime.before import (
     MODULES_OWN,
     attributes_of,
@@ -31,6 +32,8 @@ from swift.runtime.before import (
     plain_tensor,
 )
 from swift.runtime.loading import load_optimizer
+from swift.runtime.made import FUNCTIONS, HOOKS, Begun, class_of, name_of, told_hooks
+from swift.runtime.made import kind_of as _kind
 from swift.runtime.tensors import byte_view, plain
 
 # Of larger tensors the start's values are not kept.
@@ -38,8 +41,10 @@ _KEPT_BYTES = 64 << 20
 _DEEP = 40
 _OBJECT, _ENUM = "swift:object", "swift:enum"
 _FROZEN, _EVALUATING = "swift:frozen", "swift:evaluating"
+_FLAGS = (f".{_FROZEN}", f".{_EVALUATING}")
 _STATE = "swift:state"
 _VIEW = "view of a parameter"
+_NAME = "name"
 
 
 class _NotThere(Exception):
@@ -72,6 +77,9 @@ class _Seen:
         self.unknown: dict[str, Any] = {}
         """Things whose state nobody can tell."""
         self.modules: dict[str, torch.nn.Module] = {}
+        self.made: dict[str, Any] = {}
+        """Of modules their class, of these and of optimizers their hooks."""
+        self.begun_hooks: Mapping[int, Any] | None = None
         self.enums: dict[str, type[Enum]] = {}
         self.weights: set[int] = set()
         """Where parameters lie. What lies there too has their values, and is told as a view."""
@@ -85,12 +93,19 @@ class _Seen:
             return
         self._first[id(module)] = path
         self.modules[path] = module
+        self.made[path] = class_of(module)
+        if _torch_hooks.has_hooks(module):
+            self.hooks(path, _torch_hooks.hooks_by_kind(module))
         if attributes_of(module):
             self.dictionary(path, vars(module), MODULES_OWN)
         own = module._non_persistent_buffers_set
         lasting = frozenset(name for name in module._buffers if name not in own)
         if len(lasting) < len(module._buffers):
             self.dictionary(f"{path}.buffer", module._buffers, lasting)
+
+    def hooks(self, path: str, hooks: Iterable[tuple[str, dict[int, Any]]]) -> None:
+        if told := told_hooks(hooks, self.begun_hooks):
+            self.made[f"{path}.{HOOKS}"] = told
 
     def dictionary(self, path: str, holder: dict[str, Any], but: frozenset[str]) -> None:
         self.holders[path] = holder
@@ -147,6 +162,11 @@ class _Seen:
 
     def _object(self, value: Any, path: str) -> dict[str, str]:
         kind = _kind(value)
+        if not object_of_ones_own(value) and (name := name_of(value)):
+            self.objects[path] = value
+            if not isinstance(value, FUNCTIONS):
+                self.unknown[path] = value  # (a partial) what it holds may change
+            return {_OBJECT: path, "type": kind, _NAME: name}
         first = self._first.get(id(value))
         if first is not None:
             return {_OBJECT: first, "type": kind}
@@ -184,6 +204,8 @@ class Beside:
         self._begin: dict[str, _Value] = {}
         self._unknown: dict[str, Any] = {}
         self._views: dict[str, torch.Tensor] = {}
+        self._functions: dict[str, Any] = {}
+        self._begun = Begun({}, {})
         self._buffers: dict[str, set[str]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
         self._known: frozenset[int] = frozenset()
@@ -204,7 +226,10 @@ class Beside:
         """
         self._modules, self._optimizers = dict(modules), list(optimizers)
         self._known = frozenset(map(id, (*known, *optimizers)))
-        seen = self._look()
+        self._begun = Begun({}, {})
+        seen = self._look(beginning=True)
+        self._begun = Begun(seen.made, seen.modules, optimizers)
+        self._functions = {path: value for path, value in seen.objects.items() if name_of(value)}
         self._begin = {path: _value(value, copied=True) for path, value in seen.values.items()}
         self._unknown, self._views = dict(seen.unknown), dict(seen.views)
         self._buffers = {key: _buffer_names(module) for key, module in modules.items()}
@@ -217,8 +242,9 @@ class Beside:
         """Of the buffers that a module's class has made."""
         return self._buffers.get(key, set())
 
-    def _look(self) -> _Seen:
+    def _look(self, *, beginning: bool = False) -> _Seen:
         seen = _Seen()
+        seen.begun_hooks = None if beginning else self._begun.hooks
         seen.transient, seen.known = frozenset(self.transient), self._known
         seen.weights = memory_of(p for module in self._modules.values() for p in module.parameters())
         for key, module in self._modules.items():
@@ -230,12 +256,14 @@ class Beside:
             ]
         for number, optimizer in enumerate(self._optimizers):
             seen.dictionary(f"optimizer{number}", vars(optimizer), OPTIMIZERS_OWN)
+            seen.hooks(f"optimizer{number}", _torch_hooks.optimizer_hooks(optimizer))
         return seen
 
     def state(self) -> dict[str, Any]:
-        """``values`` by path, ``gone`` paths, and ``unknown``: what has changed and cannot be told."""
+        """``values`` by path, ``gone`` paths, ``made``: classes and hooks that are others, by name, and ``unknown``:
+        what has changed and cannot be told."""
         if not self._modules:
-            return {"values": {}, "gone": [], "unknown": []}
+            return {"values": {}, "gone": [], "unknown": [], "made": {}}
         seen = self._look()
         values = {
             path: value
@@ -246,9 +274,10 @@ class Beside:
         unknown = [
             path
             for path, value in seen.unknown.items()
-            if self._unknown.get(path, self) is not value and not callable(value)
+            if self._unknown.get(path, self) is not value and not name_of(value)
         ]
-        return {"values": values, "gone": gone, "unknown": unknown}
+        made = self._begun.changes(seen.made)
+        return {"values": values, "gone": gone, "unknown": unknown, "made": made}
 
     def untellable(self) -> dict[str, Any]:
         """By path: what keeps its state to itself (iterators, objects with slots). That it changes can be seen.
@@ -259,8 +288,9 @@ class Beside:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Raises ServiceError for what cannot be put where it was."""
-        seen = self._look()
-        self.lost = []
+        seen, apart = self._made_alike(state.get("made"))
+        self.lost = [path for path in apart if path.rpartition(".")[2] not in self.transient]
+        below = tuple(f"{path}." for path in apart if not path.endswith(f".{HOOKS}"))
         values = dict(state["values"])
         for path, begun in self._begin.items():
             if path in values or path in state["gone"]:
@@ -273,15 +303,31 @@ class Beside:
                 copies = {name: tensor.clone() for name, tensor in begun.tensors.items()}
                 values[path] = join(begun.skeleton, copies)
         for path in [*(p for p in seen.values if p not in self._begin and p not in values), *state["gone"]]:
-            if (place := seen.places.get(path)) is not None:
+            if (place := seen.places.get(path)) is not None and not path.startswith(below):
                 place.holder.pop(place.name, None)
         for path in sorted(values, key=lambda path: path.count(".")):  # what holds others first
-            if path.startswith(tuple(f"{lost}." for lost in self.lost)):
+            if path.startswith((*below, *(f"{lost}." for lost in self.lost))) and not path.endswith(_FLAGS):
                 continue
             try:
                 self._put(seen, path, values[path])
             except _NotThere:
                 self.lost.append(path)
+
+    def _made_alike(self, changes: Mapping[str, Any] | None) -> tuple[_Seen, list[str]]:
+        """What there is, once what can be put back is, and the paths of modules and hooks that are others here. What is
+        below a module that is another is not told of. None: the state is older than that anybody told."""
+        seen = self._look()
+        if changes is None:
+            return seen, []
+        for _ in range(2):  # first submodules, then what hangs on those that are there again
+            if not self._begun.put_back(seen.modules, seen.made, changes):
+                break
+            seen = self._look()
+        apart: list[str] = []
+        for path in self._begun.apart(seen.made, changes):
+            if not path.startswith(tuple(f"{other}." for other in apart)):
+                apart.append(path)
+        return seen, apart
 
     def _put(self, seen: _Seen, path: str, value: Any) -> None:
         key, _, flag = path.rpartition(".")
@@ -333,10 +379,24 @@ class Beside:
     def _there(self, seen: _Seen, words: dict[str, str], path: str) -> Any:
         if words.get("type") == _VIEW:
             return self._view(seen, path)
+        if _NAME in words:
+            return self._function(seen, words[_OBJECT], words[_NAME])
         thing = seen.objects.get(words[_OBJECT])
         if thing is None or _kind(thing) != words.get("type"):
             raise _NotThere
         return thing
+
+    def _function(self, seen: _Seen, path: str, name: str) -> Any:
+        """Of this name: what is there now, or was when the process began. One that has taken something along is only
+        looked for in its own place: others of its name may have taken other things."""
+        for functions in (seen.objects, self._functions):
+            if path in functions and name_of(functions[path]) == name:
+                return functions[path]
+        if not name.startswith("partial") and "<" not in name:
+            for function in (*seen.objects.values(), *self._functions.values()):
+                if name_of(function) == name:
+                    return function
+        raise _NotThere
 
     def _view(self, seen: _Seen, path: str) -> torch.Tensor:
         """Of this process: now, or when it began (spectral_norm's weight, which its first forward replaces)."""
@@ -344,10 +404,6 @@ class Beside:
         if view is None or view.untyped_storage().data_ptr() not in seen.weights:
             raise _NotThere
         return view
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _keeps_more(value: Any) -> bool:

@@ -14,7 +14,7 @@ from swift.checkpoint.state import split
 from swift.errors import ServiceError, UsageError
 from swift.optim.journal import UndoResult
 from swift.optim.state_snapshot import OPTIMIZERS_OWN, Kept
-from swift.runtime import _torch, sharded
+from swift.runtime import _torch, _torch_hooks, sharded
 from swift.runtime.before import Before, Looks
 from swift.runtime.beside import Beside
 from swift.runtime.first_parameters import FirstParameters, check_ready
@@ -215,7 +215,7 @@ class TrainerState:
         """The trainer's code that a step runs besides its own function: forwards, hooks, optimizers, loss functions,
         and what registered objects do."""
         modules = [part for stage in self.stages for part in stage.submod.modules()]
-        hooks = _torch.hooks_of(modules, self.optimizers)
+        hooks = _torch_hooks.hooks_of(modules, self.optimizers)
         return [*modules, *hooks, *self.optimizers, *_torch.loss_functions(self.schedules), *self._given]
 
     # --- one step ---
@@ -244,6 +244,7 @@ class TrainerState:
         self._groups = [Kept(group, but=("params",)) for o in self.optimizers for group in o.param_groups]
         # What it keeps besides; LR schedulers note there that it has stepped.
         self._groups += [Kept(vars(optimizer), but=OPTIMIZERS_OWN) for optimizer in self.optimizers]
+        self._groups += [Kept(hooks) for o in self.optimizers for _, hooks in _torch_hooks.optimizer_hooks(o)]
         self.randomness.begin_step(self.version)  # whatever objects have drawn to tell their state
 
     def draw_as_other(self, loaders: Collection[str]) -> None:
@@ -388,8 +389,11 @@ class TrainerState:
         """What replicas have in common; the names of what each has of its own are in it."""
         state = self.state_dict()
         beside = state["beside"]
-        values = {path: value for path, value in beside["values"].items() if path not in self.apart}
-        return {**state, "beside": {**beside, "values": values, "apart": list(self.apart)}}
+        shared = {
+            part: {path: value for path, value in beside[part].items() if path not in self.apart}
+            for part in ("values", "made")
+        }
+        return {**state, "beside": {**beside, **shared, "apart": list(self.apart)}}
 
     def state_dict(self) -> dict[str, Any]:
         """Local tensors that share the memory of what they are the state of; `placements` says which are shards."""
@@ -508,7 +512,7 @@ class TrainerState:
         """SHA-256 of each part of the state; equal on two runs only if every bit is."""
         state = self.state_dict()
         parts = {"parameters": state["stages"], "optimizer": state["optimizers"], **state["objects"]}
-        if state["beside"]["values"] or state["beside"]["gone"]:
+        if any(state["beside"][part] for part in ("values", "gone", "made")):
             parts["modules"] = state["beside"]
         if "loader" in parts:
             parts["data"] = parts.pop("loader")

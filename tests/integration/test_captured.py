@@ -73,3 +73,12 @@ def test_what_is_each_replicas_own_is_named(tmp_path: Path) -> None:
     assert all(e["names"] == ["0.last_loss"] for e in named)
     assert any("0.last_loss of rank 1 cannot be given to another process" in str(e) for e in run["events"])
     assert any(e["event"] == "replica_received" for e in run["events"])
+
+
+@pytest.mark.timeout(240)
+def test_what_no_process_can_make_for_another_is_named_and_breaks_nothing(tmp_path: Path) -> None:
+    """The hook was lost in silence, and the replacement's Dropout had lost its rate to the Identity of the others."""
+    fault = {"rank": 1, "step": 4, "phase": "reduce"}
+    run = run_trainer(tmp_path / "run", "captured.py", "made", STEPS, ranks=2, faults=[fault])
+    assert copied(run)
+    assert any("0.0.hooks, 0.1 of rank 1 cannot be given to another process" in str(e) for e in run["events"])

@@ -4,6 +4,7 @@ layout      a channels_last convolution net under fused AdamW, and one of bf16 u
 attributes  a momentum encoder, Python attributes, buffers that are not persistent, `random` and numpy in the forward
 apart       the same, and each replica notes its last loss in an attribute
 transient   … and says that it need not last
+made        a step hangs a hook, and takes another submodule: no other process can make these
 """
 
 import os
@@ -111,12 +112,29 @@ def attributes(session: swift.Session) -> Any:
     return train_step
 
 
+def made(session: swift.Session) -> Any:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8))
+    session.module(model)
+    optimizer = session.optimizer(torch.optim.AdamW(model.parameters()))
+
+    def train_step(step: int) -> None:
+        if step == 2:
+            model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+            model[1] = nn.Identity()
+        optimizer.zero_grad()
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step * 10 + session.dp_rank))
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return train_step
+
+
 def main() -> None:
     with swift.Session.from_env(
         seed=3, checkpoint_every=3, replicas=int(os.environ["WORLD_SIZE"])
     ) as session:
         torch.manual_seed(0)
-        train_step = (layout if MODE == "layout" else attributes)(session)
+        train_step = {"layout": layout, "made": made}.get(MODE, attributes)(session)
         session.run(train_step, num_steps=STEPS)
 
 

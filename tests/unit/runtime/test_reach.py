@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from swift.runtime._torch import hooks_of
+from swift.runtime._torch_hooks import hooks_of
 from swift.runtime.gate import Gate
 from tests.unit.runtime.test_script import Job, Step, changes
 
