@@ -217,6 +217,10 @@ def wrap_loss(schedule: Any, wrapper: Any) -> None:
         schedule._loss_fn = wrapper(schedule._loss_fn)
 
 
+def is_loader_iterator(value: Any) -> bool:
+    return isinstance(value, dataloader._BaseDataLoaderIter)
+
+
 def communication_hooks_of(module: torch.nn.Module) -> list[str]:
     """Names of those of a DistributedDataParallel in it."""
     hooks = [hook for part in module.modules() for hook, _ in getattr(part, "_comm_hooks", ())]

@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from swift.runtime.before import (
     object_of_ones_own,
     plain_tensor,
 )
+from swift.runtime.held import Held
 from swift.runtime.loading import load_optimizer
 from swift.runtime.made import FUNCTIONS, HOOKS, Begun, class_of, name_of, told_hooks
 from swift.runtime.made import kind_of as _kind
@@ -206,6 +208,8 @@ class Beside:
         self._views: dict[str, torch.Tensor] = {}
         self._functions: dict[str, Any] = {}
         self._begun = Begun({}, {})
+        self.held = Held()
+        """What registered objects hold."""
         self._buffers: dict[str, set[str]] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
         self._known: frozenset[int] = frozenset()
@@ -218,14 +222,15 @@ class Beside:
         self,
         modules: Mapping[str, torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer] = (),
-        known: Iterable[Any] = (),
+        objects: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """(before the first step, and before any state is loaded) What a new process begins with.
 
-        `known`: what is in the rank's state already.
+        `objects`: what is registered, and in the rank's state already.
         """
         self._modules, self._optimizers = dict(modules), list(optimizers)
-        self._known = frozenset(map(id, (*known, *optimizers)))
+        self._known = frozenset(map(id, (*objects.values(), *optimizers)))
+        self.held.remember(objects)
         self._begun = Begun({}, {})
         seen = self._look(beginning=True)
         self._begun = Begun(seen.made, seen.modules, optimizers)
@@ -263,7 +268,7 @@ class Beside:
         """``values`` by path, ``gone`` paths, ``made``: classes and hooks that are others, by name, and ``unknown``:
         what has changed and cannot be told."""
         if not self._modules:
-            return {"values": {}, "gone": [], "unknown": [], "made": {}}
+            return {"values": {}, "gone": [], "unknown": [], "made": {}, "held": {}}
         seen = self._look()
         values = {
             path: value
@@ -277,7 +282,8 @@ class Beside:
             if self._unknown.get(path, self) is not value and not name_of(value)
         ]
         made = self._begun.changes(seen.made)
-        return {"values": values, "gone": gone, "unknown": unknown, "made": made}
+        held = self.held.state()
+        return {"values": values, "gone": gone, "unknown": unknown, "made": made, "held": held}
 
     def untellable(self) -> dict[str, Any]:
         """By path: what keeps its state to itself (iterators, objects with slots). That it changes can be seen.
@@ -287,7 +293,7 @@ class Beside:
         return {path: v for path, v in self._look().unknown.items() if self._unknown.get(path, self) is v}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Raises ServiceError for what cannot be put where it was."""
+        """(behind ``held.prepare``, and registered objects) Raises ServiceError for what cannot be put where it was."""
         seen, apart = self._made_alike(state.get("made"))
         self.lost = [path for path in apart if path.rpartition(".")[2] not in self.transient]
         below = tuple(f"{path}." for path in apart if not path.endswith(f".{HOOKS}"))
@@ -312,6 +318,8 @@ class Beside:
                 self._put(seen, path, values[path])
             except _NotThere:
                 self.lost.append(path)
+        held = self.held.load(state.get("held", {}), replica="apart" in state)
+        self.lost += [path for path in held if self.transient.isdisjoint(path.split("."))]
 
     def _made_alike(self, changes: Mapping[str, Any] | None) -> tuple[_Seen, list[str]]:
         """What there is, once what can be put back is, and the paths of modules and hooks that are others here. What is

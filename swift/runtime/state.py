@@ -35,6 +35,7 @@ _LOADING = 0x5EED_10AD
 HYPERPARAMETERS = "hyperparameters of an optimizer"
 # Of a process, in which every bit of frozen parameters is compared; later what tells cheaply.
 _STEPS_LOOKED_AT = 3
+_COMPARED = ("values", "made")
 
 
 @dataclass(kw_only=True)
@@ -71,7 +72,7 @@ class TrainerState:
         self.stages: list[Any] = []
         self.schedules: list[Any] = []
         self.objects: dict[str, Any] = {}
-        self._given: list[Any] = []
+        self._given: dict[str, Any] = {}
         """What the trainer has registered, itself."""
         self.version = 0  # optimizer steps done = the next step to run
         self.present = False  # until the first version is ours, by birth or by restore
@@ -159,7 +160,7 @@ class TrainerState:
                     "a recovery must be able to take it back, so give it state_dict and load_state_dict"
                 )
         self.objects[name] = value
-        self._given.append(given)
+        self._given[name] = given
 
     def check_complete(self) -> None:
         """Raises UsageError, in one line, for a trainer that forgot something a recovery needs."""
@@ -203,20 +204,22 @@ class TrainerState:
     def remember(self) -> None:
         """(all is registered, and nothing is loaded yet) What a new process begins with."""
         modules = {key: stage.submod for key, stage in self.keyed().items()}
-        self.beside.remember(modules, self.optimizers, self.objects.values())
+        self.beside.remember(modules, self.optimizers, self._given)
         self.settings.remember()
         self._first.remember(self._parameters(), list(self._named_parameters(sharded_too=True)))
 
     def told(self) -> list[Any]:
         """What the session was told of: all of it is captured."""
-        return [*(stage.submod for stage in self.stages), *self.optimizers, *self.schedules, *self._given]
+        given = self._given.values()
+        return [*(stage.submod for stage in self.stages), *self.optimizers, *self.schedules, *given]
 
     def code(self) -> list[Any]:
         """The trainer's code that a step runs besides its own function: forwards, hooks, optimizers, loss functions,
         and what registered objects do."""
         modules = [part for stage in self.stages for part in stage.submod.modules()]
         hooks = _torch_hooks.hooks_of(modules, self.optimizers)
-        return [*modules, *hooks, *self.optimizers, *_torch.loss_functions(self.schedules), *self._given]
+        losses, given = _torch.loss_functions(self.schedules), self._given.values()
+        return [*modules, *hooks, *self.optimizers, *losses, *given]
 
     # --- one step ---
 
@@ -236,6 +239,7 @@ class TrainerState:
             modes=[(part, part.training) for stage in self.stages for part in stage.submod.modules()],
             param_groups=ParamGroups(self.optimizers),
         )
+        self.beside.held.begin_step()
         self._modules.roots = [stage.submod for stage in self.stages]
         self._modules.keep(self._changing.values())
         self._looks.keep(p for p in self._parameters() if not sharded.is_sharded(p))
@@ -291,6 +295,7 @@ class TrainerState:
             part.training = training
         self.iterators.restore(before.iterators)
         objects = sharded.globalized(before.objects, before.placements, self._parameters())
+        self.beside.held.prepare()
         for name, state in objects.items():
             if isinstance(self.objects[name], torch.amp.GradScaler):
                 _torch.forget_unscaled(self.objects[name])
@@ -299,9 +304,9 @@ class TrainerState:
             except ServiceError as error:
                 self.present = False  # it is restored, which may do better
                 print(f"swift: {error}: the state of this rank is restored", file=sys.stderr)
+        self.beside.held.put_back()
         if self._changed_otherwise():
-            # Values of before the step are nowhere. (From its next step on they are kept.)
-            self.present = False
+            self.present = False  # values of before the step are nowhere; from its next one on they are kept
         self._modules.put_back()
         self._put_back_groups()
         before.param_groups.put_back()
@@ -320,12 +325,7 @@ class TrainerState:
 
     def _learn_changing(self) -> None:
         """(a step is done) In the first steps of a process every bit of frozen parameters is looked at."""
-        held = {
-            id(p)
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
+        held = {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
         frozen = [
             p
             for p in self._looks
@@ -389,10 +389,7 @@ class TrainerState:
         """What replicas have in common; the names of what each has of its own are in it."""
         state = self.state_dict()
         beside = state["beside"]
-        shared = {
-            part: {path: value for path, value in beside[part].items() if path not in self.apart}
-            for part in ("values", "made")
-        }
+        shared = {part: {k: v for k, v in beside[part].items() if k not in self.apart} for part in _COMPARED}
         return {**state, "beside": {**beside, **shared, "apart": list(self.apart)}}
 
     def state_dict(self) -> dict[str, Any]:
@@ -463,6 +460,7 @@ class TrainerState:
             with naming(f"optimizer {number} ({type(optimizer).__name__})"):
                 load_optimizer(optimizer, value)
         self.iterators.restore(state["iterators"])
+        self.beside.held.prepare()
         for name, value in state["objects"].items():
             self._load_object(name, value)
         self.beside.load(state["beside"])

@@ -1,0 +1,219 @@
+"""Generators that registered objects hold: what their states lack is captured besides."""
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from swift.runtime import held
+from swift.runtime.state import TrainerState
+from swift.runtime.whole_module import WholeModule
+from tests.unit.runtime.test_beside import through_json
+from tests.unit.runtime.wired import state_of, updates_of
+
+Rng = Callable[[], Any]
+
+
+def drawn(rng: Any) -> float:
+    if isinstance(rng, torch.Generator):
+        return float(torch.rand(1, generator=rng))
+    return float(rng.random() if hasattr(rng, "random") else rng.random_sample())
+
+
+class Augmented(Dataset[Any]):
+    def __init__(self, rng: Rng) -> None:
+        self.rng = rng()
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> float:
+        return index + (0.0 if self.rng is None else drawn(self.rng))
+
+
+class Batches:
+    """As the documents have it."""
+
+    def __init__(self, rng: Rng) -> None:
+        self.dataset, self.epoch, self.place = Augmented(rng), 0, 0
+        self.start()
+
+    def seeded(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.epoch)
+
+    def start(self) -> None:
+        loader = DataLoader(self.dataset, batch_size=2, shuffle=True, generator=self.seeded())
+        self.length, self.iterator = len(loader), iter(loader)
+
+    def __next__(self) -> Any:
+        if self.place == self.length:
+            self.epoch, self.place = self.epoch + 1, 0
+            self.start()
+        self.place += 1
+        return next(self.iterator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+        self.start()
+        for _ in range(self.place):
+            next(self.iterator)
+
+
+class SeededAgain(Batches):
+    """One generator for all epochs, and a position to which it goes only with the next batch: the generator of a state
+    that was put into this would shuffle otherwise."""
+
+    def seeded(self) -> torch.Generator:
+        self.__dict__.setdefault("generator", torch.Generator()).manual_seed(self.seed())
+        return self.generator
+
+    def seed(self) -> int:
+        return 100 + self.epoch
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+        self.start()
+        self.late = self.place
+
+    def __next__(self) -> Any:
+        for _ in range(self.__dict__.pop("late", 0)):
+            next(self.iterator)
+        return super().__next__()
+
+
+class OfItsRank(SeededAgain):
+    rank = 0
+
+    def seed(self) -> int:
+        return 1000 * self.rank + self.epoch
+
+
+class Told(Batches):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "rng": self.dataset.rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.dataset.rng.bit_generator.state = state["rng"]
+
+
+class Ahead(Batches):
+    """Where its generator is says nothing of what it has given."""
+
+    def start(self) -> None:
+        super().start()
+        self.thread = threading.Thread()
+
+
+def process(loader: Any) -> TrainerState:
+    state, module = state_of(1, updates_of()), torch.nn.Linear(1, 1)
+    state.add_stage(WholeModule(module))
+    state.updates.add(torch.optim.SGD(module.parameters()))
+    state.add_object("loader", loader)
+    state.remember()
+    return state
+
+
+def step(state: TrainerState, loader: Any) -> Any:
+    state.begin_step()
+    batch = next(loader)
+    state.end_step()
+    return batch
+
+
+RNGS: list[Rng] = [
+    lambda: np.random.default_rng(0),
+    lambda: np.random.RandomState(0),
+    lambda: np.random.Generator(np.random.Philox(0)),
+    lambda: np.random.Generator(np.random.SFC64(0)),
+    lambda: random.Random(0),
+    lambda: torch.Generator().manual_seed(0),
+]
+
+
+KINDS = [*((Batches, rng) for rng in RNGS), (SeededAgain, lambda: None)]
+
+
+@pytest.mark.parametrize(("kind", "rng"), KINDS)
+@pytest.mark.parametrize("done", [2, 5])
+def test_another_process_draws_what_the_lost_one_would_have(kind: Any, rng: Rng, done: int) -> None:
+    mine, theirs = kind(rng), kind(rng)
+    state, other = process(mine), process(theirs)
+    first = through_json(state)
+    begun = [step(state, mine) for _ in range(done)]
+    other.load_state_dict(through_json(state))
+    assert other.beside.lost == []
+    for _ in range(4):
+        assert torch.equal(step(state, mine), step(other, theirs))
+    other.load_state_dict(first)  # a survivor goes back to the first version
+    for batch in begun:
+        assert torch.equal(step(other, theirs), batch)
+
+
+@pytest.mark.parametrize(("kind", "rng"), KINDS)
+def test_a_step_that_is_cut_short_takes_back_what_it_has_drawn(kind: Any, rng: Rng) -> None:
+    mine, twin = kind(rng), kind(rng)
+    state, other = process(mine), process(twin)
+    for number in range(8):
+        if number in (2, 3, 6):
+            state.begin_step()
+            next(mine)
+            state.present = True
+            state.drop_step()
+        assert torch.equal(step(state, mine), step(other, twin))
+
+
+def test_a_generator_of_each_replica_is_lost_with_it_unless_its_object_seeds_it_anew() -> None:
+    seeds = iter([1, 2])
+    mine, theirs = (OfItsRank(lambda: np.random.default_rng(next(seeds))) for _ in range(2))
+    theirs.rank = 1
+    theirs.start()
+    state, other = process(mine), process(theirs)
+    for _ in range(2):
+        step(state, mine)
+    saved = through_json(state)
+    other.load_state_dict(saved)
+    assert other.beside.lost == ["loader.dataset.rng"]
+    assert theirs.generator.initial_seed() == 1000
+    other.beside.transient.add("rng")
+    other.load_state_dict(saved)
+    assert other.beside.lost == []
+
+
+def test_what_a_state_has_is_what_its_object_makes_of_it() -> None:
+    mine, theirs = Told(RNGS[0]), Told(RNGS[0])
+    state, other = process(mine), process(theirs)
+    for _ in range(4):
+        step(state, mine)
+    other.load_state_dict(through_json(state))
+    assert torch.equal(step(state, mine), step(other, theirs))
+    assert other.beside.lost == []
+
+
+def test_objects_that_draw_ahead_are_left_alone() -> None:
+    loader = Ahead(RNGS[0])
+    state = process(loader)
+    step(state, loader)
+    assert state.state_dict()["beside"]["held"] == {}
+
+
+def test_a_large_object_costs_a_step_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = Batches(RNGS[0])
+    loader.history = [[number] for number in range(100_000)]
+    loader.chain = chain = []
+    for _ in range(10_000):
+        chain.append([])
+        chain = chain[0]
+    looked: list[Any] = []
+    parts_of = held._parts_of
+    monkeypatch.setattr(held, "_parts_of", lambda value: looked.append(value) or parts_of(value))
+    step(process(loader), loader)
+    assert len(looked) < 500
