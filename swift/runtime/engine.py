@@ -98,8 +98,15 @@ class Engine:
         self._measures = Measures(channel, store)
         self._adoption = adoption
         self._rehearsal = Rehearsal(config.paranoid, channel, state, witness, differences)
-        transient, untellable = state.beside.transient, state.beside.untellable
-        self._script = Script(state.told, transient, differences.say, warns=rank == 0, untellable=untellable)
+        beside = state.beside
+        self._script = Script(
+            state.told,
+            beside.transient,
+            differences.say,
+            warns=rank == 0,
+            untellable=beside.untellable,
+            held=beside.held.numbers,
+        )
         retries = Retries(rank)
         self._saving = Saving(
             rank, member, state, store, channel.logged_groups, sync=config.checkpoint_mode == "sync"

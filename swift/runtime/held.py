@@ -5,6 +5,9 @@ from which a data set has drawn since its first batch is not: it is captured bes
 (``loader.dataset.rng``). Which of them it is, shows: all are given other numbers before their objects load (`prepare`).
 Objects that draw ahead in a thread are left alone: where such a generator is says nothing of what was given.
 
+Of a data set's other attributes, `swift.runtime.script` looks at numbers, tensors and arrays with which it begins. What
+it makes when it is asked first (a file that it opens, a length, a cache) is not looked at: it would make that again.
+
     (run) ``remember`` → (states) ``state`` … ``prepare``, the objects load, ``load``
     (step) ``begin_step`` … ``prepare``, the objects load, ``put_back``
 """
@@ -21,6 +24,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from swift.runtime._torch import is_loader_iterator
 from swift.runtime.before import generator_state, object_of_ones_own
+from swift.runtime.rng import kept
+from swift.runtime.signs import Reads
 
 _VISITED_MAX = 200
 _ITEMS_MAX = 16
@@ -41,18 +46,36 @@ class Held:
         self._registered: Mapping[str, Any] = {}
         self._begun: dict[str, Any] = {}
         self._kept: dict[str, Any] = {}
+        self._first: dict[str, dict[str, Any]] = {}
         self._before: dict[str, tuple[Any, Any]] = {}
 
     def remember(self, registered: Mapping[str, Any]) -> None:
         """(before any state is loaded) With what a process begins. `registered`: by name."""
         self._registered = registered
         self._begun = self._now()
+        self._first = {
+            path: {n: v for n, v in vars(data).items() if _is_number(v) or _is_array(v)}
+            for path, data in self._data().items()
+        }
 
     def prepare(self) -> None:
         """(the objects are about to load) What loads finds other numbers, with a mark that seeds wipe out."""
         self._before = {path: (generator, _get(generator)) for path, generator in self._all().items()}
         for generator, state in self._before.values():
             _set(generator, _marked(generator, state))
+
+    def numbers(self, reads: Reads) -> dict[str, dict[str, Any]]:
+        """By the paths of data sets: their numbers, tensors and arrays. A number that its object's state has is shown
+        as it was."""
+        found: dict[str, dict[str, Any]] = {}
+        for path, data in self._data().items():
+            first = self._first.get(path, {})
+            values = {n: v for n, v in vars(data).items() if n in first and reads(type(data), n)}
+            if values:
+                told = self._in_state(path.partition(".")[0])
+                first.update({n: v for n, v in values.items() if not _is_number(v) or repr(v) not in told})
+                found[path] = {name: first[name] for name in values}
+        return found
 
     def begin_step(self) -> None:
         """What a step that is cut short gives back."""
@@ -105,16 +128,42 @@ class Held:
         )
 
     def _all(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        known = set(map(id, (*self._registered.values(), *_SEEDED_BY_THE_SESSION)))
+        return {
+            path: part
+            for path, part in self._parts().items()
+            if id(part) not in known and not isinstance(part, Dataset)
+        }
+
+    def _data(self) -> dict[str, Any]:
+        return {
+            path: part
+            for path, part in self._parts().items()
+            if isinstance(part, Dataset) and object_of_ones_own(part)
+        }
+
+    def _parts(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {}
         for name, thing in self._registered.items():
             if object_of_ones_own(thing):
-                found |= _below(name, thing)
-        known = set(map(id, (*self._registered.values(), *_SEEDED_BY_THE_SESSION)))
-        return {path: generator for path, generator in found.items() if id(generator) not in known}
+                parts |= _below(name, thing)
+        return parts
+
+    def _in_state(self, name: str) -> set[str]:
+        """The numbers of an object's state, as `repr` writes them."""
+        with kept():
+            left, told = [self._registered[name].state_dict()], set[str]()
+        while left and len(told) < _VISITED_MAX:
+            value = left.pop()
+            if isinstance(value, dict | list | tuple | deque):
+                left += list(value.values() if isinstance(value, dict) else value)[:_VISITED_MAX]
+            elif _is_number(value):
+                told.add(repr(value))
+        return told
 
 
 def _below(name: str, thing: Any) -> dict[str, Any]:
-    """Those that are found soon: it is looked for in every step."""
+    """Generators and data sets that are found soon: it is looked for them in every step."""
     found: dict[str, Any] = {}
     left, seen = deque([(name, thing, 0)]), {id(thing)}
     while left and len(seen) < _VISITED_MAX:
@@ -128,10 +177,21 @@ def _below(name: str, thing: Any) -> dict[str, Any]:
             if generator_state(part) is not None:
                 seen.add(id(part))
                 found[f"{path}.{word}"] = part
-            elif depth < _DEEP and _has_parts(part):
+                continue
+            if isinstance(part, Dataset):
+                found[f"{path}.{word}"] = part
+            if depth < _DEEP and _has_parts(part):
                 seen.add(id(part))
                 left.append((f"{path}.{word}", part, depth + 1))
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray)
 
 
 def _has_parts(value: Any) -> bool:

@@ -16,6 +16,7 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import torch
 from swift import events
 from swift.runtime.before import memory_of
 from swift.runtime.reach import Reach
-from swift.runtime.signs import Look, Signs, everything, parts_of
+from swift.runtime.signs import Look, Reads, Signs, everything, parts_of
 
 _STEPS_LOOKED_AT = 3
 _QUICKLY_S = 0.01
@@ -57,12 +58,15 @@ class Script:
         *,
         warns: bool,
         untellable: Callable[[], Mapping[str, Any]],
+        held: Callable[[Reads], Mapping[str, dict[str, Any]]] = lambda _reads: {},
     ) -> None:
         """`told`: what the session knows. `transient`: names that need not outlive a failure. `differs(step, words)`:
         the job is not exact from there on. `warns`: this rank speaks for all. `untellable`: attributes of modules that
-        are of no state, because nobody can tell what they are."""
+        are of no state, because nobody can tell what they are. `held`: numbers of data sets that registered objects
+        hold, and that their states lack."""
         self._told = told
         self._untellable = untellable
+        self._held = held
         self._transient = transient
         self._differs = differs
         self._warns = warns
@@ -159,6 +163,8 @@ class Script:
         before, self._reach = self._reach, Reach(self._code(), self._told_ids())
         self._reach.variables["parameter"] = self._attributes_of_parameters
         self._reach.variables["module (attributes)"] = self._attributes_of_modules
+        for path in self._held(self._reach.reads):
+            self._reach.variables[path] = partial(self._numbers_of, path)
         if before is None or not self._reach.same_as(before):
             self._all = self._look()
 
@@ -179,6 +185,11 @@ class Script:
         for path, value in self._untellable().items():
             attributes.setdefault(path.rpartition(".")[2], []).append(value)
         return types.SimpleNamespace(**attributes)
+
+    def _numbers_of(self, path: str) -> types.SimpleNamespace:
+        """``loader.dataset``: a count, an array of priorities."""
+        assert self._reach is not None
+        return types.SimpleNamespace(**self._held(self._reach.reads).get(path, {}))
 
     def _look(self, roots: set[str] | None = None, *, quick: bool = False) -> Signs:
         """At all, or at `roots`. `quick`: large ones are taken for changed."""

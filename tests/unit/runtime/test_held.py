@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from swift.runtime import held
+from swift.runtime.script import Script
 from swift.runtime.state import TrainerState
 from swift.runtime.whole_module import WholeModule
 from tests.unit.runtime.test_beside import through_json
@@ -217,3 +218,62 @@ def test_a_large_object_costs_a_step_little(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(held, "_parts_of", lambda value: looked.append(value) or parts_of(value))
     step(process(loader), loader)
     assert len(looked) < 500
+
+
+class Counting(Augmented):
+    """`draws` is in no state, `position` is; the rest it makes for itself."""
+
+    def __init__(self) -> None:
+        super().__init__(RNGS[0])
+        self.draws, self.position, self.size = 0, 0, 6
+        self.weights = np.zeros(6)
+        self.file: Any = None
+        self.cache: dict[int, float] = {}
+
+    def __getitem__(self, index: int) -> float:
+        self.file = self.file or object()
+        self.length = self.size
+        self.cache[index] = index
+        if self.counts:
+            self.draws += 1
+            self.weights[index] += 1
+        return super().__getitem__(index) + self.draws + self.weights[index] + self.length
+
+
+class Positioned(Batches):
+    def __init__(self, counts: bool) -> None:
+        Counting.counts = counts
+        super().__init__(Counting)  # type: ignore[arg-type]
+        self.dataset = self.dataset.rng  # type: ignore[assignment]
+        self.start()
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        self.dataset.position = self.place
+        return batch
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_numbers_of_a_data_set_that_no_state_has_are_seen_to_change(counts: bool) -> None:
+    loader = Positioned(counts)
+    state, said = process(loader), list[str]()
+    script = Script(
+        state.told,
+        set(),
+        lambda step, words: said.append(words),
+        warns=False,
+        untellable=state.beside.untellable,
+        held=state.beside.held.numbers,
+    )
+
+    def train_step(_step: int) -> None:
+        assert loader.dataset.position >= 0
+        next(loader)
+
+    for number in range(3, 8):  # as in a process that takes over
+        script.begin(number, train_step, lambda: (loader,))
+        train_step(number)
+        script.end(number, checkpoint=True)
+    script.look()
+    names = "loader.dataset.draws, loader.dataset.weights of the script began anew with the process"
+    assert [words.partition(":")[0] for words in said] == ([names] if counts else [])
