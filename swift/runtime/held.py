@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from swift.runtime._torch import is_loader_iterator
 from swift.runtime.before import generator_state, object_of_ones_own
+from swift.runtime.origin_loaders import OriginLoader
 from swift.runtime.rng import kept
 from swift.runtime.signs import Reads
 
@@ -86,6 +87,16 @@ class Held:
         for path, generator, was in self._left_alone():
             _set(generator, self._kept.get(path, was))
 
+    def lend(self) -> None:
+        """(a step for another data-parallel rank begins) Loaders that were made for it draw on from where this rank's
+        own are: all ranks have drawn as often."""
+        for name, thing in self._registered.items():
+            if isinstance(thing, OriginLoader) and thing.present is not thing.own:
+                mine, theirs = (_below(name, loader) for loader in (thing.own, thing.present))
+                for path in mine.keys() & theirs.keys():
+                    if not isinstance(mine[path], Dataset):
+                        _set(theirs[path], _get(mine[path]))
+
     def state(self) -> dict[str, Any]:
         """What is another one than at the beginning, and which that was."""
         begun = self._begun
@@ -144,7 +155,8 @@ class Held:
 
     def _parts(self) -> dict[str, Any]:
         parts: dict[str, Any] = {}
-        for name, thing in self._registered.items():
+        for name, registered in self._registered.items():
+            thing = registered.own if isinstance(registered, OriginLoader) else registered
             if object_of_ones_own(thing):
                 parts |= _below(name, thing)
         return parts

@@ -55,6 +55,11 @@ class OriginLoader:
         return self._made[self._own if self._draws is not None else self._origin()]
 
     @property
+    def own(self) -> Any:
+        """The loader of this rank's own data-parallel rank."""
+        return self._made[self._own]
+
+    @property
     def made(self) -> Mapping[int, Any]:
         """By origin."""
         return self._made

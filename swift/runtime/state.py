@@ -254,8 +254,7 @@ class TrainerState:
     def draw_as_other(self, loaders: Collection[str]) -> None:
         """(a step for another data-parallel rank has begun, which the randomness is of) What its registered objects
         would draw is what these draw from here on. `loaders`: those that have to be given the state for it; the others
-        make their iterators of torch's data loaders again, with that rank's numbers. Dropping the step takes it back.
-        """
+        make their iterators of torch's data loaders again, with that rank's numbers."""
         before = self._before
         assert before is not None
         self.iterators.restore(before.iterators)
@@ -263,6 +262,7 @@ class TrainerState:
         for name, state in objects.items():
             if before.iterators or name in loaders:
                 self._load_object(name, state)
+        self.beside.held.lend()
 
     def update_begins(self) -> None:
         """The step's first one: nothing is applied yet."""

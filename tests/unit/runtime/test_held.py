@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from swift.runtime import held
+from swift.runtime.origin_loaders import OriginLoader
 from swift.runtime.script import Script
 from swift.runtime.state import TrainerState
 from swift.runtime.whole_module import WholeModule
@@ -277,3 +278,29 @@ def test_numbers_of_a_data_set_that_no_state_has_are_seen_to_change(counts: bool
     script.look()
     names = "loader.dataset.draws, loader.dataset.weights of the script began anew with the process"
     assert [words.partition(":")[0] for words in said] == ([names] if counts else [])
+
+
+@pytest.mark.parametrize("kind", [lambda: np.random.default_rng(3), lambda: random.Random(3)])
+def test_a_loader_that_is_made_for_another_rank_draws_on_where_this_ranks_own_is(kind: Rng) -> None:
+    now = [0]
+    loader: Any = OriginLoader(lambda origin: Batches(kind), 0, lambda: now[0])
+    state = state_of(1, updates_of())
+    state.add_stage(WholeModule(torch.nn.Linear(1, 1)))
+    state.add_object("loader", loader)
+    state.remember()
+    for _ in range(4):
+        state.begin_step()
+        next(loader)
+        state.end_step()
+    found = []
+    for _ in range(2):
+        state.begin_step()
+        now[0] = 1
+        loader.begin(1)
+        state.draw_as_other(["loader"])
+        found.append(next(loader))
+        now[0] = 0
+        state.drop_step()
+    state.begin_step()
+    assert all(torch.equal(batch, next(loader)) for batch in found[:1])
+    assert torch.equal(*found)
