@@ -264,10 +264,6 @@ class TrainerState:
                 self._load_object(name, state)
         self.beside.held.lend()
 
-    def update_begins(self) -> None:
-        """The step's first one: nothing is applied yet."""
-        self.gradients.update_begins()
-
     def end_step(self) -> None:
         """The step is done: what was kept for taking it back is let go, and the version rises by one."""
         self._first.check(self._parameters(), list(self._named_parameters(sharded_too=True)))

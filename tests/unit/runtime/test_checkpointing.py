@@ -295,7 +295,9 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
         logged_groups=LoggedGroups(2, RecoveryGroups()),
     )
     state: Any = SimpleNamespace(version=9, begin_step=ignored, state_dict=dict, told=list, code=list)
-    state.beside = SimpleNamespace(transient=set(), untellable=dict)
+    state.gradients = SimpleNamespace(news=lambda: False)
+    objects = SimpleNamespace(numbers=lambda _reads: {})
+    state.beside = SimpleNamespace(transient=set(), untellable=dict, held=objects)
     state.updates = SimpleNamespace(end_step=ignored, vote=Hook("vote"), before_update=Hook("before_update"))
 
     def end_step() -> None:

@@ -119,7 +119,9 @@ def engine_of(
         Assignment.grid(4),
         witness=Witness(ignored, lambda: False, ignored),
         differences=Differences(nothing),
-        adoption=cast(Any, SimpleNamespace(before=ignored, after=ignored, arm=ignored, check=ignored)),
+        adoption=cast(
+            Any, SimpleNamespace(before=ignored, after=ignored, arm=ignored, check=ignored, repeats=True)
+        ),
         audit=None,
         lines=Lines(Path(os.devnull)),
         staggering=cast(Any, Unstaggered()),
