@@ -7,7 +7,7 @@ was added to, or zeroed in place (which needs a tensor to zero). If it is the sa
 what that step updates by. A step that ends without an update, but with gradients, may be the first of several.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -34,7 +34,9 @@ class LeftGradients:
     def __init__(self) -> None:
         self.wanted: bool | None = None
         """Steps go on with what the one before has left. None: not known yet."""
-        self._known = False
+        self._used = False
+        """An update was by what the step before has left, as it was."""
+        self._known = (False, False)
         self._left: dict[torch.nn.Parameter, _Left] = {}
 
     def begin(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -44,10 +46,16 @@ class LeftGradients:
             if p.grad is not None
         }
 
-    def update_begins(self) -> None:
-        """(the first update of a step) If it is by a gradient that was there before the step, that one is wanted."""
-        if any(p.grad is left.gradient for p, left in self._left.items()):
-            self.wanted = True
+    def update_begins(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """(an optimizer that has these steps) If it does so by what was there before the step, that is wanted."""
+        for parameter in parameters:
+            left = self._left.get(parameter)
+            if (
+                left is not None
+                and parameter.grad is left.gradient
+                and left.gradient._version == left.version
+            ):
+                self.wanted = self._used = True
 
     def end(self, parameters: Sequence[torch.nn.Parameter], *, updated: bool) -> None:
         """`updated`: an optimizer has stepped. A step that does nothing with gradients says nothing."""
@@ -74,25 +82,33 @@ class LeftGradients:
         """Of parameters by name, if they may be wanted, and whether they are: whoever joins is to know it as well."""
         given = {} if self.wanted is False else named
         left = {name: p.grad.detach() for name, p in given.items() if p.grad is not None}
-        return {"wanted": self.wanted, "of": left} if left or self.wanted is not None else {}
+        told = {"wanted": self.wanted, "of": left} if left or self.wanted is not None else {}
+        return told | ({"used": True} if self._used else {})
 
-    def parts(self, named: Named, optimized: Collection[torch.nn.Parameter]) -> dict[str, Any]:
+    def parts(
+        self,
+        named: Named,
+        optimized: Collection[torch.nn.Parameter],
+        elsewhere: Collection[torch.nn.Parameter],
+    ) -> dict[str, Any]:
         """What replicas must have in common of `state`, once it is known to be wanted. The session averages gradients
-        at the end of each step, also of one without an update; but not those that come behind an update, nor those
-        that DDP is to average later. A replacement would have another rank's."""
-        of = {name: p for name, p in named.items() if p in optimized} if self.wanted else {}
-        left = self.state(of).get("of", {})
+        at the end of each step, also of one without an update; but not those that come behind an update and are used
+        by the next one, nor those that DDP is to average later (`elsewhere`). A replacement would have another
+        rank's."""
+        compared = optimized if self._used else elsewhere if self.wanted else ()
+        left = self.state({name: p for name, p in named.items() if p in compared}).get("of", {})
         return {LEFT: left} if left else {}
 
     def news(self) -> bool:
-        """(a step has ended) Since this step it is known that they are wanted."""
-        known, self._known = self._known, bool(self.wanted)
-        return self._known and not known
+        """(a step has ended) Since this step it is known that they are wanted, or used."""
+        before, self._known = self._known, (bool(self.wanted), self._used)
+        return any(self._known) and self._known != before
 
     def load(self, named: Named, state: dict[str, Any]) -> None:
         """Of `state`, or of nothing: then no step has left any."""
         self.wanted, left = state.get("wanted"), state.get("of", {})
-        self._known = bool(self.wanted)
+        self._used = bool(state.get("used", False))
+        self._known = (bool(self.wanted), self._used)
         for name, parameter in named.items():
             given = left.get(name)
             parameter.grad = None if given is None else given.detach().clone()

@@ -66,7 +66,6 @@ class Rehearsal:
 
     def _before_update(self) -> None:
         """(inside optimizer.step, gradients are reduced, nothing is applied)"""
-        self._state.gradients.update_begins()
         if self._witness.thorough:
             for stage in self._state.stages:
                 for slot, parameter in enumerate(stage.submod.parameters()):

@@ -18,7 +18,6 @@ from swift.runtime import _torch, _torch_hooks, sharded
 from swift.runtime.before import Before, Looks
 from swift.runtime.beside import Beside
 from swift.runtime.first_parameters import FirstParameters, check_ready
-from swift.runtime.gradients import LeftGradients
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.loaders import Iterators
 from swift.runtime.loading import load_module, load_optimizer, naming, states_of
@@ -78,7 +77,7 @@ class TrainerState:
         self.present = False  # until the first version is ours, by birth or by restore
         self.lived = False  # until this process has run with the others, and logged what it sent
         self._before: _BeforeStep | None = None
-        self.gradients = LeftGradients()
+        self.gradients = updates.left
         self._groups_first: Groups | None = None
         """Of the optimizers, in any process that begins."""
         self._groups: list[Kept] = []  # the optimizers' hyperparameters when the step began
@@ -427,7 +426,7 @@ class TrainerState:
             "optimizer": state["optimizers"],
             "iterators of data loaders": state["iterators"],
             "a buffer": {name: tensor for name, tensor in tensors.items() if name not in names},
-            **self.gradients.parts(self._named_parameters(), self.updates.bucket_of),
+            **self.gradients.parts(self._named_parameters(), self.updates.bucket_of, self.updates.elsewhere),
             **{f"register({name}=...)": value for name, value in sorted(state["objects"].items())},
         }
 

@@ -32,6 +32,7 @@ from swift.runtime.config import SessionConfig
 from swift.runtime.cut_step import CutStep
 from swift.runtime.errors import Rehearsed
 from swift.runtime.faults import FaultInjector
+from swift.runtime.gradients import LeftGradients
 from swift.runtime.hook import Hook
 from swift.runtime.losses import Replays
 from swift.runtime.reducer import Reducer
@@ -70,8 +71,7 @@ class Updates:
         groups_whole: Callable[[], None],
     ):
         """`reducer`: None without other data-parallel ranks. `check` raises Interrupted once a newer generation is
-        published, `groups_whole` RuntimeError once a connection is broken.
-        """
+        published, `groups_whole` RuntimeError once a connection is broken."""
         self._config = config
         self._reducer = reducer
         self._faults = faults
@@ -89,14 +89,13 @@ class Updates:
         self.wait_free = config.updates == "wait_free" and reducer is not None
         self.shrinks_by = config.strategy if config.shrinks else ""
         """The strategy by which the others go on without a rank that is lost; empty: they do not."""
-        self.ties = ties
-        self.cut_step = cut_step
+        self.ties, self.left, self.cut_step = ties, LeftGradients(), cut_step
         cut_step.given_up.bind(self._given_up)
         self.journals: list[Journal] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self._buckets: list[Bucket] = []
         self.bucket_of: dict[torch.nn.Parameter, Bucket] = {}
-        self._elsewhere: set[torch.nn.Parameter] = set()  # reduced by DDP or FSDP
+        self.elsewhere: set[torch.nn.Parameter] = set()  # reduced by DDP or FSDP
         self._hooked: set[torch.nn.Parameter] = set()  # wait-free: a hook tells when its gradient is complete
         self._stages: list[Any] = []  # whose gradients are reduced in backward
         self._launched = 0
@@ -158,16 +157,16 @@ class Updates:
 
     def reduced_elsewhere(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """DDP or FSDP averages the gradients of these."""
-        self._elsewhere.update(parameters)
+        self.elsewhere.update(parameters)
 
     # --- one step ---
 
     def begin_step(self, version: int) -> None:
         """The step from `version` begins: no bucket is reduced or applied, and journals are empty."""
         self._version = version
-        self._launched = self._finished = 0
-        self._reduced = self.voting = self.committed = self.begun = False
-        self.stepped, self.spoiled, self._ending = 0, None, False
+        self._launched = self._finished = self.stepped = 0
+        self._reduced = self.voting = self.committed = self.begun = self._ending = False
+        self.spoiled = None
         for stage in self._stages:
             self.ready_in_backward(stage)  # what was frozen until now may be trained from here on
         self.ties.begin_step()
@@ -232,7 +231,7 @@ class Updates:
                 self.cut_step.finish(buckets[oldest])
 
     def _launch(self, bucket: Bucket) -> None:
-        self.cut_step.launch(bucket, [p for p in bucket.parameters if p not in self._elsewhere])
+        self.cut_step.launch(bucket, [p for p in bucket.parameters if p not in self.elsewhere])
 
     def _reduce_in_order(self) -> None:
         """(wait-free) What backward has left of all buckets, in the one order that all data-parallel ranks keep."""
@@ -289,6 +288,7 @@ class Updates:
             if not (self.stepped or self.held):  # nothing is applied yet
                 self._begin_journals(held=True)
         else:
+            self.left.update_begins(p for group in optimizer.param_groups for p in group["params"])
             self.reduce(optimizer)
         if self.stops_at_last and all(other is journal or other.applied for other in self.journals):
             if journal.whole and closure is not None:
@@ -433,7 +433,7 @@ class Updates:
         for parameter in stage.submod.parameters():
             if parameter in self._hooked:
                 continue  # of two modules
-            if parameter.requires_grad and parameter not in self._elsewhere:
+            if parameter.requires_grad and parameter not in self.elsewhere:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(
                     lambda p, stage=stage: self._accumulated(stage, p)
@@ -517,4 +517,4 @@ class Updates:
         """Raises UsageError for what cannot go together with wait-free updates, or with how steps are finished."""
         self.cut_step.check(self.journals)
         if self.wait_free:
-            wait_free.check(self.journals, objects, elsewhere=bool(self._elsewhere))
+            wait_free.check(self.journals, objects, elsewhere=bool(self.elsewhere))

@@ -23,7 +23,7 @@ class Trainer:
         (self.weight * torch.rand(3)).square().sum().backward()
 
     def update(self) -> None:
-        self.left.update_begins()
+        self.left.update_begins([self.weight])
         self.optimizer.step()
         self.updated = True
 
@@ -108,6 +108,55 @@ def test_a_step_that_is_dropped_leaves_what_the_one_before_has_left(habit: str, 
             trainer.step(step)
     assert torch.equal(dropped.weight, never.weight), "dropped"
     assert torch.equal(again.weight, never.weight), "loaded"
+
+
+def leaves_some_behind_its_update(trainer: Trainer, step: int) -> None:
+    """As a generator's backward does in a discriminator: the next step zeroes them."""
+    zeroes(trainer, step)
+    trainer.backward(step)
+
+
+def leaves_some_and_zeroes_in_place(trainer: Trainer, step: int) -> None:
+    trainer.optimizer.zero_grad(set_to_none=False)
+    trainer.backward(step)
+    trainer.update()
+    trainer.backward(step)
+
+
+COMPARED = {
+    "updates first": (updates_first, True),
+    "accumulates": (accumulates_from(0), False),
+    "leaves": (leaves_some_behind_its_update, False),
+    "leaves, in place": (leaves_some_and_zeroes_in_place, False),
+    "zeroes": (zeroes, False),
+}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("habit", COMPARED)
+def test_replicas_have_in_common_what_the_next_update_uses(habit: str, elsewhere: bool) -> None:
+    """The session averages the rest, or nobody uses it. What DDP averages later is each replica's own."""
+    does, used = COMPARED[habit]
+    trainer = Trainer(does)
+    for step in range(5):
+        trainer.step(step)
+    own = {trainer.weight} if elsewhere else set()
+    parts = trainer.left.parts({"w": trainer.weight}, {trainer.weight}, own)
+    assert bool(parts) is (used or (elsewhere and bool(trainer.left.wanted)))
+    again = trainer.begins_again()
+    assert again.left.parts({"w": again.weight}, {again.weight}, set()).keys() == (
+        parts.keys() if used else set()
+    )
+
+
+def test_that_they_are_wanted_is_news_once_also_for_who_joins() -> None:
+    trainer = Trainer(updates_first)
+    told = []
+    for step in range(5):
+        trainer.step(step)
+        told.append(trainer.left.news())
+    assert told.count(True) == 1
+    assert not trainer.begins_again().left.news()
 
 
 def test_who_zeroes_has_nothing_kept() -> None:
