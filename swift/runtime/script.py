@@ -58,7 +58,7 @@ class Script:
         *,
         warns: bool,
         untellable: Callable[[], Mapping[str, Any]],
-        held: Callable[[Reads], Mapping[str, dict[str, Any]]] = lambda _reads: {},
+        held: Callable[[Reads], Mapping[str, dict[str, Any]]],
     ) -> None:
         """`told`: what the session knows. `transient`: names that need not outlive a failure. `differs(step, words)`:
         the job is not exact from there on. `warns`: this rank speaks for all. `untellable`: attributes of modules that

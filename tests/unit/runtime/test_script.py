@@ -43,6 +43,7 @@ class Job:
             lambda step, words: self.said.append((step, words)),
             warns=True,
             untellable=untellable,
+            held=lambda _reads: {},
         )
 
     def run(self, step: Step, first: int, last: int) -> None:
