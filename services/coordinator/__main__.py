@@ -25,7 +25,6 @@ from services.coordinator.logs import LogServers
 from services.coordinator.quiet import QuietSelector
 from services.coordinator.row import JobRow, LogServer, State
 from services.coordinator.servicer import Servicer
-from services.coordinator.snapshot import JobSnapshot
 from services.coordinator.store import MetadataStore, SqliteStore, StoreFailed, StoreHeld
 from services.coordinator.timing import LEASE_HEARTBEATS, Timing, usual_log_lost_s
 from services.health import AioHealth
@@ -271,11 +270,8 @@ class Watch:
 
         loop = asyncio.get_running_loop()
 
-        async def jobs() -> list[JobSnapshot]:
-            return driver.snapshot()
-
         def samples() -> Samples:
-            taken = asyncio.run_coroutine_threadsafe(jobs(), loop).result(SNAPSHOT_TIMEOUT_S)
+            taken = asyncio.run_coroutine_threadsafe(driver.snapshot(), loop).result(SNAPSHOT_TIMEOUT_S)
             return self.metrics.samples(taken)
 
         shown = Exposition(*self._listen, FAMILIES, samples)

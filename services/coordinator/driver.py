@@ -255,8 +255,11 @@ class Driver:
         """In a turn: it shows nothing that is not durable."""
         return await self._in_turn(lambda: status_of(self._job(name), self._clock()))
 
-    def jobs(self, may_see: Callable[[str], bool]) -> pb.JobsReply:
-        """Those that the asker may see, as many as an answer takes."""
+    async def jobs(self, may_see: Callable[[str], bool]) -> pb.JobsReply:
+        """Those that the asker may see, as many as an answer takes. In a turn, as `status`."""
+        return await self._in_turn(lambda: self._listed(may_see))
+
+    def _listed(self, may_see: Callable[[str], bool]) -> pb.JobsReply:
         seen = [job for name, job in sorted(self._jobs.items()) if may_see(name)]
         seen.sort(key=lambda job: job.row.state.is_over)
         shown = [summary_of(job) for job in seen]
@@ -290,10 +293,11 @@ class Driver:
         job = self._jobs.get(name)
         return 0 if job is None else job.row.generation
 
-    def snapshot(self) -> list[JobSnapshot]:
-        """What every job stands at."""
-        now = self._clock()
-        return [JobSnapshot.of(job, now) for job in self._jobs.values()]
+    async def snapshot(self) -> list[JobSnapshot]:
+        """What every job stands at. In a turn, as `status`: what became durable before has been told of as well."""
+        return await self._in_turn(
+            lambda: [JobSnapshot.of(job, self._clock()) for job in self._jobs.values()]
+        )
 
     def views(self, name: str) -> AsyncGenerator[pb.View, None]:
         """As `Published.views`, until this coordinator goes down, or the job is set apart."""

@@ -343,7 +343,10 @@ class Servicer(pb_grpc.CoordinatorServicer):
         return await self._answer(context, request.job, lambda: self._driver.status(request.job))
 
     async def Jobs(self, request: pb.JobsRequest, context: Context) -> pb.JobsReply:
-        return self._driver.jobs(visit_of().covers)
+        try:
+            return await self._driver.jobs(visit_of().covers)
+        except Unavailable as unavailable:
+            await self._abort_unavailable(context, unavailable)
 
     async def _ack(self, context: Context, job: str, command: m.Command) -> pb.Ack:
         await self._applied(context, job, command)
@@ -358,6 +361,11 @@ class Servicer(pb_grpc.CoordinatorServicer):
     async def _abort_invalid(self, context: Context, wrong: str) -> NoReturn:
         self._refused(Refused.INVALID.name.lower())
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong[:LONGEST_REASON])
+        raise AssertionError("abort has raised")
+
+    async def _abort_unavailable(self, context: Context, why: Unavailable) -> NoReturn:
+        self._refused("unavailable")
+        await context.abort(grpc.StatusCode.UNAVAILABLE, str(why))
         raise AssertionError("abort has raised")
 
     async def _check_apart(self, context: Context, job: str) -> None:
@@ -391,8 +399,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
             trailers = ((REASON_KEY, Reason.LIMIT.value),)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(limit), trailers)
         except Unavailable as unavailable:
-            self._refused("unavailable")
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(unavailable))
+            await self._abort_unavailable(context, unavailable)
         raise AssertionError("abort has raised")
 
 

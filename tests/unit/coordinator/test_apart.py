@@ -119,7 +119,7 @@ async def test_a_job_with_one_error_after_the_other_is_set_apart(logs: FakeLogs,
     async with asyncio.timeout(5):
         await watching
     assert watched[-1].state == pb.RUNNING
-    assert {job.job: pb.State.Name(job.state) for job in driver.jobs(lambda _: True).jobs} == {
+    assert {job.job: pb.State.Name(job.state) for job in (await driver.jobs(lambda _: True)).jobs} == {
         "other": "FORMING",
         "j": "FAILED",
     }

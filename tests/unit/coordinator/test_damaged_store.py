@@ -174,7 +174,7 @@ def test_one_damaged_row_is_that_jobs_trouble(base: Path, tmp_path: Path) -> Non
                 JobApart, match=r"the checksum of jobs/j/row does not match.*put a copy of coordinator.sqlite"
             ):
                 await call()
-        listed = {job.job: job.reason for job in driver.jobs(lambda _: True).jobs}
+        listed = {job.job: job.reason for job in (await driver.jobs(lambda _: True)).jobs}
         assert "is set apart" in listed["j"]
         assert listed["k"] == ""
         servicer = Servicer(driver)

@@ -395,6 +395,9 @@ async def test_a_coordinator_that_stops_takes_no_command(logs: FakeLogs, store: 
         await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
     with pytest.raises(Unavailable, match="shutting down"):
         await driver.join("k", join())
+    for seen in driver.status("j"), driver.jobs(lambda _: True), driver.snapshot():
+        with pytest.raises(Unavailable, match="shutting down"):
+            await seen
     await asyncio.sleep(0.05)
     assert not driver.failed.done()
     assert (driver._jobs["j"].row.revision, set(driver._jobs)) == (revision, {"j"})
@@ -488,17 +491,17 @@ async def test_jobs_are_listed_as_far_as_the_asker_may_see_them(logs: FakeLogs, 
     for name in ("b", "a", "c"):
         await driver.join(name, join())
     await driver.apply("a", m.Fail(sender=None, reason="x" * 1000))
-    listed = driver.jobs(lambda name: True)
+    listed = await driver.jobs(lambda name: True)
     assert [(one.job, one.state) for one in listed.jobs] == [
         ("b", pb.FORMING),
         ("c", pb.FORMING),
         ("a", pb.FAILED),
     ]
     assert listed.jobs[2].reason == "x" * 200
-    assert [one.job for one in driver.jobs(lambda name: name == "c").jobs] == ["c"]
+    assert [one.job for one in (await driver.jobs(lambda name: name == "c")).jobs] == ["c"]
     with pytest.MonkeyPatch.context() as few:
         few.setattr(driver_module, "JOBS_SHOWN_MAX", 2)
-        listed = driver.jobs(lambda name: True)
+        listed = await driver.jobs(lambda name: True)
     assert ([one.job for one in listed.jobs], listed.left_out) == (["b", "c"], 1)
     driver.stop()
 

@@ -111,7 +111,7 @@ async def test_what_cannot_be_is_refused_in_a_line(logs: FakeLogs, store: Memory
     assert await refused(driver, "m", from_job("m")) == (
         "job m goes on from its own checkpoints: leave --from-job out"
     )
-    assert {summary.job for summary in driver.jobs(lambda _: True).jobs} == {"forming", "j"}
+    assert {summary.job for summary in (await driver.jobs(lambda _: True)).jobs} == {"forming", "j"}
     driver.stop()
 
 

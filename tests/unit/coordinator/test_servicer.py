@@ -9,9 +9,11 @@ import pytest
 from services.coordinator import commands as m
 from services.coordinator.driver import Driver
 from services.coordinator.messages_text import waiting_for
+from services.coordinator.questions import Unavailable
 from services.coordinator.row import State
 from services.coordinator.servicer import Context, Servicer
 from services.coordinator.views import view_of
+from services.security.gate import Gate, Visit
 from swift._pb import coordinator_pb2 as pb
 from swift.recovery import HeldSnapshot
 from tests.unit.coordinator.test_parts import row
@@ -114,6 +116,22 @@ def test_what_a_job_says_of_itself_is_bounded() -> None:
         request = pb.JoinRequest(job="j", member=member, world_size=2, **said)
         with pytest.raises(Aborted, match="more than 65536 characters"):
             asyncio.run(servicer.Join(request, cast("Context", Caller())))
+
+
+def test_a_coordinator_that_stops_says_so_to_whoever_asks_for_its_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "services.coordinator.servicer.visit_of", lambda: Visit(cast("Gate", None), "Jobs", "")
+    )
+
+    class Stopping:
+        async def jobs(self, _may_see: object) -> None:
+            raise Unavailable("the coordinator is shutting down")
+
+    servicer = Servicer(cast("Driver", Stopping()))
+    with pytest.raises(Aborted, match="shutting down"):
+        asyncio.run(servicer.Jobs(pb.JobsRequest(), cast("Context", Caller())))
 
 
 def test_a_reason_moves_no_cursor() -> None:

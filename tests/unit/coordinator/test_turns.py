@@ -82,15 +82,17 @@ async def test_nothing_is_answered_or_shown_before_it_is_durable(logs: FakeLogs,
         ),
     ]
     await asyncio.sleep(0.02)
-    status = asyncio.create_task(driver.status("j"))
+    seen = driver.status("j"), driver.jobs(lambda _: True), driver.snapshot()
+    asks = [asyncio.create_task(one) for one in seen]
     await asyncio.sleep(0.02)
-    assert not any(task.done() for task in (*asked, status))
+    assert not any(task.done() for task in (*asked, *asks))
     assert driver._published._views["j"] is shown
     store.gate.set()
     await asked[0]
     with pytest.raises(Refusal):  # a refusal is one of that moment as well
         await asked[1]
-    assert (await status).view.revision > shown.revision
+    assert (await asks[0]).view.revision > shown.revision
+    await asyncio.gather(*asks)
     driver.stop()
 
 

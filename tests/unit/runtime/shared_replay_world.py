@@ -33,7 +33,7 @@ from swift.runtime.stage import LoggedPipelineStage, logged_loss
 from swift.runtime.tensors import owned_bytes, same_bits
 from tests.local_backend import LocalWire, Network
 from tests.unit.runtime.test_gradient_chain import in_parallel
-from tests.unit.runtime.wired import state_of
+from tests.unit.runtime.wired import state_of, updates_of
 
 RANKS, WIDTH, ROWS = 3, 8, 4
 STEPS = range(5, 8)
@@ -147,7 +147,7 @@ class Rank:
         self.captured = Captured()
         self.channel._opened = self.captured
         self.channel.watch(None)
-        updates: Any = SimpleNamespace(wait_free=False, begin_step=lambda _v: None, optimizers=[])
+        updates = updates_of()
         indices, of = placed(schedule, rank)
         self.stages = [self._stage(make(index), index, of, updates) for index in indices]
         self.stage, self.module = self.stages[0], self.stages[0].submod
