@@ -32,6 +32,9 @@ def schedule_name(name: str) -> str:
     return name.lower()
 
 
+RANKS_MAX = 256
+"""Of one drill: all of its ranks are processes of this machine."""
+
 SPLITTING = ("interleavedzerobubble", "zbv")
 """Schedules that compute gradients of weights apart from those of inputs. (DualPipeV does so for some microbatches.)"""
 
@@ -61,6 +64,11 @@ class Topology:
         ):
             if value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
+        if self.ranks > RANKS_MAX:
+            raise UsageError(
+                f"--stages {self.pipeline_ranks} with --replicas {self.replicas} is {self.ranks} ranks: "
+                f"a drill runs all of them on this machine, and takes at most {RANKS_MAX}"
+            )
         if self.pipeline_ranks == 1 and self.replicas == 1:
             raise UsageError("--stages must be at least 2, or 1 with --replicas 2 or more")
         if self.pipeline_ranks == 1 and self.stages_per_rank > 1:
