@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch._C import _distributed_c10d as _backends
 from torch._C import _functorch
 from torch.distributed import distributed_c10d as _c10d
@@ -19,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining import schedules as _schedules
 from torch.distributed.pipelining import stage as _stage
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _python_dispatch
 from torch.utils.data import DataLoader, dataloader
 
 from swift.errors import ServiceError
@@ -36,7 +38,8 @@ _NEEDED = {
             "_object_to_tensor",
         ),
     ),
-    "torch._C": (torch._C, ("_current_graph_task_id",)),
+    "torch._C": (torch._C, ("_current_graph_task_id", "_DisableFuncTorch")),
+    "torch.utils._python_dispatch": (_python_dispatch, ("_disable_current_modes",)),
     "torch._C._distributed_c10d": (
         _backends,
         ("HashStore", "ReduceOp", "Work", "_register_process_group"),
@@ -408,6 +411,13 @@ _iter = DataLoader.__iter__
 def is_in_backward() -> bool:
     """This thread computes gradients: a forward in here is one that is done again (`torch.utils.checkpoint`)."""
     return int(torch._C._current_graph_task_id()) != -1
+
+
+def digest_of_generator() -> int:
+    """Of torch's on the CPU, as it stands. Its state is a tensor: under `torch.func.grad` or a tracer it would be a
+    placeholder, without bits."""
+    with torch._C._DisableFuncTorch(), _python_dispatch._disable_current_modes():
+        return xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().data)
 
 
 def before_forward(module: torch.nn.Module, call: Any) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
-import xxhash
 
 from swift.runtime import _torch
 from swift.runtime.rng import Randomness
@@ -33,7 +32,7 @@ class WholeModule:
         torch puts the generators back to what they were when the checkpoint was reached."""
 
         def before_forward() -> None:
-            key = xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().data)
+            key = _torch.digest_of_generator()
             if _torch.is_in_backward():
                 if key in self._numbers:
                     randomness.whole(number, self._numbers[key])

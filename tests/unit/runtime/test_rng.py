@@ -1,6 +1,7 @@
 import copy
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from swift.checkpoint.state import join, split
@@ -163,3 +166,37 @@ def test_a_whole_module_that_is_computed_again_in_backward_draws_what_it_drew(re
         return found
 
     assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "grad": lambda model: torch.func.grad(lambda x: model(x).sum())(torch.ones(64)),
+    "vmap": lambda model: torch.vmap(model, randomness="same")(torch.ones(2, 64))[0],
+    "jvp": lambda model: torch.func.jvp(model, (torch.ones(64),), (torch.ones(64),))[1],
+    "make_fx": lambda model: make_fx(model)(torch.ones(64))(torch.ones(64)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own jvp
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_whole_module_under_a_transform_draws_the_same_whatever_was_drawn_before(transform: str) -> None:
+    """The generator's state is a tensor as well, that torch.func and tracers would put a placeholder around."""
+    module = torch.nn.Dropout(0.5)
+    whole, randomness = WholeModule(module), Randomness(7, 0, None)
+    whole.seeded_by(randomness, 1)
+
+    def drawn(before: int) -> torch.Tensor:
+        randomness.begin_step(2)
+        whole.begin_step()
+        torch.rand(before)
+        return TRANSFORMS[transform](module)
+
+    with kept():
+        assert torch.equal(drawn(0), drawn(5))
+
+
+def test_a_whole_module_takes_a_forward_without_numbers() -> None:
+    """As in a count of what a forward would need, before it is run."""
+    module = torch.nn.Dropout(0.5)
+    WholeModule(module).seeded_by(Randomness(7, 0, None), 1)
+    with kept(), FakeTensorMode():
+        assert module(torch.ones(64)).shape == (64,)
