@@ -344,6 +344,10 @@ Command = (
 )
 
 
+_MASKS = {"value"}
+"""Of a Vote: bits, from which nobody counts on."""
+
+
 def number_problem(said: object, name: str = "") -> str:
     """Of what a member says, down to its parts: a number that leaves no room to count on from it. Empty: there is none.
     The version above one that was told is shown in messages as well."""
@@ -351,7 +355,7 @@ def number_problem(said: object, name: str = "") -> str:
         return f"{name} {said}: numbers go up to {STEP_MAX}" if abs(said) > STEP_MAX else ""
     parts: Iterable[tuple[str, object]] = ()
     if is_dataclass(said):
-        parts = [(part.name, getattr(said, part.name)) for part in fields(said)]
+        parts = [(part.name, getattr(said, part.name)) for part in fields(said) if part.name not in _MASKS]
     elif isinstance(said, tuple):
         parts = [(name, part) for part in said]
     return next(filter(None, (number_problem(part, name) for name, part in parts)), "")

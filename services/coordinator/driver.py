@@ -110,6 +110,8 @@ class Driver:
         """Jobs that the work under way has given a command to."""
         self._spoilt: dict[str, str] = {}
         """Jobs with which an error was made in this turn, and which."""
+        self._going_back: dict[str, int] = {}
+        """Jobs that are read again from the store at this moment, and their generations."""
         self._turns: asyncio.Task[None] | None = None
         self._published = Published(clock, self._show_soon)
         self._stopping = False
@@ -147,8 +149,10 @@ class Driver:
         self._effects += [(job, effect) for effect in effects]
 
     def _job(self, name: str) -> Job:
-        """NoSuchJob, JobApart."""
+        """NoSuchJob, JobApart; Unavailable: it is being read again."""
         self.apart.check(name)
+        if name in self._going_back:
+            raise Unavailable(f"job {name} goes back to what is durable of it")
         job = self._jobs.get(name)
         if job is None:
             raise NoSuchJob(name)
@@ -291,7 +295,7 @@ class Driver:
     def generation_of(self, name: str) -> int:
         """0: nobody knows the job."""
         job = self._jobs.get(name)
-        return 0 if job is None else job.row.generation
+        return self._going_back.get(name, 0) if job is None else job.row.generation
 
     async def snapshot(self) -> list[JobSnapshot]:
         """What every job stands at. In a turn, as `status`: what became durable before has been told of as well."""
@@ -375,6 +379,7 @@ class Driver:
 
     async def _go_back(self, name: str, error: str) -> None:
         """To what is durable of a job with which an error was made."""
+        self._going_back[name] = self.generation_of(name)
         self._jobs.pop(name, None)
         self._questions.forget(name)
         events.emit("job_error", job=name, reason=error)
@@ -383,6 +388,8 @@ class Driver:
         except StoreFailed as failure:
             self._fail(str(failure))
             return
+        finally:
+            del self._going_back[name]
         if parts and not self.apart.is_repeated(name, error, self._clock()):
             self._load(name, parts)
             self._enqueue(lambda: None).cancel()  # its effects are of the next turn
@@ -395,9 +402,9 @@ class Driver:
         """(in a turn) Refusal; _Error: the job is spoilt."""
         self._check_up()
         name = job.row.job
+        self._touched.add(name)
         if name in self._spoilt:
             raise _Error
-        self._touched.add(name)
         try:
             effects = job.step(command, self._clock())
         except Refusal:

@@ -18,14 +18,21 @@ class Kept:
 
     Values of tensors go back into the same tensors, numbers and containers into `holder`; what is there besides by then
     goes. Keys keep their order: a state's keys are told in theirs. `but`: keys that are left alone. Generators of
-    random numbers go back to their states, and so does an optimizer around which another one is built (SAM, Lookahead).
+    random numbers go back to their states, and so does an optimizer around which another one is built (SAM, Lookahead);
+    unless `states`, without its state: that is as large as the parameters, and changes in its step alone.
     """
 
     def __init__(
-        self, holder: dict[Any, Any], *, but: Collection[Any] = (), seen: frozenset[int] = frozenset()
+        self,
+        holder: dict[Any, Any],
+        *,
+        but: Collection[Any] = (),
+        states: bool = True,
+        seen: frozenset[int] = frozenset(),
     ):
         """`seen`: ids of optimizers that are kept already."""
         self._holder = holder
+        self._states = states
         self._seen = seen
         self._but = frozenset(but)
         self._order = list(holder)
@@ -65,7 +72,8 @@ class Kept:
         elif isinstance(value, torch.optim.Optimizer) and id(value) not in self._seen:
             seen = self._seen | {id(value)}
             self._optimizers += [Kept(group, but=("params",)) for group in value.param_groups]
-            self._optimizers += [Kept(value.state), Kept(vars(value), but=OPTIMIZERS_OWN, seen=seen)]
+            self._optimizers += [Kept(value.state)] if self._states else []
+            self._optimizers += [Kept(vars(value), but=OPTIMIZERS_OWN, states=self._states, seen=seen)]
         return value
 
 

@@ -109,13 +109,19 @@ class Saving:
         """Returns when the coordinator has it: a loss in the first step needs it. Raises UsageError: all
         ranks end with one exit code, whichever of them cannot write. ServiceError if the coordinator stays away; Fenced
         if another process holds the rank."""
-        self._store.set_aside(self._member.check_held)
+        self._store.set_aside(self._await_held)
         try:
             self.save()
             self._store.wait()
         except ServiceError as error:
             raise UsageError(f"{error}; no job begins without its first checkpoint") from None
         self.tell_untold()
+
+    def _await_held(self) -> None:
+        """Returns once the coordinator says that this process holds its rank. Raises Fenced, or Interrupted by a newer
+        generation."""
+        while not self._member.say(self._member.check_held):
+            self._member.check()
 
     def tell_untold(self) -> None:
         """(the store has settled) The coordinator hears of the last one, if it was away so long that nobody tells it

@@ -36,10 +36,13 @@ class LeftGradients:
         """Steps go on with what the one before has left. None: not known yet."""
         self._used = False
         """An update was by what the step before has left, as it was."""
+        self._begun: tuple[bool | None, bool] = (None, False)
+        """What was known when the step began."""
         self._known = (False, False)
         self._left: dict[torch.nn.Parameter, _Left] = {}
 
     def begin(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._begun = (self.wanted, self._used)
         self._left = {
             p: _Left(p.grad, p.grad._version, None if self.wanted is False else p.grad.detach().clone())
             for p in parameters
@@ -69,7 +72,9 @@ class LeftGradients:
         self._left = {}
 
     def put_back(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """The step is dropped. What is not known to be wanted, and was not kept, is zeroed by the trainer anyway."""
+        """The step is dropped. What is not known to be wanted, and was not kept, is zeroed by the trainer anyway. What
+        the step has shown is forgotten: a replacement, which was not there, is to learn it in the same step."""
+        self.wanted, self._used = self._begun
         for parameter in parameters:
             left = self._left.get(parameter)
             parameter.grad = None

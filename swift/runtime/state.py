@@ -246,7 +246,7 @@ class TrainerState:
         # different places are replicas only with what they began with.
         self._groups = [Kept(group, but=("params",)) for o in self.optimizers for group in o.param_groups]
         # What it keeps besides; LR schedulers note there that it has stepped.
-        self._groups += [Kept(vars(optimizer), but=OPTIMIZERS_OWN) for optimizer in self.optimizers]
+        self._groups += [Kept(vars(o), but=OPTIMIZERS_OWN, states=False) for o in self.optimizers]
         self._groups += [Kept(hooks) for o in self.optimizers for _, hooks in _torch_hooks.optimizer_hooks(o)]
         self.randomness.begin_step(self.version)  # whatever objects have drawn to tell their state
 

@@ -189,6 +189,46 @@ async def test_an_error_while_log_servers_are_asked_is_the_jobs_own(
 
 
 @scenario
+async def test_whoever_speaks_in_the_turn_behind_an_error_of_a_question_is_to_say_it_again(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    driver = await driver_of(logs, store)
+    await run_to_running(driver)
+    driver._spoil("j", "an error of a question")
+    with pytest.raises(Unavailable, match="job j goes back to what is durable of it"):
+        await driver.apply("j", m.Heartbeat(sender=sender(), version=0))
+    assert await state_of(driver) == "RUNNING"
+    driver.stop()
+
+
+@scenario
+async def test_while_a_job_is_read_again_it_is_neither_unknown_nor_without_a_generation(
+    logs: FakeLogs, store: MemoryStore
+) -> None:
+    driver = await driver_of(logs, store)
+    await run_to_running(driver)
+    driver._jobs["j"].become_fencing = broken  # type: ignore[method-assign]
+    read, reading, go_on = store.read, asyncio.Event(), asyncio.Event()
+
+    async def slowly(prefix: str) -> Any:
+        reading.set()
+        await go_on.wait()
+        return await read(prefix)
+
+    store.read = slowly  # type: ignore[method-assign]
+    told = asyncio.create_task(driver.apply("j", DEATH))
+    await reading.wait()
+    with pytest.raises(Unavailable, match="job j goes back"):
+        driver.sharing("j", sender(), 1, changes=False)
+    assert driver.generation_of("j") == 1
+    go_on.set()
+    with pytest.raises(Unavailable):
+        await told
+    assert driver.sharing("j", sender(), 1, changes=False) is not None
+    driver.stop()
+
+
+@scenario
 async def test_a_job_that_cannot_be_shown_is_set_apart_at_the_start(
     logs: FakeLogs, store: MemoryStore
 ) -> None:
@@ -239,6 +279,15 @@ def test_a_number_from_which_nobody_can_count_on_is_refused(call: str, request_:
         driver.stop()
 
     test()
+
+
+def test_all_bits_may_be_voted_with() -> None:
+    vote = m.Vote(sender=sender(), generation=1, number=0, kind=VoteKind.AGREE, value=(1 << 63) - 1)
+    assert m.number_problem(vote) == ""
+    assert (
+        m.number_problem(replace(vote, number=STEP_MAX + 1))
+        == f"number {STEP_MAX + 1}: numbers go up to {STEP_MAX}"
+    )
 
 
 @scenario

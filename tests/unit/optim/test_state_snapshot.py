@@ -69,3 +69,19 @@ def test_a_generator_draws_again_what_it_drew(generator: str) -> None:
     first = [drawn(GENERATORS[generator]) for _ in range(3)]
     assert kept.put_back() == {"nested": [GENERATORS[generator]]}
     assert [drawn(GENERATORS[generator]) for _ in range(3)] == first
+
+
+def test_the_state_of_an_optimizer_inside_another_one_is_left_out_where_it_cannot_have_changed() -> None:
+    """It is as large as the parameters, and a step begins more often than it is taken back."""
+    parameters = [torch.nn.Parameter(torch.arange(4.0))]
+    optimizer = Around(parameters, GENERATORS["random"])
+    parameters[0].grad = torch.ones(4)
+    optimizer.step()
+    kept = Kept({"base": optimizer.base}, states=False)
+    assert kept.tensors == []
+    assert sum(tensor.nbytes for tensor in Kept({"base": optimizer.base}).tensors) == parameters[0].nbytes
+    optimizer.base.param_groups[0]["lr"] = 7.0
+    optimizer.base.noted = 1  # type: ignore[attr-defined]
+    kept.put_back()
+    assert optimizer.base.param_groups[0]["lr"] == 0.05
+    assert "noted" not in vars(optimizer.base)

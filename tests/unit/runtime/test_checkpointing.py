@@ -11,6 +11,7 @@ from swift import events
 from swift._pb import coordinator_pb2 as pb
 from swift.checkpoint import store as module
 from swift.checkpoint.store import CheckpointStore, Saved, Unsaved
+from swift.control.patience import Unanswered
 from swift.control.plans import PublishedPlan
 from swift.errors import Fenced, ReplayRefused, ServiceError, SwiftError, UsageError
 from swift.recovery import Plan, RecoveryGroups
@@ -68,13 +69,25 @@ class Client:
     def __init__(self, deaf: int = 0) -> None:
         self.deaf = deaf
         self.fences: SwiftError | None = None
+        self.unanswered = 0
         self.error: SwiftError = ServiceError("nobody answers")
         self.told: list[tuple[int, int]] = []
         self.groups: list[tuple[int, int]] = []
 
     def heard(self) -> None:
+        if self.unanswered:
+            self.unanswered -= 1
+            raise Unanswered("nobody answers")
         if self.fences is not None:
             raise self.fences
+
+    @staticmethod
+    def said(statement: Callable[[], None]) -> bool:
+        try:
+            statement()
+        except Unanswered:
+            return False
+        return True
 
     def checkpoint_durable(
         self, version: int, generation: int, number: int, since: int, patience_s: float | None = None
@@ -102,6 +115,8 @@ def saving(
     member: Any = SimpleNamespace(
         entered=9,
         check_held=client.heard,
+        say=client.said,
+        check=lambda: None,
         client=client,
         watcher=SimpleNamespace(latest=view, wait_for=lambda _test, _timeout: view),
     )
@@ -190,6 +205,13 @@ def test_who_may_not_hold_its_rank_any_more_saves_no_first_checkpoint(why: Swift
     with pytest.raises(type(why), match=str(why)):
         saving(store, client).save_first()
     assert store.versions == []
+
+
+def test_whether_its_rank_is_held_is_asked_until_the_coordinator_answers() -> None:
+    store, client = Store(), Client()
+    client.unanswered = 3
+    saving(store, client).save_first()
+    assert (client.unanswered, store.versions) == (0, [17])
 
 
 @pytest.mark.parametrize("away", [1, 5])

@@ -164,3 +164,18 @@ def test_who_zeroes_has_nothing_kept() -> None:
     for step in range(3):
         trainer.step(step)
     assert trainer.left.state({"w": trainer.weight}) == {"wanted": False, "of": {}}
+
+
+def test_what_a_dropped_step_has_shown_is_news_when_it_is_done_again() -> None:
+    """Replicas compare at such news, and one that has come meanwhile has not seen the dropped step."""
+    survivor = Trainer(updates_first)
+    survivor.step(0)
+    assert not survivor.left.news()
+    survivor.left.begin([survivor.weight])
+    survivor.update()
+    survivor.left.put_back([survivor.weight])
+    replacement = survivor.begins_again()
+    for trainer in (survivor, replacement):
+        trainer.step(1)
+    assert survivor.left.news()
+    assert replacement.left.news()
