@@ -73,13 +73,22 @@ def attributes_of(module: torch.nn.Module) -> bool:
     return not (kind.__module__.startswith(_WRAPPERS) or issubclass(kind, torch.fx.GraphModule))
 
 
+def own_attributes(value: Any) -> dict[str, Any] | None:
+    """Its ``__dict__``, if it has one; a ``__getattr__`` of its class is not asked."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def object_of_ones_own(value: Any) -> bool:
     """It has attributes, and a class that a trainer's code may change objects of."""
     kind = type(value)
     return (
-        hasattr(value, "__dict__")
+        own_attributes(value) is not None
         and not isinstance(value, type | torch.nn.Module | Enum)
-        and not callable(getattr(value, "__get__", None))
+        and not callable(getattr(kind, "__get__", None))
         and (
             kind.__module__.partition(".")[0] not in _OTHERS
             or (kind.__module__ == "types" and kind.__name__ == "SimpleNamespace")
@@ -92,7 +101,7 @@ def generator_state(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
     if isinstance(value, random.Random):
-        return value.getstate, value.setstate
+        return None if isinstance(value, random.SystemRandom) else (value.getstate, value.setstate)
     if isinstance(value, np.random.RandomState):
         return (lambda: value.get_state(legacy=False)), value.set_state
     if isinstance(value, np.random.Generator):

@@ -2,8 +2,9 @@
 
 `load_state_dict` of a loader goes to a position. A generator that is seeded or made anew there is what it is to be. One
 from which a data set has drawn since its first batch is not: it is captured besides, by its path
-(``loader.dataset.rng``). Which of them it is, shows: all are given other numbers before their objects load (`prepare`).
-Objects that draw ahead in a thread are left alone: where such a generator is says nothing of what was given.
+(``loader.dataset.rng``), and set once its object has loaded. Which of them it is, shows: before their objects load, all
+get a mark that changes none of their numbers, and that seeding wipes out (`_Marked`). Objects that draw ahead in a
+thread are left alone: where such a generator is says nothing of what was given.
 
 Of a data set's other attributes, `swift.runtime.script` looks at numbers, tensors and arrays with which it begins. What
 it makes when it is asked first (a file that it opens, a length, a cache) is not looked at: it would make that again.
@@ -12,6 +13,7 @@ it makes when it is asked first (a file that it opens, a length, a cache) is not
     (step) ``begin_step`` … ``prepare``, the objects load, ``put_back``
 """
 
+import functools
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +25,7 @@ import xxhash
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from swift.runtime._torch import is_loader_iterator
-from swift.runtime.before import generator_state, object_of_ones_own
+from swift.runtime.before import generator_state, object_of_ones_own, own_attributes
 from swift.runtime.origin_loaders import OriginLoader
 from swift.runtime.rng import kept
 from swift.runtime.signs import Reads
@@ -32,7 +34,9 @@ _VISITED_MAX = 200
 _ITEMS_MAX = 16
 _DEEP = 8
 _AHEAD = {"threading", "queue", "_queue", "concurrent", "multiprocessing", "asyncio"}
-_SEED, _MARK = 0x5EED_0E1D, 0.5317301940917969
+_MARK = 0.5317301940917969
+_TORCH_SECOND, _TORCH_KEPT = slice(5024, 5032), 5040
+"""Bytes of a torch generator's state: of doubles."""
 _SEEDED_BY_THE_SESSION: tuple[Any, ...] = (
     torch.default_generator,
     getattr(random, "_inst", None),
@@ -48,7 +52,7 @@ class Held:
         self._begun: dict[str, Any] = {}
         self._kept: dict[str, Any] = {}
         self._first: dict[str, dict[str, Any]] = {}
-        self._before: dict[str, tuple[Any, Any]] = {}
+        self._marked: dict[str, _Marked] = {}
 
     def remember(self, registered: Mapping[str, Any]) -> None:
         """(before any state is loaded) With what a process begins. `registered`: by name."""
@@ -60,10 +64,8 @@ class Held:
         }
 
     def prepare(self) -> None:
-        """(the objects are about to load) What loads finds other numbers, with a mark that seeds wipe out."""
-        self._before = {path: (generator, _get(generator)) for path, generator in self._all().items()}
-        for generator, state in self._before.values():
-            _set(generator, _marked(generator, state))
+        """(the objects are about to load) They may draw; what they seed is known later."""
+        self._marked = {path: _Marked(generator) for path, generator in self._all().items()}
 
     def numbers(self, reads: Reads) -> dict[str, dict[str, Any]]:
         """By the paths of data sets: their numbers, tensors and arrays. A number that its object's state has is shown
@@ -84,8 +86,9 @@ class Held:
 
     def put_back(self) -> None:
         """(the step is dropped, and the objects have loaded what they were at its start)"""
-        for path, generator, was in self._left_alone():
-            _set(generator, self._kept.get(path, was))
+        for path, generator in self._unseeded():
+            if path in self._kept:
+                _set(generator, self._kept[path])
 
     def lend(self) -> None:
         """(a step for another data-parallel rank begins) Loaders that were made for it draw on from where this rank's
@@ -109,28 +112,26 @@ class Held:
     def load(self, told: Mapping[str, Any], *, replica: bool) -> list[str]:
         """Returns the paths of those that are lost. `replica`: the state is another rank's, which may have begun with
         other numbers."""
-        lost = [path for path in told if path not in self._all()]
-        for path, generator, was in self._left_alone():
-            wanted = self._begun.get(path, was)
-            if path in told and not (replica and self._is_apart(path, told)):
-                wanted = told[path]["state"]
+        lost = {path for path in told if path not in self._all()}
+        for path, generator in self._unseeded():
+            wanted = self._begun.get(path)
+            if path in told and replica and self._is_apart(path, told):
+                lost.add(path)
             elif path in told:
-                lost.append(path)
-            if not _set(generator, wanted):
-                _set(generator, was)
-                lost.append(path)
+                wanted = told[path]["state"]
+            if wanted is not None and not _set(generator, wanted):
+                lost.add(path)
         return sorted(lost)
 
     def _now(self) -> dict[str, Any]:
         return {path: _get(generator) for path, generator in self._all().items()}
 
-    def _left_alone(self) -> Iterator[tuple[str, Any, Any]]:
-        """(since `prepare`) Those that have neither been seeded nor made anew, and what they were."""
-        before, self._before = self._before, {}
+    def _unseeded(self) -> list[tuple[str, Any]]:
+        """(since `prepare`) Those that have neither been seeded nor made anew. All marks are off."""
+        marked, self._marked = self._marked, {}
         now = self._all()
-        for path, (generator, was) in before.items():
-            if now.get(path) is generator and _is_marked(generator):
-                yield path, generator, was
+        kept = {path: one.generator for path, one in marked.items() if one.take_off()}
+        return [(path, generator) for path, generator in kept.items() if now.get(path) is generator]
 
     def _is_apart(self, path: str, told: Mapping[str, Any]) -> bool:
         """Each rank begins with one of its own."""
@@ -216,10 +217,10 @@ def _has_parts(value: Any) -> bool:
 
 def _parts_of(value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, dict):
-        return [(str(key), part) for key, part in value.items()]
+        return [(str(key), part) for key, part in dict.items(value)]
     if isinstance(value, list | tuple | deque):
         return _numbered(value)
-    return list(getattr(value, "__dict__", {}).items())
+    return list((own_attributes(value) or {}).items())
 
 
 def _numbered(items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -243,29 +244,87 @@ def _set(generator: Any, state: Any) -> bool:
     return True
 
 
-def _marked(generator: Any, state: Any) -> Any:
-    """A state by which `_is_marked` knows it, whatever was drawn since. (A mark of `random` and of numpy's RandomState
-    goes with a normal number that is drawn.)"""
-    if isinstance(generator, torch.Generator):
-        return torch.Generator(generator.device).manual_seed(_SEED).get_state()
-    if isinstance(generator, random.Random):
-        return *state[:2], _MARK
-    if isinstance(generator, np.random.RandomState):
-        return state | {"has_gauss": 1, "gauss": _MARK}
-    kind: Any = type(generator.bit_generator)
-    return kind(_SEED).state
+class _Marked:
+    """``_Marked(generator)`` … ``take_off()``
+
+    A normal number is drawn with a second one, which is kept for the next time: there is the mark, if none is kept. A
+    numpy Generator keeps half of a word so; what is there while none is kept counts for nothing.
+    """
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+        state = _get(generator)
+        self._seed, self._was = _seed_of(generator, state), _slot_of(generator, state)
+        self._is_on = self._was is not None and not self._was[0]
+        if self._is_on:
+            _set(generator, _with_slot(generator, state, (True, _MARK)))
+
+    def take_off(self) -> bool:
+        """Returns whether it was not seeded since."""
+        state = _get(self.generator)
+        same = bool(self._seed == _seed_of(self.generator, state))
+        if not self._is_on:
+            return same
+        assert self._was is not None
+        marked = _slot_of(self.generator, state) == _slot_of(
+            self.generator, _with_slot(self.generator, state, (True, _MARK))
+        )
+        if marked:
+            _set(self.generator, _with_slot(self.generator, state, self._was))
+        # Halves of words are drawn often: then the seed has to do.
+        return same and (marked or isinstance(self.generator, np.random.Generator))
 
 
-def _is_marked(generator: Any) -> bool:
-    state = _get(generator)
+def _seed_of(generator: Any, state: Any) -> Any:
+    """What of it another seed changes, and drawing does not."""
     if isinstance(generator, torch.Generator):
-        return generator.initial_seed() == _SEED
+        return generator.initial_seed()
+    if isinstance(generator, np.random.Generator):
+        return repr([state["state"][word] for word in ("inc", "key") if word in state["state"]])
+    return None
+
+
+_Slot = tuple[bool, float]
+"""Whether a number is kept there, and what is there."""
+
+
+def _slot_of(generator: Any, state: Any) -> _Slot | None:
+    """None: it has none."""
+    if isinstance(generator, torch.Generator):
+        if generator.device.type != "cpu" or not _has_second_normal():
+            return None
+        return bool(state[_TORCH_KEPT]), float(state[_TORCH_SECOND].view(torch.float64))
     if isinstance(generator, random.Random):
-        return bool(state[2] == _MARK)
+        return state[2] is not None, state[2] or 0.0
     if isinstance(generator, np.random.RandomState):
-        return bool(state["gauss"] == _MARK)
-    marked = _marked(generator, state)["state"]  # what drawing does not change of it
-    return all(repr(state["state"][word]) == repr(marked[word]) for word in ("inc", "key") if word in marked)
+        return bool(state["has_gauss"]), state["gauss"]
+    return bool(state["has_uint32"]), float(state["uinteger"])
+
+
+def _with_slot(generator: Any, state: Any, slot: _Slot) -> Any:
+    kept, value = slot
+    if isinstance(generator, torch.Generator):
+        state = state.clone()
+        state[_TORCH_KEPT] = int(kept)
+        state[_TORCH_SECOND] = torch.tensor([value], dtype=torch.float64).view(torch.uint8)
+        return state
+    if isinstance(generator, random.Random):
+        return *state[:2], value if kept else None
+    if isinstance(generator, np.random.RandomState):
+        return state | {"has_gauss": int(kept), "gauss": value}
+    return state | {"uinteger": int(value * (1 << 32)) if kept else int(value)}
+
+
+@functools.cache
+def _has_second_normal() -> bool:
+    """This torch keeps the second one of two normal numbers there."""
+    one = torch.Generator().manual_seed(0)
+    state = one.get_state()
+    if len(state) <= _TORCH_KEPT or state[_TORCH_KEPT]:
+        return False
+    one.set_state(_with_slot(one, state, (True, _MARK)))
+    drawn = torch.empty(1, dtype=torch.float64, device="cpu").normal_(generator=one)
+    return float(drawn) == _MARK and one.initial_seed() == 0
 
 
 def _sign(state: Any) -> str:

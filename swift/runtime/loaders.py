@@ -24,8 +24,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from swift.runtime import _torch
+from swift.runtime.before import own_attributes
 from swift.runtime.origin_loaders import OriginLoader
 from swift.runtime.rng import Randomness, kept, seed_all, seed_for
+from swift.words import tell
 
 BEFORE_RUN = -1
 _DEPTH_MAX, _VALUES_MAX = 5, 2000
@@ -60,6 +62,8 @@ class Iterators:
             weakref.WeakKeyDictionary()
         )
         """Loader -> its place, and of how many objects it was looked for in."""
+        self._told = False
+        """That persistent workers are not."""
 
     def install(self) -> None:
         """From here on all loaders of this process are these."""
@@ -92,7 +96,8 @@ class Iterators:
     def _make(self, loader: DataLoader[Any], make: Any) -> Any:
         if torch.utils.data.get_worker_info() is not None:
             return make(loader)
-        _torch.start_workers_anew(loader)
+        if loader.persistent_workers:
+            self._start_workers_anew(loader)
         if loader.generator is not None:
             return make(loader)
         made = self._number(_kind(loader), self._place(loader))
@@ -105,11 +110,22 @@ class Iterators:
         self._live[made] = weakref.ref(iterator), weakref.ref(loader)
         return iterator
 
+    def _start_workers_anew(self, loader: DataLoader[Any]) -> None:
+        _torch.start_workers_anew(loader)
+        if not self._told:
+            self._told = True
+            tell(
+                "a DataLoader has persistent_workers=True: with a session its workers start anew with each iterator, "
+                "from the dataset as this process has it; what workers keep from one epoch to the next is gone"
+            )
+
     def _number(self, kind: str, place: str) -> tuple[str, int, int]:
         same = [made for made in self._lost if made.kind == kind]
         lost = next((made for made in same if made.place == place), None)
         # One that is not registered, or was not yet when it was made, has no place.
         lost = lost or next((made for made in same if not (made.place and place)), None)
+        # One may be made at another place, if none is where it was.
+        lost = lost or next((made for made in same if not has_loader(made.place, self._objects())), None)
         if lost is not None:
             self._lost.remove(lost)
             return lost.kind, lost.step, lost.number
@@ -155,6 +171,16 @@ class _Batches:
 def place_of(loader: DataLoader[Any], objects: Mapping[str, Any]) -> str:
     """Where a registered object has it (``data.loader``); empty: nowhere that one would look. It is the same for the
     loaders of all data-parallel ranks (`session.loader`)."""
+    return next((path for path, value in _walk(objects) if value is loader), "")
+
+
+def has_loader(place: str, objects: Mapping[str, Any]) -> bool:
+    """There is one."""
+    return any(path == place and isinstance(value, DataLoader) for path, value in _walk(objects))
+
+
+def _walk(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is below registered objects, by paths; what has two of them twice."""
     left = deque[tuple[str, Any, int]]()
     for name, value in objects.items():
         made = value.made.values() if isinstance(value, OriginLoader) else (value,)
@@ -162,13 +188,11 @@ def place_of(loader: DataLoader[Any], objects: Mapping[str, Any]) -> str:
     seen = set[int]()
     while left and len(seen) < _VALUES_MAX:
         path, value, depth = left.popleft()
-        if value is loader:
-            return path
+        yield path, value
         if id(value) in seen or depth > _DEPTH_MAX or isinstance(value, torch.Tensor | torch.nn.Module):
             continue
         seen.add(id(value))
         left.extend((f"{path}.{name}", inner, depth + 1) for name, inner in _inner(value))
-    return ""
 
 
 def _inner(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -176,8 +200,8 @@ def _inner(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from list(value.items())[:_VALUES_MAX]
     elif isinstance(value, list | tuple):
         yield from enumerate(value[:_VALUES_MAX])
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        yield from list(vars(value).items())
+    elif not isinstance(value, type) and (own := own_attributes(value)) is not None:
+        yield from list(own.items())
 
 
 def _kind(loader: DataLoader[Any]) -> str:

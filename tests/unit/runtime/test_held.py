@@ -200,6 +200,143 @@ def test_what_a_state_has_is_what_its_object_makes_of_it() -> None:
     assert other.beside.lost == []
 
 
+class FastForward(Batches):
+    """It goes to its epoch by drawing what the epochs before have drawn."""
+
+    def __init__(self, rng: Rng) -> None:
+        self.rng, self.epoch, self.place = rng(), 0, 0
+        self.order = self.shuffled()
+
+    def shuffled(self) -> list[float]:
+        return [drawn(self.rng) for _ in range(6)]
+
+    def __next__(self) -> Any:
+        if self.place == 6:
+            self.epoch, self.place, self.order = self.epoch + 1, 0, self.shuffled()
+        self.place += 1
+        return torch.tensor(self.order[self.place - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        while self.epoch < state["epoch"]:
+            self.epoch, self.order = self.epoch + 1, self.shuffled()
+        self.place = state["place"]
+
+
+class BySeed(Batches):
+    """It seeds others by the seed that its own generator had first."""
+
+    def seeded(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.dataset.rng.initial_seed() + self.epoch)
+
+
+def replica_of(state: TrainerState) -> dict[str, Any]:
+    return through_json(state) | {"beside": through_json(state)["beside"] | {"apart": []}}
+
+
+@pytest.mark.parametrize("kind", [Batches, FastForward])
+@pytest.mark.parametrize("rng", RNGS)
+@pytest.mark.parametrize("replica", [False, True])
+@pytest.mark.parametrize("done", [3, 7, 20])
+def test_an_object_that_loads_finds_its_generators_as_they_were(
+    kind: Any, rng: Rng, replica: bool, done: int
+) -> None:
+    mine, theirs = kind(rng), kind(rng)
+    state, other = process(mine), process(theirs)
+    for number in range(done):
+        step(state, mine)
+        if number == 4:
+            state.begin_step()
+            next(mine)
+            state.present = True
+            state.drop_step()
+    other.load_state_dict(replica_of(state) if replica else through_json(state))
+    for _ in range(8):
+        assert torch.equal(step(state, mine), step(other, theirs))
+    assert other.beside.lost == []
+
+
+def test_the_seed_of_a_generator_is_what_it_was_while_its_object_loads() -> None:
+    mine, twin = BySeed(RNGS[-1]), BySeed(RNGS[-1])
+    state, other = process(mine), process(twin)
+    for number in range(8):
+        if number in (2, 4):
+            state.begin_step()
+            next(mine)
+            state.present = True
+            state.drop_step()
+        assert torch.equal(step(state, mine), step(other, twin))
+
+
+class SeededInPlace(Batches):
+    """By its rank, when an epoch begins."""
+
+    rank = 0
+
+    def start(self) -> None:
+        seed = 1000 * self.rank + self.epoch
+        rng = self.dataset.rng
+        if isinstance(rng, torch.Generator):
+            rng.manual_seed(seed)
+        elif hasattr(rng, "seed"):
+            rng.seed(seed)
+        else:
+            rng.bit_generator.state = type(rng.bit_generator)(seed).state
+        super().start()
+
+
+@pytest.mark.parametrize(
+    "rng", [rng for rng in RNGS if "SFC64" not in str(getattr(rng(), "bit_generator", ""))]
+)
+def test_a_rank_that_seeds_its_generator_in_place_keeps_its_own_numbers(rng: Rng) -> None:
+    """Another one's state begins with the same numbers, and has others since."""
+    one, mine, theirs = SeededInPlace(rng), SeededInPlace(rng), SeededInPlace(rng)
+    mine.rank = theirs.rank = 1
+    ranks = process(one), process(mine), process(theirs)
+    for loader in (one, mine, theirs):
+        loader.dataset.rng = rng()  # as one that is not seeded before the first epoch
+    for state in ranks:
+        state.remember()
+    for _ in range(5):
+        step(ranks[0], one)
+        step(ranks[1], mine)
+    ranks[2].load_state_dict(replica_of(ranks[0]))
+    for _ in range(4):
+        assert torch.equal(step(ranks[1], mine), step(ranks[2], theirs))
+
+
+class AttributesAsItems(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+class Delegates:
+    def __init__(self) -> None:
+        self.__dict__["_parts"] = {"a": 1}
+
+    def __getattr__(self, name: str) -> Any:
+        return self._parts[name]
+
+
+class Slots:
+    __slots__ = ("a",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+@pytest.mark.parametrize("make", [lambda: AttributesAsItems(a=1), Delegates, Slots, random.SystemRandom])
+def test_objects_of_any_kind_may_be_held(make: Callable[[], Any]) -> None:
+    loader = Batches(RNGS[0])
+    loader.thing = make()
+    loader.dataset.thing = make()
+    state = process(loader)
+    step(state, loader)
+    state.load_state_dict(through_json(state))
+    assert state.beside.lost == []
+
+
 def test_objects_that_draw_ahead_are_left_alone() -> None:
     loader = Ahead(RNGS[0])
     state = process(loader)

@@ -225,3 +225,74 @@ def test_a_loader_with_a_generator_of_its_own_is_left_alone() -> None:
     again = DataLoader(Noisy(), shuffle=True, generator=torch.Generator().manual_seed(1))
     assert [int(batch[0, 0]) for batch in _torch._iter(again)] == one
     assert state.iterators.state() == []
+
+
+class Phases:
+    """A curriculum: each phase has a loader of its own, and what goes on later makes only the present one again."""
+
+    def __init__(self) -> None:
+        self.loaders: list[Any] = []
+        self.start(0)
+
+    def start(self, phase: int) -> None:
+        self.phase, self.place = phase, 0
+        self.loaders.append(DataLoader(Noisy(), batch_size=4, shuffle=True))
+        self.iterator = iter(self.loaders[-1])
+
+    def __next__(self) -> torch.Tensor:
+        if self.place == 3:
+            self.start(self.phase + 1)
+        self.place += 1
+        return next(self.iterator)  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"phase": self.phase, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaders = []
+        self.start(state["phase"])
+        for _ in range(state["place"]):
+            next(self)
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_a_loader_that_is_made_again_at_another_place_has_its_own_numbers(at: int) -> None:
+    def made() -> tuple[TrainerState, Phases]:
+        torch.manual_seed(3)
+        phases: list[Phases] = []
+
+        def others() -> dict[str, Any]:
+            phases.append(Phases())
+            return {"phases": phases[0]}
+
+        state, _ = make(False, others)
+        return state, phases[0]
+
+    def steps(state: TrainerState, phases: Phases, count: int) -> list[torch.Tensor]:
+        found = []
+        for _ in range(count):
+            state.begin_step()
+            found.append(next(phases))
+            state.end_step()
+        return found
+
+    twin = steps(*made(), count=10)
+    state, phases = made()
+    steps(state, phases, at)
+    saved = copy.deepcopy(state.state_dict())
+    state.begin_step()
+    next(phases)
+    state.drop_step()
+    assert all(map(torch.equal, steps(state, phases, 10 - at), twin[at:])), "a step was dropped"
+    other, theirs = made()
+    other.load_state_dict(saved)
+    assert all(map(torch.equal, steps(other, theirs, 10 - at), twin[at:])), "another process"
+
+
+def test_persistent_workers_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    state, data = make(False, shuffle=True, num_workers=1, persistent_workers=True)
+    run(state, data, 7)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "persistent_workers" in line]
+    assert line.startswith(
+        "swift: a DataLoader has persistent_workers=True: with a session its workers start anew"
+    )
