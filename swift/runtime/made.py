@@ -119,14 +119,24 @@ def hang_again(module: torch.nn.Module, was: Hung) -> bool:
     """Takes off what was hung since, and hangs what was taken off. Returns whether there was any."""
     if not was and not _torch_hooks.has_hooks(module):
         return False
-    changed = [(hooks, wanted) for hooks, wanted in _wanted(module, was) if list(hooks) != list(wanted)]
-    for hooks, wanted in changed:
-        hooks.clear()
-        hooks.update(wanted)
+    changed = [(hooks, wanted) for hooks, wanted in _wanted(module, was) if fill_hooks(hooks, wanted)]
     for kind, flags in _torch_hooks.hook_flags(module) if changed else ():
         kept = was[kind][1] if kind in was else {}
         flags.update({key: flag for key, flag in kept.items() if any(key in wanted for _, wanted in changed)})
     return bool(changed)
+
+
+def fill_hooks(hooks: dict[int, Any], wanted: Mapping[int, Any]) -> bool:
+    """Makes the one as the other is. Returns whether it was not.
+
+    Not if some were taken off and others hung: whoever hangs his own anew in each step has the handles of these, and
+    takes them off the next time. Those of before he could not take off any more.
+    """
+    if list(hooks) == list(wanted) or (hooks.keys() - wanted.keys() and wanted.keys() - hooks.keys()):
+        return False
+    hooks.clear()
+    hooks.update(wanted)
+    return True
 
 
 def _wanted(module: torch.nn.Module, was: Hung) -> Iterator[tuple[dict[int, Any], dict[int, Any]]]:

@@ -21,6 +21,7 @@ from swift.runtime.first_parameters import FirstParameters, check_ready
 from swift.runtime.groups import ReconfigurableGroup
 from swift.runtime.loaders import Iterators
 from swift.runtime.loading import load_module, load_optimizer, naming, states_of
+from swift.runtime.made import fill_hooks
 from swift.runtime.manifest import local
 from swift.runtime.param_groups import Groups, ParamGroups, become, told
 from swift.runtime.rng import Randomness, as_registered, digest_of_states, kept, seed_all
@@ -81,6 +82,9 @@ class TrainerState:
         self._groups_first: Groups | None = None
         """Of the optimizers, in any process that begins."""
         self._groups: list[Kept] = []  # the optimizers' hyperparameters when the step began
+        self._hooks: list[
+            tuple[dict[int, Any], dict[int, Any]]
+        ] = []  # around optimizers' steps, and what they were
         self._modules = Before(())
         self._looks = Looks()
         self._changing: dict[int, torch.nn.Parameter] = {}
@@ -247,7 +251,7 @@ class TrainerState:
         self._groups = [Kept(group, but=("params",)) for o in self.optimizers for group in o.param_groups]
         # What it keeps besides; LR schedulers note there that it has stepped.
         self._groups += [Kept(vars(o), but=OPTIMIZERS_OWN, states=False) for o in self.optimizers]
-        self._groups += [Kept(hooks) for o in self.optimizers for _, hooks in _torch_hooks.optimizer_hooks(o)]
+        self._hooks = [(h, h.copy()) for o in self.optimizers for _, h in _torch_hooks.optimizer_hooks(o)]
         self.randomness.begin_step(self.version)  # whatever objects have drawn to tell their state
 
     def draw_as_other(self, loaders: Collection[str]) -> None:
@@ -266,7 +270,7 @@ class TrainerState:
     def end_step(self) -> None:
         """The step is done: what was kept for taking it back is let go, and the version rises by one."""
         self._first.check(self._parameters(), list(self._named_parameters(sharded_too=True)))
-        self._before, self._groups = None, []
+        self._before, self._groups, self._hooks = None, [], []
         self.settings.end_step()
         self._learn_changing()
         self._modules.forget()
@@ -328,9 +332,8 @@ class TrainerState:
         ]
         if self._steps_here < _STEPS_LOOKED_AT:
             digests = {id(p): xxhash.xxh3_128_digest(byte_view(plain(p)).data) for p in frozen if p.numel()}
-            changing = [
-                p for p in frozen if self._digests.get(id(p), digests.get(id(p))) != digests.get(id(p))
-            ]
+            before = digests | self._digests
+            changing = [p for p in frozen if before.get(id(p)) != digests.get(id(p))]
             self._digests = digests
         else:
             changing, self._digests = [], {}
@@ -350,6 +353,8 @@ class TrainerState:
     def _put_back_groups(self) -> None:
         for group in self._groups:
             group.put_back()
+        for hooks, were in self._hooks:
+            fill_hooks(hooks, were)
 
     def align(self) -> None:
         """(first start) Replicas begin with the weights and buffers of the first one, as DDP's do.
@@ -462,7 +467,7 @@ class TrainerState:
         self.settings.load(state.get("settings", {}))
         self.stopped = Stopped(**state["stopped"]) if "stopped" in state else None
         self.gradients.load(self._named_parameters(), state.get("gradients", {}))
-        self._before, self._groups = None, []
+        self._before, self._groups, self._hooks = None, [], []
         self.version = int(state["version"])
         self.updates.begin_step(self.version)
 
@@ -472,9 +477,8 @@ class TrainerState:
             before = digest_of_states()
             with naming(f"register({name}=...)"):
                 self.objects[name].load_state_dict(state)
-            set_anew = (
-                torch.default_generator.initial_seed() != _LOADING
-            )  # an object that keeps generators' states
+            # An object that keeps generators' states sets them anew.
+            set_anew = torch.default_generator.initial_seed() != _LOADING
             if digest_of_states() != before and not set_anew and name not in self.drew:
                 self.drew.append(name)
 

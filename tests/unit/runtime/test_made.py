@@ -14,7 +14,9 @@ from torch.nn.utils import parametrizations, prune
 
 from swift.runtime.before import Before
 from swift.runtime.beside import Beside
+from swift.runtime.whole_module import WholeModule
 from tests.unit.runtime.test_beside import make
+from tests.unit.runtime.wired import state_of, updates_of
 
 
 class Net(nn.Module):
@@ -252,3 +254,46 @@ def test_what_a_script_has_made_before_its_first_step_is_nothing_new(
     theirs.load(state)
     assert theirs.lost == []
     other(torch.ones(1, 2, 3) if change is lazy else torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("kind", ["module", "parameter", "optimizer"])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_hooks_that_each_step_hangs_anew_stay_as_many_as_they_were(kind: str, at: int) -> None:
+    """The trainer takes off those whose handles it has: of the dropped step's, not of the one before."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    state = state_of(1, updates_of())
+    state.add_stage(WholeModule(net))
+    state.updates.add(optimizer)
+    state.remember()
+    handles: list[Any] = []
+
+    def hang_anew() -> None:
+        for handle in handles:
+            handle.remove()
+        if kind == "module":
+            handles[:] = [net.act.register_forward_hook(lambda module, given, out: out * 2)]
+        elif kind == "parameter":
+            handles[:] = [net.emb.weight.register_hook(lambda gradient: gradient * 2)]
+        else:
+            handles[:] = [optimizer.register_step_post_hook(lambda *_: None)]
+
+    def hung() -> int:
+        kinds: Any = {
+            "module": net.act._forward_hooks,
+            "parameter": net.emb.weight._backward_hooks,
+            "optimizer": optimizer._optimizer_step_post_hooks,
+        }
+        return len(kinds[kind])
+
+    for number in range(5):
+        if number == at:
+            state.begin_step()
+            hang_anew()
+            state.present = True
+            state.drop_step()
+            assert hung() == (0 if at == 0 else 1), "the first one is the step's own"
+        state.begin_step()
+        hang_anew()
+        state.end_step()
+        assert hung() == 1
