@@ -36,13 +36,17 @@ class LeftGradients:
         """Steps go on with what the one before has left. None: not known yet."""
         self._used = False
         """An update was by what the step before has left, as it was."""
-        self._begun: tuple[bool | None, bool] = (None, False)
+        self._adds = False
+        """Steps add to what one without an update has left. (A gradient that is zeroed in place is the same tensor.)"""
+        self._open = False
+        """The step before has left some, without an update."""
+        self._begun: tuple[bool | None, bool, bool] = (None, False, False)
         """What was known when the step began."""
-        self._known = (False, False)
+        self._known = (False, False, False)
         self._left: dict[torch.nn.Parameter, _Left] = {}
 
     def begin(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._begun = (self.wanted, self._used)
+        self._begun = (self.wanted, self._used, self._adds)
         self._left = {
             p: _Left(p.grad, p.grad._version, None if self.wanted is False else p.grad.detach().clone())
             for p in parameters
@@ -67,14 +71,16 @@ class LeftGradients:
             self.wanted = True
         elif self.wanted is None and self._left and updated:
             self.wanted = False
-        if self.wanted is False and not updated and any(p.grad is not None for p in parameters):
+        self._adds = self._adds or (bool(kept) and self._open)
+        self._open = not updated and any(p.grad is not None for p in parameters)
+        if self.wanted is False and self._open:
             self.wanted = None  # they may be accumulated over several steps from here on
         self._left = {}
 
     def put_back(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """The step is dropped. What is not known to be wanted, and was not kept, is zeroed by the trainer anyway. What
         the step has shown is forgotten: a replacement, which was not there, is to learn it in the same step."""
-        self.wanted, self._used = self._begun
+        self.wanted, self._used, self._adds = self._begun
         for parameter in parameters:
             left = self._left.get(parameter)
             parameter.grad = None
@@ -88,7 +94,8 @@ class LeftGradients:
         given = {} if self.wanted is False else named
         left = {name: p.grad.detach() for name, p in given.items() if p.grad is not None}
         told = {"wanted": self.wanted, "of": left} if left or self.wanted is not None else {}
-        return told | ({"used": True} if self._used else {})
+        known = {"used": self._used, "adds": self._adds, "open": self._open}
+        return told | {word: True for word, is_so in known.items() if is_so}
 
     def parts(
         self,
@@ -100,20 +107,20 @@ class LeftGradients:
         at the end of each step, also of one without an update; but not those that come behind an update and are used
         by the next one, nor those that DDP is to average later (`elsewhere`). A replacement would have another
         rank's."""
-        compared = optimized if self._used else elsewhere if self.wanted else ()
+        compared = optimized if self._used else elsewhere if self._adds else ()
         left = self.state({name: p for name, p in named.items() if p in compared}).get("of", {})
         return {LEFT: left} if left else {}
 
     def news(self) -> bool:
         """(a step has ended) Since this step it is known that they are wanted, or used."""
-        before, self._known = self._known, (bool(self.wanted), self._used)
+        before, self._known = self._known, (bool(self.wanted), self._used, self._adds)
         return any(self._known) and self._known != before
 
     def load(self, named: Named, state: dict[str, Any]) -> None:
         """Of `state`, or of nothing: then no step has left any."""
         self.wanted, left = state.get("wanted"), state.get("of", {})
-        self._used = bool(state.get("used", False))
-        self._known = (bool(self.wanted), self._used)
+        self._used, self._adds, self._open = (bool(state.get(word)) for word in ("used", "adds", "open"))
+        self._known = (bool(self.wanted), self._used, self._adds)
         for name, parameter in named.items():
             given = left.get(name)
             parameter.grad = None if given is None else given.detach().clone()

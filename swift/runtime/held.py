@@ -71,11 +71,13 @@ class Held:
         """By the paths of data sets: their numbers, tensors and arrays. A number that its object's state has is shown
         as it was."""
         found: dict[str, dict[str, Any]] = {}
+        states: dict[str, set[str]] = {}
         for path, data in self._data().items():
             first = self._first.get(path, {})
             values = {n: v for n, v in vars(data).items() if n in first and reads(type(data), n)}
             if values:
-                told = self._in_state(path.partition(".")[0])
+                name = path.partition(".")[0]
+                told = states[name] = states[name] if name in states else self._in_state(name)
                 first.update({n: v for n, v in values.items() if not _is_number(v) or repr(v) not in told})
                 found[path] = {name: first[name] for name in values}
         return found

@@ -67,6 +67,8 @@ class Script:
         self._told = told
         self._untellable = untellable
         self._held = held
+        self._numbers: Mapping[str, dict[str, Any]] | None = None
+        """In this look: what `held` gives."""
         self._transient = transient
         self._differs = differs
         self._warns = warns
@@ -189,7 +191,9 @@ class Script:
     def _numbers_of(self, path: str) -> types.SimpleNamespace:
         """``loader.dataset``: a count, an array of priorities."""
         assert self._reach is not None
-        return types.SimpleNamespace(**self._held(self._reach.reads).get(path, {}))
+        if self._numbers is None:
+            self._numbers = self._held(self._reach.reads)
+        return types.SimpleNamespace(**self._numbers.get(path, {}))
 
     def _look(self, roots: set[str] | None = None, *, quick: bool = False) -> Signs:
         """At all, or at `roots`. `quick`: large ones are taken for changed."""
@@ -198,6 +202,7 @@ class Script:
             return {}
         if roots is None:
             self._ids = self._told_ids()
+        self._numbers = None
         look = Look(self._ids, self._reach.reads, self._memory, quick=quick)
         for name, get in self._reach.variables.items():
             if (roots is None or name in roots) and self._transient.isdisjoint(_words_of(name)):

@@ -417,6 +417,39 @@ def test_numbers_of_a_data_set_that_no_state_has_are_seen_to_change(counts: bool
     assert [words.partition(":")[0] for words in said] == ([names] if counts else [])
 
 
+def test_the_numbers_of_many_data_sets_take_one_state_of_their_object() -> None:
+    class Mixed(Batches):
+        def __init__(self) -> None:
+            super().__init__(lambda: None)
+            Counting.counts = True
+            self.parts = [Counting() for _ in range(12)]
+            self.asked = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            self.asked += 1
+            return super().state_dict()
+
+        def __next__(self) -> Any:
+            for part in self.parts:
+                part[0]
+            return super().__next__()
+
+    loader = Mixed()
+    state = process(loader)
+    numbers = state.beside.held.numbers
+    script = Script(state.told, set(), lambda *_: None, warns=False, untellable=dict, held=numbers)
+
+    def train_step(_step: int) -> None:
+        next(loader)
+
+    for number in range(6):
+        loader.asked = 0
+        script.begin(number, train_step, lambda: (loader,))
+        train_step(number)
+        script.end(number, checkpoint=True)
+        assert loader.asked <= 6, "a look asks once"
+
+
 @pytest.mark.parametrize("kind", [lambda: np.random.default_rng(3), lambda: random.Random(3)])
 def test_a_loader_that_is_made_for_another_rank_draws_on_where_this_ranks_own_is(kind: Rng) -> None:
     now = [0]

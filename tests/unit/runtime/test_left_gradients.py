@@ -142,11 +142,26 @@ def test_replicas_have_in_common_what_the_next_update_uses(habit: str, elsewhere
         trainer.step(step)
     own = {trainer.weight} if elsewhere else set()
     parts = trainer.left.parts({"w": trainer.weight}, {trainer.weight}, own)
-    assert bool(parts) is (used or (elsewhere and bool(trainer.left.wanted)))
+    assert bool(parts) is (used or (elsewhere and habit == "accumulates"))
     again = trainer.begins_again()
     assert again.left.parts({"w": again.weight}, {again.weight}, set()).keys() == (
         parts.keys() if used else set()
     )
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_who_joins_sees_accumulation_in_the_same_step(at: int) -> None:
+    trainer = never = Trainer(accumulates_from(3))
+    seen = []
+    for step in range(8):
+        if step == at:
+            trainer = trainer.begins_again()
+        trainer.step(step)
+        if trainer is not never:
+            never.step(step)
+        seen.append((trainer.left.news(), trainer.left._adds))
+        assert trainer.left._adds is never.left._adds is (step >= 5)
+    assert (True, True) in seen[at:] or at > 5
 
 
 def test_that_they_are_wanted_is_news_once_also_for_who_joins() -> None:
