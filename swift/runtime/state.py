@@ -82,9 +82,8 @@ class TrainerState:
         self._groups_first: Groups | None = None
         """Of the optimizers, in any process that begins."""
         self._groups: list[Kept] = []  # the optimizers' hyperparameters when the step began
-        self._hooks: list[
-            tuple[dict[int, Any], dict[int, Any]]
-        ] = []  # around optimizers' steps, and what they were
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        """Around optimizers' steps, and what they were."""
         self._modules = Before(())
         self._looks = Looks()
         self._changing: dict[int, torch.nn.Parameter] = {}
