@@ -29,8 +29,8 @@ class Endings:
         self._row = row
         self._steps = steps
         self._timing = timing
-        self._stands_since: float | None = None
-        """Everybody has come to the end, and somebody does not say so."""
+        self._stands: tuple[int, float] | None = None
+        """The generation in which everybody has come to the end, and somebody does not say so; and since when."""
 
     def hear(self, finish: m.Finish) -> bool:
         """True: the end is known now, and was not."""
@@ -64,7 +64,7 @@ class Endings:
         """Why a generation is made, so that all come to the end. Empty: none is."""
         row, end = self._row, self._row.end
         if end is None:  # of most jobs, always
-            self._stands_since = None
+            self._stands = None
             return ""
         late = [rank for rank in row.slots() if rank not in row.finished]
         stands = (
@@ -73,10 +73,11 @@ class Endings:
             and all(self._steps.version(rank) >= end.version for rank in late)
         )
         if not stands:
-            self._stands_since = None
+            self._stands = None
             return ""
-        since = self._stands_since = now if self._stands_since is None else self._stands_since
-        if now - since < self._timing.suspicion_s:
+        if self._stands is None or self._stands[0] != row.generation:  # there may be one between two ticks
+            self._stands = row.generation, now
+        if now - self._stands[1] < self._timing.suspicion_s:
             return ""
         return (
             f"rank {end.rank} has ended the job with step {end.version - 1}; others have begun the next one"

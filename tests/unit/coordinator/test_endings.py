@@ -141,6 +141,21 @@ def test_who_has_begun_the_next_step_is_freed_by_a_generation() -> None:
     assert world.row.state is State.FINISHED
 
 
+def test_a_generation_made_for_it_is_given_the_same_time() -> None:
+    """Also if it runs before the next tick."""
+    world = World()
+    world.finish(1, 10, called=True)
+    world.wait((10, 10))
+    world.recover(10)
+    world.finish(1, 10, called=True)
+    for rank in range(2):
+        world.beat(rank, 10)
+    world.step(m.Tick())
+    assert (world.row.state, world.row.generation) == (State.RUNNING, 2)
+    world.wait((10, 10))
+    assert world.row.generation == 3
+
+
 def test_replicas_that_decide_otherwise_fail_the_job() -> None:
     for first, second in ((0, 1), (1, 0)):
         world = World(replicas=True)
