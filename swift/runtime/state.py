@@ -23,15 +23,14 @@ from swift.runtime.loaders import Iterators
 from swift.runtime.loading import load_module, load_optimizer, naming, states_of
 from swift.runtime.made import fill_hooks
 from swift.runtime.manifest import local
+from swift.runtime.object_states import ObjectStates
 from swift.runtime.param_groups import Groups, ParamGroups, become, told
-from swift.runtime.rng import Randomness, as_registered, digest_of_states, kept, seed_all
+from swift.runtime.rng import Randomness, as_registered
 from swift.runtime.settings import Settings
 from swift.runtime.tensors import byte_view, digest, plain
 from swift.runtime.updates import Updates
 from swift.runtime.whole_module import WholeModule
 
-# What default generators are seeded with while an object loads its state.
-_LOADING = 0x5EED_10AD
 HYPERPARAMETERS = "hyperparameters of an optimizer"
 # Of a process, in which every bit of frozen parameters is compared; later what tells cheaply.
 _STEPS_LOOKED_AT = 3
@@ -94,8 +93,7 @@ class TrainerState:
         self.settings = Settings()
         self._first = FirstParameters()
         self.iterators = Iterators(self.randomness, lambda: self.objects)
-        self.drew: list[str] = []
-        """Registered objects that drew random numbers while they loaded their state."""
+        self.loads = ObjectStates()
         self.stopped: Stopped | None = None
         """The trainer ends the run with this version."""
         self.updated = False
@@ -234,6 +232,7 @@ class TrainerState:
             stage.begin_step()
         self.iterators.begin_step(self.version)
         objects, placements = sharded.localized(self._object_states())
+        self.loads.compare(objects)
         self._before = _BeforeStep(
             objects=copy.deepcopy(objects),
             iterators=self.iterators.state(),
@@ -263,7 +262,7 @@ class TrainerState:
         objects = sharded.globalized(copy.deepcopy(before.objects), before.placements, self._parameters())
         for name, state in objects.items():
             if before.iterators or name in loaders:
-                self._load_object(name, state)
+                self.loads.load(name, self.objects[name], state)
         self.beside.held.lend()
 
     def end_step(self) -> None:
@@ -298,7 +297,7 @@ class TrainerState:
             if isinstance(self.objects[name], torch.amp.GradScaler):
                 _torch.forget_unscaled(self.objects[name])
             try:
-                self._load_object(name, state)
+                self.loads.load(name, self.objects[name], state)
             except ServiceError as error:
                 self.present = False  # it is restored, which may do better
                 print(f"swift: {error}: the state of this rank is restored", file=sys.stderr)
@@ -461,7 +460,7 @@ class TrainerState:
         self.iterators.restore(state["iterators"])
         self.beside.held.prepare()
         for name, value in state["objects"].items():
-            self._load_object(name, value)
+            self.loads.load(name, self.objects[name], value)
         self.beside.load(state["beside"])
         self.settings.load(state.get("settings", {}))
         self.stopped = Stopped(**state["stopped"]) if "stopped" in state else None
@@ -469,17 +468,6 @@ class TrainerState:
         self._before, self._groups, self._hooks = None, [], []
         self.version = int(state["version"])
         self.updates.begin_step(self.version)
-
-    def _load_object(self, name: str, state: Any) -> None:
-        with kept():
-            seed_all(_LOADING)
-            before = digest_of_states()
-            with naming(f"register({name}=...)"):
-                self.objects[name].load_state_dict(state)
-            # An object that keeps generators' states sets them anew.
-            set_anew = torch.default_generator.initial_seed() != _LOADING
-            if digest_of_states() != before and not set_anew and name not in self.drew:
-                self.drew.append(name)
 
     def _object_states(self) -> dict[str, Any]:
         return {name: value.state_dict() for name, value in self.objects.items()}

@@ -99,6 +99,8 @@ class StepRunner:
         self._ending.begin_step()
         self._staggering.begin_step()
         self._state.begin_step()
+        for words in self._state.loads.news():
+            self._member.client.differs(step, f"rank {self._rank}: {words}")
         self._script.begin(step, train_step, self._state.code)
         evidence.step_begins(self._state, self._rank, replay=replaying)
         with self._retries.step(step):

@@ -1,4 +1,5 @@
-"""A loader that shuffles by one generator for all epochs, and draws on to its epoch when it loads its state."""
+"""A loader that shuffles by one generator for all epochs, and draws on to its epoch when it loads its state. It begins
+again to go back."""
 
 # verdict: same bits
 # worlds: 1, 2
@@ -15,7 +16,11 @@ class Batches:
 
     def __init__(self, seed: int) -> None:
         self.x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
-        self.generator = torch.Generator().manual_seed(seed)
+        self.seed = seed
+        self.begin()
+
+    def begin(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
         self.epoch, self.place = 0, 0
         self.order = self.shuffled()
 
@@ -32,6 +37,8 @@ class Batches:
         return {"epoch": self.epoch, "place": self.place}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["epoch"] < self.epoch:
+            self.begin()
         while self.epoch < state["epoch"]:
             self.epoch, self.order = self.epoch + 1, self.shuffled()
         self.place = state["place"]

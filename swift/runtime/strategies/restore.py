@@ -44,8 +44,8 @@ class Site:
     """What this process has done was in the log when it reported."""
 
     def tell_drawn(self, version: int) -> None:
-        if drew := self.state.drew:
-            self.state.drew = []
+        if drew := self.state.loads.drew:
+            self.state.loads.drew = []
             self.member.client.differs(
                 version,
                 f"load_state_dict of {', '.join(drew)} (rank {self.rank}) draws other random numbers from the default "

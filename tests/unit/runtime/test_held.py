@@ -225,6 +225,30 @@ class FastForward(Batches):
         self.place = state["place"]
 
 
+@pytest.mark.parametrize("rng", RNGS)
+def test_an_object_that_cannot_go_back_to_an_earlier_epoch_is_named(rng: Rng) -> None:
+    mine, theirs = FastForward(rng), FastForward(rng)
+    state, other = process(mine), process(theirs)
+    first = through_json(state)
+    for number in range(7):
+        step(state, mine)
+        if number in (4, 5):  # the batch behind the sixth one is the first of another epoch
+            state.begin_step()
+            next(mine)
+            state.present = True
+            state.drop_step()
+            state.begin_step()
+            said = " ".join(state.loads.news())
+            assert ("register(loader=...)" in said and "epoch is 1, not 0" in said) == (number == 5)
+            assert state.loads.news() == []
+    other.load_state_dict(through_json(state))  # forward
+    step(other, theirs)
+    assert other.loads.news() == []
+    other.load_state_dict(first)  # a survivor goes back to the first version
+    step(other, theirs)
+    assert len(other.loads.news()) == 1
+
+
 class BySeed(Batches):
     """It seeds others by the seed that its own generator had first."""
 

@@ -126,7 +126,7 @@ def test_a_rebuilt_iterator_gives_the_same_batches(options: dict[str, Any], eage
     other.load_state_dict(saved)
     assert other.state_dict()["iterators"] == saved["iterators"]
     assert all(map(torch.equal, run(other, theirs, 8 - at), twin[at:]))
-    assert other.drew == []
+    assert other.loads.drew == []
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "lazy"])
@@ -215,7 +215,7 @@ def test_an_object_that_draws_while_it_loads_is_named() -> None:
 
     state, _ = make(False, lambda: {"other": Shuffles(False), "keeps": Keeps()})
     state.load_state_dict(state.state_dict())
-    assert state.drew == ["other"]
+    assert state.loads.drew == ["other"]
 
 
 def test_a_loader_with_a_generator_of_its_own_is_left_alone() -> None:
