@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from services.coordinator.row import JobRow, State, replicas_of
 from services.coordinator.timing import Timing
 from services.coordinator.vacancies import reroutes_lost, whole
-from swift.recovery import RankMeasured, worth_moving
+from swift.recovery import Assignment, RankMeasured, worth_moving
 
 
 class Moves:
@@ -46,7 +46,7 @@ class Moves:
         replicas = replicas_of(row.config)
         found = worth_moving(
             {rank: known for rank, known in measured.items() if rank in row.holders},
-            stage_groups=row.world_size // replicas,
+            stage_groups=Assignment.grid(row.world_size, replicas=replicas).stage_groups,
             replicas=replicas,
             lost=lost,
             version=version,
