@@ -9,7 +9,6 @@ How a rank gets to the plan's version is `swift.runtime.restore`, and each strat
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from swift import events
 from swift._pb import coordinator_pb2 as pb
@@ -25,7 +24,6 @@ from swift.runtime.member import Member
 from swift.runtime.own_log import OwnLog
 from swift.runtime.restore import Restorer
 from swift.runtime.staggering import Staggering
-from swift.runtime.standing import Standing
 from swift.runtime.state import TrainerState
 from swift.runtime.witness import Witness
 
@@ -66,7 +64,7 @@ class RankRecovery:
         """(PLANNING) What this rank has to offer. Said again by the caller until the View moves on."""
         if self._log.opened:
             self._restorer.site.flushed = self._log.enter(view) is None
-        standing = self._staggering.standing(self._standing())
+        standing = self._staggering.standing(self._state.standing())
         generation = view.generation
 
         def statement() -> None:
@@ -85,14 +83,6 @@ class RankRecovery:
 
         if self._member.say(statement):
             events.emit("reported", rank=self._rank, generation=generation, **standing.words())
-
-    def _standing(self) -> Standing:
-        if not self._state.present:
-            return Standing(version=None)
-        standing = self._state.updates.standing(self._state.version)
-        if standing.version is not None and not self._state.can_drop:  # in the vote: it can only be finished
-            return replace(standing, version=None)
-        return standing
 
     def rejoin(self, view: pb.View, published: PublishedPlan | None, step: Callable[[], None]) -> None:
         """From groups that are built to RUNNING. `published`: None where the job begins. `step` does one step of the

@@ -4,7 +4,7 @@ import copy
 import json
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from swift.runtime.object_states import ObjectStates
 from swift.runtime.param_groups import Groups, ParamGroups, become, told
 from swift.runtime.rng import Randomness, as_registered
 from swift.runtime.settings import Settings
+from swift.runtime.standing import Standing
 from swift.runtime.tensors import byte_view, digest, plain
 from swift.runtime.updates import Updates
 from swift.runtime.whole_module import WholeModule
@@ -307,6 +308,15 @@ class TrainerState:
         self._modules.put_back()
         self._put_back_groups()
         before.param_groups.put_back()
+
+    def standing(self) -> Standing:
+        """What this rank holds, and where it can go. In the vote it may be that its step can only be finished."""
+        if not self.present:
+            return Standing(version=None)
+        standing = self.updates.standing(self.version)
+        if self.can_drop:
+            return standing
+        return replace(standing, version=None, undo_to=None, undo_exact=False)
 
     @property
     def can_drop(self) -> bool:

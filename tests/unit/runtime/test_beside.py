@@ -16,6 +16,7 @@ from swift.checkpoint.state import join, split
 from swift.errors import UsageError
 from swift.runtime.beside import Beside
 from swift.runtime.shape_inference import Inference
+from swift.runtime.standing import Standing
 from swift.runtime.state import TrainerState
 from swift.runtime.whole_module import WholeModule
 from tests.unit.runtime.wired import state_of, updates_of
@@ -141,13 +142,17 @@ def test_a_dropped_step_takes_back_what_a_forward_did(done: int) -> None:
     assert state.digests() == twin.digests()
 
 
-def test_what_is_not_known_to_change_in_the_first_step_is_not_held() -> None:
+def test_what_is_not_known_to_change_in_the_first_step_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frozen parameter is copied before each step once it is known to change. Until then its rank has no state."""
     state, module, _ = make()
     state.present = True
     state.begin_step()
     forward(module, 0)
     assert not state.can_drop
+    # In the vote, with an update that can be taken back: the step can only be finished all the same.
+    in_vote = Standing(version=None, undo_to=0, undo_exact=True, forward_to=1)
+    monkeypatch.setattr(state.updates, "standing", lambda _version: in_vote)
+    assert state.standing() == Standing(version=None, forward_to=1)
     state.drop_step()
     assert not state.present
 
