@@ -1,5 +1,4 @@
-"""A loader that shuffles by one generator for all epochs, and draws on to its epoch when it loads its state. It begins
-again to go back."""
+"""A loader that shuffles by one generator for all epochs, draws on to its epoch, and begins again to go back."""
 
 # verdict: same bits
 # worlds: 1, 2

@@ -19,6 +19,7 @@ from swift.recovery.regroup import LoggedGroups
 from swift.runtime.checkpointing import Saving
 from swift.runtime.config import SessionConfig
 from swift.runtime.hook import Hook
+from swift.runtime.object_states import ObjectStates
 from tests.unit.checkpoint.holding import Holding
 from tests.unit.runtime.wired import engine_of, state_of, updates_of
 
@@ -316,7 +317,9 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
         logged_by=(),
         logged_groups=LoggedGroups(2, RecoveryGroups()),
     )
-    state: Any = SimpleNamespace(version=9, begin_step=ignored, state_dict=dict, told=list, code=list)
+    state: Any = SimpleNamespace(
+        version=9, begin_step=ignored, state_dict=dict, told=list, code=list, loads=ObjectStates()
+    )
     state.gradients = SimpleNamespace(news=lambda: False)
     objects = SimpleNamespace(numbers=lambda _reads: {})
     state.beside = SimpleNamespace(transient=set(), untellable=dict, held=objects)
