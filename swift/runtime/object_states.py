@@ -52,7 +52,7 @@ class ObjectStates:
             path = next((path for path in given if path in told and told[path] != given[path]), None)
             if path is not None:
                 self._elsewhere.append(
-                    f"register({name}=...) has not gone back to the state that load_state_dict was given: "
+                    f"register({name}=...) is not at the state that load_state_dict was given: "
                     f"{path.removeprefix('.')} is {told[path]!r:.40}, not {given[path]!r:.40}; an object must load "
                     "earlier states as well as later ones"
                 )
@@ -64,7 +64,7 @@ class ObjectStates:
 
 
 def _plain(state: Any) -> Iterator[tuple[str, Any]]:
-    """By their paths; of a large state the first ones."""
+    """By their paths; of a large state only so many."""
     left, count = [("", state)], 0
     while left and count < _VALUES_MAX:
         path, value = left.pop()
