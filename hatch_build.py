@@ -1,4 +1,4 @@
-"""Compiles swift/optim/kernels.cpp and swift/log/ring.cpp where there is a C++ compiler.
+"""Compiles swift/swift_ft/state/kernels.cpp and swift/swift_ft/log/ring.cpp where there is a C++ compiler.
 
 Without one everything works: undo takes longer, and the trainer's thread copies what is logged.
 """
@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,13 @@ class Native(BuildHookInterface):  # type: ignore[type-arg]
         levels = LEVELS if platform.machine() == "x86_64" else {"default": []}
         for name, flags in levels.items():
             self._build(
-                compiler, "swift/optim/kernels.cpp", f"_kernels_{name}.so", KERNEL_FLAGS + flags, build_data
+                compiler,
+                "swift/swift_ft/state/kernels.cpp",
+                f"_kernels_{name}.so",
+                KERNEL_FLAGS + flags,
+                build_data,
             )
-        self._build(compiler, "swift/log/ring.cpp", "_ring.so", [], build_data)
+        self._build(compiler, "swift/swift_ft/log/ring.cpp", "_ring.so", [], build_data)
 
     def _build(
         self, compiler: list[str], path: str, name: str, flags: list[str], build_data: dict[str, Any]
@@ -60,7 +65,9 @@ class Native(BuildHookInterface):  # type: ignore[type-arg]
         made.replace(target)  # processes that have loaded the old one keep it
         build_data["artifacts"].append(str(target.relative_to(self.root)))
         build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        # They are loaded by ctypes: one wheel is for every Python.
+        platform_tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{platform_tag}"
 
 
 def _compile(command: list[str]) -> str:

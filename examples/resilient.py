@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-import swift
+import swift_ft
 
 STEPS, MICROBATCHES, BATCH, SEQUENCE, WIDTH = 200, 8, 32, 64, 128
 TEXT = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_bytes()
@@ -53,7 +53,7 @@ def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    session = swift.Session.from_env(checkpoint_every=50)
+    session = swift_ft.Session.from_env(checkpoint_every=50)
     rank, count = dist.get_rank(), dist.get_world_size()
     module = make_stage(rank, count)
     stage = session.adopt(PipelineStage(module, rank, count, torch.device("cpu")))

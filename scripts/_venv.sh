@@ -13,7 +13,7 @@ ensure_venv() {
         echo "making .venv with $python" >&2
         "$python" -m venv .venv || { echo "could not make .venv: $python needs its venv module" >&2; exit 3; }
     fi
-    stamp="$(cat pyproject.toml constraints.txt requirements.hashed.txt hatch_build.py swift/optim/kernels.cpp swift/log/ring.cpp | sha256sum)"
+    stamp="$(cat pyproject.toml constraints.txt requirements.hashed.txt hatch_build.py swift/swift_ft/state/kernels.cpp swift/swift_ft/log/ring.cpp | sha256sum)"
     # What dev installs holds what test installs.
     for have in .venv/.installed-dev ".venv/.installed-$extra"; do
         [ "$(cat "$have" 2>/dev/null)" = "$stamp" ] && return

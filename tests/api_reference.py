@@ -10,15 +10,15 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-import swift
-from swift import errors
+import swift_ft
+from swift_ft import errors
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 HEAD = """# API reference
 
 <!-- Made from docstrings by scripts/gen_api: change those. -->
 
-These are the names that a trainer uses. `import swift` is light: torch is imported when one of them is first used.
+These are the names that a trainer uses. `import swift_ft` is light: torch is imported when one of them is first used.
 [trainers.md](trainers.md) describes how to write a trainer.
 """
 
@@ -41,7 +41,7 @@ def members(of: type) -> dict[str, Any]:
     """Public methods and properties with a docstring or none, in the order in which they stand in the source."""
     found: dict[str, Any] = {}
     for base in reversed(of.__mro__[:-1]):
-        if base.__module__.startswith("swift."):
+        if base.__module__.startswith("swift_ft."):
             found.update({name: value for name, value in vars(base).items() if not name.startswith("_")})
     return found
 
@@ -110,7 +110,7 @@ def of_errors() -> list[str]:
     lines = [
         "## Errors",
         "",
-        "All are subclasses of `swift.errors.SwiftError`. Each message is one line.",
+        "All are subclasses of `swift_ft.errors.SwiftError`. Each message is one line.",
         "",
     ]
     lines += ["| error | exit code | |", "|---|---|---|"]
@@ -123,9 +123,9 @@ def of_errors() -> list[str]:
 
 def page() -> str:
     parts = [
-        *of_class(swift.Session),
-        *of_config(swift.SessionConfig),
-        *of_class(swift.Communicator),
+        *of_class(swift_ft.Session),
+        *of_config(swift_ft.SessionConfig),
+        *of_class(swift_ft.Communicator),
         *of_errors(),
     ]
     return HEAD + "\n" + "\n".join(parts).rstrip() + "\n"

@@ -1,5 +1,6 @@
 """Options of the test suite, and what all of it shares."""
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("repeatable")
+
+# Of the jobs that tests start, those rehearse recoveries whose test says so (`--rehearse`).
+os.environ.setdefault("SWIFT_REHEARSE", "off")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

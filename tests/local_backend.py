@@ -12,8 +12,8 @@ import torch
 from torch.distributed import Store
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
 
-from swift.runtime.backends.ordered import MessageCircuit
-from swift.runtime.backends.runner import Broken, Runner
+from swift_ft.comm.message_collectives import MessageCircuit
+from swift_ft.comm.worker_thread import Broken, Runner
 
 _LOOK_S = 0.001
 _PATIENCE_S = 30.0

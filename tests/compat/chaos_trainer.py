@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from swift.checkpoint import MODES
-from swift.checkpoint.state import split
-from swift.checkpoint.store import CheckpointStore, Unsaved
-from swift.errors import ServiceError
+from swift_ft.errors import ServiceError
+from swift_ft.state import MODES
+from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
+from swift_ft.state.tree import split
 
 STEPS, EVERY = 5, 2
 

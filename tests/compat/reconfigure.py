@@ -17,7 +17,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from swift.runtime.backends import LOOPBACK, default_backend
+from swift_ft.comm import LOOPBACK, default_backend
 
 RANKS = 4
 
@@ -40,7 +40,7 @@ def rank_main(rank: int, port: int, rounds: int) -> None:
         return [store.get(f"{name}-{other}").decode() for other in range(ranks)]
 
     def ours() -> None:
-        from swift.runtime.backends.ordered import operation
+        from swift_ft.comm.message_collectives import operation
 
         backend, add = default_backend(), operation(None)
         times = []

@@ -16,11 +16,13 @@ SUITE = (
     "tests/unit/runtime/test_copy_pipeline.py",
     "tests/unit/runtime/test_groups.py",
     "tests/unit/runtime/test_loaders.py",
+    "tests/unit/runtime/test_module_state.py",
     "tests/unit/runtime/test_rng.py",
+    "tests/unit/runtime/test_recording.py",
+    "tests/unit/runtime/test_registered.py",
     "tests/unit/runtime/test_shapes.py",
     "tests/unit/runtime/test_sharded.py",
     "tests/unit/runtime/test_shared_replay_stages.py",
-    "tests/unit/runtime/test_signs.py",
     "tests/unit/runtime/test_state.py",
     "tests/unit/runtime/test_torch_names.py",
     "tests/integration/test_communicator.py",
@@ -47,9 +49,9 @@ _TRAINER_LIMIT_S = 600.0
 _DRILL_LIMIT_S = 600.0
 _END_S = 30.0
 _IMPORT = """
-import swift.runtime.session, swift.launch.torch_names
-from swift.runtime import _torch_versions
-print(_torch_versions.RESETS_SHARDED)
+import swift_ft.train.session, swift_ft.launch.torch_names
+from swift_ft import torch_private
+print(torch_private.RESETS_SHARDED)
 """
 _COUNT = re.compile(r"(\d+) (passed|failed|error|errors)\b")
 _VERDICT = re.compile(r"^(\w+) +(\w+) x\d+ ", re.MULTILINE)
@@ -66,7 +68,7 @@ def imported(environment: Environment) -> tuple[str, bool]:
     if done.returncode == 0:
         return "", done.stdout.strip() == "True"
     last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    return last.removeprefix("swift.errors.ServiceError: "), False
+    return last.removeprefix("swift_ft.errors.ServiceError: "), False
 
 
 def suite(environment: Environment, output: Path) -> dict[str, int]:
@@ -107,7 +109,7 @@ def drills(environment: Environment, output: Path) -> dict[str, str]:
         for name, options in DRILLS.items():
             report = Path(place, f"{name}.json")
             done = _run(
-                environment, ["-m", "swift.cli", "drill", *options, "--json", str(report)], _DRILL_LIMIT_S
+                environment, ["-m", "swift_ft.cli", "drill", *options, "--json", str(report)], _DRILL_LIMIT_S
             )
             found[name] = json.loads(report.read_text())["verdict"] if report.exists() else "NO REPORT"
             if done is not None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from swift.determinism import report
-from swift.determinism.records import ENV_RECORDS
-from swift.determinism.runs import SessionRuns
-from swift.determinism.verify import Verdict, verify
-from swift.drill.cluster import with_environment
+from swift_ft.lab.determinism import command as report
+from swift_ft.lab.determinism.runs import SessionRuns
+from swift_ft.lab.determinism.verify import ENV_RECORDS, Verdict, verify
+from swift_ft.lab.drill.cluster import with_environment
 from tests.determinism.world import FOLDER, Script, asked, scripts, verified
 from tests.integration.forked import Forks
 
@@ -25,7 +24,7 @@ def name(value: Script | str) -> str:
 
 
 def judge(verdict: Verdict, script: Script) -> None:
-    said = "\n".join(report.lines(verdict))
+    said = "\n".join(report.verdict_lines(verdict))
     assert verdict.word == script.verdict, said
     assert [cause.name for cause in verdict.causes][:1] == ([script.cause] if script.cause else []), said
     assert script.says in said, said
@@ -59,7 +58,7 @@ def start(place: Path, *words: str) -> "subprocess.Popen[str]":
     command = [
         sys.executable,
         "-m",
-        "swift.cli",
+        "swift_ft.cli",
         "verify-determinism",
         "--directory",
         str(place / "runs"),
@@ -76,7 +75,7 @@ def test_the_command_says_it_and_writes_it(tmp_path: Path) -> None:
     )
     out, err = process.communicate(timeout=100)
     assert process.returncode == 1, err
-    assert "first difference: step 6, rank 0: optimizer state Linear.weight." in out
+    assert "first difference: step 6, rank 0: optimizer 0.state.Linear.weight." in out
     assert json.loads(found.read_text())["causes"][0]["name"] == "optimizer-not-saved"
 
 

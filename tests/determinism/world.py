@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from swift.determinism.config import Config
-from swift.determinism.runs import ScriptRuns
-from swift.determinism.verify import Verdict, verify
-from swift.drill.cluster import Process
+from swift_ft.lab.determinism.runs import Config, ScriptRuns
+from swift_ft.lab.determinism.verify import Verdict, verify
+from swift_ft.lab.drill.cluster import Process
 from tests.integration.forked import Forked, Forks
 
 FOLDER = Path(__file__).parent / "scripts"
@@ -66,7 +65,7 @@ torch.manual_seed(torch.Generator().initial_seed())
 
 
 class _Rank:
-    """A rank of a script, in the place of a `swift.drill.cluster.Process`."""
+    """A rank of a script, in the place of a `swift_ft.lab.drill.cluster.Process`."""
 
     def __init__(self, forked: Forked, output: Path) -> None:
         self._forked = forked
@@ -114,7 +113,6 @@ def asked(script: Script, **fields: object) -> Config:
         "strategy": None,
         "lost_shard": None,
         "snapshot_every": None,
-        "allow_inexact": False,
         "kill": None,
         "seed": 0,
         "patience_s": 60.0,

@@ -18,6 +18,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -31,7 +32,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { WRITE = 1, SYNC = 2, OPEN = 4, ALLOCATE = 8, RENAME = 16, RANGE = 32, TRUNCATE = 64 };
+enum { WRITE = 1, SYNC = 2, OPEN = 4, ALLOCATE = 8, RENAME = 16, RANGE = 32, TRUNCATE = 64, THREAD = 128 };
 enum { OFF, FAIL, STOP, STOP_AFTER, SHORT, TORN, HOLD, COUNT };
 enum { RULES = 8, BLOCK = 4096, IOV_MAX_HERE = 1024, CONTROL_BYTES = 128 + RULES * 128 };
 
@@ -228,6 +229,13 @@ int renameat(int from_directory, const char *from, int to_directory, const char 
     return done;
 }
 int rename(const char *from, const char *to) { return renameat(AT_FDCWD, from, AT_FDCWD, to); }
+
+/* (no path: its rules have no words) */
+int pthread_create(pthread_t *thread, const pthread_attr_t *how, void *(*work)(void *), void *argument) {
+    static int (*real)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+    if (!real) *(void **)&real = dlsym(RTLD_NEXT, "pthread_create");
+    return before(rule_for(THREAD, "")) ? errno : real(thread, how, work, argument);
+}
 
 static int64_t offset_s(void) {
     return control ? __atomic_load_n(&control->clock_offset_s, __ATOMIC_ACQUIRE) : 0;

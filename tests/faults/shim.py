@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).with_name("shim.c")
 TIMEOUT_S = 20.0
 
-WRITE, SYNC, OPEN, ALLOCATE, RENAME, RANGE, TRUNCATE = (1 << bit for bit in range(7))
+WRITE, SYNC, OPEN, ALLOCATE, RENAME, RANGE, TRUNCATE, THREAD = (1 << bit for bit in range(8))
 OFF, FAIL, STOP, STOP_AFTER, SHORT, TORN, HOLD, COUNT = range(8)
 
 RULES = 8

@@ -13,15 +13,15 @@ import lz4.block
 import pytest
 import torch
 
-from swift._pb import log_pb2
-from swift.errors import RecordCorrupt
-from swift.log import admin
-from swift.log.frame import BODY_BYTES_MAX, CODEC_LZ4, CODECS, FrameHeader, checksum, encode_header
-from swift.log.reader import never
-from swift.log.record import DTYPE_BY_NAME, RecordKey
-from swift.log.rpc import code_of, message_of, reason_of
-from swift.log.segment import scan
-from swift.runtime.tensors import owned_bytes, to_tensor
+from swift_ft._pb import log_pb2
+from swift_ft.errors import RecordCorrupt
+from swift_ft.log import admin
+from swift_ft.log.frame import BODY_BYTES_MAX, CODEC_LZ4, CODECS, FrameHeader, checksum, encode_header
+from swift_ft.log.protocol import code_of, message_of, reason_of
+from swift_ft.log.reader import never
+from swift_ft.log.record import DTYPE_BY_NAME, RecordKey
+from swift_ft.log.segment import scan
+from swift_ft.state.tensors import owned_bytes, to_tensor
 from tests.faults import shim
 from tests.faults.shim import Faults, eventually
 from tests.faults.world import (
@@ -318,9 +318,9 @@ def test_f20_oversize_message_is_resource_exhausted(tmp_path: Path) -> None:
 BOMB_READER = """
 import json, sys
 from pathlib import Path
-from swift.errors import SwiftError
-from swift.log.reader import LogReader, never
-from swift.log.record import RecordKey
+from swift_ft.errors import SwiftError
+from swift_ft.log.reader import LogReader, never
+from swift_ft.log.record import RecordKey
 from tests.faults.world import memory_bytes
 import os
 

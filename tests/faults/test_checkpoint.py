@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from swift.control import status
-from swift.control.client import CoordinatorClient
-from swift.drill.cluster import COORDINATOR, JOB
+from swift_ft.lab.drill.cluster import COORDINATOR, JOB
+from swift_ft.rpc.client import CoordinatorClient
+from swift_ft.tools import status
 from tests.integration import watched
 from tests.integration.forked import Forks
 from tests.integration.trainer_world import run_trainer

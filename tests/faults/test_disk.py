@@ -11,10 +11,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from swift._pb import log_pb2
-from swift.errors import LogUnavailable, ServiceError, StaleGeneration
-from swift.log import admin
-from swift.log.rpc import message_of, reason_of
+from swift_ft._pb import log_pb2
+from swift_ft.errors import LogUnavailable, ServiceError, StaleGeneration
+from swift_ft.log import admin
+from swift_ft.log.protocol import message_of, reason_of
 from tests.faults import shim
 from tests.faults.shim import Faults, eventually
 from tests.faults.world import (

@@ -14,12 +14,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift import control
-from swift.control import CoordinatorClient
-from swift.errors import ServiceError
-from swift.log import admin
-from swift.log.wire import client_options, server_options
-from swift.log.writer import LogWriter
+from swift_ft import rpc
+from swift_ft.errors import ServiceError
+from swift_ft.log import admin
+from swift_ft.log.protocol import client_options, server_options
+from swift_ft.log.writer import LogWriter
+from swift_ft.rpc import CoordinatorClient
 from tests.faults import shim
 from tests.faults.shim import Faults, eventually
 from tests.faults.world import TIMEOUT_S, Helper, Server, put, reading
@@ -82,10 +82,10 @@ class Wire:
 # Writes and reads; then says how long it took until each of its connections was known to be dead.
 CUT_OFF = """
 import json, os, sys, time
-from swift.log import admin
-from swift.log.reader import LogReader
-from swift.log.record import RecordKey
-from swift.log.writer import LogWriter
+from swift_ft.log import admin
+from swift_ft.log.reader import LogReader
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
 
 os.environ["SWIFT_INSECURE"] = "1"  # the network between is the test's own
 address = sys.argv[1]
@@ -116,7 +116,7 @@ sys.stdin.readline()
 # Until it has trimmed as far as the first argument says, or once. What came of it, and when.
 TRIM = """
 import json, sys, time
-from swift.log import admin
+from swift_ft.log import admin
 
 while (trimmed := admin.trim(sys.argv[1], "job", 1, 20.0)) < 1:
     if sys.argv[2] == "once":
@@ -174,7 +174,8 @@ def test_f30_stopped_server_is_given_up_and_taken_again(
     # Quick, but not so quick that a server which only waits for a core is given up again and again.
     quick = {**dict(client_options(1)), "grpc.http2.ping_timeout_ms": 2000, "grpc.keepalive_timeout_ms": 2000}
     monkeypatch.setattr(
-        "swift.log.rpc.client_options", lambda size: [*{**dict(client_options(size)), **quick}.items()]
+        "swift_ft.log.protocol.client_options",
+        lambda size: [*{**dict(client_options(size)), **quick}.items()],
     )
     with Server(tmp_path / "log") as server:
         server.fence(1)
@@ -224,7 +225,7 @@ def test_f31_wall_clock_jump_changes_nothing_at_the_coordinator(
 ) -> None:
     members = [FakeMember(forging.address, "a", rank, 3).start() for rank in range(3)]
     try:
-        members[0].watcher.wait_for(lambda view: view.state == control.RUNNING, TIMEOUT_S)
+        members[0].watcher.wait_for(lambda view: view.state == rpc.RUNNING, TIMEOUT_S)
         faults.set_clock_offset(jump_s)
         sees_the_jump(forging.address, jump_s)
         with CoordinatorClient(forging.address, "a") as client:
@@ -282,9 +283,9 @@ def test_f31_wall_clock_jump_changes_nothing_at_the_log_server(
 # Rank 1 of a job, which logs a record for every line it is told, and says what came of it.
 ZOMBIE = """
 import json, sys
-from swift.errors import SwiftError
-from swift.log.record import RecordKey
-from swift.log.writer import LogWriter
+from swift_ft.errors import SwiftError
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
 from tests.integration.coordinator_world import FakeMember
 
 coordinator, log, listen_s = sys.argv[1:]
@@ -360,7 +361,7 @@ class Trio:
     def until_generation(self, generation: int) -> str:
         """RUNNING in it; why it came."""
         view = self.members[0].watcher.wait_for(
-            lambda view: view.generation == generation and view.state == control.RUNNING, TIMEOUT_S
+            lambda view: view.generation == generation and view.state == rpc.RUNNING, TIMEOUT_S
         )
         return str(view.reason)
 

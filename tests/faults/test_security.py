@@ -6,11 +6,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift._pb import coordinator_pb2_grpc as pb_grpc
-from swift._pb import log_pb2
-from swift.errors import RecordCorrupt
-from swift.log.rpc import code_of, reason_of
+from swift_ft._pb import coordinator_pb2, coordinator_pb2_grpc, log_pb2
+from swift_ft.errors import RecordCorrupt
+from swift_ft.log.protocol import code_of, reason_of
 from tests.faults.world import (
     FAILED,
     TIMEOUT_S,
@@ -84,24 +82,28 @@ def test_f40_names_outside_the_grammar_are_refused_by_the_coordinator(tmp_path: 
     coordinator = Coordinator(tmp_path / "meta").start()
     try:
         with grpc.insecure_channel(coordinator.address) as channel:
-            stub = pb_grpc.CoordinatorStub(channel)
+            stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             for name in BAD_NAMES:
-                member = pb.Member(rank=0, incarnation="i")
+                member = coordinator_pb2.Member(rank=0, incarnation="i")
                 for call in (
-                    lambda name=name: stub.Status(pb.StatusRequest(job=name), timeout=TIMEOUT_S),
+                    lambda name=name: stub.Status(coordinator_pb2.StatusRequest(job=name), timeout=TIMEOUT_S),
                     lambda name=name, member=member: stub.Join(
-                        pb.JoinRequest(job=name, member=member, world_size=1), timeout=TIMEOUT_S
+                        coordinator_pb2.JoinRequest(job=name, member=member, world_size=1), timeout=TIMEOUT_S
                     ),
-                    lambda name=name: next(stub.Watch(pb.WatchRequest(job=name), timeout=TIMEOUT_S)),
+                    lambda name=name: next(
+                        stub.Watch(coordinator_pb2.WatchRequest(job=name), timeout=TIMEOUT_S)
+                    ),
                 ):
                     with pytest.raises(grpc.RpcError) as caught:
                         call()
                     assert code_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT, name
             # A rank is a number, and has bounds.
             for rank in (-1, 1, 1 << 30):
-                member = pb.Member(rank=rank, incarnation="i")
+                member = coordinator_pb2.Member(rank=rank, incarnation="i")
                 with pytest.raises(grpc.RpcError) as caught:
-                    stub.Join(pb.JoinRequest(job="a", member=member, world_size=1), timeout=TIMEOUT_S)
+                    stub.Join(
+                        coordinator_pb2.JoinRequest(job="a", member=member, world_size=1), timeout=TIMEOUT_S
+                    )
                 assert code_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT, rank
     finally:
         assert coordinator.stop() == 0

@@ -7,13 +7,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from swift._pb import log_pb2
-from swift.errors import RecordMissing, SwiftError
-from swift.log.frame import decode_header
-from swift.log.reader import LogReader, never
-from swift.log.record import RecordKey
-from swift.log.rpc import reason_of
-from swift.log.writer import LogWriter
+from swift_ft._pb import log_pb2
+from swift_ft.errors import RecordMissing, SwiftError
+from swift_ft.log.frame import decode_header
+from swift_ft.log.protocol import reason_of
+from swift_ft.log.reader import LogReader, never
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
 from tests.faults.world import TIMEOUT_S, Helper, Server, body_of, key, put, reading
 from tests.integration.logserver_world import JOB
 from tests.unit.log.append_call import Call
@@ -170,8 +170,8 @@ def test_f08_retry_older_than_any_window_is_answered_from_the_durable_index(serv
 # Writes microbatches of one step, and says which of them are durable.
 MORTAL = """
 import sys
-from swift.log.record import RecordKey
-from swift.log.writer import LogWriter
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
 
 writer = LogWriter([sys.argv[1]], "job", 1)
 for microbatch, line in enumerate(sys.stdin):

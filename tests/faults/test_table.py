@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-FAULTS = range(1, 44)
+FAULTS = range(1, 46)
 
 ROW = re.compile(r"\| (\d+) \|.*\| ([^|]*) \|")
 SECTION = re.compile(r"\| \| \*\*.*\*\* \| \| `(\w+\.py)` \|")

@@ -17,16 +17,14 @@ from typing import Any
 import grpc
 import pytest
 
-from swift import events
-from swift._pb import coordinator_pb2 as pb
-from swift._pb import log_pb2, log_pb2_grpc
-from swift.control import CoordinatorClient, make_member
-from swift.errors import AccessDenied
-from swift.log import admin
-from swift.security.certificates import PrivateCA
-from swift.security.channel import ENV_CA, ENV_TOKEN_FILE
-from swift.security.roles import COORDINATOR, LOG, MAY_CALL, Role
-from swift.security.tokens import EVERY_JOB, SigningKey, new_key
+from swift_ft import events
+from swift_ft._pb import coordinator_pb2, log_pb2, log_pb2_grpc
+from swift_ft.credentials import ENV_CA, ENV_TOKEN_FILE
+from swift_ft.errors import AccessDenied
+from swift_ft.lab.drill.cluster import PrivateCA
+from swift_ft.log import admin
+from swift_ft.rpc import CoordinatorClient, make_member
+from swift_ft.tokens import COORDINATOR, EVERY_JOB, LOG, MAY_CALL, Role, SigningKey, new_key
 from tests.unit.security.world import RANK, Keys, documented_roles
 
 REPOSITORY = Path(__file__).parents[2]
@@ -44,34 +42,44 @@ REQUESTS: dict[str, Callable[[str], Any]] = {
     LOG + "Reset": lambda job: log_pb2.ResetRequest(job=job, generation=1),
     LOG + "Status": lambda job: log_pb2.StatusRequest(job=job),
     LOG + "Drop": lambda job: log_pb2.DropRequest(job=job, force=True),
-    COORDINATOR + "Join": lambda job: pb.JoinRequest(
-        job=job, member=pb.Member(rank=0, incarnation="other"), world_size=1
+    COORDINATOR + "Join": lambda job: coordinator_pb2.JoinRequest(
+        job=job, member=coordinator_pb2.Member(rank=0, incarnation="other"), world_size=1
     ),
-    COORDINATOR + "Watch": lambda job: pb.WatchRequest(job=job),
-    COORDINATOR + "Heartbeat": lambda job: pb.HeartbeatRequest(job=job, incarnation="i"),
-    COORDINATOR + "Report": lambda job: pb.ReportRequest(job=job, incarnation="i", generation=1),
-    COORDINATOR + "Ready": lambda job: pb.ReadyRequest(job=job, incarnation="i", generation=1),
-    COORDINATOR + "Refuse": lambda job: pb.RefuseRequest(job=job, incarnation="i", generation=1),
-    COORDINATOR + "CheckpointDurable": lambda job: pb.CheckpointRequest(job=job, incarnation="i"),
-    COORDINATOR + "AskCheckpoint": lambda job: pb.AskCheckpointRequest(
+    COORDINATOR + "Watch": lambda job: coordinator_pb2.WatchRequest(job=job),
+    COORDINATOR + "Heartbeat": lambda job: coordinator_pb2.HeartbeatRequest(job=job, incarnation="i"),
+    COORDINATOR + "Report": lambda job: coordinator_pb2.ReportRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Ready": lambda job: coordinator_pb2.ReadyRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Refuse": lambda job: coordinator_pb2.RefuseRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "CheckpointDurable": lambda job: coordinator_pb2.CheckpointRequest(
+        job=job, incarnation="i"
+    ),
+    COORDINATOR + "AskCheckpoint": lambda job: coordinator_pb2.AskCheckpointRequest(
         job=job, incarnation="i", generation=1
     ),
-    COORDINATOR + "Measure": lambda job: pb.MeasureRequest(job=job, incarnation="i"),
-    COORDINATOR + "Share": lambda job: pb.ShareRequest(job=job, incarnation="i", generation=1),
-    COORDINATOR + "Meet": lambda job: pb.MeetRequest(job=job, run="r", leaves=True),
-    COORDINATOR + "Measurements": lambda job: pb.MeasurementsRequest(job=job),
-    COORDINATOR + "MemberExited": lambda job: pb.ExitRequest(job=job, incarnation="i", exit_code=1),
-    COORDINATOR + "Suspect": lambda job: pb.SuspectRequest(job=job, incarnation="i", generation=1),
-    COORDINATOR + "Finish": lambda job: pb.FinishRequest(job=job, incarnation="i"),
-    COORDINATOR + "ChangeGroups": lambda job: pb.ChangeGroupsRequest(job=job, groups="0"),
-    COORDINATOR + "ChangeLogServers": lambda job: pb.ChangeLogServersRequest(job=job, add="127.0.0.1:1"),
-    COORDINATOR + "Differs": lambda job: pb.DiffersRequest(job=job, reason="because"),
-    COORDINATOR + "Revoke": lambda job: pb.RevokeRequest(job=job, incarnation="i", generation=1),
-    COORDINATOR + "Vote": lambda job: pb.VoteRequest(job=job, incarnation="i", generation=1, kind=pb.AGREE),
-    COORDINATOR + "Fail": lambda job: pb.FailRequest(job=job, reason="because"),
-    COORDINATOR + "Status": lambda job: pb.StatusRequest(job=job),
-    COORDINATOR + "Stop": lambda job: pb.StopRequest(job=job, run="r", reason="because"),
-    COORDINATOR + "Jobs": lambda job: pb.JobsRequest(),
+    COORDINATOR + "Measure": lambda job: coordinator_pb2.MeasureRequest(job=job, incarnation="i"),
+    COORDINATOR + "Share": lambda job: coordinator_pb2.ShareRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Meet": lambda job: coordinator_pb2.MeetRequest(job=job, run="r", leaves=True),
+    COORDINATOR + "Measurements": lambda job: coordinator_pb2.MeasurementsRequest(job=job),
+    COORDINATOR + "MemberExited": lambda job: coordinator_pb2.ExitRequest(
+        job=job, incarnation="i", exit_code=1
+    ),
+    COORDINATOR + "Suspect": lambda job: coordinator_pb2.SuspectRequest(
+        job=job, incarnation="i", generation=1
+    ),
+    COORDINATOR + "Finish": lambda job: coordinator_pb2.FinishRequest(job=job, incarnation="i"),
+    COORDINATOR + "ChangeLogServers": lambda job: coordinator_pb2.ChangeLogServersRequest(
+        job=job, add="127.0.0.1:1"
+    ),
+    COORDINATOR + "Differs": lambda job: coordinator_pb2.DiffersRequest(job=job, reason="because"),
+    COORDINATOR + "Rehearsed": lambda job: coordinator_pb2.RehearsedRequest(job=job),
+    COORDINATOR + "Revoke": lambda job: coordinator_pb2.RevokeRequest(job=job, incarnation="i", generation=1),
+    COORDINATOR + "Vote": lambda job: coordinator_pb2.VoteRequest(
+        job=job, incarnation="i", generation=1, kind=coordinator_pb2.AGREE
+    ),
+    COORDINATOR + "Fail": lambda job: coordinator_pb2.FailRequest(job=job, reason="because"),
+    COORDINATOR + "Status": lambda job: coordinator_pb2.StatusRequest(job=job),
+    COORDINATOR + "Stop": lambda job: coordinator_pb2.StopRequest(job=job, run="r", reason="because"),
+    COORDINATOR + "Jobs": lambda job: coordinator_pb2.JobsRequest(),
 }
 
 
@@ -105,7 +113,13 @@ class World:
     def _start(self, name: str, *flags: str) -> str:
         address = self.directory / f"{name}.address"
         output = (self.directory / f"{name}.output").open("w")
-        command = [sys.executable, "-m", f"services.{name}", "--directory", str(self.directory / name)]
+        command = [
+            sys.executable,
+            "-m",
+            f"swift_ft_services.{name}",
+            "--directory",
+            str(self.directory / name),
+        ]
         command += ["--address-file", str(address), "--token-keys", str(self.keys.verifying), *flags]
         command += ["--tls-cert", str(self.pair.certificate), "--tls-key", str(self.pair.key)]
         with output:
@@ -257,7 +271,7 @@ def test_f41_a_fenced_ranks_token_writes_under_no_newer_generation(world: World)
     assert world.call(LOG + "Fence", fence, f"Bearer {admin_token.read_text()}")[0] is grpc.StatusCode.OK
     assert world.call(LOG + "Append", opening(1), bound)[0] is grpc.StatusCode.FAILED_PRECONDITION
     assert world.call(LOG + "Append", opening(2), bound)[0] is grpc.StatusCode.PERMISSION_DENIED
-    report = pb.ReportRequest(job=JOB, incarnation="i", generation=2).SerializeToString()
+    report = coordinator_pb2.ReportRequest(job=JOB, incarnation="i", generation=2).SerializeToString()
     assert world.call(COORDINATOR + "Report", report, bound)[0] is grpc.StatusCode.PERMISSION_DENIED
 
 
@@ -266,7 +280,7 @@ def test_f41_a_token_of_one_generation_is_worth_nothing_in_the_next(
 ) -> None:
     """It is read with, joined with and watched with no more, although these calls name no generation."""
     world.client.ready(1, 0)
-    world.client.watch().wait_for(lambda view: view.state == pb.RUNNING, 20)
+    world.client.watch().wait_for(lambda view: view.state == coordinator_pb2.RUNNING, 20)
     bound = f"Bearer {world.keys.mint(list(Role), generation=1)}"
     whole = {name: request(JOB).SerializeToString() for name, request in REQUESTS.items()}
     names_none = [COORDINATOR + name for name in ("Join", "Watch", "Status")] + [
@@ -323,7 +337,7 @@ def test_f41_a_launcher_whose_token_has_expired_tells_of_a_death_once_it_has_a_n
         world.keys.file("launcher", world.keys.mint(RANK))
         telling.join(20)
         assert told == ["exit"]
-        world.client.watch().wait_for(lambda view: view.state != pb.RUNNING, 20)
+        world.client.watch().wait_for(lambda view: view.state != coordinator_pb2.RUNNING, 20)
 
 
 def test_f41_tokens_are_written_nowhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

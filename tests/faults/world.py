@@ -17,14 +17,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift import events
-from swift._pb import log_pb2_grpc
-from swift.log import admin
-from swift.log.reader import LogReader
-from swift.log.record import RecordKey
-from swift.log.rpc import open_channel
-from swift.log.wire import SERVICE
-from swift.log.writer import LogWriter
+from swift_ft import events
+from swift_ft._pb import log_pb2_grpc
+from swift_ft.log import admin
+from swift_ft.log.protocol import SERVICE, open_channel
+from swift_ft.log.reader import LogReader
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
 from tests.faults.shim import Faults, eventually
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swift.log import ring
-from swift.log.reader import LogReader
-from swift.log.record import RecordKey
-from swift.log.sidecar_client import SidecarWriter
-from swift.runtime.capture import Cuda, DeviceCapture
+from swift_ft.log import ring
+from swift_ft.log.reader import LogReader
+from swift_ft.log.record import RecordKey
+from swift_ft.log.sidecar_client import SidecarWriter
+from swift_ft.train.boundary_log import Cuda, DeviceCapture
 from tests.unit.log.service import JOB, InProcess
 
 pytestmark = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swift.optim.journal import Journal
+from swift_ft.state.journal import Journal
 from tests.unit.optim import models
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swift.log.acked import NAME as ACKED
-from swift.log.segment import BLOCK_BYTES, SUFFIX, walk
+from swift_ft.log.directory import NAME as ACKED
+from swift_ft.log.segment import BLOCK_BYTES, SUFFIX, walk
 
 OLDER, ELSEWHERE = "older", "elsewhere"
 

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from services.logserver.state import EngineConfig
-from swift._pb import log_pb2
-from swift.bench.http2 import Connection
-from swift.log import admin
-from swift.log.reader import LogReader, never
-from swift.log.record import RecordKey
-from swift.log.wire import CALLS_PER_CONNECTION, PINGS_TOO_SOON_MAX
-from swift.log.writer import LogWriter
-from swift.security.health import check
-from swift.security.roles import LOG
+from swift_ft._pb import log_pb2
+from swift_ft.credentials import check_service
+from swift_ft.lab.bench.hostile_clients import Connection
+from swift_ft.log import admin
+from swift_ft.log.protocol import CALLS_PER_CONNECTION, PINGS_TOO_SOON_MAX
+from swift_ft.log.reader import LogReader, never
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
+from swift_ft.tokens import LOG
+from swift_ft_services.logserver.state import EngineConfig
 from tests.hostile.world import BOUND_S, Neighbour, Server, opening
 from tests.unit.log.service import eventually
 
@@ -87,6 +87,6 @@ def test_a_call_that_ends_while_the_lock_is_held_holds_up_nobody(tmp_path: Path,
                 connection.reset(call)
                 connection.close()
                 for _ in range(20):  # the server has heard of the end before some of them
-                    assert check(server.address).status == "SERVING"
+                    assert check_service(server.address).status == "SERVING"
         eventually(lambda: not server.engine.state.holders and not job.readers)
         Neighbour().use(server.address)

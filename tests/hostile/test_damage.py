@@ -14,14 +14,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.logserver.state import EngineConfig
-from swift._pb import log_pb2
-from swift.errors import SwiftError
-from swift.inspect import command as inspect
-from swift.inspect.served import _records_of
-from swift.log import admin
-from swift.log.rpc import code_of, reason_of
-from swift.log.wire import Fsync
+from swift_ft._pb import log_pb2
+from swift_ft.errors import SwiftError
+from swift_ft.log import admin
+from swift_ft.log.protocol import Fsync, code_of, reason_of
+from swift_ft.tools import inspect
+from swift_ft.tools.log_contents import _records_of
+from swift_ft_services.logserver.state import EngineConfig
 from tests.hostile.damage import Scene, spoil
 from tests.hostile.world import BOUND_S, Server, frame, message, opening
 

@@ -9,13 +9,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.health import REQUEST_BYTES_MAX, WATCHES_PER_PEER
-from swift._pb import log_pb2
-from swift.bench.http2 import Connection
-from swift.log.rpc import code_of, open_channel, reason_of
-from swift.log.wire import CALLS_PER_CONNECTION, SERVICE
-from swift.security.health import check
-from swift.security.roles import LOG
+from swift_ft._pb import log_pb2
+from swift_ft.credentials import check_service
+from swift_ft.lab.bench.hostile_clients import Connection
+from swift_ft.log.protocol import CALLS_PER_CONNECTION, SERVICE, code_of, open_channel, reason_of
+from swift_ft.tokens import LOG
+from swift_ft_services.health import REQUEST_BYTES_MAX, WATCHES_PER_PEER
 from tests.hostile.world import BOUND_S, Neighbour, Server
 from tests.integration.launch_world import wait_until
 from tests.integration.logserver_world import LogServer
@@ -44,7 +43,7 @@ def test_a_watch_that_nobody_reads_freezes_nothing(server: LogServer) -> None:
         reading.reset(first)
         for _ in range(3):
             neighbour.use(server.address)
-        assert check(server.address).status == "SERVING"
+        assert check_service(server.address).status == "SERVING"
         began = time.monotonic()
         server.stop()  # SIGTERM, while these calls are there
         assert time.monotonic() - began < BOUND_S
@@ -60,7 +59,7 @@ def test_watches_that_come_and_go_leave_nothing(server: LogServer) -> None:
                     next(call)
             call.cancel()
     Neighbour().use(server.address)
-    assert check(server.address).status == "SERVING"
+    assert check_service(server.address).status == "SERVING"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,7 @@ def test_calls_whose_requests_never_come_take_no_threads_that_others_need(
                 connection.begin(method)
         time.sleep(0.5)
         neighbour.use(server.address)
-        assert check(server.address).status == "SERVING"
+        assert check_service(server.address).status == "SERVING"
         began = time.monotonic()
         server.stop()
         assert time.monotonic() - began < BOUND_S

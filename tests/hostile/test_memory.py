@@ -10,19 +10,18 @@ import grpc
 import psutil
 import pytest
 
-from services.logserver.space import SpaceConfig
-from services.logserver.state import EngineConfig
-from services.logserver.streams import IndexEntry
-from swift._pb import log_pb2
-from swift.bench.http2 import Connection
-from swift.log import admin
-from swift.log.reader import LogReader
-from swift.log.record import RecordKey
-from swift.log.rpc import code_of, reason_of
-from swift.log.wire import CALLS_PER_CONNECTION, SERVICE, Fsync
-from swift.log.writer import LogWriter
-from swift.security.health import check
-from swift.security.roles import LOG
+from swift_ft._pb import log_pb2
+from swift_ft.credentials import check_service
+from swift_ft.lab.bench.hostile_clients import Connection
+from swift_ft.log import admin
+from swift_ft.log.protocol import CALLS_PER_CONNECTION, SERVICE, Fsync, code_of, reason_of
+from swift_ft.log.reader import LogReader
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
+from swift_ft.tokens import LOG
+from swift_ft_services.logserver.core import IndexEntry
+from swift_ft_services.logserver.quotas import SpaceConfig
+from swift_ft_services.logserver.state import EngineConfig
 from tests.hostile.world import BOUND_S, STREAM, Neighbour, Server, frame, message, opening
 from tests.integration.logserver_world import LogServer
 from tests.unit.log.service import eventually
@@ -112,7 +111,7 @@ def test_large_requests_are_refused_before_there_is_memory_for_them(server: LogS
     done.set()
     looking.join()
     assert peak[0] - before < GROWTH_MAX
-    assert check(server.address).status == "SERVING"
+    assert check_service(server.address).status == "SERVING"
 
 
 def test_records_of_a_job_are_limited_and_a_trim_makes_room(tmp_path: Path) -> None:
@@ -145,12 +144,12 @@ def test_a_full_quota_is_seen_by_health_at_once_and_its_end_too(tmp_path: Path) 
         with pytest.raises(grpc.RpcError, match="a checkpoint lets it be trimmed"):
             server.put([opening("job"), message(frame("job", 4, 4))], 5)
         for name in ("", SERVICE):
-            assert check(server.address, name).status == "NOT_SERVING"
+            assert check_service(server.address, name).status == "NOT_SERVING"
         status = admin.status(server.address, BOUND_S)
         assert status.space.alarm == log_pb2.FULL
         assert "the server keeps" in status.space.reason
         admin.trim(server.address, "job", 4, BOUND_S)
-        eventually(lambda: check(server.address).status == "SERVING", BOUND_S)
+        eventually(lambda: check_service(server.address).status == "SERVING", BOUND_S)
 
 
 def test_names_of_jobs_are_told_to_nobody_and_an_unknown_one_is_unknown_among_many(tmp_path: Path) -> None:

@@ -10,12 +10,10 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from services.logserver.core import LogCore
-from services.logserver.streams import HOLES_MAX, NUMBER_MAX, Refusal
-from swift._pb import log_pb2
-from swift.log import admin
-from swift.log.rpc import code_of
-from swift.log.wire import Reason
+from swift_ft._pb import log_pb2
+from swift_ft.log import admin
+from swift_ft.log.protocol import Reason, code_of
+from swift_ft_services.logserver.core import HOLES_MAX, NUMBER_MAX, LogCore, Refusal
 from tests.hostile.world import BOUND_S, STREAM, Neighbour, Server, frame, message, opening
 from tests.unit.log.frames import JOB, frame_of
 

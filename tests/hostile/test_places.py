@@ -7,12 +7,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.security.gate import Gate
-from swift._pb import log_pb2
-from swift.log.rpc import code_of
-from swift.log.wire import CALLS_PER_CONNECTION
-from swift.security.roles import Role
-from swift.security.tokens import Authority, SigningKey, new_key
+from swift_ft._pb import log_pb2
+from swift_ft.log.protocol import CALLS_PER_CONNECTION, code_of
+from swift_ft.tokens import Authority, Role, SigningKey, new_key
+from swift_ft_services.authorization import Gate
 from tests.hostile.world import BOUND_S, Server, opening
 
 

@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from services.logserver.appends import Appends
-from services.logserver.commits import AMONG_OTHERS, Commits
-from services.logserver.disk import RealDisk
-from services.logserver.failures import StorageFailed, StorageFull
-from services.logserver.reading import Turns
-from services.logserver.seam import Write
-from services.logserver.state import AppendCall, EngineConfig, ServerState
-from services.logserver.storage import DirectoryStorage
-from swift._pb import log_pb2
-from swift.log.assembly import Assembler
-from swift.log.manifest import MANIFEST, JobMeta
+from swift_ft._pb import log_pb2
+from swift_ft.log.frame import Assembler
+from swift_ft.log.manifest import MANIFEST, JobMeta
+from swift_ft_services.logserver.append_session import AMONG_OTHERS, Appends, Commits
+from swift_ft_services.logserver.disk import RealDisk
+from swift_ft_services.logserver.reading import Turns
+from swift_ft_services.logserver.segments import StorageFailed, StorageFull
+from swift_ft_services.logserver.state import AppendCall, EngineConfig, ServerState
+from swift_ft_services.logserver.storage import DirectoryStorage
+from swift_ft_services.logserver.storage_interface import Write
 from tests.hostile.world import BOUND_S, frame
 from tests.sim.server import Unlocked
 from tests.unit.log.memory_storage import MemoryStorage

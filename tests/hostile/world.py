@@ -7,18 +7,18 @@ from pathlib import Path
 
 import grpc
 
-from services.logserver.engine import LogEngine
-from services.logserver.servicer import make_server
-from services.logserver.state import EngineConfig
-from services.logserver.storage import DirectoryStorage
-from services.security.gate import Gate
-from swift._pb import log_pb2, log_pb2_grpc
-from swift.log import admin
-from swift.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
-from swift.log.reader import LogReader, never
-from swift.log.record import RecordKey, digest_of, stream_tag
-from swift.log.rpc import method, open_channel
-from swift.log.writer import LogWriter
+from swift_ft._pb import log_pb2, log_pb2_grpc
+from swift_ft.log import admin
+from swift_ft.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
+from swift_ft.log.protocol import method, open_channel
+from swift_ft.log.reader import LogReader, never
+from swift_ft.log.record import RecordKey, digest_of, stream_tag
+from swift_ft.log.writer import LogWriter
+from swift_ft_services.authorization import Gate
+from swift_ft_services.logserver.engine import LogEngine
+from swift_ft_services.logserver.service import make_server
+from swift_ft_services.logserver.state import EngineConfig
+from swift_ft_services.logserver.storage import DirectoryStorage
 
 BOUND_S = 5.0
 """What takes longer is held up: here everything takes milliseconds."""

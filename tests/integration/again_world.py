@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from swift import events
-from swift.drill.cluster import JOB, Cluster
-from swift.drill.security import COORDINATOR, LAUNCHER
+from swift_ft import events
+from swift_ft.lab.drill.cluster import COORDINATOR, JOB, LAUNCHER, Cluster
 from tests.integration.trainer_world import TRAINERS
 
 _PATIENCE_S = 100.0
@@ -42,7 +41,7 @@ class Again(Cluster):
         patience_s: float = _PATIENCE_S,
     ) -> int:
         """The exit code of one `swift-ft run`."""
-        words = ["swift.launch", "--nproc-per-node", str(self._ranks), "--spares", str(self._spares)]
+        words = ["swift_ft.launch", "--nproc-per-node", str(self._ranks), "--spares", str(self._spares)]
         words += ["--coordinator", self._addresses[COORDINATOR], "--job", job, *flags]
         words += ["--checkpoint-dir", str(self.directory / "checkpoints")]
         output = self.directory / "output" / f"{LAUNCHER}.txt"
@@ -62,15 +61,16 @@ class Again(Cluster):
         replicas: int = 1,
         every: int = 5,
         non_finite_loss: str = "warn",
+        rate: float = 0.01,
         flags: Sequence[str] = (),
         job: str = JOB,
     ) -> int:
-        arguments = (self.directory, steps, json.dumps(mishaps), replicas, every, non_finite_loss)
+        arguments = (self.directory, steps, json.dumps(mishaps), replicas, every, non_finite_loss, rate)
         return self.run("unlucky.py", *arguments, flags=flags, job=job)
 
     def status(self, job: str = JOB) -> str:
         """What `swift-ft status` prints."""
-        command = [sys.executable, "-P", "-m", "swift.cli", "status", "--job", job]
+        command = [sys.executable, "-P", "-m", "swift_ft.cli", "status", "--job", job]
         command += ["--coordinator", self._addresses[COORDINATOR]]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 

@@ -1,4 +1,4 @@
-"""Members of a `swift.Communicator`: what each process of a scenario does (test_communicator.py).
+"""Members of a `swift_ft.Communicator`: what each process of a scenario does (test_communicator.py).
 
     python communicator_members.py SCENARIO DIRECTORY
 
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import swift
-from swift.errors import MembersLost
+import swift_ft
+from swift_ft.errors import MembersLost
 
 Seen = dict[str, Any]
-Communicator = swift.Communicator
+Communicator = swift_ft.Communicator
 
 
 def die() -> None:
@@ -416,7 +416,7 @@ def unlike(communicator: Communicator, seen: Seen) -> None:
     """They call different things."""
     try:
         communicator.agree() if communicator.rank else communicator.grow()
-    except swift.errors.UsageError as error:
+    except swift_ft.errors.UsageError as error:
         seen["error"] = str(error)
 
 
@@ -435,7 +435,7 @@ def main() -> None:
     scenarios, directory = sys.argv[1].split(","), Path(sys.argv[2])
     if may_join := os.environ.get("MAY_JOIN"):
         _wait_as_replacement(Path(may_join))
-    with swift.Communicator.from_env() as communicator:
+    with swift_ft.Communicator.from_env() as communicator:
         slot = communicator.slot
         seen: dict[str, Seen] = {name: {"slot": slot} for name in scenarios}
         for name in scenarios:

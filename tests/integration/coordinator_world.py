@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from swift import control
-from swift.control import CoordinatorClient, View, make_member
-from swift.errors import Fenced, ServiceError
+from swift_ft import rpc
+from swift_ft.errors import Fenced, ServiceError
+from swift_ft.rpc import CoordinatorClient, View, make_member
 from tests.integration.logserver_world import EVENT, free_port
 
 REPOSITORY = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ RANKS = 3
 
 
 class Coordinator:
-    """`python -m services.coordinator` on one port, so that it can be restarted there."""
+    """`python -m swift_ft_services.coordinator` on one port, so that it can be restarted there."""
 
     def __init__(self, directory: Path, *flags: str, port: int | None = None) -> None:
         self.directory = directory
@@ -39,7 +39,7 @@ class Coordinator:
             *self.prefix,
             sys.executable,
             "-m",
-            "services.coordinator",
+            "swift_ft_services.coordinator",
             "--directory",
             str(self.directory),
         ]
@@ -162,10 +162,10 @@ class FakeMember:
             now = (view.generation, view.state) if view is not None else (0, 0)
             if view is None:
                 self._changed.wait(1)
-            elif view.state in (control.FINISHED, control.FAILED):
+            elif view.state in (rpc.FINISHED, rpc.FAILED):
                 self.ended = view
                 return
-            elif view.state == control.RUNNING:
+            elif view.state == rpc.RUNNING:
                 self._train(view)
             elif now in said:
                 self._changed.wait(1)
@@ -185,13 +185,13 @@ class FakeMember:
             self._changed.wait(0.005)
 
     def _act(self, view: View) -> None:
-        if view.state == control.FORMING:
+        if view.state == rpc.FORMING:
             self.version = 0
             self.client.checkpoint_durable(0)
             self.client.ready(view.generation, 0, self.stages, self.num_stages)
-        elif view.state == control.PLANNING:
+        elif view.state == rpc.PLANNING:
             self.client.report(view.generation, self.version)
-        elif view.state == control.RECOVERING:
+        elif view.state == rpc.RECOVERING:
             reason = self.refuses(view)
             if reason:
                 self.client.refuse(view.generation, reason)
@@ -221,7 +221,7 @@ class Job:
 
     def form(self, job: str = "a", **named: object) -> list[FakeMember]:
         members = [self.member(rank, job, **named) for rank in range(RANKS)]
-        self.wait(members[0], lambda view: view.state == control.RUNNING)
+        self.wait(members[0], lambda view: view.state == rpc.RUNNING)
         return members
 
     def wait(self, member: FakeMember, predicate: Callable[[View], bool]) -> View:
@@ -237,7 +237,7 @@ class Job:
 
 
 def recovered(generation: int) -> Callable[[View], bool]:
-    return lambda view: view.state == control.RUNNING and view.generation == generation
+    return lambda view: view.state == rpc.RUNNING and view.generation == generation
 
 
 def finish(job: Job, members: list[FakeMember]) -> None:
@@ -245,4 +245,4 @@ def finish(job: Job, members: list[FakeMember]) -> None:
     last = max(member.version or 0 for member in members) + 20
     for member in members:
         member.steps = last
-    job.wait(members[0], lambda view: view.state == control.FINISHED)
+    job.wait(members[0], lambda view: view.state == rpc.FINISHED)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swift import events
-from swift.drill import loss, run, timeline
-from swift.drill.command import parse
-from swift.drill.config import DrillConfig
+from swift_ft import events
+from swift_ft.lab.drill import loss, run, timeline
+from swift_ft.lab.drill.command import parse
+from swift_ft.lab.drill.config import DrillConfig
 from tests.integration.forked import CalmCluster, Forks
 from tests.integration.trainer_world import until_over
 
@@ -24,7 +24,7 @@ KILL_STEP = 7
 """Unless a test says another one."""
 SHAPE = ["--model", "tiny", "--microbatches", "4"]
 SHAPE += ["--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY)]
-COMMAND = [sys.executable, "-m", "swift.cli", "drill", *SHAPE]
+COMMAND = [sys.executable, "-m", "swift_ft.cli", "drill", *SHAPE]
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """A sidecar that kills itself at a named point: ``DIE_AT=assigned:3 DIE_ONCE=FILE``, the third time it comes there.
 
-Started in the place of `swift.log.sidecar`. FILE grows by a byte before it dies. ``DIE_AT=assigned:3,after-learn:1``:
-its successor dies as well, at the second point. There is nothing to die of once all points are used up.
+Started in the place of `swift_ft.log.sidecar`. FILE grows by a byte before it dies.
+``DIE_AT=assigned:3,after-learn:1``: its successor dies as well, at the second point. There is nothing to die of once
+all points are used up.
 """
 
 import os
@@ -11,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swift.log import delivery, link, link_core, ring, ring_writer, sidecar
-from swift.log.ring import Word
+from swift_ft.log import ring, sender, sidecar
+from swift_ft.log import sidecar as ring_writer
+from swift_ft.log.ring import Word
 
 deaths = Path(os.environ["DIE_ONCE"])
 points = os.environ["DIE_AT"].split(",")
@@ -77,9 +79,9 @@ ring.RingEntry.set_sequence = assign  # type: ignore[method-assign]
 original_store = ring.Memory.store
 ring.Memory.store = store  # type: ignore[method-assign]
 around(ring.Memory, "set_acked", "before-acked", "after-acked")
-around(delivery.Delivery, "_take", "before-take", "after-take")
-around(link_core, "frames_message", "before-message", "after-message")
-around(link.Link, "_on_reply", "before-reply", "after-reply")
+around(sender.Delivery, "_take", "before-take", "after-take")
+around(sender, "frames_message", "before-message", "after-message")
+around(sender.Link, "_on_reply", "before-reply", "after-reply")
 around(ring_writer.RingWriter, "_learn", "before-learn", "after-learn")
 around(ring_writer.RingWriter, "discard", "before-discard", "after-discard")
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from swift import events
-from swift.drill.cluster import Cluster, Process
-from swift.drill.security import COORDINATOR, LAUNCHER
-from swift.errors import UsageError
-from swift.launch.services_here import service_at
+from swift_ft import events
+from swift_ft.errors import UsageError
+from swift_ft.lab.drill.cluster import COORDINATOR, LAUNCHER, Cluster, Process
+from swift_ft.lab.failures.services import service_at
 from tests.integration.forked import CalmCluster, Forks
 from tests.integration.trainer_world import until_over
 
@@ -58,7 +57,7 @@ class FailingCluster(Cluster):
             arguments = ["tests.integration.on_tmpfs", size, str(place), "-m", *arguments]
         shared = self._env
         if name != LAUNCHER:  # as on a machine of their own: the launcher knows nothing of their events
-            (self.directory / "services").mkdir(exist_ok=True)
+            (self.directory / "services").mkdir(mode=0o700, exist_ok=True)
             self._env = {**shared, events.ENV_EVENTS_DIR: str(self.directory / "services")}
         super()._spawn(name, arguments)
         self._env = shared

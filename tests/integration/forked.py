@@ -14,11 +14,10 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from swift.drill.cluster import JOB, TAIL_LINES, Cluster
-from swift.drill.security import COORDINATOR, LAUNCHER
-from swift.launch.children import Child, Nursery
-from swift.launch.flags import PRELOAD_DEFAULT
-from swift.launch.worker import Program
+from swift_ft.lab.drill.cluster import COORDINATOR, JOB, LAUNCHER, TAIL_LINES, Cluster
+from swift_ft.launch.children import Child, Nursery
+from swift_ft.launch.command import PRELOAD_DEFAULT
+from swift_ft.launch.worker import Program
 
 REPOSITORY = Path(__file__).parents[2]
 

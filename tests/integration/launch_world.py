@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import grpc
 import psutil
 
-from services.coordinator.commands import Refusal
-from services.coordinator.meeting import Meetings
-from swift import events
-from swift._pb import coordinator_pb2 as pb
-from swift._pb import coordinator_pb2_grpc as pb_grpc
-from swift.control.updates import whole
+from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
+from swift_ft.rpc.views import whole
+from swift_ft_services.coordinator.commands import Refusal
+from swift_ft_services.coordinator.driver import Meetings
 
 Found = TypeVar("Found")
 STALL_S = 30.0
@@ -88,7 +88,9 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
     def close(self) -> None:
         self._server.stop(None).wait()
 
-    def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.ViewUpdate]:  # noqa: N802
+    def Watch(  # noqa: N802
+        self, request: pb.WatchRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.ViewUpdate]:
         reader: queue.SimpleQueue[pb.View] = queue.SimpleQueue()
         self._readers.append(reader)
         if self._view is not None:
@@ -99,7 +101,9 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
             except queue.Empty:
                 continue
 
-    def Meet(self, request: pb.MeetRequest, context: grpc.ServicerContext) -> pb.MeetReply:  # noqa: N802
+    def Meet(  # noqa: N802
+        self, request: pb.MeetRequest, context: grpc.ServicerContext
+    ) -> pb.MeetReply:
         with self._meeting:
             over = None if self._view is None else self._view.state in (pb.FINISHED, pb.FAILED, pb.STOPPED)
             self._meetings.look(events.now(), STALL_S)
@@ -115,11 +119,15 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
         with self._meeting:
             self._meetings = Meetings(events.now())
 
-    def MemberExited(self, request: pb.ExitRequest, context: grpc.ServicerContext) -> pb.Ack:  # noqa: N802
+    def MemberExited(  # noqa: N802
+        self, request: pb.ExitRequest, context: grpc.ServicerContext
+    ) -> pb.Ack:
         self.exits.append(request)
         return pb.Ack()
 
-    def Fail(self, request: pb.FailRequest, context: grpc.ServicerContext) -> pb.Ack:  # noqa: N802
+    def Fail(  # noqa: N802
+        self, request: pb.FailRequest, context: grpc.ServicerContext
+    ) -> pb.Ack:
         self.failures.append(request.reason)
         return pb.Ack()
 
@@ -129,7 +137,9 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
         self.asked.append((request.rank, request.incarnation, request.reason))
         return pb.Ack()
 
-    def Stop(self, request: pb.StopRequest, context: grpc.ServicerContext) -> pb.Ack:  # noqa: N802
+    def Stop(  # noqa: N802
+        self, request: pb.StopRequest, context: grpc.ServicerContext
+    ) -> pb.Ack:
         self.stops.append((request.run, request.reason, len(self.exits)))
         return pb.Ack()
 
@@ -150,7 +160,7 @@ class Rank:
 
 
 class Launch:
-    """One `python -m swift.launch`. Spares import next to nothing unless told otherwise."""
+    """One `python -m swift_ft.launch`. Spares import next to nothing unless told otherwise."""
 
     def __init__(
         self,
@@ -158,7 +168,7 @@ class Launch:
         coordinator: str,
         *flags: str,
         script: str = RANK_SCRIPT,
-        launcher: tuple[str, ...] = ("-m", "swift.launch"),
+        launcher: tuple[str, ...] = ("-m", "swift_ft.launch"),
     ) -> None:
         self.directory = directory
         self.trace = directory / "events"

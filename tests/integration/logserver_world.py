@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from swift.log import admin
+from swift_ft.log import admin
 
 REPOSITORY = Path(__file__).parents[2]
 JOB = "job"
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def command(directory: Path, *flags: str) -> list[str]:
-    return [sys.executable, "-m", "services.logserver", "--directory", str(directory), *flags]
+    return [sys.executable, "-m", "swift_ft_services.logserver", "--directory", str(directory), *flags]
 
 
 def run(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:

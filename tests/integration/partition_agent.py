@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from swift.control import CoordinatorClient
-from swift.errors import LogUnavailable, SwiftError
-from swift.log import admin
-from swift.log.reader import LogReader, StreamCursor
-from swift.log.record import RecordKey
-from swift.log.writer import LogWriter
+from swift_ft.errors import LogUnavailable, SwiftError
+from swift_ft.log import admin
+from swift_ft.log.reader import LogReader, StreamCursor
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
+from swift_ft.rpc import CoordinatorClient
 from tests.integration.coordinator_world import FakeMember
 
 JOB, TIMEOUT_S = "job", 30.0

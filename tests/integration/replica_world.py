@@ -18,16 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from swift.checkpoint.state import split
-from swift.errors import ReplicaDiffers
-from swift.recovery import Assignment
-from swift.runtime.backends.gloo import GlooBackend
-from swift.runtime.groups import ReconfigurableGroup
-from swift.runtime.manifest import local
-from swift.runtime.process_groups import Interrupted, ProcessGroups
-from swift.runtime.rank_store import MasterStores
-from swift.runtime.replica import DefaultGroup, Transfer, receive_state, send_state
-from swift.runtime.tensors import digest
+from swift_ft.comm.gloo import GlooBackend
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.comm.process_groups import Interrupted, ProcessGroups
+from swift_ft.comm.rank_store import MasterStores
+from swift_ft.errors import ReplicaDiffers
+from swift_ft.planner import Assignment
+from swift_ft.state.tensors import digest
+from swift_ft.state.transfer import DefaultGroup, Transfer, local, receive_state, send_state
+from swift_ft.state.tree import split
 
 VERSION = 7
 
@@ -166,7 +165,7 @@ def sharded(me: Rank) -> None:
     """FSDP2 over 2 replicas of 2 shards: ranks 2 and 3 have lost their state and copy it shard by shard."""
     from torch.distributed.fsdp import fully_shard
 
-    from swift.runtime.sharded import device_mesh
+    from swift_ft.state.fsdp import device_mesh
 
     mesh = device_mesh(Assignment.grid(4, replicas=2, shards=2), me.groups)
     torch.manual_seed(me.rank // 2)  # the second replica starts from other weights

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from swift.drill.cluster import Cluster
+from swift_ft.lab.drill.cluster import Cluster
 from tests.integration.trainer_world import TRAINERS, Run, run_trainer
 
 STEPS, RANKS, LOST = 14, 3, 1

@@ -2,7 +2,6 @@
 What the bits must be is computed by plain torch in one process, which knows nothing of the session.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,32 +78,7 @@ def test_the_peers_of_its_stage_share_its_microbatches(
     check_bits(outcome, shape, {lost}, tmp_path)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("shape", [(2, 3), pytest.param((4, 3), marks=MATRIX)])
-def test_a_loss_moves_to_another_stage(shape: tuple[int, int], tmp_path: Path) -> None:
-    """Two ranks of stage 1 are lost, and the third computes for three, until one of another stage gives its place. That
-    has come to pay after some steps, because forwards take longer than all else. Nobody else ends."""
-    everybody, steps = set(range(shape[0] * shape[1])), 40
-    faults = [{"rank": rank, "step": 2, "phase": "backward", "microbatch": 1} for rank in (3, 5)]
-    flags = ("--move-losses", "on")
-    outcome = run(tmp_path, shape, faults, "sleeps", strategy="adaptive", steps=steps, flags=flags)
-
-    (moved,) = named(outcome, "move_wanted")
-    rank, to = moved["rank"], moved["to"]
-    assert rank in everybody - {3, 4, 5}
-    assert to in (3, 5)
-    assert [event["rank"] for event in named(outcome, "gave_place")] == [rank]
-    *lost, gave = [event["rank"] for event in named(outcome, "left_vacant")]
-    assert (sorted(lost), gave) == ([3, 5], rank)
-    assert len(pids(outcome, to)) == 2
-    for other in everybody - {3, 5, rank}:
-        assert len(pids(outcome, other)) == 1, "survivors keep their processes"
-    last = max(event["step"] for event in named(outcome, "adopted_step"))
-    assert last == steps - 1
-    check_one_step_at_most(outcome)
-    check_bits(outcome, shape, {3, 5, rank} - {to}, tmp_path, "sleeps", steps=steps)
-
-
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 def test_a_loss_has_been_planned_for_before_it_comes(tmp_path: Path) -> None:
     """By a rank that is left, so nobody plans while all wait."""
@@ -127,7 +101,11 @@ def test_a_loss_has_been_planned_for_before_it_comes(tmp_path: Path) -> None:
     ("shape", "faults"),
     [
         # Then some ranks compute gradients of a microbatch before those of the one before it.
-        ((2, 3), [{"rank": 0, "step": 4, "phase": "reduce"}, {"rank": 4, "step": 4, "phase": "reduce"}]),
+        pytest.param(
+            (2, 3),
+            [{"rank": 0, "step": 4, "phase": "reduce"}, {"rank": 4, "step": 4, "phase": "reduce"}],
+            marks=MATRIX,
+        ),
         # No pipeline is whole after the second one. Gradients of weights are computed apart by then.
         ((2, 2), [{"rank": 0, "step": 4, "phase": "reduce"}, {"rank": 3, "step": 7, "phase": "weights"}]),
         *(
@@ -213,6 +191,7 @@ def test_one_that_comes_back_makes_the_world_full_again(
     check_one_step_at_most(lose_and_return(shape, lost, phase, tmp_path, "adaptive"))
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "dies"),
@@ -248,6 +227,7 @@ def test_backwards_are_split_where_that_gives_the_same_bits(habit: str, splits: 
     check_bits(outcome, (2, 2), {2}, tmp_path, habit)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 def test_what_forwards_change_in_modules_is_not_changed_by_those_for_others(tmp_path: Path) -> None:
     fault = {"rank": 2, "step": 5, "phase": "idle"}
@@ -255,6 +235,7 @@ def test_what_forwards_change_in_modules_is_not_changed_by_those_for_others(tmp_
     check_bits(outcome, (2, 2), {2}, tmp_path, "counts")
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("habit", ["alternates", "ramps"])
 @pytest.mark.parametrize(
@@ -280,15 +261,19 @@ def test_a_trainer_with_two_schedules(
 @pytest.mark.parametrize(
     ("habit", "words"),
     [
-        ("twice", "calls the schedule more than once"),
-        ("scales", "changes gradients between schedule.step and their reduction"),
-        ("counts first", "communicates over its pipeline before it calls the schedule"),
+        pytest.param("twice", "calls the schedule more than once", marks=MATRIX),
+        pytest.param("scales", "changes gradients between schedule.step and their reduction", marks=MATRIX),
+        pytest.param(
+            "counts first", "communicates over its pipeline before it calls the schedule", marks=MATRIX
+        ),
         ("hides", "the gradient of '0.weight' of stage 0 for the batch of rank 1 has other bits"),
-        ("remembers", "must not depend on earlier ones"),
-        ("tallies", "the state of register(seen=...) for the batch of rank 2 has other bits"),
-        ("clamps", "a hook that is called when a gradient has been added up"),
-        ("unregistered", "call session.register(scaler=scaler) before session.run"),
-        ("apart", "that some ranks have enabled and others not"),
+        pytest.param("remembers", "must not depend on earlier ones", marks=MATRIX),
+        pytest.param(
+            "tallies", "the state of register(seen=...) for the batch of rank 2 has other bits", marks=MATRIX
+        ),
+        pytest.param("clamps", "a hook that is called when a gradient has been added up", marks=MATRIX),
+        pytest.param("unregistered", "call session.register(scaler=scaler) before session.run", marks=MATRIX),
+        pytest.param("apart", "that some ranks have enabled and others not", marks=MATRIX),
     ],
 )
 def test_what_nobody_could_do_for_a_lost_rank_is_refused_in_the_first_step(
@@ -299,114 +284,21 @@ def test_what_nobody_could_do_for_a_lost_rank_is_refused_in_the_first_step(
     assert not named(refused, "step_end")
 
 
-FETCH = ("--fetch-batches", "on")
-
-
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("shape", "faults"),
-    [
-        # Of pipeline 1 the last rank gives its batches to others; of pipeline 2, later, the first one.
-        (
-            (2, 3),
-            [
-                {"rank": 1, "step": 4, "phase": "backward", "microbatch": 1},
-                {"rank": 5, "step": 7, "phase": "reduce"},
-            ],
-        ),
-        *(
-            pytest.param(shape, faults, marks=MATRIX)
-            for shape, faults in (
-                (
-                    (2, 2),
-                    [{"rank": 0, "step": 4, "phase": "idle"}, {"rank": 3, "step": 7, "phase": "forward"}],
-                ),
-                # Who gives them is lost in its turn.
-                (
-                    (4, 3),
-                    [
-                        {"rank": rank, "step": step, "phase": "reduce"}
-                        for rank, step in ((0, 3), (3, 5), (6, 7))
-                    ],
-                ),
-                ((4, 2), [{"rank": 2, "step": 5, "phase": "optimizer"}]),
-            )
-        ),
-    ],
-)
-def test_batches_of_a_lost_rank_come_from_its_own_pipeline(
-    shape: tuple[int, int], faults: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    """Nobody else could make its loader."""
-    outcome = run(tmp_path, shape, faults, "fetches", strategy="adaptive", flags=FETCH)
-    lost = {fault["rank"] for fault in faults}
-    assert {event["rank"] for event in named(outcome, "left_vacant")} == lost
-    assert {event["origin"] for event in named(outcome, "adopted_step")} == {r % shape[1] for r in lost}
-    check_one_step_at_most(outcome)
-    check_bits(outcome, shape, lost, tmp_path, "fetches")
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("strategy", "flags"),
-    [
-        ("adaptive", ()),
-        pytest.param("adaptive", FETCH, marks=MATRIX),
-        pytest.param("shrink", (), marks=MATRIX),
-    ],
-)
-def test_batches_of_a_lost_rank_come_in_the_order_that_it_had(
-    strategy: str, flags: Sequence[str], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("strategy", ["adaptive", pytest.param("shrink", marks=MATRIX)])
+def test_batches_of_a_lost_rank_come_in_the_order_that_it_had(strategy: str, tmp_path: Path) -> None:
     """Of torch's DataLoader, which shuffles for each pipeline otherwise: by a run that never failed."""
-    never = run(tmp_path / "never", (2, 2), [], "shuffles", strategy=strategy, flags=flags)
+    never = run(tmp_path / "never", (2, 2), [], "shuffles", strategy=strategy)
     faults = [{"rank": 1, "step": 5, "phase": "reduce"}]
-    outcome = run(tmp_path, (2, 2), faults, "shuffles", strategy=strategy, flags=flags)
+    outcome = run(tmp_path, (2, 2), faults, "shuffles", strategy=strategy)
     assert {event["origin"] for event in named(outcome, "adopted_step")} == {1}
     assert not named(outcome, "not_exact")
     for rank in (0, 2, 3):
         assert outcome["digests"][f"bits-{rank}.json"] == never["digests"][f"bits-{rank}.json"]
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("strategy", ["adaptive", pytest.param("shrink", marks=MATRIX)])
-def test_the_first_step_without_a_rank_is_computed_twice_where_that_is_wanted(
-    strategy: str, tmp_path: Path
-) -> None:
-    fault = {"rank": 1, "step": 5, "phase": "backward", "microbatch": 1}
-    outcome = run(tmp_path, (2, 2), [fault], "paranoid", strategy=strategy)
-    assert {event["step"] for event in named(outcome, "rehearsed")} == {0, 5}
-    check_one_step_at_most(outcome)
-    check_bits(outcome, (2, 2), {1}, tmp_path, "paranoid")
-
-
-@pytest.mark.timeout(300)
-def test_ranks_that_are_all_a_pipeline_had_come_back_to_give_its_batches(tmp_path: Path) -> None:
-    """All of pipeline 1, one after the other. The second loss may come while all try the trainer out again."""
-    faults = [{"rank": rank, "step": 6, "phase": "forward", "microbatch": 1} for rank in (1, 3)]
-    outcome = run(tmp_path, (2, 2), faults, "fetches", max_restarts=2, strategy="adaptive", flags=FETCH)
-    assert [len(pids(outcome, rank)) for rank in range(4)] == [1, 2, 1, 2]
-    check_one_step_at_most(outcome)
-    check_bits(outcome, (2, 2), set(), tmp_path, "fetches")
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("habit", "words"),
-    [
-        ("fetches apart", "loaders of ranks 0 and 2, of one pipeline, have given different things"),
-        ("fetches alone", "loaders of ranks 0 and 2, of one pipeline, have given different things"),
-        ("fetches late", "asks its loader for 'next' where a rank of its own has asked for 'nothing'"),
-    ],
-)
-def test_loaders_that_a_pipeline_does_not_share_are_refused_in_the_first_step(
-    habit: str, words: str, tmp_path: Path
-) -> None:
-    refused = run(tmp_path, (2, 2), [], habit, code_wanted=2, strategy="adaptive", flags=FETCH)
-    assert words in refused["output"], refused["output"]
-    assert not named(refused, "step_end")
-
-
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("habit", ["ties", "halves"])
 @pytest.mark.parametrize(
@@ -437,6 +329,7 @@ def test_tied_weights_and_bf16_between_stages_under_two_losses(
     check_one_step_at_most(lose_several(shape, faults, tmp_path, "adaptive", habit))
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("lost", "phase"), [(3, "backward"), pytest.param(0, "reduce", marks=MATRIX)])
 def test_all_stages_skip_a_step_in_which_one_finds_inf(lost: int, phase: str, tmp_path: Path) -> None:
@@ -445,12 +338,14 @@ def test_all_stages_skip_a_step_in_which_one_finds_inf(lost: int, phase: str, tm
     check_one_step_at_most(lose_several((2, 2), [fault], tmp_path, "adaptive", habit))
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 def test_a_scaler_that_is_disabled_changes_nothing(tmp_path: Path) -> None:
     fault = {"rank": 3, "step": 5, "phase": "reduce"}
     lose_several((2, 2), [fault], tmp_path, "adaptive", "disabled")
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "habit", "rank", "step"),
@@ -478,6 +373,7 @@ def test_a_loss_while_shapes_are_learnt(
     check_bits(outcome, shape, {rank}, tmp_path, habit, exact=step > 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 def test_a_loss_is_given_the_numbers_of_its_own_batch(tmp_path: Path) -> None:
     fault = {"rank": 2, "step": 5, "phase": "idle"}

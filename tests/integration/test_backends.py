@@ -1,4 +1,4 @@
-"""What every backend promises (`swift.runtime.backends.base`), held against each of them.
+"""What every backend promises (`swift_ft.comm.backend`), held against each of them.
 
 gloo: a process for each member, real sockets, real SIGKILL. local: threads of this process. Scenarios that torch's own
 suite has for `dist._reconfigure` (pytorch, test/distributed/test_c10d_fault_tolerance.py) are named as there.
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from swift.bench.abort_members import Listener, Told
-from swift.bench.abort_ranks import LARGE, SMALL, Member, digest, values
+from swift_ft.lab.bench.abort import Listener, Told
+from swift_ft.lab.bench.abort_ranks import LARGE, SMALL, Member, digest, values
 from tests.integration.forked import Forks, meeting, new_store
 from tests.local_backend import LocalBackend
 
@@ -43,7 +43,7 @@ class World:
         else:
             environment = {**meeting(self._store)}
             arguments = [path, self._store.port]
-            self._processes.append(self._forks.run("swift.bench.abort_ranks", arguments, environment))
+            self._processes.append(self._forks.run("swift_ft.lab.bench.abort_ranks", arguments, environment))
 
     def close(self) -> None:
         for process in self._processes:

@@ -11,13 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift.bench.command import main
-from swift.bench.formats.states import GROUPS
+from swift_ft.lab.bench.command import main
+from swift_ft.lab.bench.formats.states import GROUPS
 
-COMMAND = [sys.executable, "-P", "-m", "swift.cli", "bench", "checkpoint", "--formats"]
+COMMAND = [sys.executable, "-P", "-m", "swift_ft.cli", "bench", "checkpoint", "--formats"]
 SAVED = ["dcp", "dcp async", "npz", "swift async", "torch"]
 
 
+@pytest.mark.matrix
 def test_two_ranks_sharded_and_gathered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, picture, place = tmp_path / "found.json", tmp_path / "found.svg", tmp_path / "place"
     place.mkdir()
@@ -49,7 +50,10 @@ def test_two_ranks_sharded_and_gathered(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     ("file_bytes_max", "words"),
-    [(1 << 20, "nothing can be saved: OSError: "), (2 << 20, "npz cannot save or load: OSError: ")],
+    [
+        (1 << 20, "nothing can be saved: OSError: "),
+        pytest.param(2 << 20, "npz cannot save or load: OSError: ", marks=pytest.mark.matrix),
+    ],
 )
 def test_what_cannot_be_written_is_said_in_one_line(file_bytes_max: int, words: str, tmp_path: Path) -> None:
     """As on a full disk: a file has at most so many bytes. A rank's state has 1.5 MiB, and half as much again as npz;
@@ -72,6 +76,7 @@ def test_what_cannot_be_written_is_said_in_one_line(file_bytes_max: int, words: 
     assert line.startswith(f"swift: bench checkpoint: {words}")
 
 
+@pytest.mark.matrix
 def test_it_ends_its_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     command = [*COMMAND, "torch", "--ranks", "2", "--sizes", "1", "--rounds", "1000000"]
     with subprocess.Popen([*command, "--directory", str(tmp_path)], stdout=subprocess.DEVNULL) as bench:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from swift.bench.pipeline import REST, Size, accounts, measure
-from swift.bench.pipeline_ranks import BURNED_S, PARTS
-from swift.drill.sizes import MODELS
+from swift_ft.lab.bench.pipeline import REST, Size, accounts, measure
+from swift_ft.lab.bench.pipeline_ranks import BURNED_S, PARTS
+from swift_ft.lab.drill.topology import MODELS
 
 LOOP = "loop of the session"
 

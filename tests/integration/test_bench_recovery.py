@@ -10,13 +10,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift.bench.command import main
+from swift_ft.lab.bench.command import main
 from tests.unit.log.service import eventually
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("system", "again", "replaced"), [("torchrun", 2, 2), ("swift", 0, 1), ("swift-reinit", 2, 1)]
+    ("system", "again", "replaced"),
+    [
+        pytest.param("torchrun", 2, 2, marks=pytest.mark.matrix),
+        ("swift", 0, 1),
+        pytest.param("swift-reinit", 2, 1, marks=pytest.mark.matrix),
+    ],
 )
 def test_it_runs(system: str, again: int, replaced: int, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
@@ -53,16 +58,24 @@ def command_of(process: psutil.Process) -> str:
 @pytest.mark.parametrize(
     ("words", "trainer"),
     [
-        (("bench", "recovery", "--system", "torchrun", *LONG), "swift.bench.peers.torchrun_trainer"),
-        (("bench", "recovery", "--system", "swift", *LONG), "swift.bench.peers.swift_trainer"),
-        (("study", "--quick", *LONG, "--rates", "0.5", "--out", "study"), "swift.study.trainers.plain"),
+        pytest.param(
+            ("bench", "recovery", "--system", "torchrun", *LONG),
+            "swift_ft.lab.bench.peers.torchrun_trainer",
+            marks=pytest.mark.matrix,
+        ),
+        (("bench", "recovery", "--system", "swift", *LONG), "swift_ft.lab.bench.peers.swift_trainer"),
+        pytest.param(
+            ("study", "--quick", *LONG, "--rates", "0.5", "--out", "study"),
+            "swift_ft.lab.study.trainers.plain",
+            marks=pytest.mark.matrix,
+        ),
     ],
     ids=("torchrun", "swift", "study"),
 )
 def test_nothing_is_left_of_one_that_is_killed(words: tuple[str, ...], trainer: str, tmp_path: Path) -> None:
     started: dict[int, psutil.Process] = {}
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "swift.cli", *words],
+        [sys.executable, "-P", "-m", "swift_ft.cli", *words],
         cwd=tmp_path,
         env=os.environ | {"TMPDIR": str(tmp_path)},
         stdout=subprocess.DEVNULL,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swift.drill.cluster import COORDINATOR, Cluster
-from swift.log.sidecar_supervisor import ENV_OFF
+from swift_ft.lab.drill.cluster import COORDINATOR, Cluster
+from swift_ft.log.sidecar_client import ENV_OFF
 from tests.integration.trainer_world import run_trainer
 
 LEASE_S, BUSY_S = 2, 6

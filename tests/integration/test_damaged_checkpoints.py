@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swift.drill.cluster import JOB
+from swift_ft.lab.drill.cluster import JOB
 from tests.integration.again_world import Again
 from tests.unit.checkpoint.damage import DAMAGES
 
@@ -105,6 +105,7 @@ def test_in_a_job_that_runs(kinds: Sequence[str], tmp_path: Path) -> None:
         assert job.digests(steps) == whole(steps, tmp_path / "whole")
 
 
+@pytest.mark.matrix
 @kinds_in_turn
 def test_where_a_job_is_started_again(kinds: Sequence[str], tmp_path: Path) -> None:
     steps = lost_at(len(kinds))

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from swift.checkpoint import command
-from swift.checkpoint.dcp import alone
-from swift.drill.cluster import JOB
+from swift_ft.lab.drill.cluster import JOB
+from swift_ft.state.export import alone
+from swift_ft.tools import export
 from tests.integration.again_world import Again
 from tests.integration.trainer_world import TRAINERS, run_trainer
 
@@ -46,7 +46,7 @@ def test_from_torchs_directory_to_torchs_directory(monkeypatch: pytest.MonkeyPat
         assert job.run("from_dcp.py", *arguments, flags=["--strategy", "checkpoint"]) == 0, job.said
         assert "killed by SIGKILL" in job.said
     words = ["--checkpoint-dir", str(tmp_path / "job" / "checkpoints"), "--job", JOB, str(tmp_path / "out")]
-    assert command.main(words) == 0
+    assert export.main(words) == 0
 
     for step in range(plain.BEGUN, plain.BEGUN + STEPS):
         plain.step_plainly(model, optimizer, step)
@@ -77,7 +77,7 @@ def test_a_sharded_job_that_went_back_is_exported_whole_and_another_begins_with_
     (plan,) = [event["ranks"] for event in run["events"] if event["event"] == "plan"]
     assert {entry["strategy"] for entry in plan} == {"CHECKPOINT"}
     words = ["--checkpoint-dir", str(tmp_path / "job" / "checkpoints"), "--job", JOB, str(tmp_path / "out")]
-    assert command.main(words) == 0
+    assert export.main(words) == 0
 
     ends = [torch.load(whole / f"rank{rank}.pt", weights_only=True) for rank in range(4)]
     for end in ends:

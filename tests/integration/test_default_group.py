@@ -10,10 +10,10 @@ EVERYTHING = textwrap.dedent(
     """
     import json, sys
     import torch, torch.distributed as dist
-    from swift.runtime.backends.gloo import GlooBackend
-    from swift.runtime.process_groups import ProcessGroups
-    from swift.runtime.groups import ReconfigurableGroup
-    from swift.runtime.rank_store import MasterStores
+    from swift_ft.comm.gloo import GlooBackend
+    from swift_ft.comm.process_groups import ProcessGroups
+    from swift_ft.comm.groups import ReconfigurableGroup
+    from swift_ft.comm.rank_store import MasterStores
 
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)

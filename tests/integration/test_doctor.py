@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from swift.errors import LogUnavailable
-from swift.log.record import RecordKey
-from swift.log.writer import LogWriter
+from swift_ft.errors import LogUnavailable
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import REPOSITORY, LogServer, free_port
 
 
 def doctor(*arguments: object, **environment: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "swift.cli", "doctor", *map(str, arguments)],
+        [sys.executable, "-m", "swift_ft.cli", "doctor", *map(str, arguments)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

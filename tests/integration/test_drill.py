@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from swift import events
-from swift.events import read
+from swift_ft import events
+from swift_ft.events import read
 from tests.integration.drill_world import (
     CHECKPOINT_EVERY,
     COMMAND,
@@ -189,6 +189,7 @@ def test_bad_input_is_refused_in_one_line(arguments: list[str], word: str) -> No
 def test_a_twin_of_another_seed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "digests").mkdir()
     (tmp_path / "twin.json").write_text(json.dumps({"identity": {"trainer": ["--seed", "1"]}}))
+    (tmp_path / "losses.json").write_text("{}")
     words = [*COMMAND, *kills("rank=2,step=8"), "--twin", str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swift.drill.topology import SPLITTING
+from swift_ft.lab.drill.topology import SPLITTING
 from tests.integration.drill_world import Twins, drill, kills, passed
 from tests.integration.test_drill_shrink import exact, spec
 
@@ -24,7 +24,7 @@ def words(stages: int, replicas: int, *more: str) -> list[str]:
     ("shape", "schedule", "lost"),
     [
         # No pipeline is whole after the second one.
-        ((2, 2), "interleavedzerobubble", {0: 6, 3: 9}),
+        pytest.param((2, 2), "interleavedzerobubble", {0: 6, 3: 9}, marks=MATRIX),
         ((2, 3), "1f1b", {4: 6}),
         *(
             pytest.param(shape, schedule, lost, marks=MATRIX)
@@ -59,6 +59,7 @@ def test_the_peers_of_lost_ranks_share_their_microbatches(
     assert at_once or len(report["recoveries"]) == len(lost)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("rank", "phase"),
     [
@@ -101,6 +102,7 @@ def test_staggered_steps(
     assert report["steps_lost"] == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("memory", ["1", pytest.param("2", marks=MATRIX)])
 def test_auto_reroutes_if_no_process_comes(memory: str, twins: Twins, tmp_path: Path) -> None:
     asked = ["--stages", "2", "--replicas", "2", "--lost-shard", "quickest", "--adaptive-memory", memory]
@@ -108,6 +110,7 @@ def test_auto_reroutes_if_no_process_comes(memory: str, twins: Twins, tmp_path: 
     exact(report, [3])
 
 
+@pytest.mark.matrix
 def test_gradients_that_are_not_kept_apart_are_named(twins: Twins, tmp_path: Path) -> None:
     asked = words(2, 2, "--exact-gradients", "off", "--allow-inexact")
     outcome = drill(*asked, *kills(spec(1, "backward")), twins=twins, at=tmp_path)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from swift.checkpoint import MODES
+from swift_ft.state import MODES
 from tests.integration.drill_world import CHECKPOINT_EVERY, STEPS, Twins, drill, kills, passed
 
 pytestmark = pytest.mark.timeout(300)
@@ -59,6 +59,7 @@ def test_all_go_back_and_end_with_every_bit(
     restored(tmp_path, twins, asked, spec(rank, phase))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=MATRIX)])
 def test_two_are_lost_one_after_the_other(mode: str, twins: Twins, tmp_path: Path) -> None:
     """The second one in the save of what the first one had lost."""

@@ -45,6 +45,7 @@ def test_while_a_wait_free_step_is_half_applied(twins: Twins, tmp_path: Path) ->
     exact(drill(*words, *kills(spec(1, "update")), twins=twins, at=tmp_path), EVERY)
 
 
+@pytest.mark.matrix
 def test_two_losses_one_after_the_other(twins: Twins, tmp_path: Path) -> None:
     words = reinit(1, 2)
     losses = kills(spec(1, "backward"), spec(0, "reduce", STEP + 1))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swift.drill.run import LOSSES_FILE, read_digests
+from swift_ft.lab.drill.run import LOSSES_FILE, read_digests
 from tests.integration.drill_world import (
     CHECKPOINT_EVERY,
     Twins,
@@ -51,7 +51,9 @@ def strategies(recovery: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks"), [(PURE, (1, 0, 1, 0)), (HYBRID, (3, 0, 2, 1))], ids=["1x2", "2x2"]
+    ("shape", "ranks"),
+    [pytest.param(PURE, (1, 0, 1, 0), marks=pytest.mark.matrix), (HYBRID, (3, 0, 2, 1))],
+    ids=["1x2", "2x2"],
 )
 def test_each_rank_dies_once_and_its_replica_gives_the_state(
     shape: list[str], ranks: tuple[int, ...], twins: Twins, tmp_path: Path
@@ -100,6 +102,7 @@ def test_a_wait_free_update_is_taken_back(
     assert found[0]["undo"]["buckets"] > 0
 
 
+@pytest.mark.matrix
 def test_an_arithmetic_undo_is_shown_and_never_called_exact(twins: Twins, tmp_path: Path) -> None:
     words = [*HYBRID, *WAIT_FREE, "--optimizer", "sgd", "--undo", "arithmetic"]
     outcome = drill(*words, *kills("rank=1,step=8,phase=update"), twins=twins, at=tmp_path)
@@ -192,6 +195,7 @@ def test_no_whole_copy_is_left(twins: Twins, tmp_path: Path) -> None:
     assert second["verified_sends"] > 0
 
 
+@pytest.mark.matrix
 def test_a_replay_that_was_asked_for_and_one_that_a_corrupt_log_prevents(
     twins: Twins, tmp_path: Path
 ) -> None:
@@ -207,6 +211,7 @@ def test_a_replay_that_was_asked_for_and_one_that_a_corrupt_log_prevents(
     assert "s0c1.F" in report["reason"]
 
 
+@pytest.mark.matrix
 def test_a_checkpoint_that_was_asked_for(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=0,step=8,phase=reduce"]
     place = tmp_path / "drill"

@@ -36,7 +36,7 @@ def spec(rank: int, phase: str, step: int = STEP) -> str:
     ("replicas", "phase"),
     [
         (2, "reduce"),
-        (4, "backward"),
+        pytest.param(4, "backward", marks=MATRIX),
         *(
             pytest.param(replicas, phase, marks=MATRIX)
             for replicas in (2, 4)
@@ -65,7 +65,7 @@ def late(stages: int, replicas: int, *words: str) -> list[str]:
     ("shape", "phase"),
     [
         ((1, 4), "backward"),
-        ((2, 2), "reduce"),
+        pytest.param((2, 2), "reduce", marks=MATRIX),
         *(pytest.param((1, 2), phase, marks=MATRIX) for phase in PHASES),
         *(pytest.param((2, 2), phase, marks=MATRIX) for phase in PHASES if phase != "reduce"),
     ],
@@ -158,6 +158,7 @@ def test_a_lost_rank_comes_back(replicas: int, phase: str, twins: Twins, tmp_pat
     assert report["sources"] == {"1": [rank for rank in range(replicas) if rank != 1]}
 
 
+@pytest.mark.matrix
 def test_two_are_lost_one_after_the_other(twins: Twins, tmp_path: Path) -> None:
     specs = [spec(2, "backward", 4), spec(0, "reduce", 9)]
     exact(passed(drill(*shrink(4), *kills(*specs), twins=twins, at=tmp_path)), [2], [0, 2])
@@ -194,6 +195,7 @@ def dropped(outcome: Outcome, *vacant: list[int]) -> dict[str, Any]:
 DROP = ["--lost-shard", "drop", "--allow-inexact"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("replicas", "phase"),
     [

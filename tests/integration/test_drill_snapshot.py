@@ -63,6 +63,7 @@ def test_while_a_wait_free_step_is_half_applied(twins: Twins, tmp_path: Path) ->
     exact(drill(*words, *kills(spec(1, "update")), twins=twins, at=tmp_path), STEP // EVERY * EVERY)
 
 
+@pytest.mark.matrix
 def test_while_the_copies_pass_from_rank_to_rank_the_older_ones_stand(twins: Twins, tmp_path: Path) -> None:
     outcome = drill(*snapshot(2, 1), *kills("rank=1,step=3,phase=snapshot"), twins=twins, at=tmp_path)
     exact(outcome, 0)
@@ -81,6 +82,7 @@ def test_the_keeper_right_after_the_rank_that_it_keeps_for(twins: Twins, tmp_pat
     exact(drill(*snapshot(2, 1), *kills(*specs), twins=twins, at=tmp_path), 6, 6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=MATRIX)])
 def test_another_one_while_they_go_back(rank: int, twins: Twins, tmp_path: Path) -> None:
     """Rank 1's copy is sent by rank 2, or by the one that has it from there."""

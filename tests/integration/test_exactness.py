@@ -48,25 +48,3 @@ def test_a_position_that_nobody_was_told_of_is_named(what: str, tmp_path: Path) 
         return
     assert len(told) >= 2  # at once, and at the end
     assert re.search(r"not exact since version [89]: rank [01]: .*", told[-1])
-    advice = "train_step changes hidden.position, which the session does not know"
-    assert sum(advice in line for line in said(tmp_path, "launcher").splitlines()) >= 1
-
-
-def test_paranoid_refuses_at_the_first_step_what_is_not_a_function_of_its_state(tmp_path: Path) -> None:
-    run_trainer(tmp_path, "hidden.py", 12, "loader", "paranoid=True", ranks=2, faults=[], code_wanted=2)
-    lines = said(tmp_path, "launcher").splitlines()
-    assert len(lines) == 1
-    assert "step 0 was computed twice from one state (paranoid), and external input 0 of stage 0" in lines[0]
-
-
-@pytest.mark.parametrize("settings", [["checkpoint_every=5"], ["replicas=2"]])
-def test_paranoid_finds_nothing_where_there_is_nothing(settings: list[str], tmp_path: Path) -> None:
-    fault = {"rank": 1, "step": 8, "phase": "optimizer"}
-    run = run_trainer(
-        tmp_path, "hidden.py", 12, "nothing", "paranoid=True", *settings, ranks=2, faults=[fault]
-    )
-    assert [plan["exact"] for plan in plans(run)] == [True]
-    assert "not exact" not in said(tmp_path, "launcher")
-    begun = [event["step"] for event in run["events"] if event["event"] == "rehearsed" and event["rank"] == 0]
-    assert begun[0] == 0
-    assert len(begun) == 2  # and the first one after the recovery

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from swift.failures.grammar import RankFault
-from swift.failures.schedule import parse_entry, schedule_of
+from swift_ft.fault_grammar import RankFault
+from swift_ft.lab.failures.schedule import parse_entry, schedule_of
 from tests.integration import on_tmpfs
 from tests.integration.failing_world import LEASES, STEPS, Ended, run, trainer, undisturbed
 from tests.integration.forked import Forks
@@ -312,7 +312,7 @@ def launched(
     directory: Path, failures: str, tmpfs: tuple[str, Path] | None = None
 ) -> "subprocess.CompletedProcess[str]":
     flags = ["--coordinator", "127.0.0.1:1", "--job", "test", "--nproc-per-node", "2"]
-    command = ["-m", "swift.launch", *flags, "--failures", failures, "--log-dir", "out", "script.py"]
+    command = ["-m", "swift_ft.launch", *flags, "--failures", failures, "--log-dir", "out", "script.py"]
     if tmpfs is not None:
         command = ["-m", "tests.integration.on_tmpfs", tmpfs[0], str(tmpfs[1]), *command]
     root = str(Path(__file__).parents[2])

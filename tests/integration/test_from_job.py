@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swift.drill.cluster import JOB
+from swift_ft.lab.drill.cluster import JOB
 from tests.integration.again_world import Again
 
 pytestmark = pytest.mark.timeout(240)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from swift.drill.cluster import JOB
-from swift.log import admin
+from swift_ft.lab.drill.cluster import JOB
+from swift_ft.log import admin
 from tests.integration import watched
 from tests.integration.forked import Forks
 

@@ -16,11 +16,11 @@ BROKEN_REDUCTIONS = textwrap.dedent(
     # One rank's connections break at another moment of the reduction in every trial.
     import json, sys, threading, time
     import torch
-    from swift.runtime.backends.gloo import GlooBackend
-    from swift.runtime.process_groups import ProcessGroups
-    from swift.runtime.groups import ReconfigurableGroup
-    from swift.runtime.rank_store import MasterStores
-    from swift.runtime.reducer import Reducer
+    from swift_ft.comm.gloo import GlooBackend
+    from swift_ft.comm.process_groups import ProcessGroups
+    from swift_ft.comm.groups import ReconfigurableGroup
+    from swift_ft.comm.rank_store import MasterStores
+    from swift_ft.train.reducer import Reducer
 
     rank, world, ordered, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
     torch.set_num_threads(1)
@@ -77,10 +77,10 @@ DDP_LIVES_ON = textwrap.dedent(
     import json, os, signal, sys
     import torch
     from torch.nn.parallel import DistributedDataParallel
-    from swift.runtime.backends.gloo import GlooBackend
-    from swift.runtime.process_groups import ProcessGroups
-    from swift.runtime.groups import ReconfigurableGroup
-    from swift.runtime.rank_store import MasterStores
+    from swift_ft.comm.gloo import GlooBackend
+    from swift_ft.comm.process_groups import ProcessGroups
+    from swift_ft.comm.groups import ReconfigurableGroup
+    from swift_ft.comm.rank_store import MasterStores
 
     rank, generation = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.launch.decisions import CHECKS_MAX
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.launch.decisions import CHECKS_MAX
 from tests.integration.launch_world import Launch, ScriptedCoordinator, assert_all_gone, wait_until
 
 Start = Callable[..., Launch]
@@ -18,8 +18,8 @@ Start = Callable[..., Launch]
 CHECK = "--health-check=sh -c 'echo $LOCAL_RANK $SWIFT_HEALTH_CHECK >> checks; . ./on.$SWIFT_HEALTH_CHECK'"
 HURRIED = (
     "-c",
-    "import sys; from swift.launch import decisions; decisions.CHECK_DELAY_FIRST_S = 0.01; "
-    "from swift.launch.command import main; sys.exit(main(sys.argv[1:]))",
+    "import sys; from swift_ft.launch import decisions; decisions.CHECK_DELAY_FIRST_S = 0.01; "
+    "from swift_ft.launch.command import main; sys.exit(main(sys.argv[1:]))",
 )
 
 

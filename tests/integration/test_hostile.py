@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from swift.bench import hostile
-from swift.bench.hostile import HostileConfig, Seen, judge
-from swift.bench.soak_memory import Rule, Sample
-from swift.security.channel import ENV_TOKEN_FILE
+from swift_ft.credentials import ENV_TOKEN_FILE
+from swift_ft.lab.bench import hostile
+from swift_ft.lab.bench.hostile import HostileConfig, Seen, judge
+from swift_ft.lab.bench.soak_memory import Rule, Sample
 
 SHORT = Rule(warm_up_s=5.0, observed_s_min=5.0, percent_per_minute_max=200.0, thirds_percent_max=200.0)
 
 SLOW = """
 import sys, time
-from services.logserver import __main__ as program
-from services.logserver.reading import Reading
+from swift_ft_services.logserver import __main__ as program
+from swift_ft_services.logserver.reading import Reading
 
 honest = Reading.inventory
 

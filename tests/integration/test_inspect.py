@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import pty
 import random
 import re
 import struct
@@ -18,18 +17,18 @@ import crc32c
 import pytest
 from safetensors import deserialize
 
-from swift.inspect.export import DTYPES
-from swift.log import admin
-from swift.log.frame import CODECS
-from swift.log.record import DTYPE_BY_NAME, RecordKey
-from swift.log.segment import (
+from swift_ft.log import admin
+from swift_ft.log.frame import CODECS
+from swift_ft.log.record import DTYPE_BY_NAME, RecordKey
+from swift_ft.log.segment import (
     SEGMENT_HEADER_BYTES,
     decode_segment_header,
     encode_segment_header,
     scan,
     walk,
 )
-from swift.log.writer import LogWriter
+from swift_ft.log.writer import LogWriter
+from swift_ft.tools.log_contents import DTYPES
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer, free_port
 
 STEPS, STREAMS, SIZE = 20, ("s0.F", "s1.B"), 20_000
@@ -38,7 +37,7 @@ STEPS, STREAMS, SIZE = 20, ("s0.F", "s1.B"), 20_000
 def inspect(*flags: object, code: int = 0) -> str:
     """What it prints; on an error the one line that it says."""
     done = subprocess.run(
-        [sys.executable, "-m", "swift.cli", "inspect", *map(str, flags)],
+        [sys.executable, "-m", "swift_ft.cli", "inspect", *map(str, flags)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -142,19 +141,6 @@ def test_tables(served: LogServer) -> None:
     for stream in STREAMS:
         for path in served.segments(stream):
             assert path.name in files
-
-
-def test_on_a_terminal_it_is_a_table_of_rich(served: LogServer) -> None:
-    main, terminal = pty.openpty()
-    command = [sys.executable, "-m", "swift.cli", "inspect", "--server", served.address]
-    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "150"}
-    done = subprocess.run(command, cwd=REPOSITORY, stdout=terminal, env=env, timeout=TIMEOUT_S, check=True)
-    os.close(terminal)
-    text = os.read(main, 1 << 16).decode()
-    os.close(main)
-    assert done.returncode == 0
-    assert "\x1b[1m" in text
-    assert "s1.B" in text
 
 
 def test_a_torn_tail_is_shown_and_is_no_damage(served: LogServer) -> None:

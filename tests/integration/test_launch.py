@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.launch.flags import PRELOAD_DEFAULT
-from swift.launch.left import LEFT_S
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.launch.agent import LEFT_S
+from swift_ft.launch.command import PRELOAD_DEFAULT
 from tests.integration.launch_world import Launch, Rank, ScriptedCoordinator, assert_all_gone, wait_until
 from tests.integration.logserver_world import free_port
 
@@ -127,7 +127,7 @@ class Popen(subprocess.Popen):
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         super().__init__(*args, **options)
 subprocess.Popen = Popen
-from swift.launch.command import main
+from swift_ft.launch.command import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -244,12 +244,37 @@ def test_nothing_outlives_a_killed_launcher(start: Start) -> None:
     assert_all_gone(below)
 
 
+WITHOUT_THREADS = """
+import runpy, sys
+from swift_ft.launch.link import CoordinatorLink
+
+def fail(link, view):
+    raise RuntimeError("can't start new thread")
+
+CoordinatorLink._on_view = fail
+runpy.run_module("swift_ft.launch", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_launcher_that_loses_a_thread_ends_with_its_ranks(
+    start: Start, coordinator: ScriptedCoordinator
+) -> None:
+    launch = start("--nproc-per-node=2", launcher=("-c", WITHOUT_THREADS))
+    launch.rank(0), launch.rank(1)
+    below = launch.processes()
+    coordinator.publish(state=pb.RUNNING, generation=1)
+    code, stderr = launch.wait()
+    assert code == 3
+    assert "swift: run: RuntimeError: can't start new thread in thread view-watcher-test (" in stderr
+    assert_all_gone(below)
+
+
 @pytest.mark.parametrize(
     ("last_words", "exit_code", "says", "told"),
     [
         ("raise ValueError('boom')", 1, "ValueError: boom", "rank 1: exit code 1"),
         (
-            "import swift.errors; raise swift.errors.UsageError('do\\nthis')",
+            "import swift_ft.errors; raise swift_ft.errors.UsageError('do\\nthis')",
             2,
             "swift: do this",
             "exit code 2",
@@ -288,7 +313,7 @@ def test_ranks_that_end_at_the_same_moment_are_both_counted(
     launch.process.send_signal(signal.SIGSTOP)
     launch.go(0, "raise SystemExit(1)")
     wait_until(lambda: not ranks[0].alive, "the end of rank 0")
-    launch.go(1, "import swift.errors; raise swift.errors.UsageError('do this')")
+    launch.go(1, "import swift_ft.errors; raise swift_ft.errors.UsageError('do this')")
     wait_until(lambda: not ranks[1].alive, "the end of rank 1")
     launch.process.send_signal(signal.SIGCONT)
     code, stderr = launch.wait()
@@ -311,7 +336,7 @@ def test_an_environment_error_stops_a_job_that_never_ran(
 ) -> None:
     coordinator.publish(state=pb.FORMING, generation=1)
     launch = start(
-        "--nproc-per-node=1", script="import swift.errors; raise swift.errors.ServiceError('disk full')"
+        "--nproc-per-node=1", script="import swift_ft.errors; raise swift_ft.errors.ServiceError('disk full')"
     )
     code, stderr = launch.wait()
     assert code == 3

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift.launch.children import Child, Nursery
-from swift.launch.rendezvous import LoopbackRendezvous
-from swift.launch.worker import Program
+from swift_ft.launch.children import Child, Nursery
+from swift_ft.launch.rendezvous import LoopbackRendezvous
+from swift_ft.launch.worker import Program
 
 
 @pytest.fixture(params=["fork", "spawn"])
@@ -88,7 +88,7 @@ def test_arguments_of_any_size_and_nobody_waits_for_who_does_not_read_yet(
 USED_UP = """
 import fcntl, os
 from pathlib import Path
-from swift.launch.children import Nursery
+from swift_ft.launch.children import Nursery
 limit = 4096 * int(Path("/proc/sys/fs/pipe-user-pages-soft").read_text())
 if os.getuid() == 0:
     os.setgid(65534)

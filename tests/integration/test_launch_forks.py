@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.launch import forkserver
-from swift.launch.children import Child, Nursery
-from swift.launch.flags import PRELOAD_DEFAULT
-from swift.launch.forkserver import ForkFailed, ForkServer, adopting, own_children
-from swift.launch.worker import Program
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.launch import forkserver
+from swift_ft.launch.children import Child, Nursery
+from swift_ft.launch.command import PRELOAD_DEFAULT
+from swift_ft.launch.forkserver import ForkFailed, ForkServer, adopting, own_children
+from swift_ft.launch.worker import Program
 from tests.integration.launch_world import Launch, ScriptedCoordinator, wait_until
 
 Make = Callable[..., Nursery]

@@ -1,5 +1,6 @@
 """A script in a warm worker behaves as under plain python: arguments, path, output, traceback, exit code."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swift.launch.worker import Program
+from swift_ft.launch.worker import Program
 
 PROLOGUE = """
 import os, sys
@@ -61,7 +62,7 @@ def run_plain(directory: Path, *arguments: str) -> Ended:
 def run_worker(directory: Path, assignment: Program | None, path0: str, launcher_pid: int = 0) -> Ended:
     control_read, control_write = os.pipe()
     warm_read, warm_write = os.pipe()
-    command = [sys.executable, "-u", "-m", "swift.launch.worker", str(control_read), str(warm_write)]
+    command = [sys.executable, "-u", "-m", "swift_ft.launch.worker", str(control_read), str(warm_write)]
     command += [str(launcher_pid or os.getpid()), path0, "json,no_such_module"]
     environment = {k: v for k, v in os.environ.items() if k != "RANK"}
     process = subprocess.Popen(
@@ -120,7 +121,9 @@ def test_module_behaves_as_under_python(tmp_path: Path, ending: str) -> None:
     ("error", "exit_code"), [("UsageError", 2), ("ServiceError", 3), ("Divergence", 3)], ids=str
 )
 def test_our_own_errors_are_one_line(tmp_path: Path, error: str, exit_code: int) -> None:
-    (tmp_path / "train.py").write_text(f"import swift.errors\nraise swift.errors.{error}('do this\\n  now')")
+    (tmp_path / "train.py").write_text(
+        f"import swift_ft.errors\nraise swift_ft.errors.{error}('do this\\n  now')"
+    )
     found = run_worker(tmp_path, make_program(tmp_path, "train.py"), str(tmp_path))
     assert found == Ended(exit_code, "", "swift: do this now\n")
 
@@ -149,8 +152,8 @@ def test_worker_whose_launcher_died_before_it_could_look_ends(tmp_path: Path) ->
 
 
 def test_by_hand_it_says_what_to_use() -> None:
-    found = run_plain(Path.cwd(), "-m", "swift.launch.worker")
-    assert found == Ended(2, "", "swift: swift.launch.worker is started by `swift-ft run`, not by hand\n")
+    found = run_plain(Path.cwd(), "-m", "swift_ft.launch.worker")
+    assert found == Ended(2, "", "swift: swift_ft.launch.worker is started by `swift-ft run`, not by hand\n")
 
 
 def test_what_is_drawn_without_a_seed_is_drawn_alike_by_a_replacement(tmp_path: Path) -> None:
@@ -159,3 +162,72 @@ def test_what_is_drawn_without_a_seed_is_drawn_alike_by_a_replacement(tmp_path: 
     first, again = (run_worker(tmp_path, assignment, str(tmp_path)) for _ in range(2))
     assert first.exit_code == 0, first.stderr
     assert first.stdout == again.stdout != ""
+
+
+ENDS = {
+    "exits": ("sys.exit(3)", "the script has ended with exit code 3"),
+    "ends": ("", "the script has ended"),
+    "raises": ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+}
+ABOUT = """
+import json, os, sys
+from swift_ft import warm_up
+about = {
+    "rank": os.environ["RANK"],
+    "peers": [name for name in ("MASTER_ADDR", "SWIFT_EVENTS", "SWIFT_FAULTS") if name in os.environ],
+    "nice": os.nice(0),
+    "oom": open("/proc/self/oom_score_adj").read().strip(),
+    "beside": warm_up.is_warming_up(),
+    "argv": sys.argv,
+    "main": __name__,
+}
+json.dump(about, open("about.json", "w"))
+print("nobody hears this")
+print("nor this", file=sys.stderr, flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rehearsal_is_silent_and_poor_says_one_line_and_ends(tmp_path: Path, end: str) -> None:
+    words, why_not = ENDS[end]
+    (tmp_path / "train.py").write_text(ABOUT + words)
+    env = {"RANK": "3", "MASTER_ADDR": "a", "SWIFT_EVENTS": str(tmp_path), "SWIFT_FAULTS": "[]"}
+    program = make_program(tmp_path, "train.py", env=env, rehearse=5)
+    found, said = rehearse(tmp_path, program)
+    assert found == Ended(0, "", "")
+    assert json.loads(said) == {"steps": 0, "difference": "", "why_not": why_not, "passing": False}
+    about = json.loads((tmp_path / "about.json").read_text())
+    assert about == {
+        "rank": "3",
+        "peers": [],
+        "nice": 19,
+        "oom": "1000",
+        "beside": True,
+        "argv": ["train.py", *program.args],
+        "main": "__main__",
+    }
+
+
+def rehearse(directory: Path, assignment: Program) -> tuple[Ended, bytes]:
+    """(its end, the line that it said once it was warm)"""
+    control_read, control_write = os.pipe()
+    warm_read, warm_write = os.pipe()
+    command = [sys.executable, "-u", "-m", "swift_ft.launch.worker", str(control_read), str(warm_write)]
+    process = subprocess.Popen(
+        [*command, str(os.getpid()), str(directory), "json"],
+        cwd=directory,
+        pass_fds=(control_read, warm_write),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(control_read)
+    os.close(warm_write)
+    os.write(control_write, assignment.to_line())
+    stdout, stderr = process.communicate(timeout=60)
+    os.close(control_write)
+    with open(warm_read, "rb") as pipe:
+        warm, said = pipe.read(1), pipe.read()
+    assert warm == b"w"
+    assert said.endswith(b"\n")
+    return Ended(process.returncode, stdout, stderr), said

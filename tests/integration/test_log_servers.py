@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from swift import control
-from swift.control import View
-from swift.control import logs as command
-from swift.log import admin
-from swift.log.reader import LogReader, never
-from swift.log.record import RecordKey
-from swift.log.sidecar_client import SidecarWriter
+from swift_ft import rpc
+from swift_ft.log import admin
+from swift_ft.log.reader import LogReader, never
+from swift_ft.log.record import RecordKey
+from swift_ft.log.sidecar_client import SidecarWriter
+from swift_ft.rpc import View
+from swift_ft.tools import log_servers
 from tests.integration.coordinator_world import Coordinator, FakeMember, finish, recovered
 from tests.integration.coordinator_world import Job as Members
 from tests.integration.logserver_world import JOB, TIMEOUT_S, LogServer
@@ -54,7 +54,7 @@ def steps_of(server: LogServer) -> list[int]:
 
 
 def told(coordinator: Coordinator, *words: str) -> int:
-    return command.main(["--coordinator", coordinator.address, "--job", JOB, *words])
+    return log_servers.main(["--coordinator", coordinator.address, "--job", JOB, *words])
 
 
 def test_a_log_server_that_comes_back_empty_is_used_anew(servers: list[LogServer], members: Members) -> None:
@@ -73,7 +73,7 @@ def test_a_log_server_that_comes_back_empty_is_used_anew(servers: list[LogServer
         view = members.wait(ranks[0], recovered(2))
         assert view.reason == f"log server {one.address} is lost: it has come back without this job's records"
         assert sorted(kept_by(view, 0)) == sorted(both)
-        assert {rank.strategy for rank in view.plan.ranks} <= {control.KEEP, control.CATCH_UP}
+        assert {rank.strategy for rank in view.plan.ranks} <= {rpc.KEEP, rpc.CATCH_UP}
         writer.set_generation(2, kept_by(view, 0), [one.address])
         put(writer, range(4, 8))
         writer.flush(TIMEOUT_S)
@@ -133,7 +133,7 @@ def test_a_log_server_is_replaced_by_another_and_comes_back(
         assert "was given up by an operator" in view.reason
         assert list(view.log_servers) == [two.address, new.address]
         assert kept_by(view, 0) == [two.address, new.address]
-        assert {rank.strategy for rank in view.plan.ranks} <= {control.KEEP, control.CATCH_UP}
+        assert {rank.strategy for rank in view.plan.ranks} <= {rpc.KEEP, rpc.CATCH_UP}
         assert steps_of(new) == [], "it was emptied before anybody could read it"
         writer.set_generation(2, kept_by(view, 0))
         put(writer, range(7, 12))

@@ -13,15 +13,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift import events
-from swift.errors import JobSetApart, LogUnavailable, RecordCorrupt, StaleGeneration
-from swift.log import admin
-from swift.log.reader import LogReader, never
-from swift.log.record import RecordKey
-from swift.log.segment import Ending, scan
-from swift.log.wire import SERVICE
-from swift.log.writer import LogWriter
-from swift.security.health import check
+from swift_ft import events
+from swift_ft.credentials import check_service
+from swift_ft.errors import JobSetApart, LogUnavailable, RecordCorrupt, StaleGeneration
+from swift_ft.log import admin
+from swift_ft.log.protocol import SERVICE
+from swift_ft.log.reader import LogReader, never
+from swift_ft.log.record import RecordKey
+from swift_ft.log.segment import Ending, scan
+from swift_ft.log.writer import LogWriter
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer, free_port, run
 from tests.unit.log.service import eventually
 
@@ -294,7 +294,7 @@ def test_off_loopback_only_if_told_so(tmp_path: Path) -> None:
     address_file = tmp_path / "address"
     process = subprocess.Popen(
         [
-            *[sys.executable, "-m", "services.logserver", "--directory", str(tmp_path / "log")],
+            *[sys.executable, "-m", "swift_ft_services.logserver", "--directory", str(tmp_path / "log")],
             *["--listen", f"0.0.0.0:{free_port()}", "--insecure", "--address-file", str(address_file)],
         ],
         cwd=REPOSITORY,
@@ -305,7 +305,7 @@ def test_off_loopback_only_if_told_so(tmp_path: Path) -> None:
     while not address_file.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    health = check(f"127.0.0.1:{address_file.read_text().strip().rpartition(':')[2]}")
+    health = check_service(f"127.0.0.1:{address_file.read_text().strip().rpartition(':')[2]}")
     assert (health.status, health.insecure, health.tls, health.tokens) == ("SERVING", True, False, False)
     (serving,) = [event for event in events.read(tmp_path) if event["event"] == "serving"]
     assert serving["insecure"] is True

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from swift import events
+from swift_ft import events
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import REPOSITORY, LogServer
 from tests.integration.namespaces import Network, skip_where_impossible
@@ -42,10 +42,21 @@ class Machines:
         self.launchers: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, machine: str, number: int) -> None:
-        command = [*self._world.network.inside(machine), sys.executable, "-m", "swift.launch", "--nnodes=2"]
+        command = [
+            *self._world.network.inside(machine),
+            sys.executable,
+            "-m",
+            "swift_ft.launch",
+            "--nnodes=2",
+        ]
         command += [f"--nproc-per-node={self._stages // 2}", "--spares=0", "--coordinator", self._world.meta]
         command += ["--job", self._directory.name, *self._flags(machine, number)]
-        command += ["--checkpoint-dir", str(self._directory / "checkpoints"), "-m", "swift.drill.trainer"]
+        command += [
+            "--checkpoint-dir",
+            str(self._directory / "checkpoints"),
+            "-m",
+            "swift_ft.lab.drill.trainer",
+        ]
         command += [
             "--stages",
             str(self._stages),
@@ -206,7 +217,7 @@ class Logs:
 
     def operate(self, *words: str) -> None:
         """`swift-ft logs`, where the coordinator is."""
-        command = [*self._world.network.inside("meta"), sys.executable, "-m", "swift.cli", "logs"]
+        command = [*self._world.network.inside("meta"), sys.executable, "-m", "swift_ft.cli", "logs"]
         done = subprocess.run(
             [*command, "--coordinator", self._world.meta, *words],
             cwd=REPOSITORY,

@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift import events
-from swift.drill.cluster import Cluster
-from swift.errors import Divergence, LogUnavailable, RecordCorrupt, SequenceConflict
-from swift.log import admin
-from swift.log.reader import LogReader
-from swift.log.record import RecordKey
-from swift.log.writer import LogWriter
+from swift_ft import events
+from swift_ft.errors import Divergence, LogUnavailable, RecordCorrupt, SequenceConflict
+from swift_ft.lab.drill.cluster import Cluster
+from swift_ft.log import admin
+from swift_ft.log.reader import LogReader
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
 from tests.integration.coordinator_world import Coordinator, FakeMember
 from tests.integration.logserver_world import JOB, REPOSITORY, LogServer, run
 from tests.integration.scraping import Scrape, scrape

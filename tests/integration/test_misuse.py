@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swift.drill.cluster import Cluster
+from swift_ft.lab.drill.cluster import Cluster
 from tests.integration.forked import CalmCluster, Forks
 
 TRAINER = [str(Path(__file__).parent / "trainers" / "misuse.py")]

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from swift.log import admin
-from swift.log.record import RecordKey
-from swift.log.writer import LogWriter
+from swift_ft.lab.drill.cluster import JOB
+from swift_ft.log import admin
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
+from tests.integration import failing_world
 
 TIMEOUT_S = 30.0
 SWIFT = str(Path(sys.executable).with_name("swift-ft"))
@@ -46,10 +48,49 @@ def served(
 
 def too_wide(root: Path) -> list[str]:
     return [
-        str(path.relative_to(root))
+        f"{path.relative_to(root)} {mode:o}"
         for path in [root, *root.rglob("*")]
-        if stat.S_IMODE(path.lstat().st_mode) & 0o077 and not path.is_symlink()
+        if (mode := stat.S_IMODE(path.lstat().st_mode)) & 0o077 and not path.is_symlink()
     ]
+
+
+@pytest.fixture
+def _usual_umask() -> Iterator[None]:
+    """What is made by it alone can be read by everybody."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.usefixtures("_usual_umask")
+def test_all_that_a_run_makes_is_its_owners_alone(tmp_path: Path) -> None:
+    """Of the launcher, ranks with their sidecars, a spare, and both services, while a rank is killed; and what is
+    exported of it then."""
+    place, temporary = tmp_path / "run", tmp_path / "tmp"
+    temporary.mkdir(mode=0o700)
+    killed = "rank=1,step=7,phase=backward"
+    more = ["--redirects", "3"]
+    torchs = str(tmp_path / "inductor")  # torch makes it in a rank's process
+    settings = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": torchs}
+    failing_world.run(place, killed, flags=more, settings=settings)
+    words = ["--checkpoint-dir", str(place / "checkpoints"), "--job", JOB, str(place / "exported")]
+    subprocess.run([SWIFT, "export", *words], check=True, stdout=subprocess.DEVNULL)
+
+    for address in place.glob("*.address"):  # for whoever is to connect
+        assert stat.S_IMODE(address.stat().st_mode) == 0o644
+        address.unlink()
+    made = {path.suffix for path in place.rglob("*")}
+    assert made >= {".safetensors", ".sqlite", ".jsonl", ".json", ".log", ".distcp", ".fired"}, made
+    assert too_wide(place) == []
+    assert too_wide(temporary) == []
+
+
+@pytest.mark.usefixtures("_usual_umask")
+def test_what_a_command_was_asked_to_write_is_as_wide_as_the_umask_says(tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+    subprocess.run([SWIFT, "doctor", "--json", str(path)], check=False, stdout=subprocess.DEVNULL)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
 def test_a_log_servers_files_are_its_owners_alone(tmp_path: Path) -> None:
@@ -62,6 +103,9 @@ def test_a_log_servers_files_are_its_owners_alone(tmp_path: Path) -> None:
             writer.close()
             assert too_wide(tmp_path / "logserver") == []
         assert too_wide(tmp_path / "logserver") == []
+        words = ["--directory", str(tmp_path / "logserver"), "--export", str(tmp_path / "exported")]
+        subprocess.run([SWIFT, "inspect", *words], check=True, stdout=subprocess.DEVNULL)
+        assert too_wide(tmp_path / "exported") == []
     finally:
         os.umask(before)
 
@@ -81,9 +125,9 @@ def test_nothing_is_imported_from_the_current_directory(tmp_path: Path) -> None:
     for name in (
         "json.py",
         "grpc.py",
-        "services/__init__.py",
-        "services/logserver/__init__.py",
-        "swift/__init__.py",
+        "services/swift_ft_services/__init__.py",
+        "services/swift_ft_services/logserver/__init__.py",
+        "swift/swift_ft/__init__.py",
     ):
         path = trap / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from swift import control, events
-from swift.control.patience import ATTEMPT_TIMEOUT_S
+from swift_ft import events, rpc
+from swift_ft.rpc.client import ATTEMPT_TIMEOUT_S
 from tests.faults.world import Helper
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import REPOSITORY, LogServer
@@ -113,14 +113,14 @@ def form(world: World, machines: str = "abc") -> list[Machine]:
     for number, rank in enumerate(ranks):
         assert rank("join", world.meta, number, len(ranks)) is None
     for rank in ranks:
-        until(rank, in_generation(1, control.RUNNING), "the job")
+        until(rank, in_generation(1, rpc.RUNNING), "the job")
     return ranks
 
 
 def grows(machine: Machine, generation: int, by: int = 20) -> None:
     begin = machine("view")["version"]
     found = until(machine, lambda view: bool(view["version"] >= begin + by), "steps")
-    assert (found["generation"], found["state"]) == (generation, control.RUNNING)
+    assert (found["generation"], found["state"]) == (generation, rpc.RUNNING)
 
 
 def wrote(machine: Machine, more_than: int) -> int:
@@ -180,7 +180,7 @@ def test_partitioned_rank_is_fenced_when_its_lease_ends_and_refused_everywhere_a
     d = world.agent("d")
     assert d("join", world.meta, 1, 3) is None
     for rank in (a, d):
-        until(rank, in_generation(2, control.RUNNING), "the recovery")
+        until(rank, in_generation(2, rpc.RUNNING), "the recovery")
     heirs = write_as_heir(world, d)
     alone = b("view")
     assert (alone["generation"], alone["fenced"]) == (1, False)  # it knows of nothing
@@ -205,16 +205,16 @@ def test_zombie_that_reaches_the_log_but_not_the_coordinator_writes_nothing_behi
     world.network.separate("b", "meta")
     world.network.separate("meta", "log")
     view = until(a, lambda view: world.log in view["waiting_for"], "the coordinator to miss the log")
-    assert (view["generation"], view["state"]) == (2, control.FENCING)
+    assert (view["generation"], view["state"]) == (2, rpc.FENCING)
     d = world.agent("d")
     assert d("join", world.meta, 1, 3) is None
     # Fenced, but not at the log: it is before the fence, and a replay may have it.
     wrote(b, b("written")[0] + 20)
-    assert a("view")["state"] == control.FENCING
+    assert a("view")["state"] == rpc.FENCING
     world.network.reunite("meta", "log")
     acked = refused(b)
     for rank in (a, d):
-        until(rank, in_generation(2, control.RUNNING), "the recovery")
+        until(rank, in_generation(2, rpc.RUNNING), "the recovery")
     heirs = write_as_heir(world, d)
     assert "StaleGeneration" in b("write", STREAM, heirs.stop, heirs.stop + 1)  # the coordinator is still far
     assert b("view")["generation"] == 1
@@ -280,7 +280,7 @@ def test_training_goes_on_without_the_coordinator_and_a_death_is_handled_after_h
     d = world.agent("d")
     assert d("join", world.meta, 1, 3) is None
     for rank in (a, c, d):
-        until(rank, in_generation(2, control.RUNNING), "the recovery")
+        until(rank, in_generation(2, rpc.RUNNING), "the recovery")
         grows(rank, 2)
         assert rank("view")["error"] == ""
 
@@ -305,7 +305,7 @@ def test_coordinator_that_was_away_for_longer_than_a_lease_has_fenced_everybody(
     for number, heir in enumerate(heirs):
         assert heir("join", world.meta, number, len(heirs)) is None
     for heir in heirs:
-        until(heir, lambda view: bool(view["state"] == control.RUNNING), "the recovery")
+        until(heir, lambda view: bool(view["state"] == rpc.RUNNING), "the recovery")
 
 
 def test_half_open_connections_are_noticed_in_time_whichever_way_is_lost(world: World) -> None:
@@ -360,9 +360,16 @@ class Training:
         self.directory = directory
         self._trace: list[dict[str, Any]] = []
         self._tail = events.Tail(directory / "events")
-        command = [*world.network.inside("a"), sys.executable, "-m", "swift.launch", "--nproc-per-node", "2"]
+        command = [
+            *world.network.inside("a"),
+            sys.executable,
+            "-m",
+            "swift_ft.launch",
+            "--nproc-per-node",
+            "2",
+        ]
         command += ["--spares", str(spares), "--coordinator", world.meta, "--job", job]
-        command += ["--checkpoint-dir", str(directory / "checkpoints"), "-m", "swift.drill.trainer"]
+        command += ["--checkpoint-dir", str(directory / "checkpoints"), "-m", "swift_ft.lab.drill.trainer"]
         command += ["--stages", "2", "--steps", str(STEPS), "--model", "tiny", "--microbatches", "4"]
         environment = {
             **os.environ,
@@ -435,7 +442,7 @@ def test_trainers_are_cut_off_from_the_log_and_from_the_coordinator_and_end_with
             "a fence that cannot be set",
         )
         world.network.rejoin("log")
-        run.until(lambda: beside("status", world.meta, "run")["state"] == control.RUNNING, "the recovery")
+        run.until(lambda: beside("status", world.meta, "run")["state"] == rpc.RUNNING, "the recovery")
         run.until_step(60)
         world.network.isolate("meta")
         run.kill(0)

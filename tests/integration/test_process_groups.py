@@ -18,10 +18,10 @@ WORKER = textwrap.dedent(
     import json, os, signal, sys, threading, time
     from pathlib import Path
     import torch, torch.distributed as dist
-    from swift.runtime.backends.gloo import GlooBackend
-    from swift.runtime.process_groups import ProcessGroups
-    from swift.runtime.groups import ReconfigurableGroup
-    from swift.runtime.rank_store import MasterStores
+    from swift_ft.comm.gloo import GlooBackend
+    from swift_ft.comm.process_groups import ProcessGroups
+    from swift_ft.comm.groups import ReconfigurableGroup
+    from swift_ft.comm.rank_store import MasterStores
 
     rank, shared, operation = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     backend = GlooBackend()

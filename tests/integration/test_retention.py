@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from swift import events
-from swift.drill.cluster import LOG_SERVER, Cluster
+from swift_ft import events
+from swift_ft.lab.drill.cluster import LOG_SERVER, Cluster
 from tests.integration.trainer_world import TRAINERS, until_over
 
 STEPS, PAUSE_S, KILLED_AT = 240, 0.04, 200

@@ -59,25 +59,7 @@ def test_its_batches_come_from_its_own_iterators_of_torchs_loaders(habit: str, t
         assert last_bits(outcome, rank, never["digests"][f"bits-{rank}.json"])
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("habit", "words"),
-    [
-        ("grows", "gain: each replica has a value of its own, and nobody has that of a lost rank"),
-        ("tallies", "tally"),
-    ],
-)
-def test_what_others_cannot_have_of_a_lost_rank_is_named(habit: str, words: str, tmp_path: Path) -> None:
-    """Where no step is cut short, in which it would show as well."""
-    faults = [] if habit == "tallies" else [{"rank": LOST, "step": 6, "phase": "optimizer"}]
-    outcome = run(tmp_path, "redistribute", faults, habit=habit)
-
-    assert {e["origin"] for e in named(outcome, "adopted_step")} == {LOST}
-    inexact = named(outcome, "not_exact")
-    assert inexact, "the others go on as if they had it"
-    assert words in inexact[0]["reason"]
-
-
+@pytest.mark.matrix
 @pytest.mark.timeout(240)
 def test_what_is_done_again_in_the_full_world_is_not_compared_with_what_was_logged_without_it(
     tmp_path: Path,
@@ -107,6 +89,7 @@ def test_one_that_comes_back_makes_the_world_full_again(tmp_path: Path) -> None:
     assert strategies[LOST] == "replica"
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("victims", [(1, 0), pytest.param((0, 2), marks=MATRIX)])
 def test_one_is_enough(victims: tuple[int, int], tmp_path: Path) -> None:
@@ -185,6 +168,7 @@ def test_a_job_that_was_left_smaller_can_be_started_again_in_full(tmp_path: Path
             assert bits.items() <= wanted.items()
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(240)
 def test_where_all_are_lost_the_launcher_says_how_to_go_on(tmp_path: Path) -> None:
     faults = [

@@ -132,6 +132,7 @@ def test_another_rank_of_its_stage_sits_in_its_place(
     check_bits(outcome, shape, {lost}, tmp_path)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("shape", "faults"),
@@ -183,6 +184,7 @@ def test_one_that_comes_back_makes_the_world_full_again(
     lose_and_return(shape, lost, phase, tmp_path, "shrink")
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("habit", "rank", "step"),
@@ -201,6 +203,7 @@ def test_a_loss_while_shapes_are_learnt(habit: str, rank: int, step: int, tmp_pa
     check_bits(outcome, (2, 2), {rank}, tmp_path, habit, exact=step > 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 def test_without_a_whole_pipeline_the_lost_rank_moves_beside_another(tmp_path: Path) -> None:
     """Rank 2 stays away; without rank 1 neither pipeline is whole, so that one goes on in another process. With its
@@ -215,6 +218,7 @@ def test_without_a_whole_pipeline_the_lost_rank_moves_beside_another(tmp_path: P
     check_bits(outcome, (2, 2), {2}, tmp_path, exact=False)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(300)
 def test_a_schedule_behind_the_update_is_refused(tmp_path: Path) -> None:
     refused = run(tmp_path, (2, 2), [], "evaluates", code_wanted=2)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from swift.errors import Divergence, StaleGeneration
-from swift.log import admin
-from swift.log.reader import LogReader, never
-from swift.log.record import RecordKey, digest_of
-from swift.log.ring import Word
-from swift.log.sidecar_client import SidecarWriter
+from swift_ft.errors import Divergence, StaleGeneration
+from swift_ft.log import admin
+from swift_ft.log.reader import LogReader, never
+from swift_ft.log.record import RecordKey, digest_of
+from swift_ft.log.ring import Word
+from swift_ft.log.sidecar_client import SidecarWriter
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
 
 STREAMS = ("s1.F", "s1.B", "r1.C")
@@ -302,7 +302,7 @@ def test_the_server_and_the_sidecar_die_together(server: LogServer) -> None:
 
 TRAINER = """
 import os, signal, sys
-from swift.log.sidecar_client import SidecarWriter
+from swift_ft.log.sidecar_client import SidecarWriter
 from tests.integration.test_sidecar import put
 writer = SidecarWriter(sys.argv[1].split(","), "job", 1)
 if sys.argv[3] == "fork" and os.fork() == 0:
@@ -349,7 +349,7 @@ def test_nobody_waits_for_the_end_of_a_sidecar(server: LogServer) -> None:
 
 IMPATIENT = """
 import os, signal, sys, time
-from swift.log.sidecar_client import SidecarWriter
+from swift_ft.log.sidecar_client import SidecarWriter
 from tests.integration.test_sidecar import put
 writer = SidecarWriter([sys.argv[1]], "job", 1, patience_s=2.0)
 put(writer, 0)

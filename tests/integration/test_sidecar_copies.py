@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from swift.log import admin
-from swift.log.reader import LogReader, never
-from swift.log.record import RecordKey, digest_of
-from swift.log.sidecar_client import SidecarWriter
+from swift_ft.log import admin
+from swift_ft.log.reader import LogReader, never
+from swift_ft.log.record import RecordKey, digest_of
+from swift_ft.log.sidecar_client import SidecarWriter
 from tests.integration.logserver_world import JOB, TIMEOUT_S, LogServer
 from tests.integration.test_sidecar import STREAMS, body_of, check, eventually, gone, key, killed_trainer, put
 

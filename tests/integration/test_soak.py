@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
-from swift.bench import soak
-from swift.bench.soak_memory import Rule
+from swift_ft.lab.bench import soak
+from swift_ft.lab.bench.soak_memory import Rule
 from tests.integration.launch_world import assert_all_gone
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.matrix]
@@ -22,9 +22,9 @@ WITHOUT_KILLS = 1000.0
 
 HASTY = """
 import sys, time
-from services.logserver import __main__ as program
-from services.logserver.committer import Committer
-from swift._pb import log_pb2
+from swift_ft_services.logserver import __main__ as program
+from swift_ft_services.logserver.committer import Committer
+from swift_ft._pb import log_pb2
 
 honest = Committer._commit
 
@@ -45,8 +45,8 @@ sys.exit(program.main())
 
 LEAKY = f"""
 import sys, time
-from services.logserver import __main__ as program
-from services.logserver.storage import DirectoryStorage
+from swift_ft_services.logserver import __main__ as program
+from swift_ft_services.logserver.storage import DirectoryStorage
 
 honest, kept, began = DirectoryStorage.commit, [], time.monotonic()
 
@@ -61,8 +61,8 @@ sys.exit(program.main())
 
 FORGETFUL = """
 import sys
-from services.logserver import __main__ as program
-from services.logserver.core import LogCore
+from swift_ft_services.logserver import __main__ as program
+from swift_ft_services.logserver.core import LogCore
 
 honest = LogCore.begin_trim
 
@@ -139,7 +139,7 @@ def test_a_server_that_trims_too_far_is_found(tmp_path: Path) -> None:
 
 
 def test_a_soak_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "swift.cli", "bench", "soak", "--directory", str(tmp_path)]
+    command = [sys.executable, "-m", "swift_ft.cli", "bench", "soak", "--directory", str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     below: list[psutil.Process] = []
     deadline = time.monotonic() + TIMEOUT_S

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swift.runtime.staggering import CALM_STEPS
+from swift_ft.train.staggering import CALM_STEPS
 from tests.integration.test_shrink import named, pids
 from tests.integration.test_shrink_pipelines import check_bits, check_one_step_at_most, run
 from tests.integration.trainer_world import Run
@@ -65,6 +65,7 @@ def test_nothing_fails(habit: str, tmp_path: Path) -> None:
     assert not named(outcome, "undone")
 
 
+@pytest.mark.matrix
 def test_a_version_that_is_saved_is_one_that_all_have(tmp_path: Path) -> None:
     outcome = staggered(tmp_path, "saves", [fault(1, "reduce")])
     saved = {event["version"] for event in named(outcome, "checkpoint_complete")}
@@ -73,6 +74,7 @@ def test_a_version_that_is_saved_is_one_that_all_have(tmp_path: Path) -> None:
     assert late == {step for step in range(CALM_STEPS, LATE - 1) if (step + 1) % 4}, "steps to them wait"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("lost", [[], [fault(2, "backward")]])
 def test_lines_are_written_once(lost: list[dict[str, Any]], tmp_path: Path) -> None:
     outcome = staggered(tmp_path, "logs", lost)
@@ -89,6 +91,7 @@ def test_a_run_that_is_stopped(tmp_path: Path) -> None:
     staggered(tmp_path, "stops")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, pytest.param(0, marks=MATRIX)])
 def test_an_error_behind_a_bad_step_is_no_error_of_the_trainer(stage: int, tmp_path: Path) -> None:
     outcome = staggered(tmp_path, f"checks:{stage}:{LATE}:1e12")
@@ -114,6 +117,7 @@ def test_a_norm_that_demands_clipping_takes_the_step_back(
     assert len(named(outcome, "undone")) == shape[0] * shape[1], "on all ranks"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=MATRIX)])
 def test_a_step_in_which_a_stage_finds_inf_is_taken_back_and_skipped_by_all(
     stage: int, tmp_path: Path
@@ -170,6 +174,7 @@ def test_several_losses(shape: tuple[int, int], faults: list[dict[str, Any]], tm
     staggered(tmp_path, "calm", faults, shape)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("rank", "phase", "step"),
     [

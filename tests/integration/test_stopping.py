@@ -20,15 +20,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from swift import control, events
-from swift._pb import coordinator_pb2, coordinator_pb2_grpc, log_pb2
-from swift.errors import SwiftError
-from swift.log import admin
-from swift.log.reader import LogReader
-from swift.log.record import RecordKey
-from swift.log.rpc import code_of, method, open_channel
-from swift.log.wire import SERVICE
-from swift.log.writer import LogWriter
+from swift_ft import events, rpc
+from swift_ft._pb import coordinator_pb2, coordinator_pb2_grpc, log_pb2
+from swift_ft.errors import SwiftError
+from swift_ft.log import admin
+from swift_ft.log.protocol import SERVICE, code_of, method, open_channel
+from swift_ft.log.reader import LogReader
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
 from tests.integration.coordinator_world import Coordinator, FakeMember
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
 
@@ -203,25 +202,25 @@ def test_a_coordinator_stopped_under_members_loses_nothing_and_they_come_back(tm
     coordinator = Coordinator(tmp_path / "meta").start()
     members = [FakeMember(coordinator.address, "a", rank, 2).start() for rank in range(2)]
     try:
-        members[0].watcher.wait_for(lambda view: view.state == control.RUNNING, TIMEOUT_S)
+        members[0].watcher.wait_for(lambda view: view.state == rpc.RUNNING, TIMEOUT_S)
         for version in (1, 2, 3):
             seen = members[0].watcher.latest
             assert seen is not None
             assert coordinator.stop() == 0
             coordinator.start()
             view = members[0].client.status().view  # as the new process has it
-            assert (view.state, view.generation) == (control.RUNNING, 1)
+            assert (view.state, view.generation) == (rpc.RUNNING, 1)
             assert view.revision >= seen.revision
             assert max(view.checkpoints) == version - 1
             for member in members:
                 member.client.checkpoint_durable(version)
             for member in members:  # what they watch comes from the new process as well
                 view = member.watcher.wait_for(lambda view: version in view.checkpoints, TIMEOUT_S)  # noqa: B023
-                assert (view.state, view.generation) == (control.RUNNING, 1)
+                assert (view.state, view.generation) == (rpc.RUNNING, 1)
                 assert view.revision > seen.revision
         for member in members:
             member.steps = max(m.version or 0 for m in members) + 20
-        members[0].watcher.wait_for(lambda view: view.state == control.FINISHED, TIMEOUT_S)
+        members[0].watcher.wait_for(lambda view: view.state == rpc.FINISHED, TIMEOUT_S)
     finally:
         for member in members:
             member.kill()
@@ -240,7 +239,7 @@ def test_a_second_signal_kills_a_coordinator_that_waits(
     with contextlib.closing(sqlite3.connect(tmp_path / "meta" / "coordinator.sqlite")) as lock:
         lock.execute("BEGIN EXCLUSIVE")
         with grpc.insecure_channel(coordinator.address) as channel:
-            member = control.make_member(0)
+            member = rpc.make_member(0)
             request = coordinator_pb2.JoinRequest(job="a", member=member, world_size=1)
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             hanging = stub.Join.future(request, wait_for_ready=True)
@@ -258,7 +257,7 @@ def test_a_second_signal_kills_a_coordinator_that_waits(
 def test_json_logs_of_a_life_and_of_a_start_that_fails(tmp_path: Path, service: str) -> None:
     address = tmp_path / "address"
     secret = "s3cr3t-v4lue-0123456789"
-    command = [sys.executable, "-m", f"services.{service}", "--directory", str(tmp_path / "data")]
+    command = [sys.executable, "-m", f"swift_ft_services.{service}", "--directory", str(tmp_path / "data")]
     command += ["--log-format", "json", "--address-file", str(address)]
     environment = {**os.environ, "SWIFT_TEST_TOKEN": secret}
     running = subprocess.Popen(

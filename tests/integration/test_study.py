@@ -17,13 +17,13 @@ FEW = ("--task", "bytes", "--strategy", "auto,shrink-drop", "--rates", "2", "--s
 
 
 def study(directory: Path, *words: str) -> list[str]:
-    return [sys.executable, "-m", "swift.cli", "study", "--out", str(directory), *words]
+    return [sys.executable, "-m", "swift_ft.cli", "study", "--out", str(directory), *words]
 
 
 def children() -> set[str]:
     """Command lines of what a study starts."""
     found = subprocess.run(["ps", "-eo", "args"], check=True, capture_output=True, text=True).stdout
-    return {line for line in found.splitlines() if "swift.study.trainers" in line}
+    return {line for line in found.splitlines() if "swift_ft.lab.study.trainers" in line}
 
 
 @pytest.mark.timeout(400)
@@ -56,11 +56,12 @@ def test_a_study_that_is_stopped_goes_on(tmp_path: Path) -> None:
     assert not list(out.glob("run-*"))
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(120)
 def test_what_one_process_finds_without_the_dropped_batches_differs(tmp_path: Path) -> None:
     """The check can fail: it is told of no batch that was dropped."""
-    from swift.study import running
-    from swift.study.settings import Cell, Settings
+    from swift_ft.lab.study import running
+    from swift_ft.lab.study.settings import Cell, Settings
 
     settings = Settings(
         tasks=("bytes",),
@@ -100,7 +101,16 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     out = tmp_path / "study"
     out.mkdir()
     on_tmpfs.skip_where_impossible(str(out))
-    words = [sys.executable, "-m", "tests.integration.on_tmpfs", "256k", str(out), "-m", "swift.cli", "study"]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.integration.on_tmpfs",
+        "256k",
+        str(out),
+        "-m",
+        "swift_ft.cli",
+        "study",
+    ]
     run = subprocess.run(
         [*words, "--out", str(out), *FEW], check=False, capture_output=True, text=True, timeout=60
     )

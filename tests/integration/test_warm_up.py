@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swift.launch.spares import WARM_UP_FAILURES_MAX
+from swift_ft.launch.spares import WARM_UP_FAILURES_MAX
 from tests.integration.forked import Forks
 from tests.integration.trainer_world import Run, run_trainer, undisturbed
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swift import events
-from swift.drill.cluster import Cluster
+from swift_ft import events
+from swift_ft.lab.drill.cluster import Cluster
 from tests.integration.forked import CalmCluster, Forks
 
 TRAINERS = Path(__file__).parent / "trainers"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swift import events
-from swift.drill.cluster import LOG_SERVER, Cluster
+from swift_ft import events
+from swift_ft.lab.drill.cluster import LOG_SERVER, Cluster
 from tests.integration.forked import CalmCluster, Forks
 from tests.integration.trainer_world import TRAINERS, until_over
 

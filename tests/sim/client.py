@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from swift._pb import log_pb2
-from swift.errors import SequenceConflict, ServiceError, SwiftError
-from swift.log.link_core import LinkCore, Outgoing
-from swift.log.wire import Reason
+from swift_ft._pb import log_pb2
+from swift_ft.errors import SequenceConflict, ServiceError, SwiftError
+from swift_ft.log.protocol import Reason
+from swift_ft.log.sender_core import LinkCore, Outgoing
 from tests.sim.checkers import Checkers
 from tests.sim.kernel import Network, Process
 from tests.sim.server import JOB, Call, ServerProcess, at

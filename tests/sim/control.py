@@ -3,20 +3,18 @@
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from services.coordinator import commands as m
-from services.coordinator import fencing
-from services.coordinator.commands import Refusal
-from services.coordinator.core import Job
-from services.coordinator.fencing import RESETS, Call
-from services.coordinator.parts import decode
-from services.coordinator.row import JobRow, LogServer
-from services.coordinator.timing import Timing
-from services.coordinator.views import view_of
-from services.logserver import core as log_core
-from services.logserver import procedures
-from swift._pb import coordinator_pb2 as pb
-from swift.log.wire import Reason
-from swift.recovery import StreamSummary
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.log.protocol import Reason
+from swift_ft.planner import StreamSummary
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator import log_calls
+from swift_ft_services.coordinator.commands import Refusal
+from swift_ft_services.coordinator.job import Job
+from swift_ft_services.coordinator.job_record import JobRow, LogServer, decode
+from swift_ft_services.coordinator.log_calls import RESETS, Call
+from swift_ft_services.coordinator.timeouts import Timing
+from swift_ft_services.coordinator.views import view_of
+from swift_ft_services.logserver import core, procedures
 from tests.sim.checkers import Checkers
 from tests.sim.kernel import Kernel, Network, Process
 from tests.sim.server import JOB, ServerProcess
@@ -111,7 +109,7 @@ class Coordinator(Process):
         self._stored = dict(saved)
         """The parts of the row that are durable."""
         if saved:
-            self.job = Job(decode(JOB, saved), self._timing, kernel.now, stored=saved)
+            self.job = Job(decode(JOB, saved), self._timing, kernel.now, stored=True)
             self._publish()
             self._guarded(lambda: self._carry_out(self._resume()))
         self.later(TICK_S, self._tick)
@@ -183,7 +181,7 @@ class Coordinator(Process):
 
     def _begin_anew(self, generation: int, name: str) -> None:
         assert self.job is not None
-        change = fencing.used_anew(self.job, generation, name)
+        change = log_calls.used_anew(self.job, generation, name)
         if change is not None:
             self.kernel.count("log server used anew")
             self._guarded(lambda: self._apply(change))
@@ -203,7 +201,7 @@ class Coordinator(Process):
                     puts, deletes = job.changes.take()
                     self._stored.update(puts)
                     for key in deletes:
-                        del self._stored[key]
+                        self._stored.pop(key, None)
                     self.world.row_saved(job.row)
                 case m.PublishView():
                     self._publish()
@@ -235,9 +233,9 @@ class Coordinator(Process):
         assert self.job is not None
         calls: dict[str, tuple[str | Call, ...]] = dict.fromkeys(self.job.row.addresses(), (kind,))
         if kind == "fence":
-            calls.update(fencing.to_fence(self.job))
+            calls.update(log_calls.to_fence(self.job))
         elif kind == "reset":
-            calls.update(fencing.to_give_up(self.job))
+            calls.update(log_calls.to_give_up(self.job))
         question = self._questions[kind] = _Question(kind, number, calls)
         for name in calls:
             self._try(question, name)
@@ -287,7 +285,7 @@ class Coordinator(Process):
         """(at the server) As its servicer."""
         state, number, call = server.state, asked.question.number, asked.calls[0]
 
-        def done(refusal: log_core.Refusal | None, result: object) -> None:
+        def done(refusal: core.Refusal | None, result: object) -> None:
             if refusal is None and call in (Call.FENCE, Call.FENCE_HELD):
                 self.world.checkers.fence_answered(server.name, number)
             elif refusal is None and isinstance(call, Call) and call in RESETS:
@@ -304,7 +302,7 @@ class Coordinator(Process):
         else:
             done(None, _summaries(server))
 
-    def _answered(self, asked: _Asked, refusal: log_core.Refusal | None, result: object) -> None:
+    def _answered(self, asked: _Asked, refusal: core.Refusal | None, result: object) -> None:
         question, name = asked.question, asked.name
         if asked.over or self._questions.get(question.kind) is not question:
             return

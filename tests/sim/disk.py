@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift.log.frame import Bytes
-from swift.log.segment import BLOCK_BYTES
+from swift_ft.log.frame import Bytes
+from swift_ft.log.segment import BLOCK_BYTES
 from tests.sim.kernel import Kernel
 
 ROOT = Path("/log")

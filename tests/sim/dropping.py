@@ -1,13 +1,13 @@
 """What a simulated rank does under log_when_full="drop", beside the real `Unlogged`.
 
-It asks for a checkpoint and saves the one that is agreed on: as `swift.runtime.early_checkpoint`, which would bring
+It asks for a checkpoint and saves the one that is agreed on: as `swift_ft.train.checkpointing`, which would bring
 torch along.
 """
 
 from contextlib import nullcontext
 
-from swift._pb import coordinator_pb2 as pb
-from swift.log.unlogged import Dropped, Unlogged
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.log.record import Dropped, Unlogged
 
 
 class Dropping:

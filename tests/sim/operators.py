@@ -2,7 +2,7 @@
 are. Each is a fault of `tests.sim.faults`, with a name.
 """
 
-from services.coordinator import commands as m
+from swift_ft_services.coordinator import commands as m
 from tests.sim.world import World
 
 

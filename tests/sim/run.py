@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from services.logserver import readahead, readmemory
+from swift_ft_services.logserver import reading
 from tests.sim.checkers import Violation
 from tests.sim.faults import inject
 from tests.sim.world import Outcome, World
@@ -33,14 +33,14 @@ class _AtOnce:
 @contextmanager
 def _without_threads() -> Iterator[None]:
     """Readers read ahead in a thread. Here they do so at once, into less memory."""
-    module: Any = readahead
-    before, size = module.futures, readmemory.MESSAGE_BYTES
+    module: Any = reading
+    before, size = module.futures, reading.MESSAGE_BYTES
     module.futures = SimpleNamespace(ThreadPoolExecutor=_AtOnce, Future=futures.Future, wait=futures.wait)
-    readmemory.MESSAGE_BYTES = 1 << 16
+    reading.MESSAGE_BYTES = 1 << 16
     try:
         yield
     finally:
-        module.futures, readmemory.MESSAGE_BYTES = before, size
+        module.futures, reading.MESSAGE_BYTES = before, size
 
 
 def run_seed(seed: int) -> Outcome:

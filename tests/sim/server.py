@@ -6,20 +6,19 @@ from contextlib import nullcontext
 
 from google.protobuf.message import DecodeError
 
-from services.logserver import procedures
-from services.logserver.appends import Appends, Quarantined, join
-from services.logserver.commits import Commits, Queued, Target
-from services.logserver.failures import StorageFailed, StorageFull
-from services.logserver.procedures import Clean, Forget, Save, Settle
-from services.logserver.reading import Reading
-from services.logserver.seam import Write
-from services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
-from services.logserver.storage import DirectoryStorage
-from services.logserver.streams import JobState, Refusal, StreamState
-from swift._pb import log_pb2
-from swift.log.assembly import Assembler
-from swift.log.record import stream_tag
-from swift.log.wire import Fsync, Reason, split_frames
+from swift_ft._pb import log_pb2
+from swift_ft.log.frame import Assembler
+from swift_ft.log.protocol import Fsync, Reason, split_frames
+from swift_ft.log.record import stream_tag
+from swift_ft_services.logserver import procedures
+from swift_ft_services.logserver.append_session import Appends, Commits, Quarantined, Queued, Target, join
+from swift_ft_services.logserver.core import JobState, Refusal, StreamState
+from swift_ft_services.logserver.procedures import Clean, Forget, Save, Settle
+from swift_ft_services.logserver.reading import Reading
+from swift_ft_services.logserver.segments import StorageFailed, StorageFull
+from swift_ft_services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
+from swift_ft_services.logserver.storage import DirectoryStorage
+from swift_ft_services.logserver.storage_interface import Write
 from tests.sim.checkers import Checkers, Violation
 from tests.sim.disk import ROOT, PowerCut, SimDisk
 from tests.sim.kernel import Kernel, Network, Process

@@ -4,32 +4,29 @@ A simulation that never fails says nothing. Each test breaks one rule of the pro
 until a checker objects.
 """
 
+import importlib
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 
 import pytest
 
-from services.coordinator import commands as m
-from services.coordinator import fencing
-from services.coordinator.core import Job
-from services.coordinator.fencing import Call
-from services.coordinator.log_placement import Places
-from services.logserver import procedures
-from services.logserver.appends import Appends
-from services.logserver.commits import Commits, Queued
-from services.logserver.core import LogCore
-from services.logserver.procedures import Save, Step
-from services.logserver.recovered import RecoveredJob
-from services.logserver.seam import Write
-from services.logserver.state import AppendCall, ServerState
-from services.logserver.storage import DirectoryStorage
-from services.logserver.streams import IndexEntry, JobState, Refusal, StreamState
-from swift.log import unlogged
-from swift.log.frame import FrameHeader
-from swift.log.unlogged import MARK_SLOT, Steps, Unlogged
-from swift.log.wire import Fsync
-from swift.recovery import coverage
+from swift_ft.log import record
+from swift_ft.log.frame import FrameHeader
+from swift_ft.log.protocol import Fsync
+from swift_ft.log.record import MARK_SLOT, Steps, Unlogged
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator import log_calls
+from swift_ft_services.coordinator.job import Job
+from swift_ft_services.coordinator.log_calls import Call
+from swift_ft_services.coordinator.log_placement import Places
+from swift_ft_services.logserver import procedures
+from swift_ft_services.logserver.append_session import Appends, Commits, Queued
+from swift_ft_services.logserver.core import IndexEntry, JobState, LogCore, Refusal, StreamState
+from swift_ft_services.logserver.procedures import Save, Step
+from swift_ft_services.logserver.state import AppendCall, ServerState
+from swift_ft_services.logserver.storage import DirectoryStorage
+from swift_ft_services.logserver.storage_interface import RecoveredJob, Write
 from tests.sim import faults, server, world
 from tests.sim.run import run_seed
 
@@ -70,6 +67,7 @@ def is_caught(mutation: pytest.MonkeyPatch, checker: str) -> None:
     pytest.fail(f"{checker!r} never objects; others: {+others}")
 
 
+@pytest.mark.timeout(400)
 def test_a_fence_that_is_answered_before_it_is_durable(
     monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
 ) -> None:
@@ -241,13 +239,13 @@ def test_a_second_reset_of_a_generation_that_is_taken_for_the_first(
 def test_a_new_server_that_is_not_emptied(
     monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
 ) -> None:
-    real = fencing.to_fence
+    real = log_calls.to_fence
 
     def to_fence(job: Job) -> dict[str, tuple[Call, ...]]:
         return {address: calls[:1] for address, calls in real(job).items()}
 
     operated(monkeypatch, "a rank killed")
-    mutation.setattr(fencing, "to_fence", to_fence)
+    mutation.setattr(log_calls, "to_fence", to_fence)
     is_caught(mutation, "emptied")
 
 
@@ -272,7 +270,7 @@ def test_an_empty_server_that_nobody_notices(
 ) -> None:
     """Its writers wait for a generation that it never grants."""
     operated(monkeypatch, "a rank killed")
-    mutation.setattr(fencing, "used_anew", lambda job, generation, address: None)
+    mutation.setattr(log_calls, "used_anew", lambda job, generation, address: None)
     is_caught(mutation, "live")
 
 
@@ -305,9 +303,9 @@ def test_a_declaration_that_is_lost(monkeypatch: pytest.MonkeyPatch, mutation: p
 def test_a_declaration_that_names_one_step_of_several(
     monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
 ) -> None:
-    real = unlogged.mark
+    real = record.mark
     only(monkeypatch, "a rank cut off from a log server", "a log server paused")
-    mutation.setattr(unlogged, "mark", lambda steps: real(Steps(steps.last, steps.last)))
+    mutation.setattr(record, "mark", lambda steps: real(Steps(steps.last, steps.last)))
     is_caught(mutation, "declared")
 
 
@@ -315,7 +313,9 @@ def test_a_planner_that_does_not_look_at_declarations(
     monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
 ) -> None:
     only(monkeypatch, "a rank killed", "a log server paused")
-    mutation.setattr(coverage, "_unlogged", lambda summary, first, last: "")
+    mutation.setattr(
+        importlib.import_module("swift_ft.planner.plan"), "_unlogged", lambda summary, first, last: ""
+    )
     is_caught(mutation, "gap")
 
 

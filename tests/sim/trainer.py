@@ -8,17 +8,14 @@ process of an older generation posts there reaches its own generation only, as w
 from collections.abc import Callable
 from typing import Protocol
 
-from services.coordinator import commands as m
-from services.coordinator.commands import Refusal, Refused
-from services.logserver.streams import Refusal as LogRefusal
-from swift._pb import coordinator_pb2 as pb
-from swift._pb import log_pb2
-from swift.errors import LogError
-from swift.log.frame import decode_header, decode_record
-from swift.log.record import RecordKey
-from swift.log.streams import boundary
-from swift.log.unlogged import Steps, declared
-from swift.log.wire import Reason, split_frames
+from swift_ft._pb import coordinator_pb2, log_pb2
+from swift_ft.errors import LogError
+from swift_ft.log.frame import decode_header, decode_record
+from swift_ft.log.protocol import Reason, split_frames
+from swift_ft.log.record import RecordKey, Steps, boundary, declared
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.commands import Refusal, Refused
+from swift_ft_services.logserver.core import Refusal as LogRefusal
 from tests.sim.checkers import Violation, body_of, first_state, next_state, output
 from tests.sim.control import Coordinator, Shown
 from tests.sim.kernel import Kernel, Network, Process
@@ -192,16 +189,16 @@ class Trainer(Process):
         if self._refused_in == self._generation:
             self.say("refuse", m.Refuse(sender=self.sender, generation=self._generation, reason="refused"))
             return
-        if view.state == pb.FORMING:
+        if view.state == coordinator_pb2.FORMING:
             self._form()
-        elif view.state == pb.PLANNING:
+        elif view.state == coordinator_pb2.PLANNING:
             self._report()
-        elif view.state == pb.RECOVERING:
+        elif view.state == coordinator_pb2.RECOVERING:
             self._recover(view.plan)
-        elif view.state == pb.RUNNING and self.version is not None:
+        elif view.state == coordinator_pb2.RUNNING and self.version is not None:
             self._open_log()
             self._train(self.version)
-        elif view.state in (pb.FINISHED, pb.FAILED, pb.STOPPED):
+        elif view.state in (coordinator_pb2.FINISHED, coordinator_pb2.FAILED, coordinator_pb2.STOPPED):
             self.alive = False
 
     def _refuse(self, why: str) -> None:
@@ -318,7 +315,7 @@ class Trainer(Process):
 
     # -- recovery ---------------------------------------------------------------------------------------
 
-    def _recover(self, plan: pb.Plan) -> None:
+    def _recover(self, plan: coordinator_pb2.Plan) -> None:
         mine, target = plan.ranks[self.rank], plan.target_version
         self._open_log()
         if not self._recovering:
@@ -335,10 +332,10 @@ class Trainer(Process):
             self._readers.clear()
             self._ready()
 
-    def _begin_recovery(self, mine: pb.RankPlan, plan: pb.Plan) -> bool:
-        self.kernel.count(f"recovery: {pb.Strategy.Name(mine.strategy)}")
+    def _begin_recovery(self, mine: coordinator_pb2.RankPlan, plan: coordinator_pb2.Plan) -> bool:
+        self.kernel.count(f"recovery: {coordinator_pb2.Strategy.Name(mine.strategy)}")
         self._stage = 0
-        if mine.strategy in (pb.REPLAY, pb.CHECKPOINT):
+        if mine.strategy in (coordinator_pb2.REPLAY, coordinator_pb2.CHECKPOINT):
             saved = self.world.checkpoints.get((self.rank, mine.from_version))
             if not saved:
                 raise Violation("plan", f"{self.name} is to load a checkpoint that was never saved")
@@ -349,11 +346,11 @@ class Trainer(Process):
             self.version, self.state = mine.from_version, max(saved)[1]
         elif self.version != mine.from_version:
             raise Violation("plan", f"{self.name} is to go on from {mine.from_version}, holds {self.version}")
-        if all(other.strategy == pb.CHECKPOINT for other in plan.ranks):
+        if all(other.strategy == coordinator_pb2.CHECKPOINT for other in plan.ranks):
             self.writer.restart(self._generation)
         if mine.from_version < plan.target_version:
             self._check_gaps(mine, plan)
-        if mine.strategy == pb.REPLAY:
+        if mine.strategy == coordinator_pb2.REPLAY:
             kinds = [
                 k for k, there in (("F", self.rank + 1 < self.world.ranks), ("B", self.rank > 0)) if there
             ]
@@ -365,7 +362,7 @@ class Trainer(Process):
                 self._digests_wanted.clear()
         return True
 
-    def _check_gaps(self, mine: pb.RankPlan, plan: pb.Plan) -> None:
+    def _check_gaps(self, mine: coordinator_pb2.RankPlan, plan: coordinator_pb2.Plan) -> None:
         """What it is to read: its neighbours' streams up to where these are written again. And what it will write."""
         needed = [(self.rank, kind, plan.target_version) for kind in "FB"]
         for rank, kind in ((self.rank - 1, "F"), (self.rank + 1, "B")):

@@ -8,12 +8,12 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from services.coordinator import commands as m
-from services.coordinator.commands import Refusal
-from services.coordinator.row import JobRow, State
-from swift.errors import SwiftError
-from swift.log.streams import boundary
-from swift.log.wire import Fsync
+from swift_ft.errors import SwiftError
+from swift_ft.log.protocol import Fsync
+from swift_ft.log.record import boundary
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.commands import Refusal
+from swift_ft_services.coordinator.job_record import JobRow, State
 from tests.sim.checkers import Checkers, Truth, Violation
 from tests.sim.control import Coordinator, Shown
 from tests.sim.disk import PowerCut, SimDisk

@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from swift._pb import coordinator_pb2 as pb
-from swift.errors import LogUnavailable, SwiftError
-from swift.log.frame import CODEC_NONE, checksum
-from swift.log.link_core import Outgoing
-from swift.log.record import RecordKey, digest_of, stream_tag
-from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import LogUnavailable, SwiftError
+from swift_ft.log.frame import CODEC_NONE, checksum
+from swift_ft.log.record import MARK_DTYPE, MARK_SHAPE, RecordKey, digest_of, stream_tag
+from swift_ft.log.sender_core import Outgoing
 from tests.sim.checkers import Checkers
 from tests.sim.client import SimLink
 from tests.sim.dropping import Dropping

@@ -7,7 +7,7 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 class Net(nn.Module):
@@ -21,7 +21,7 @@ class Net(nn.Module):
         return self.linear(x) * (1 + self.seen / 100)
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(Net())
     optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))

@@ -8,7 +8,7 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 class Net(nn.Module):
@@ -25,7 +25,7 @@ class Net(nn.Module):
         return logits
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(Net())
     optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))

@@ -7,7 +7,7 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +27,7 @@ class Rotary(nn.Module):
         return self.second(torch.tanh(self.first(x)) * self.table[: len(x)])
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(Rotary())
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

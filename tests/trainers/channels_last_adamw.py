@@ -2,14 +2,15 @@
 
 # verdict: same bits
 # worlds: 1, 2
+# plain: 1
 
 import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 8, 3, stride=2), nn.Flatten(), nn.Linear(72, 4)

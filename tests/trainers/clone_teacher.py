@@ -1,8 +1,7 @@
-"""Distillation from a teacher that is copied from the student every fifth step, and bound anew in an object."""
+"""Distillation from a teacher that is copied from the student in the first step behind each checkpoint."""
 
-# verdict: named inexact
+# verdict: same bits
 # worlds: 1
-# says: teacher
 
 import copy
 
@@ -10,14 +9,14 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 class Holder:
     teacher: nn.Module | None = None
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     student = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     model = session.module(student)

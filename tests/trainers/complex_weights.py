@@ -1,12 +1,13 @@
 """Complex weights under Adam, which steps their real view; a complex buffer that a forward changes."""
 
 # verdict: same bits
+# plain: 1
 
 import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 class Net(nn.Module):
@@ -22,7 +23,7 @@ class Net(nn.Module):
         return self.out(torch.fft.ifft(seen + 0.01 * self.phase).real)
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(Net())
     optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import swift
+import swift_ft
 
 
 class Gather(torch.autograd.Function):
@@ -27,7 +27,7 @@ class Gather(torch.autograd.Function):
         return total[dist.get_rank()]
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
     optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))

@@ -1,7 +1,8 @@
 """A module that counts its calls in a dataclass and warms up by them."""
 
-# verdict: same bits
+# verdict: named inexact
 # worlds: 1, 2
+# says: output 0 of the module in its forward
 
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,7 +37,7 @@ class Warm(nn.Module):
         return self.second(torch.tanh(self.first(x))) * min(1.0, self.progress.calls / 8)
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(Warm())
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

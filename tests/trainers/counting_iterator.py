@@ -1,7 +1,7 @@
 """A module that numbers its calls by itertools.count, and warms up by them."""
 
 # verdict: named inexact
-# says: module.calls
+# says: output 0 of the module in its forward
 # worlds: 1, 2
 
 import itertools
@@ -10,7 +10,7 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 class Net(nn.Module):
@@ -23,7 +23,7 @@ class Net(nn.Module):
         return self.linear(x) * min(1.0, next(self.calls) / 20)
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(Net())
     optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 
-import swift
+import swift_ft
 
 torch.manual_seed(0)
 members = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)) for _ in range(3)]
@@ -30,7 +30,7 @@ def loss_of(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(functional_call(skeleton, weights, (x,)), x.sum(1, keepdim=True))
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(Ensemble())
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

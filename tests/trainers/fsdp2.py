@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import swift
+import swift_ft
 
 replicas = probe.replicas() // 2
-with swift.Session.from_env(replicas=replicas, shards=2, checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=replicas, shards=2, checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     fully_shard(model, mesh=session.mesh)

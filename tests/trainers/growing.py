@@ -8,9 +8,9 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.ModuleList([nn.Linear(8, 8)]))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

@@ -2,13 +2,13 @@
 
 # verdict: named inexact
 # worlds: 1, 2
-# says: mean
+# says: output 0 of module 0 for equal inputs
 
 import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 def centre(module: nn.Module) -> None:
@@ -21,7 +21,7 @@ def centre(module: nn.Module) -> None:
     module.register_forward_hook(hook)
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     centre(model[0])

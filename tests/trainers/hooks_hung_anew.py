@@ -1,4 +1,4 @@
-"""A hook that each step takes off and hangs anew, with its handle in a list of the script that need not last."""
+"""A hook that each step takes off and hangs anew, with its handle in a list of the script."""
 
 # verdict: same bits
 # worlds: 1, 2
@@ -7,19 +7,18 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 def scaled(module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
     return output * 1.5
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     handles: list[torch.utils.hooks.RemovableHandle] = []
-    session.transient("handles", "hooks")
 
     def train_step(step: int) -> None:
         for handle in handles:

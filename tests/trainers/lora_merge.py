@@ -6,7 +6,7 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 class LoRA(nn.Module):
@@ -27,7 +27,7 @@ class LoRA(nn.Module):
         self.b.zero_()
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(LoRA())
     net = model

@@ -2,12 +2,13 @@
 
 # verdict: same bits
 # worlds: 1, 2
+# plain: 1, 2
 
 import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +28,7 @@ class Mixed(nn.Module):
         return (self.high(hidden).double() * self.scale).float()
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(Mixed())
     optimizer = session.optimizer(torch.optim.RAdam(model.parameters(), lr=1e-2))

@@ -9,7 +9,7 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +39,7 @@ class MoCo(nn.Module):
         return nn.functional.cross_entropy(logits / 0.2, torch.zeros(len(x), dtype=torch.long))
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(MoCo())
     optimizer = session.optimizer(

@@ -1,14 +1,15 @@
 """Muon for the matrices, AdamW for the rest."""
 
 # verdict: same bits
+# plain: 1
 
 import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     matrices = [p for p in model.parameters() if p.ndim == 2]

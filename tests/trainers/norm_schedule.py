@@ -2,13 +2,13 @@
 
 # verdict: named inexact
 # worlds: 1
-# says: norm
+# says: optimizer 0.param_groups.0.lr
 
 import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 def follower():
@@ -23,7 +23,7 @@ def follower():
     return follow
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))

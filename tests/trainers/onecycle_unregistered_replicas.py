@@ -1,14 +1,14 @@
 """A OneCycleLR scheduler that was not registered, on replicas: a replacement's rates are another step's."""
 
 # verdict: named inexact
-# says: is what
+# says: optimizer 0.param_groups.0.lr
 # worlds: 2
 
 import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -16,7 +16,7 @@ def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.
     return x, x.sum(1, keepdim=True)
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))

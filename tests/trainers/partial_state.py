@@ -2,7 +2,7 @@
 
 # verdict: named inexact
 # worlds: 1
-# says: state.tokens
+# says: optimizer 0.param_groups.0.lr
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Progress:
     tokens: int = 0
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

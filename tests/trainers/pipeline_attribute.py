@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
-import swift
+import swift_ft
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ class Warm(nn.Module):
         return self.linear(x) * min(1.0, self.calls / 40)
 
 
-with swift.Session.from_env(checkpoint_every=5) as session:
+with swift_ft.Session.from_env(checkpoint_every=5) as session:
     rank, ranks = session.pipeline_rank, session.pipeline_ranks
     torch.manual_seed(rank)
     module = Warm()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 from torch.utils.checkpoint import checkpoint
 
-import swift
+import swift_ft
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ class Block(nn.Module):
         return self.head(checkpoint(self.block, x, use_reentrant=False))
 
 
-with swift.Session.from_env(checkpoint_every=5) as session:
+with swift_ft.Session.from_env(checkpoint_every=5) as session:
     rank, ranks = session.pipeline_rank, session.pipeline_ranks
     torch.manual_seed(rank)
     module = Block()

@@ -3,20 +3,21 @@
 # verdict: same bits
 # adaptive: refused
 # worlds: 2
+# quick
 
 import probe
 import torch
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
-import swift
+import swift_ft
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-with swift.Session.from_env(checkpoint_every=5) as session:
+with swift_ft.Session.from_env(checkpoint_every=5) as session:
     rank, ranks = session.pipeline_rank, session.pipeline_ranks
     torch.manual_seed(rank)
     module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 8))

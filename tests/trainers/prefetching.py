@@ -2,7 +2,7 @@
 
 # verdict: named inexact
 # worlds: 1, 2
-# says: batches
+# says: external input 0 of stage 0
 
 import queue
 import threading
@@ -12,7 +12,7 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 def draw(batches: "queue.Queue[torch.Tensor]", seed: int) -> None:
@@ -21,7 +21,7 @@ def draw(batches: "queue.Queue[torch.Tensor]", seed: int) -> None:
         batches.put(torch.from_numpy(rng.normal(size=(16, 8)).astype(np.float32)))
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

@@ -2,15 +2,15 @@
 
 # verdict: named inexact
 # worlds: 1, 2
-# says: priorities
+# says: the gradient of parameter
 
 import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

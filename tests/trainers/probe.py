@@ -26,9 +26,13 @@ ENV_KILLS = "TRAINERS_KILLS"
 0: at once; `again`: only where the rank has noted the step before."""
 ENV_STEPS = "TRAINERS_STEPS"
 ENV_SLOW = "TRAINERS_SLOW"
+ENV_REHEARSED = "TRAINERS_REHEARSED"
+"""The last step before each checkpoint waits until the ones before it were rehearsed, on all ranks."""
 ENV_REPLICAS = "TRAINERS_REPLICAS"
 """So many, also of a trainer whose session has one."""
 _DEPTH_MAX = 12
+_CHECKPOINT_EVERY = 5
+_REHEARSED_WITHIN_S = 60.0
 _CALM_S = 0.04
 """After each step of a run with kills. A step takes a millisecond here: without a pause no checkpoint is complete
 before the next kill, and every replacement begins at step 0, with whatever its script makes there."""
@@ -40,7 +44,7 @@ _clock.noted, _clock.step_s = time.monotonic(), 0.01
 
 
 if os.environ.get(ENV_REPLICAS):
-    from swift import Session
+    from swift_ft import Session
 
     _from_env = Session.from_env.__func__  # type: ignore[attr-defined]
 
@@ -65,12 +69,32 @@ def note(step: int, *values: Any) -> None:
     rank = os.environ["RANK"]
     if os.environ.get(ENV_SLOW):
         time.sleep(_CALM_S)
+    if os.environ.get(ENV_REHEARSED) and step % _CHECKPOINT_EVERY == _CHECKPOINT_EVERY - 1:
+        _await_rehearsals(step - _CHECKPOINT_EVERY + 1)
     now = time.monotonic()
     _clock.step_s, _clock.noted = now - _clock.noted, now
     _perhaps_die(int(rank), step)
     text = " ".join(digest(value)[:16] for value in values)
     with (Path(os.environ[ENV_DIRECTORY]) / f"rank{rank}.losses").open("a") as file:
         file.write(f"{step} {text}\n")
+
+
+def _await_rehearsals(version: int) -> None:
+    """Of all ranks from the checkpoint of that version. A step takes a millisecond here, a rehearsal a second."""
+    until = time.monotonic() + _REHEARSED_WITHIN_S
+    while time.monotonic() < until:
+        done = set()
+        for path in Path(os.environ["SWIFT_EVENTS"]).glob("launcher-*.jsonl"):
+            for line in path.read_text().splitlines(keepends=True):
+                if (
+                    '"rehearsal_end"' in line
+                    and line.endswith("\n")
+                    and json.loads(line)["version"] == version
+                ):
+                    done.add(json.loads(line)["rank"])
+        if len(done) == int(os.environ["WORLD_SIZE"]):
+            return
+        time.sleep(0.05)
 
 
 def _perhaps_die(rank: int, step: int) -> None:

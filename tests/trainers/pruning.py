@@ -1,7 +1,6 @@
 """Weights are pruned further every three steps: a mask in a buffer, the pruned weight in a plain attribute."""
 
-# verdict: named inexact
-# says: _pruning_methods
+# verdict: same bits
 # worlds: 1, 2
 
 import probe
@@ -9,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-import swift
+import swift_ft
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     prune.l1_unstructured(net[0], "weight", amount=0.05)

@@ -9,7 +9,7 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,7 +17,7 @@ def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.
     return x, x.sum(1, keepdim=True)
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

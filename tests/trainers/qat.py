@@ -9,12 +9,12 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 warnings.simplefilter("ignore")
 from torch.ao import quantization  # noqa: E402
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     net = nn.Sequential(
         quantization.QuantStub(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1), quantization.DeQuantStub()

@@ -1,6 +1,7 @@
 """A module whose memory is a deque of a class of its own, which counts what it was given."""
 
-# verdict: same bits
+# verdict: named inexact
+# says: the module keeps something
 # worlds: 1
 
 from collections import deque
@@ -9,7 +10,7 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 class Ring(deque[float]):
@@ -33,7 +34,7 @@ class Net(nn.Module):
         return self.linear(x) + sum(self.ring) + 0.01 * self.ring.position
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(Net())
     optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2))

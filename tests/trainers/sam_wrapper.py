@@ -1,6 +1,7 @@
 """SAM as an optimizer around SGD, which share their groups; its step takes a closure, a scheduler sets its rate."""
 
-# verdict: same bits
+# verdict: named inexact
+# says: in sam_wrapper.py
 # worlds: 1
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 class SAM(torch.optim.Optimizer):
@@ -38,7 +39,7 @@ class SAM(torch.optim.Optimizer):
         self.base.step()
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(SAM(model.parameters(), lr=1e-2, momentum=0.9))

@@ -2,14 +2,15 @@
 
 # verdict: same bits
 # worlds: 1
+# plain: 1
 
 import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(
         nn.ModuleDict({"bag": nn.EmbeddingBag(50, 8, mode="sum", sparse=True), "tower": nn.Linear(8, 1)})

@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainers.harness import header, table, verdict
 from tests.trainers.harness.__main__ import judge, judge_adaptive
-from tests.trainers.harness.run import Kill, Outcome
+from tests.trainers.harness.run import Kill, Outcome, beside_plain
 from tests.trainers.harness.services import Services
 
 ALL = [(trainer, world) for trainer in header.trainers() for world in trainer.worlds]
@@ -39,7 +39,37 @@ def test_every_trainer(trainer: header.Trainer, world: int, services: Services, 
     _check(trainer, world, services, tmp_path)
 
 
-FEW = ("pipeline_dropout", "pipeline_hidden_buffer")
+KINDS = (
+    "mlp",
+    "batch_norm",
+    "autocast_scaler",
+    "clip_session",
+    "ddp_unfreeze",
+    "optimizer_in_backward",
+    "two_updates",
+    "wait_free",
+)
+"""Those of the default suite: each differs from the others in what happens to a gradient on its way to an update."""
+PLAIN = [(trainer, world) for trainer in header.trainers() for world in trainer.plain]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "world"),
+    [
+        pytest.param(t, w, marks=[] if t.name in KINDS and w == min(t.plain) else pytest.mark.matrix)
+        for t, w in PLAIN
+    ],
+    ids=_name,
+)
+def test_a_trainer_beside_plain_torch(
+    trainer: header.Trainer, world: int, services: Services, tmp_path: Path
+) -> None:
+    """In every step, and in all that it has in the end."""
+    job = f"{trainer.name.replace('_', '-')}-{world}-beside-plain"
+    assert beside_plain(services, tmp_path, trainer, world, job) == []
+
+
+FEW = ("pipeline_hidden_buffer",)
 
 
 @pytest.mark.timeout(400)
@@ -72,6 +102,7 @@ def _check(trainer: header.Trainer, world: int, services: Services, tmp_path: Pa
 
 def test_there_are_enough_of_them() -> None:
     assert len(header.trainers()) >= 40
+    assert len(PLAIN) >= 20
 
 
 def test_the_table_in_the_documents_is_what_the_headers_say() -> None:
@@ -122,10 +153,36 @@ def test_what_counts_as_a_miss(tmp_path: Path) -> None:
     assert verdict.of_killed(calm, _outcome(tmp_path, **said), 1).word == verdict.NAMED
     ended = "swift: job failed: rank 1 refused: parameters differ (no. 9 in a row)"
     assert verdict.of_killed(calm, _outcome(tmp_path, code=1, stderr=ended), 1).word == verdict.MISS
-    ended += (
-        "; not exact since version 3: rank 0: ema of the script began anew: give it to session.register(...)"
-    )
-    assert verdict.of_killed(calm, _outcome(tmp_path, code=1, stderr=ended), 1).word == verdict.NAMED
+
+
+def test_what_was_known_before_anything_failed(tmp_path: Path) -> None:
+    other = {"place": [0, 0], "alike": ["model"], "digests": {"model": "a", "average": "c"}}
+    first = {"rank": 0, "version": 0, "difference": "", "why_not": ""}
+    for later, killed, word in (
+        ({"version": 5}, {}, verdict.SAME),
+        ({"version": 5}, {"ends": {"rank0": other}}, verdict.MISS),  # equal, and silently different
+        ({"version": 5, "difference": "output 0"}, {"ends": {"rank0": other}}, verdict.NAMED),
+        ({"version": 5, "difference": "output 0"}, {}, verdict.NAMED),
+        ({"version": 5, "why_not": "its process has ended"}, {}, verdict.MISS),
+        (
+            {"version": 5, "why_not": "the replay stands still for 2 s"},
+            {},
+            verdict.SAME,
+        ),  # it waits by itself
+        (
+            {"version": 5, "rank": 1, "why_not": "the replay stands still for 2 s"},
+            {},
+            verdict.MISS,
+        ),  # another
+        ({"version": 10}, {}, verdict.MISS),  # not at the second checkpoint
+        ({"version": 5, "difference": "lr"}, {"code": 2, "stderr": "swift: why\n"}, verdict.NAMED),
+        ({"version": 5, "difference": "lr"}, {"code": 2, "stderr": "Traceback\nswift: why"}, verdict.MISS),
+        ({"version": 5}, {"code": 2, "stderr": "swift: why\n"}, verdict.REFUSED),
+    ):
+        calm = _outcome(tmp_path, rehearsals=[first, {**first, **later}])
+        assert verdict.of_killed(calm, _outcome(tmp_path, **killed), 1).word == word, (later, killed)
+    none_came = _outcome(tmp_path, rehearsals=[])
+    assert verdict.of_killed(none_came, _outcome(tmp_path), 1).word == verdict.MISS
 
 
 def test_replicas_that_differ_are_a_miss_without_any_kill(tmp_path: Path) -> None:

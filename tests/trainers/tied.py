@@ -7,7 +7,7 @@ import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 class Tied(nn.Module):
@@ -22,7 +22,7 @@ class Tied(nn.Module):
         return self.head(self.body(self.embedding(tokens))[0])
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(Tied())
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

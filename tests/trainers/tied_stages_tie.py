@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
-import swift
+import swift_ft
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ class Scaled(nn.Module):
         return torch.tanh(self.linear(x)) * self.shared
 
 
-with swift.Session.from_env(checkpoint_every=5) as session:
+with swift_ft.Session.from_env(checkpoint_every=5) as session:
     rank, ranks = session.pipeline_rank, session.pipeline_ranks
     torch.manual_seed(rank)
     module = Scaled()

@@ -2,12 +2,13 @@
 
 # verdict: same bits
 # worlds: 1, 2
+# plain: 1, 2
 
 import probe
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -15,7 +16,7 @@ def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.
     return x, x.sum(1, keepdim=True)
 
 
-with swift.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     model[0].requires_grad_(False)

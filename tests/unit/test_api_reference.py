@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-import swift
+import swift_ft
 
 SCRIPT = Path(__file__).parents[1] / "api_reference.py"
 
@@ -39,7 +39,7 @@ def test_the_page_is_up_to_date(reference: ModuleType) -> None:
 
 def test_every_public_name_of_the_session_is_described(reference: ModuleType) -> None:
     silent = []
-    for name, value in reference.members(swift.Session).items():
+    for name, value in reference.members(swift_ft.Session).items():
         thing = getattr(value, "fget", None) or getattr(value, "func", None) or inspect.unwrap(value)
         if not (getattr(thing, "__doc__", None) or "").strip():
             silent.append(name)
@@ -61,8 +61,8 @@ def test_every_name_of_a_session_that_the_pages_for_trainers_use_is_on_it(refere
 
 
 def test_every_setting_is_described(reference: ModuleType) -> None:
-    text = "\n".join(reference.of_config(swift.SessionConfig))
-    for field in fields(swift.SessionConfig):
+    text = "\n".join(reference.of_config(swift_ft.SessionConfig))
+    for field in fields(swift_ft.SessionConfig):
         assert f"| `{field.name}` |" in text
 
 

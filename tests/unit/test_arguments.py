@@ -2,9 +2,9 @@
 
 import pytest
 
-from swift.arguments import Parser
-from swift.errors import UsageError
-from swift.launch import command
+from swift_ft.cli_parser import Parser
+from swift_ft.errors import UsageError
+from swift_ft.launch import command
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "soon"])

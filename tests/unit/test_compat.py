@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swift.drill import command
+from swift_ft.lab.drill import command
 from tests.compat import environment, seams, table
 from tests.compat.table import Row
 

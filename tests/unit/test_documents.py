@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swift import cli
+from swift_ft import cli
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -73,7 +73,7 @@ def test_files_that_are_named_exist(document: Path) -> None:
 
 @functools.cache
 def help_of(command: str) -> str:
-    words = [sys.executable, "-m", "swift.cli", *command.split(), "--help"]
+    words = [sys.executable, "-m", "swift_ft.cli", *command.split(), "--help"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swift import events
+from swift_ft import events
 
 
 @pytest.fixture

@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 import yaml
 
-from services.coordinator.metrics import FAMILIES as COORDINATOR
-from services.logserver.metrics import FAMILIES as LOG
-from swift import arguments
-from swift.runtime.metrics import FAMILIES as TRAINER
-from swift.security.roles import Role
-from swift.security.tokens import Authority
+from swift_ft import cli_parser
+from swift_ft.tokens import Authority, Role
+from swift_ft.train.metrics import FAMILIES as TRAINER
+from swift_ft_services.coordinator.metrics import FAMILIES as COORDINATOR
+from swift_ft_services.logserver.metrics import FAMILIES as LOG
 from tests.unit.security.world import Keys
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +39,7 @@ OPERATION = ROOT / "docs" / "operation.md"
 @functools.cache
 def help_of(command: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "swift.cli", command, "--help"],
+        [sys.executable, "-m", "swift_ft.cli", command, "--help"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -80,8 +79,8 @@ def test_a_unit_starts_a_command_that_there_is(path: Path) -> None:
     named = set(re.findall(r"\$\{(\w+)\}", service["ExecStart"]))
     assert named <= defaults.keys() | {"STATE_DIRECTORY", "RUNTIME_DIRECTORY"}
     for name in ("SWIFT_LISTEN", "SWIFT_METRICS"):
-        host, port = arguments.host_and_port(defaults[name], name)
-        assert arguments.is_loopback(host)
+        host, port = cli_parser.host_and_port(defaults[name], name)
+        assert cli_parser.is_loopback(host)
         assert port > 0
     environment_file = path.with_suffix(".env")
     assert service["EnvironmentFile"] == f"-/etc/swift/{environment_file.name}"
@@ -122,7 +121,7 @@ def test_a_token_is_renewed_by_a_timer_for_the_user_who_needs_it(tmp_path: Path)
     program, *words = shlex.split(service["ExecStart"].replace("%i", "run42"))
     assert program == "/opt/swift/bin/swift-ft"
     words = [re.sub(r"\$\{(\w+)\}", lambda found: given[found[1]], word) for word in words]
-    subprocess.run([sys.executable, "-m", "swift.cli", *words], cwd=ROOT, timeout=60, check=True)
+    subprocess.run([sys.executable, "-m", "swift_ft.cli", *words], cwd=ROOT, timeout=60, check=True)
     grant = Authority(keys.verifying).grant(out.read_text().strip())
     assert (grant.job, grant.roles) == ("run42", {Role.WRITER, Role.REPLAYER})
     assert (out.stat().st_uid, stat.S_IMODE(out.stat().st_mode)) == (me.pw_uid, 0o600)
@@ -208,8 +207,8 @@ def test_compose_starts_a_command_that_there_is(name: str) -> None:
     assert health[:2] == ["CMD", "/opt/swift/bin/swift-ft"]
     check_flags(health[2:])
     flags = dict(word.split("=", 1) for word in service["command"][1:])
-    host, _ = arguments.host_and_port(flags["--listen"], "--listen")
-    assert arguments.is_loopback(host)
+    host, _ = cli_parser.host_and_port(flags["--listen"], "--listen")
+    assert cli_parser.is_loopback(host)
     assert flags["--listen"] in health
     (volume,) = service["volumes"]
     source, target = volume.split(":")
@@ -265,11 +264,11 @@ def test_commands_in_the_document_exist() -> None:
 
 
 def test_only_known_labels_and_base_units() -> None:
-    """Job, reason and strategy: few values each. No step, no microbatch, no stream."""
-    bounded = {"job", "reason", "strategy"}
+    """Job, rank, reason and strategy: few values each. No step, no microbatch, no stream."""
+    bounded = {"job", "rank", "reason", "strategy"}
     units = ("_seconds", "_bytes", "_total", "_info")
     countable = re.compile(
-        r"_(records|sessions|streams|readers|segments|ranks|groups|servers|suspicions|generation|version|size|state|alarm|wanted|step|steps|waits)$"
+        r"_(records|sessions|streams|readers|segments|ranks|groups|servers|suspicions|generation|version|size|state|alarm|wanted|step|steps|waits|exact|differs)$"
     )
     for family in (*LOG, *COORDINATOR, *TRAINER):
         assert set(family.labels) <= bounded, family
@@ -281,7 +280,7 @@ def test_only_known_labels_and_base_units() -> None:
 def test_help_groups_nothing_away() -> None:
     """`check_flags` reads the flags out of the help: argparse must show each."""
     parser = argparse.ArgumentParser()
-    arguments.add_metrics_arguments(parser)
+    cli_parser.add_metrics_arguments(parser)
     assert {"--metrics-listen", "--metrics-address-file"} <= set(
         re.findall(r"--[a-z-]+", parser.format_help())
     )

@@ -9,7 +9,7 @@ FORKS = textwrap.dedent(
     """
     import os, threading
     from concurrent.futures import ThreadPoolExecutor
-    import swift
+    import swift_ft
     import grpc
     from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 

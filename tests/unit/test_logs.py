@@ -6,27 +6,22 @@ import json
 import logging
 import os
 import re
-import sys
 import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift import events, logs
-from swift.logs import JSON, REMOVED, TEXT, Log, Redactor, level_of
+from swift_ft import events
+from swift_ft.logs import JSON, REMOVED, TEXT, Log, Redactor, level_of
 
 SECRET = "s3cr3t-v4lue-0123456789"
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFT_TOKEN", SECRET)
-    before = sys.excepthook, logs.threading.excepthook
-    yield
-    sys.excepthook, logs.threading.excepthook = before
 
 
 def lines(stream: io.StringIO) -> list[dict[str, object]]:
@@ -63,9 +58,9 @@ def test_logging_and_exceptions_are_json_too(environment: None) -> None:
     stop = log.start()
     try:
         raise ValueError("it broke")
-    except ValueError:
+    except ValueError as error:
         logging.getLogger("services.x").exception("append %s", "failed")
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        log.uncaught(error)
     log.fatal("no space")
     stop()
     said, caught, fatal = lines(stream)
@@ -142,10 +137,9 @@ def test_a_secret_of_the_environment_is_never_written_wherever_it_stands(
     log.fatal(f"refused {SECRET}")
     try:
         raise RuntimeError(SECRET)
-    except RuntimeError:
+    except RuntimeError as error:
         logging.getLogger("x").exception("failed")
-        if log_format == JSON:
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        log.uncaught(error)
     stop()
     assert SECRET not in stream.getvalue()
     assert stream.getvalue().count(REMOVED) >= 5

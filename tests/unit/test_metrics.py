@@ -6,6 +6,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.coordinator import commands as m
-from services.coordinator.metrics import CoordinatorMetrics
-from services.coordinator.row import JobRow, State
-from services.coordinator.snapshot import JobSnapshot
-from swift import events
-from swift.arguments import metrics_address
-from swift.errors import UsageError
-from swift.metrics import COUNTER, GAUGE, HISTOGRAM, STATES, Distribution, Exposition, Family, Samples, plain
-from swift.metrics_http import CONNECTIONS_MAX
-from swift.recovery import Plan, RankPlan, Strategy
-from swift.runtime import metrics as trainer
-from swift.runtime.config import SessionConfig
+from swift_ft import events
+from swift_ft.cli_parser import metrics_address
+from swift_ft.errors import UsageError
+from swift_ft.metrics import (
+    CONNECTIONS_MAX,
+    COUNTER,
+    GAUGE,
+    HISTOGRAM,
+    STATES,
+    Distribution,
+    Exposition,
+    Family,
+    Samples,
+    plain,
+)
+from swift_ft.planner import Plan, RankPlan, Strategy
+from swift_ft.train import metrics as trainer
+from swift_ft.train.config import SessionConfig
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.job_record import JobRow, Rehearsal, State
+from swift_ft_services.coordinator.metrics import CoordinatorMetrics
+from swift_ft_services.coordinator.views import JobSnapshot
 from tests.integration.scraping import scrape
 
 BOUNDS = (0.1, 1.0, 10.0)
@@ -196,9 +207,17 @@ def snapshot(checkpoint: int | None) -> JobSnapshot:
         newest_version=0,
         measured_ranks=0,
         groups=0,
-        groups_wanted=False,
         checkpoint=checkpoint,
     )
+
+
+def test_what_was_rehearsed_of_each_rank_is_shown(coordinator: CoordinatorMetrics) -> None:
+    known = {2: Rehearsal(done=1, version=50, steps=4), 3: Rehearsal(done=2, version=60, difference="rng")}
+    samples = coordinator.samples([replace(snapshot(60), exact=False, rehearsals=known)])
+    assert samples["swift_coordinator_exact"] == {("a",): 0}
+    assert samples["swift_coordinator_rehearsed_version"] == {("a", "2"): 50, ("a", "3"): 60}
+    assert samples["swift_coordinator_rehearsed_steps"] == {("a", "2"): 4, ("a", "3"): 0}
+    assert samples["swift_coordinator_rehearsal_differs"] == {("a", "2"): 0, ("a", "3"): 1}
 
 
 def recoveries(metrics: CoordinatorMetrics) -> tuple[dict[Any, Any], list[tuple[float, float]]]:
@@ -265,7 +284,7 @@ def test_a_checkpoints_age_begins_when_it_is_complete(coordinator: CoordinatorMe
 
 def test_a_rank_counts_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("swift.runtime.metrics.events.now", clock)
+    monkeypatch.setattr("swift_ft.train.metrics.events.now", clock)
     counts = {"generation": 3, "version": 7, "records": 5, "something_new": 1}
     metrics = trainer.TrainerMetrics("a", 2, lambda: trainer.Progress.of(counts))
 
@@ -321,8 +340,8 @@ def test_ranks_of_one_machine_take_ports_side_by_side_and_a_taken_one_stops_nobo
     heard: list[tuple[str, Any]] = []
     end = events.listen(lambda event, fields: heard.append((event, fields)))
     with free_behind_a_taken_port() as port:
-        close_0 = trainer.start(f"127.0.0.1:{port}", "a", 0, 0, trainer.Progress)
-        close_1 = trainer.start(f"127.0.0.1:{port}", "a", 1, 1, trainer.Progress)
+        close_0 = trainer.serve_metrics(f"127.0.0.1:{port}", "a", 0, 0, trainer.Progress)
+        close_1 = trainer.serve_metrics(f"127.0.0.1:{port}", "a", 1, 1, trainer.Progress)
     end()
     assert heard[0][0] == "metrics_not_shown"
     assert not (tmp_path / "a-rank0.json").exists()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swift.words import one_line, show, tell, text_of
+from swift_ft.text import one_line, show, tell, text_of
 
 EVIL = "a\x1b[2J\nb\r\tc\x9b1A\u202e\u2028\u200f\ud800\U000e0041 größer \u4e2d"
 

@@ -2,7 +2,7 @@
 
 # verdict: DIFFERS
 # cause: buffer-not-saved
-# says: running_mean has the value of step 0
+# says: running_mean: the value of step 0
 
 import os
 

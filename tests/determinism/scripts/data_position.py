@@ -3,7 +3,7 @@
 # quick
 # verdict: DIFFERS
 # cause: data-position
-# says: are those of step 0
+# says: the value of step 0
 
 import os
 

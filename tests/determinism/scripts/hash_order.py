@@ -1,7 +1,7 @@
 """Words are numbered in the order of a set, which is another one in each process."""
 
 # verdict: NOT DETERMINISTIC
-# cause: hash-order
+# cause: unseeded-rng
 # says: PYTHONHASHSEED=0
 # interpreters
 

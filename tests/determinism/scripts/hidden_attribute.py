@@ -2,7 +2,7 @@
 
 # verdict: DIFFERS
 # cause: hidden-state
-# says: the loss differs
+# says: rank 0: the loss
 
 import os
 

@@ -3,7 +3,7 @@
 # quick
 # verdict: DIFFERS
 # cause: optimizer-not-saved
-# says: exp_avg is absent
+# says: exp_avg: absent
 
 import os
 

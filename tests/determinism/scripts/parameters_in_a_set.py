@@ -1,8 +1,8 @@
 """The optimizer gets its parameters in the order of a set; a checkpoint has their states by number."""
 
 # verdict: DIFFERS
-# cause: hash-order
-# says: another order
+# cause: optimizer-not-saved
+# says: that of optimizer 0.state
 # interpreters
 
 import os

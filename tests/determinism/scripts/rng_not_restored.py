@@ -3,7 +3,7 @@
 # quick
 # verdict: DIFFERS
 # cause: rng-not-restored
-# says: torch has the state of step 0
+# says: generator torch: the value of step 0
 
 import os
 

@@ -9,9 +9,9 @@
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
-with swift.Session.from_env(checkpoint_every=4) as session:
+with swift_ft.Session.from_env(checkpoint_every=4) as session:
     torch.manual_seed(0)
     model = session.module(nn.Linear(8, 1))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
-import swift
+import swift_ft
 
-with swift.Session.from_env(checkpoint_every=4) as session:
+with swift_ft.Session.from_env(checkpoint_every=4) as session:
     rank = session.pipeline_rank
     torch.manual_seed(rank)
     module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8))

@@ -8,7 +8,7 @@
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 
 class Batches:
@@ -26,7 +26,7 @@ class Batches:
         self.place = state["place"]
 
 
-with swift.Session.from_env(replicas=2, checkpoint_every=4) as session:
+with swift_ft.Session.from_env(replicas=2, checkpoint_every=4) as session:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
     model = session.module(session.ddp(net))

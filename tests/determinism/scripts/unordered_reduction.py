@@ -3,7 +3,7 @@
 # quick
 # verdict: NOT DETERMINISTIC
 # cause: unordered-reduction
-# says: equal but for rounding
+# says: the gradient of parameter Linear.weight
 
 import os
 import random

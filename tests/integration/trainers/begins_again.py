@@ -1,6 +1,6 @@
 """A training function that is called again: `begins_again.py MODE STEPS`.
 
-decorated  `swift.reinit` around the function; what the module has read at its import stays
+decorated  `swift_ft.reinit` around the function; what the module has read at its import stays
 script     nothing of it: the whole script is run again
 outside    the session is made once, outside of the decorated function: it cannot be used a second time
 
@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import swift
+import swift_ft
 
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
 WIDTH, BATCH, SAMPLES = 16, 8, 256
 DATA = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
-SESSIONS: list[swift.Session] = []
+SESSIONS: list[swift_ft.Session] = []
 BEFORE: list[weakref.ref[object]] = []
 """The model and the optimizer of each call: there may be no room for two of them."""
 with Path(os.environ["SWIFT_DIGESTS"], f"imports-{os.getpid()}").open("a") as file:
@@ -55,7 +55,7 @@ def train() -> None:
     assert torch.is_grad_enabled()
     if MODE != "outside" or not SESSIONS:
         SESSIONS.append(
-            swift.Session.from_env(
+            swift_ft.Session.from_env(
                 strategy="reinit", replicas=dist_size(), checkpoint_every=4, metrics_listen="127.0.0.1:0"
             )
         )
@@ -67,7 +67,6 @@ def train() -> None:
     loader = Order()
     session.register(loader=loader)
     digests: dict[str, str] = {}
-    session.transient("digests")
 
     def step(number: int) -> None:
         optimizer.zero_grad()
@@ -95,4 +94,4 @@ def dist_size() -> int:
 
 
 if __name__ == "__main__":
-    (train if MODE == "script" else swift.reinit(train))()
+    (train if MODE == "script" else swift_ft.reinit(train))()

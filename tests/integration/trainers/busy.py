@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-import swift
+import swift_ft
 
 STEPS, AT, SECONDS = (int(argument) for argument in sys.argv[1:4])
 ONCE = Path(sys.argv[4]) if len(sys.argv) > 4 else None
@@ -27,7 +27,7 @@ def may_hold() -> bool:
 
 
 if __name__ == "__main__":
-    session = swift.Session.from_env(seed=5, checkpoint_every=5)
+    session = swift_ft.Session.from_env(seed=5, checkpoint_every=5)
     torch.manual_seed(session.rank)
     module = nn.Linear(8, 8)
     stage = session.adopt(PipelineStage(module, session.rank, 2, torch.device("cpu")))

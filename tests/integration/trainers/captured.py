@@ -3,8 +3,6 @@
 layout      a channels_last convolution net under fused AdamW, and one of bf16 under NAdam; two whole modules
 attributes  a momentum encoder, Python attributes, buffers that are not persistent, `random` and numpy in the forward
 apart       the same, and each replica notes its last loss in an attribute
-transient   … and says that it need not last
-made        a step hangs a hook, and takes another submodule: no other process can make these
 """
 
 import os
@@ -16,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import swift
+import swift_ft
 
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
 
@@ -34,7 +32,7 @@ class Position:
         self.position = state["position"]
 
 
-def layout(session: swift.Session) -> Any:
+def layout(session: swift_ft.Session) -> Any:
     first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 4, 1))
     first.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     second = nn.Conv2d(4, 4, 3, dtype=torch.bfloat16)
@@ -88,7 +86,7 @@ class Contrast(nn.Module):
         return out * float(scale) / self.calls
 
 
-def attributes(session: swift.Session) -> Any:
+def attributes(session: swift_ft.Session) -> Any:
     torch.manual_seed(session.rank)
     model = Contrast()
     session.module(model)
@@ -107,34 +105,15 @@ def attributes(session: swift.Session) -> Any:
         loss.backward()
         optimizer.step()
 
-    if MODE == "transient":
-        session.transient("last_loss")
-    return train_step
-
-
-def made(session: swift.Session) -> Any:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8))
-    session.module(model)
-    optimizer = session.optimizer(torch.optim.AdamW(model.parameters()))
-
-    def train_step(step: int) -> None:
-        if step == 2:
-            model[0].weight.register_hook(lambda gradient: gradient * 0.5)
-            model[1] = nn.Identity()
-        optimizer.zero_grad()
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step * 10 + session.dp_rank))
-        model(x).square().mean().backward()
-        optimizer.step()
-
     return train_step
 
 
 def main() -> None:
-    with swift.Session.from_env(
+    with swift_ft.Session.from_env(
         seed=3, checkpoint_every=3, replicas=int(os.environ["WORLD_SIZE"])
     ) as session:
         torch.manual_seed(0)
-        train_step = {"layout": layout, "made": made}.get(MODE, attributes)(session)
+        train_step = (layout if MODE == "layout" else attributes)(session)
         session.run(train_step, num_steps=STEPS)
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-import swift
+import swift_ft
 
 STEPS, PAUSE_S = int(sys.argv[1]), float(sys.argv[2])
 IN_HASTE = Path(sys.argv[3])
 WIDTH, BATCH = 256, 128  # 128 KiB a step in each direction, and as much of inputs or targets
 
 if __name__ == "__main__":
-    session = swift.Session.from_env(
+    session = swift_ft.Session.from_env(
         seed=5, checkpoint_every=1_000_000, log_queue_bytes=1 << 20, log_when_full="drop"
     )
     torch.manual_seed(session.rank)

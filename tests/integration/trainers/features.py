@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 from torch.utils.checkpoint import checkpoint
 
-import swift
+import swift_ft
 
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
 WIDTH, BATCH, MICROBATCHES = 8, 12, 3
@@ -91,7 +91,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def traced() -> None:
-    session = swift.Session.from_env(seed=5, checkpoint_every=3)
+    session = swift_ft.Session.from_env(seed=5, checkpoint_every=3)
     torch.manual_seed(1)
     whole = Whole()
     example = torch.randn(BATCH // MICROBATCHES, WIDTH)
@@ -123,7 +123,7 @@ def traced() -> None:
 
 
 def manual() -> None:
-    session = swift.Session.from_env(seed=5, checkpoint_every=3, codec="lz4")
+    session = swift_ft.Session.from_env(seed=5, checkpoint_every=3, codec="lz4")
     rank = session.rank
     torch.manual_seed(rank)
     module = Part(last=rank == 2)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import swift
+import swift_ft
 
 BEFORE, STEPS, DYING, OUT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 BEGUN = 3
@@ -43,11 +43,11 @@ if __name__ == "__main__":
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     state = {"model": module.state_dict(), "optim": optimizer.state_dict(), "step": 0}
-    swift.load_dcp(state, BEFORE)
+    swift_ft.load_dcp(state, BEFORE)
     module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optim"])
     begun = state["step"]
-    with swift.Session.from_env(checkpoint_every=2, replicas=2) as session:
+    with swift_ft.Session.from_env(checkpoint_every=2, replicas=2) as session:
         model = session.module(module)
         session.optimizer(optimizer)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.utils.checkpoint import checkpoint
 
-import swift
+import swift_ft
 
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
 GROUPS = sys.argv[3] if len(sys.argv) > 3 else ""
@@ -101,7 +101,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def main() -> None:
-    session = swift.Session.from_env(seed=5, checkpoint_every=4, groups=GROUPS)
+    session = swift_ft.Session.from_env(seed=5, checkpoint_every=4, groups=GROUPS)
     rank = session.rank
     stateful = MODE == "stateful"
     indices = [rank, STAGES - 1 - rank] if MODE == "stages" else [rank]

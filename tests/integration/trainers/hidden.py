@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
-import swift
+import swift_ft
 
 STEPS, WHAT = int(sys.argv[1]), sys.argv[2]
 SETTINGS = dict(word.split("=", 1) for word in sys.argv[3:])
@@ -42,7 +42,7 @@ class Hidden:
 
 def main() -> None:
     settings = {name: ast.literal_eval(value) for name, value in SETTINGS.items()}
-    session = swift.Session.from_env(seed=5, log_queue_bytes=8 << 20, **settings)
+    session = swift_ft.Session.from_env(seed=5, log_queue_bytes=8 << 20, **settings)
     torch.manual_seed(session.pipeline_rank)
     module = nn.Linear(WIDTH, WIDTH)
     hidden = Hidden()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import Schedule1F1B
 
-import swift
+import swift_ft
 
 STEPS, REPLICAS, SHARDS, PRECISION = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 STRATEGY = sys.argv[5] if sys.argv[5:] else "auto"
@@ -89,11 +89,11 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.float(), target)
 
 
-def begin_with(exported: str, module: nn.Module, session: swift.Session) -> None:
+def begin_with(exported: str, module: nn.Module, session: swift_ft.Session) -> None:
     """Each rank with its own shards, which are those of the whole weights."""
     stage = str(session.pipeline_rank)
     state = {"stages": {stage: module.state_dict()}}
-    swift.load_dcp(state, exported)
+    swift_ft.load_dcp(state, exported)
     module.load_state_dict(state["stages"][stage])
     known = torch.load(f"{sys.argv[6]}/rank{session.rank}.pt", weights_only=True)["weights"]
     for name, parameter in module.named_parameters():
@@ -102,7 +102,7 @@ def begin_with(exported: str, module: nn.Module, session: swift.Session) -> None
 
 
 def main() -> None:
-    session = swift.Session.from_env(
+    session = swift_ft.Session.from_env(
         seed=5, checkpoint_every=4, replicas=REPLICAS, shards=SHARDS, bucket_bytes=256, strategy=STRATEGY
     )
     torch.manual_seed(session.rank)  # replicas are made alike by the session

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-import swift
+import swift_ft
 
 STEPS, PAUSE_S, IN_HASTE = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
 EVERY, GROUPS = int(sys.argv[4]), sys.argv[5]
 RANKS, STAGES, WIDTH, BATCH = 2, 4, 16, 8
 
 if __name__ == "__main__":
-    session = swift.Session.from_env(seed=5, checkpoint_every=EVERY, groups=GROUPS)
+    session = swift_ft.Session.from_env(seed=5, checkpoint_every=EVERY, groups=GROUPS)
     torch.manual_seed(session.rank)
     modules = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(STAGES // RANKS)]
     stages = [

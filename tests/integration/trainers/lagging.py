@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
-import swift
-from swift import events
+import swift_ft
+from swift_ft import events
 
 STEPS, PAUSE_S = int(sys.argv[1]), float(sys.argv[2])
 IN_HASTE = Path(sys.argv[3])
@@ -22,7 +22,7 @@ REST_AT, REST_S = sys.argv[4] if sys.argv[4:] else "", 60.0
 WIDTH, BATCH = 16, 8
 
 if __name__ == "__main__":
-    session = swift.Session.from_env(
+    session = swift_ft.Session.from_env(
         seed=5, checkpoint_every=1_000_000, replicas=2, log_queue_bytes=8 << 20, log_when_full="block"
     )
     torch.manual_seed(session.rank)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-import swift
+import swift_ft
 
 STEPS, PAUSE_S = int(sys.argv[1]), float(sys.argv[2])
 IN_HASTE = Path(sys.argv[3])
@@ -20,7 +20,7 @@ EVERY = int(sys.argv[4]) if len(sys.argv) > 4 else 1_000_000
 WIDTH, BATCH = 64, 16
 
 if __name__ == "__main__":
-    session = swift.Session.from_env(seed=5, checkpoint_every=EVERY)
+    session = swift_ft.Session.from_env(seed=5, checkpoint_every=EVERY)
     torch.manual_seed(session.rank)
     module = nn.Linear(WIDTH, WIDTH)
     stage = session.adopt(PipelineStage(module, session.rank, 2, torch.device("cpu")))

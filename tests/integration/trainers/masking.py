@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils.data import DataLoader, Dataset
 
-import swift
+import swift_ft
 
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
 WIDTH, BATCH, MICROBATCHES = 6, 8, 2
@@ -79,7 +79,7 @@ class Part(nn.Module):
 
 
 def main() -> None:
-    session = swift.Session.from_env(seed=5, checkpoint_every=3)
+    session = swift_ft.Session.from_env(seed=5, checkpoint_every=3)
     rank = session.rank
     torch.manual_seed(rank)
     module = Part()

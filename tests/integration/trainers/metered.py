@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch.distributed.pipelining import ScheduleGPipe
 
-import swift
+import swift_ft
 
 STEPS, GO = int(sys.argv[1]), Path(sys.argv[2])
 
 
 def main() -> None:
-    with swift.Session.from_env(checkpoint_every=4) as session:
+    with swift_ft.Session.from_env(checkpoint_every=4) as session:
         rank = session.rank
         module = torch.nn.Linear(4, 4)
         stage = session.pipeline_stage(module, rank, 2)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-import swift
+import swift_ft
 
 MISTAKE = sys.argv[1]
 
@@ -21,7 +21,7 @@ def main() -> None:
         import os
 
         torch.set_num_threads(1 + int(os.environ["RANK"]))
-    session = swift.Session.from_env(
+    session = swift_ft.Session.from_env(
         seed=seed,
         checkpoint_every=0 if MISTAKE == "checkpoint-every-0" else 5,
         groups="0-2" if MISTAKE == "groups-of-another-pipeline" else "",

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
-import swift
-from swift.drill.model import paced
+import swift_ft
+from swift_ft.lab.drill.model import paced
 
 MICROBATCH_S, HELPERS, STEPS = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 STAGES, MICROBATCHES, ROWS, WIDTH = 3, 4, 32, 1024
@@ -25,7 +25,7 @@ class Part(nn.Module):
 
 
 def main() -> None:
-    with swift.Session.from_env(seed=1, checkpoint_every=1000, helpers=HELPERS) as session:
+    with swift_ft.Session.from_env(seed=1, checkpoint_every=1000, helpers=HELPERS) as session:
         module = Part()
         stage = session.pipeline_stage(module, session.rank, STAGES)
         schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import swift
+import swift_ft
 
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
 WIDTH, BATCH = 16, 8
@@ -88,7 +88,7 @@ def _until(condition: Callable[[], bool]) -> None:
 def main() -> None:
     updates = "wait_free" if MODE in ("wait_free", "halves") else "after_backward"
     replicas = int(os.environ["WORLD_SIZE"])
-    with swift.Session.from_env(
+    with swift_ft.Session.from_env(
         seed=3, checkpoint_every=3, replicas=replicas, updates=updates, bucket_bytes=512
     ) as session:
         torch.manual_seed(session.rank)  # the session gives all replicas the first one's weights

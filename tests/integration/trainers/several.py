@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import swift
+import swift_ft
 
 KIND, STEPS, PLACE = sys.argv[1], int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else ""
 WIDTH, BATCH = 8, 4
@@ -41,7 +41,7 @@ def net() -> nn.Sequential:
 
 
 class Job:
-    def __init__(self, session: swift.Session) -> None:
+    def __init__(self, session: swift_ft.Session) -> None:
         self.session = session
         torch.manual_seed(3)
         self.first, self.second = net(), net()
@@ -176,7 +176,7 @@ class Job:
 
 
 if __name__ == "__main__":
-    with swift.Session.from_env(
+    with swift_ft.Session.from_env(
         seed=5, checkpoint_every=100, replicas=int(os.environ["WORLD_SIZE"])
     ) as session:
         job = Job(session)

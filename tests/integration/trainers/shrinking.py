@@ -7,11 +7,9 @@ while backward runs. One that is "late" asks, computes by a schedule, and rank 0
 others have lost a rank. One that is "deaf" asks, and in step LATE rank 1 is lost once all have the first average, of
 which rank 2 has heard nothing. One that "lingers" talks, and behind that rank 0 waits in step LATE + 1 until the
 lost rank has come back. One that "waits" asks, and the last rank waits in that step, and in the one before the last,
-until all that were lost have come back. One that "grows" has an attribute that each replica makes of its own
-batches. One that "tallies" counts its steps in a variable that nobody knows of, and rank 1 dies between two steps.
-Those that are "lazy", "eager" or "plain" have torch's DataLoader with the session's numbers (so plain torch cannot
-say what their bits must be): it makes its iterator when it needs one, or at once; the "plain" one is lazy and
-registered, not made by the session.
+until all that were lost have come back. Those that are "lazy", "eager" or "plain" have torch's DataLoader with the
+session's numbers (so plain torch cannot say what their bits must be): it makes its iterator when it needs one, or at
+once; the "plain" one is lazy and registered, not made by the session.
 
 Both write a digest of weights and optimizer state for every step: `{step: digest}`.
 """
@@ -31,7 +29,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 ORIGINS = 3
 WIDTH, BATCH = 24, 8
-LATE, CHECKED = 6, 7
+LATE = 6
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -95,7 +93,7 @@ class Batches(Position):
 
 def deafen(rank: int, under_way: Position) -> None:
     """As if a result had not reached rank 2 when the connection broke."""
-    from swift.runtime.reducer import Reduction
+    from swift_ft.train.reducer import Reduction
 
     wait, heard = (
         Reduction.wait,
@@ -119,24 +117,10 @@ def deafen(rank: int, under_way: Position) -> None:
     Reduction.wait = wait_once  # type: ignore[method-assign]
 
 
-def die_between_steps(rank: int, under_way: Position) -> None:
-    """Rank 1, behind step CHECKED, when all compare what they have."""
-    from swift.runtime.audit import Audit
-
-    compare = Audit.compare
-
-    def compare_unless(audit: Audit, untold: str) -> None:
-        if rank == 1 and under_way.step == CHECKED:
-            os.kill(os.getpid(), signal.SIGKILL)
-        compare(audit, untold)
-
-    Audit.compare = compare_unless  # type: ignore[method-assign]
-
-
 def in_a_job(steps: int, habit: str) -> None:
     from shuffled import Shuffled
 
-    import swift
+    import swift_ft
 
     lingers, was_here = (
         Path(os.environ["SWIFT_DIGESTS"], name) for name in ("lingers", f"was-here-{os.environ['RANK']}")
@@ -154,10 +138,8 @@ def in_a_job(steps: int, habit: str) -> None:
         "bucket_bytes": 2048,
         "updates": updates,
     }
-    under_way, tally = Position(), {"steps": 0}
-    if habit == "tallies":
-        die_between_steps(int(os.environ["RANK"]), under_way)
-    with swift.Session.from_env(**settings) as session:
+    under_way = Position()
+    with swift_ft.Session.from_env(**settings) as session:
         model, plain, scheduler = made()
         if habit == "late":
             stage = session.pipeline_stage(model, 0, 1)
@@ -190,8 +172,6 @@ def in_a_job(steps: int, habit: str) -> None:
             elif habit not in ("lazy", "eager", "plain"):
                 at, origin = position.step, own if habit == "knows" else session.dp_rank
                 position.step += 1
-            if habit == "tallies":
-                tally["steps"] += 1
             if habit in ("talks", "lingers"):
                 torch.distributed.all_reduce(torch.ones(1))
             if habit == "lingers" and step == LATE + 1 and session.rank == 0:
@@ -207,18 +187,12 @@ def in_a_job(steps: int, habit: str) -> None:
             elif habit in ("lazy", "eager", "plain"):
                 batch = next(shuffled)
                 distance(model(batch), batch.roll(1, 0)).backward()
-            elif habit == "grows":
-                gain = getattr(model, "gain", 1.0)
-                loss = loss_of(model, at, origin) * gain
-                loss.backward()
-                model.gain = 0.9 * gain + 0.1 * float(loss)  # type: ignore[assignment]
             else:
                 loss_of(model, at, origin).backward()
             optimizer.step()
             scheduler.step()
             found[step] = bits(model, optimizer)
 
-        session.transient("found", "under_way")
         session.run(train_step, num_steps=steps)
         Path(os.environ["SWIFT_DIGESTS"], f"bits-{session.rank}.json").write_text(json.dumps(found))
 

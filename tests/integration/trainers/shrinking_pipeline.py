@@ -16,12 +16,8 @@ early, and "checks" that its optimizer has never seen large gradients; "scaled" 
 for norms, and skips a step in which a stage finds inf; so does "disabled", whose scaler is, "freezes", which freezes
 stage 1 and writes scales down, "unregistered", and "apart", whose scaler is enabled at the last stage only. Rank 0
 of one that "waits" waits in step LATE until a lost rank has come back; "returns" does so in step RETURNED, and is
-calm. "fetches" has loaders of `session.loader` that no other data-parallel rank can make, and changes their batches
-in place; "fetches apart" has one at its last stage that gives other batches, "fetches late" draws from it behind its
-schedule as well, "fetches alone" makes it at its first stage only. "shuffles" has torch's DataLoader by
-`session.loader`, in an order of each pipeline's own, which plain torch does not know. "tallies" has a loss function
-that counts in a registered object. One that is "paranoid" has the session compute the first step of each generation
-twice. "asks" does none of it.
+calm. "shuffles" has torch's DataLoader by `session.loader`, in an order of each pipeline's own, which plain torch does
+not know. "tallies" has a loss function that counts in a registered object. "asks" does none of it.
 
 Both write a digest of each stage's weights and optimizer state for every step: `{step: digest}`.
 """
@@ -204,35 +200,19 @@ class Position:
         self.step = state["step"]
 
 
-class OwnFiles(Position):
-    """What a machine has of its own pipeline's data. A step's batch is two of these, times two."""
-
-    def __init__(self, origin: int, own: int, other: bool) -> None:
-        super().__init__()
-        if origin != own:
-            raise FileNotFoundError(f"no files of data-parallel rank {origin} on this machine")
-        self.origin, self.other = origin, other
-
-    def __next__(self) -> dict[str, Tensor]:
-        half, self.step = self.step % 2, self.step + 1
-        batch = batch_of((self.step - 1) // 2, self.origin, "fetches").chunk(2)[half]
-        return {"batch": (batch + self.other) / 2}
-
-
 def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
     from shuffled import Shuffled
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-    import swift
+    import swift_ft
 
-    with swift.Session.from_env(
+    with swift_ft.Session.from_env(
         seed=1,
         checkpoint_every=4 if habit == "saves" or max_norm_of(habit) == MAX_NORM else 1000,
         replicas=replicas,
         bucket_bytes=1024,
         reduction="ordered",
         updates="wait_free" if habit == "applies" else "after_backward",
-        paranoid=habit == "paranoid",
     ) as session:
         number = session.pipeline_rank
         module, plain, scheduler = made(number, stages, habit)
@@ -261,15 +241,10 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
         position = Position()
         for each in schedules:
             session.register(schedule=each)
-        fetches = habit.startswith("fetches")
         files: Any = None
-        if fetches and (habit != "fetches alone" or number == 0):
-            other = habit == "fetches apart" and number == stages - 1
-            own = session.dp_rank  # asked here: in a step for another origin it is that one's
-            files = session.loader(lambda dp_rank: OwnFiles(dp_rank, own, other))
-        elif habit == "shuffles":
+        if habit == "shuffles":
             files = session.loader(lambda dp_rank: Shuffled(eager=False, width=WIDTH))
-        elif not fetches:
+        else:
             session.register(loader=position)
         session.register(scheduler=scheduler)
         if habit == "tallies":
@@ -283,15 +258,9 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
             optimizer.zero_grad()
             if habit.startswith("checks"):
                 assert all(float(state["exp_avg_sq"].max()) < 1e12 for state in optimizer.state.values())
-            if habit == "shuffles":
-                batch = next(files)
-            elif files is not None:
-                parts = [next(files)["batch"], next(files)["batch"]]
-                batch = torch.cat([part.mul_(2) for part in parts])
-            else:
-                batch = batch_of(position.step, session.dp_rank, habit)
+            batch = next(files) if files is not None else batch_of(position.step, session.dp_rank, habit)
             schedule = schedules[is_larger(habit, position.step)]
-            position.step += files is None and not fetches
+            position.step += files is None
             if isinstance(module, Gains):
                 module.gain = gain_of(habit, number, step)
             losses: list[Tensor] = []
@@ -309,8 +278,6 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
                 await_notices(2)
             for _ in range(2 if habit == "twice" else 1):
                 schedule.step(*inputs, **last)
-            if habit == "fetches late":
-                next(files)
             if habit == "scales":
                 for parameter in module.parameters():
                     assert parameter.grad is not None
@@ -346,7 +313,6 @@ def in_a_job(steps: int, stages: int, replicas: int, habit: str) -> None:
                     "forwards of others count"
                 )
 
-        session.transient("found", "told")
         session.run(train_step, num_steps=steps)
         Path(os.environ["SWIFT_DIGESTS"], f"bits-{session.rank}.json").write_text(json.dumps(found))
 

@@ -1,4 +1,5 @@
-"""A small trainer to which things happen: `unlucky.py DIRECTORY STEPS MISHAPS [REPLICAS [EVERY [NON_FINITE_LOSS]]]`.
+"""A small trainer to which things happen: `unlucky.py DIRECTORY STEPS MISHAPS [REPLICAS [EVERY
+[NON_FINITE_LOSS [RATE]]]]`.
 
 MISHAPS is a JSON list of {"rank", "step", "at", "what", "times", "behind"}: `what` happens at that place of that step,
 so many times (default 1) in all processes of the rank together, and not before the mishap with the number `behind` of
@@ -29,14 +30,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 
-import swift
-from swift.checkpoint.store import CheckpointStore
+import swift_ft
+from swift_ft.state.checkpoint_store import CheckpointStore
 
 DIRECTORY, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 MISHAPS: list[dict[str, Any]] = json.loads(sys.argv[3])
 REPLICAS = int(sys.argv[4]) if sys.argv[4:] else 1
 EVERY = int(sys.argv[5]) if sys.argv[5:] else 5
 NON_FINITE_LOSS = sys.argv[6] if sys.argv[6:] else "warn"
+RATE = float(sys.argv[7]) if sys.argv[7:] else 0.01
 RANK = int(os.environ["RANK"])
 WIDTH, BATCH = 16, 8
 LEAVES_WITHIN = 15
@@ -180,7 +182,7 @@ if __name__ == "__main__":
     CheckpointStore.load = load  # type: ignore[method-assign]
     if any(m["rank"] == RANK and m.get("at") == "build" for m in MISHAPS):
         threading.Thread(target=reset_while_building, daemon=True).start()
-    session = swift.Session.from_env(
+    session = swift_ft.Session.from_env(
         seed=5, checkpoint_every=EVERY, replicas=REPLICAS, non_finite_loss=NON_FINITE_LOSS
     )
     torch.manual_seed(session.rank)
@@ -188,10 +190,9 @@ if __name__ == "__main__":
     stages = session.pipeline_ranks
     stage = session.pipeline_stage(module, session.pipeline_rank, stages)
     schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
-    optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=0.01))
+    optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=RATE))
     optimizer.register_step_post_hook(lambda *_: happen("vote", now))
     session.register(schedule=schedule)
-    session.transient("now", "factor", "stands_at")
     happen("made")
 
     def train_step(step: int) -> None:

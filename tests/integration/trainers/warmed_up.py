@@ -1,7 +1,7 @@
 """Two stages, a script that a spare runs before it is needed: `warmed_up.py MODE STEPS`.
 
 plain     changes what a process has: its directory, environment, path, a signal's handler, torch's settings, streams
-reinit    its function is decorated with swift.reinit, and has a `finally` that fails
+reinit    its function is decorated with swift_ft.reinit, and has a `finally` that fails
 raises, step, exits, killed, ends, hangs    a warm-up does not come far enough
 once, late_once    it cannot begin a second time in one process: at its first line, after its session is made
 patches   it changes a function of torch's, once more each time
@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 from torch.distributed.pipelining import ScheduleGPipe
 
-import swift
+import swift_ft
 
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
 WIDTH, BATCH = 16, 8
 OUT = Path(os.environ["SWIFT_DIGESTS"])
 FOUND = {
-    "warming": swift.is_warming_up(),
+    "warming": swift_ft.is_warming_up(),
     "rank": int(os.environ["RANK"]),
     "cwd": os.getcwd(),
     "path0": sys.path[0],
@@ -40,7 +40,7 @@ FOUND = {
 }
 with (OUT / f"found-{os.getpid()}").open("a") as file:
     file.write(json.dumps(FOUND) + "\n")
-print(f"trainer: warming={swift.is_warming_up()}", file=sys.stderr)
+print(f"trainer: warming={swift_ft.is_warming_up()}", file=sys.stderr)
 
 if MODE == "once":
     torch.library.define("stranger::op", "(Tensor x) -> Tensor")
@@ -50,10 +50,12 @@ if MODE == "patches":
     linear = torch.nn.functional.linear
     torch.nn.functional.linear = lambda *args: linear(*args) * 0.5
 if MODE == "thread":
-    threading.Thread(target=threading.Event().wait if swift.is_warming_up() else print, name="mine").start()
-if MODE == "workers" and swift.is_warming_up():
+    threading.Thread(
+        target=threading.Event().wait if swift_ft.is_warming_up() else print, name="mine"
+    ).start()
+if MODE == "workers" and swift_ft.is_warming_up():
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
-if swift.is_warming_up():
+if swift_ft.is_warming_up():
     if MODE == "raises":
         raise ValueError("not without the others")
     if MODE == "ends":
@@ -68,7 +70,7 @@ if swift.is_warming_up():
 
 def main() -> None:
     strategy = "reinit" if MODE == "reinit" else "auto"
-    session = swift.Session.from_env(checkpoint_every=4, metrics_listen="127.0.0.1:0", strategy=strategy)
+    session = swift_ft.Session.from_env(checkpoint_every=4, metrics_listen="127.0.0.1:0", strategy=strategy)
     if MODE == "late_once":
         torch.library.define("stranger::late", "(Tensor x) -> Tensor")
     rank, ranks = session.pipeline_rank, session.pipeline_ranks
@@ -77,19 +79,18 @@ def main() -> None:
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=torch.nn.functional.mse_loss)
     optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))
     session.register(schedule=schedule)
-    session.transient("seen")
     seen: dict[int, float] = {}
 
     def step(number: int) -> None:
         generator = torch.Generator().manual_seed(number)
         x, y = (torch.randn(BATCH, WIDTH, generator=generator) for _ in range(2))
-        if MODE == "step" and swift.is_warming_up():
+        if MODE == "step" and swift_ft.is_warming_up():
             raise ValueError("not in a warm-up")
         optimizer.zero_grad()
         schedule.step(*((x,) if rank == 0 else ()), **({"target": y} if rank == ranks - 1 else {}))
         session.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
-        assert not swift.is_warming_up(), "a warm-up goes no further than to the update"
+        assert not swift_ft.is_warming_up(), "a warm-up goes no further than to the update"
         seen[number] = sum(p.detach().double().sum().item() for p in module.parameters())
 
     if MODE == "keeps":
@@ -105,10 +106,10 @@ def main() -> None:
         with session:
             session.run(step, STEPS)
     finally:
-        if MODE == "reinit" and swift.is_warming_up():
+        if MODE == "reinit" and swift_ft.is_warming_up():
             raise RuntimeError("the others are not there")
     (OUT / f"bits-{rank}.json").write_text(json.dumps({str(n): value.hex() for n, value in seen.items()}))
 
 
 if __name__ == "__main__":
-    (swift.reinit(main) if MODE == "reinit" else main)()
+    (swift_ft.reinit(main) if MODE == "reinit" else main)()

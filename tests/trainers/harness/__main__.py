@@ -24,12 +24,10 @@ def judge(
     """Undisturbed, then killed at three places; with `warm_up` at two, each time with a spare that was warmed up."""
     place.mkdir(parents=True, exist_ok=True)
     name = f"{trainer.name.replace('_', '-')}-{world}-{place.name}"[: _JOB_NAME_MAX - len("-killed")]
-    calm = run.run(services, place / f"{name}-calm", trainer, world, (), f"{name}-calm")
+    calm = run.run(services, place / f"{name}-calm", trainer, world, (), f"{name}-calm", rehearsed=True)
     found = verdict.of_undisturbed(calm)
     if found.word != verdict.SAME:
         return found, calm.directory
-    if trainer.verdict == verdict.SAME and (line := verdict.advised(calm)):
-        return verdict.Verdict(word=verdict.MISS, why=f"advised without need: {line}"), calm.directory
     kills = (run.two_kills if warm_up else run.three_kills)(trainer, world)
     killed = run.run(
         services, place / f"{name}-killed", trainer, world, kills, f"{name}-killed", warm_up=warm_up

@@ -8,6 +8,7 @@
 # says: a piece of the line     (of what is refused, or named)
 # kills: tail, optimizer        (default: what its kind has; see `places`)
 # adaptive: refused             (a pipeline with two replicas under that strategy; default: same bits)
+# plain: 1, 2                   so many ranks are compared with torch without a session (default: none)
 # quick                         the default suite runs it too
 """
 
@@ -21,7 +22,8 @@ VERDICTS = ("same bits", "refused", "named inexact")
 STEPS_DEFAULT = 14
 _NOT_TRAINERS = ("__init__", "probe", "conftest")
 _FIELD = re.compile(
-    r"^# (verdict|worlds|steps|says|kills|adaptive|quick|patience|misses|because)(?:: (.*))?$", re.MULTILINE
+    r"^# (verdict|worlds|steps|says|kills|adaptive|plain|quick|patience|misses|because)(?:: (.*))?$",
+    re.MULTILINE,
 )
 
 
@@ -41,6 +43,7 @@ class Trainer:
     kills: tuple[str, ...]
     adaptive: str
     """The verdict if ranks are lost for good, under strategy "adaptive"."""
+    plain: tuple[int, ...]
     quick: bool
     patience_s: float
     """A run that takes longer stands still."""
@@ -66,16 +69,21 @@ def read(path: Path) -> Trainer:
         name=path.stem,
         about=about.partition("\n")[0],
         verdict=verdict,
-        worlds=tuple(int(world) for world in (fields.get("worlds") or "1, 2").split(",")),
+        worlds=_numbers(fields.get("worlds") or "1, 2"),
         steps=int(fields.get("steps") or STEPS_DEFAULT),
         says=fields.get("says", ""),
         kills=tuple(word.strip() for word in (kills or default).split(",")),
         adaptive=fields.get("adaptive") or "same bits",
+        plain=_numbers(fields.get("plain")),
         quick="quick" in fields,
         patience_s=float(fields.get("patience") or PATIENCE_S),
-        misses=tuple(int(world) for world in (fields.get("misses") or "").split(",") if world),
+        misses=_numbers(fields.get("misses")),
         because=fields.get("because") or "",
     )
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    return tuple(int(word) for word in (text or "").split(",") if word)
 
 
 def pipelines() -> list[Trainer]:

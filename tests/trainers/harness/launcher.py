@@ -16,7 +16,7 @@ _MESSAGE_MAX = 1 << 20
 
 
 class _Prepared:
-    """Stands for `subprocess.Popen` in `swift.launch.forkserver`: the first one is a process that waits already."""
+    """Stands for `subprocess.Popen` in `swift_ft.launch.forkserver`: the first one is a process that waits already."""
 
     line: socket.socket | None = None
     waiting = 0
@@ -27,7 +27,7 @@ class _Prepared:
         self = super().__new__(cls)
         self.pid, self.returncode = cls.waiting, None  # type: ignore[attr-defined]
         line, cls.line = cls.line, None
-        arguments = command[command.index("swift.launch.forkserver") + 1 :]
+        arguments = command[command.index("swift_ft.launch.forkserver") + 1 :]
         message = json.dumps({"argv": arguments, "env": env}).encode()
         socket.send_fds(line, [message], [pass_fds[0]])
         line.close()
@@ -54,7 +54,7 @@ def _wait_to_serve(line: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(order["env"])
     os.setsid()
-    from swift.launch import forkserver
+    from swift_ft.launch import forkserver
 
     forkserver.main([str(fds[0]), *order["argv"][1:]])
 
@@ -68,7 +68,7 @@ def main() -> None:
         return
     theirs.close()
     _Prepared.line, _Prepared.waiting = ours, pid
-    from swift.launch import command, forkserver
+    from swift_ft.launch import command, forkserver
 
     forkserver.subprocess = type(  # type: ignore[assignment]
         "subprocess", (), {"Popen": _Prepared, "TimeoutExpired": subprocess.TimeoutExpired}

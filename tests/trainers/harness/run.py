@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swift import events
-from swift.failures.in_ranks import ENV_FAULTS, ENV_FAULTS_DIR
-from tests.integration.forked import Forked
+from swift_ft import events
+from swift_ft.fault_grammar import ENV_FAULTS, ENV_FAULTS_DIR
+from tests.integration.forked import NOWHERE, Forked
 from tests.trainers import probe
+from tests.trainers.harness import plain
 from tests.trainers.harness.header import Trainer
 from tests.trainers.harness.services import Services
 
@@ -20,8 +21,8 @@ PHASES = ("forward", "backward", "reduce", "optimizer", "idle", "tail", "moment"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
-    """A SIGKILL. `place`: a phase of `swift.runtime.faults`; "tail": last in the step, before its line is written;
-    "moment": `after` steps' time behind the end of `step`, wherever the rank is by then."""
+    """A SIGKILL. `place`: a phase of `swift_ft.train.fault_points`; "tail": last in the step, before its line is
+    written; "moment": `after` steps' time behind the end of `step`, wherever the rank is by then."""
 
     place: str
     rank: int
@@ -56,6 +57,8 @@ class Outcome:
     fired: int = 0
     plans: list[dict[str, Any]] = field(default_factory=list)
     """The coordinator's, of this job."""
+    rehearsals: list[dict[str, Any]] | None = None
+    """What came of each; None: none were asked for."""
     warm_ups: list[dict[str, Any]] = field(default_factory=list)
     """What the spares say of theirs, and what the launcher has used."""
     ended_early: int = 0
@@ -77,13 +80,17 @@ class Running:
         warm_up: bool = False,
         replicas: int = 0,
         staggered: bool = False,
+        rehearsed: bool = False,
     ) -> None:
-        """`warm_up`: spares are warmed up, and each kill waits for one. `replicas`: strategy "adaptive", with so many;
+        """`rehearsed`: all ranks are rehearsed twice, and the run waits for that.
+
+        `warm_up`: spares are warmed up, and each kill waits for one. `replicas`: strategy "adaptive", with so many;
         nobody comes for a rank that is killed. `staggered`: under it steps go on without their vote."""
         self._held = [(f"k{number}", kill.rank) for number, kill in enumerate(kills)] if warm_up else []
         self._services = services
         self._directory = directory
         self._job = job
+        self._rehearsed = rehearsed
         self._patience_s = trainer.patience_s
         self._began = time.monotonic()
         directory.mkdir(parents=True)
@@ -116,9 +123,11 @@ class Running:
             probe.ENV_STEPS: str(trainer.steps),
             probe.ENV_SLOW: "1" if kills else "",
             probe.ENV_REPLICAS: str(replicas or ""),
+            probe.ENV_REHEARSED: "1" if rehearsed else "",
         }
         words = ["--coordinator", services.coordinator, "--job", job, "--nproc-per-node", str(world)]
         words += ["--spares", str(min(1, len(kills))), "--checkpoint-dir", str(directory / "checkpoints")]
+        words += ["--rehearse", "start" if rehearsed else "off"]
         words += ["--warm-up"] if warm_up else []
         words += ["--strategy", "adaptive", "--max-restarts", "0"] if replicas else []
         words += ["--staggered", "on"] if staggered else []
@@ -188,6 +197,8 @@ class Running:
         ]
         told_here = events.read(self._directory / "events")
         outcome.warm_ups = [e for e in told_here if e["event"] in ("warmed_up", "spare_assigned")]
+        if self._rehearsed:
+            outcome.rehearsals = [e for e in told_here if e["event"] == "rehearsal_end"]
         outcome.plans = [event for event in told if event["event"] == "plan"]
         outcome.ended_early = int(any(event["event"] == "ends_early" for event in told))
         return outcome
@@ -204,6 +215,7 @@ def run(
     warm_up: bool = False,
     replicas: int = 0,
     staggered: bool = False,
+    rehearsed: bool = False,
 ) -> Outcome:
     """To its end."""
     running = Running(
@@ -216,6 +228,7 @@ def run(
         warm_up=warm_up,
         replicas=replicas,
         staggered=staggered,
+        rehearsed=rehearsed,
     )
     try:
         while (outcome := running.poll()) is None:
@@ -224,6 +237,45 @@ def run(
     except BaseException:
         running.kill()
         raise
+
+
+def beside_plain(services: Services, directory: Path, trainer: Trainer, world: int, job: str) -> list[str]:
+    """What differs in the end, or in a step, between its ranks under a session, which nobody launches and nothing
+    happens to, and without one."""
+    found: dict[str, dict[str, Any]] = {"session": {}, "plain": {}}
+    running: list[tuple[Path, Forked]] = []
+    assert services.forks is not None
+    services.forks.give_word()
+    for kind in found:
+        place = directory / kind
+        place.mkdir(parents=True)
+        env = {
+            **NOWHERE,
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": str(world),
+            "SWIFT_COORDINATOR": services.coordinator,
+            "SWIFT_JOB": job,
+            "SWIFT_CHECKPOINT_DIR": str(place / "checkpoints"),
+            plain.ENV_STORE: str(place / "store"),
+            probe.ENV_DIRECTORY: str(place),
+            probe.ENV_STEPS: str(trainer.steps),
+        }
+        for rank in range(world):
+            own = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "SWIFT_INCARNATION": f"rank{rank}"}
+            said = place / f"rank{rank}.txt"
+            running.append((said, services.forks.run(plain.__name__, [trainer.path, kind], own, said, said)))
+    for said, process in running:
+        assert (code := process.wait(trainer.patience_s)) == 0, (
+            f"{said}: exit code {code}\n{said.read_text()}"
+        )
+    for kind, ends in found.items():
+        for path in sorted((directory / kind).glob("rank*.end")):
+            ends.update({f"{path.stem} {k}": v for k, v in json.loads(path.read_text())["digests"].items()})
+        for path in sorted((directory / kind).glob("rank*.losses")):
+            ends.update({f"{path.stem} step {i}": v for i, v in enumerate(path.read_text().splitlines())})
+    session, alone = found.values()
+    assert session, f"no rank wrote its end in {directory}"
+    return [name for name in {**session, **alone} if session.get(name) != alone.get(name)]
 
 
 def two_kills(trainer: Trainer, world: int) -> list[Kill]:

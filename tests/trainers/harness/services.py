@@ -48,7 +48,13 @@ class Services:
         """Its address."""
         address = self.directory / f"{name}.address"
         address.unlink(missing_ok=True)
-        command = [sys.executable, "-m", f"services.{name}", "--directory", str(self.directory / name)]
+        command = [
+            sys.executable,
+            "-m",
+            f"swift_ft_services.{name}",
+            "--directory",
+            str(self.directory / name),
+        ]
         command += ["--listen", "127.0.0.1:0", "--address-file", str(address), *flags]
         with (self.directory / f"{name}.txt").open("ab") as output:
             process = subprocess.Popen(

@@ -168,7 +168,7 @@ class Sweep:
         self.close()
 
     def _start(self, seed: int, plan: Plan) -> Running:
-        """Without kills first if that has not been done yet: `_finish` goes on from there."""
+        """Without kills first, and rehearsed, if that has not been done yet: `_finish` goes on from there."""
         calm = (plan.trainer, plan.world) not in self._calm
         kills = () if calm else plan.kills
         if self._services is None:
@@ -177,7 +177,8 @@ class Sweep:
         self._number += 1
         job = f"s{seed}-{self._number}"
         trainer = self._trainers[plan.trainer]
-        return Running(self._services, self._place / job, trainer, plan.world, kills, job)
+        place = self._place / job
+        return Running(self._services, place, trainer, plan.world, kills, job, rehearsed=calm)
 
     def _finish(
         self, seed: int, plan: Plan, found: Outcome, running: list[tuple[int, Plan, Running]]

@@ -12,6 +12,8 @@ def lines() -> list[str]:
     for trainer in header.trainers():
         worlds = ", ".join(map(str, trainer.worlds))
         verdict = trainer.verdict + (f": {trainer.says}" if trainer.says else "")
+        if trainer.plain:
+            verdict += ", also as without a session"
         if trainer.misses:
             verdict += f". Not yet with {', '.join(map(str, trainer.misses))}: {trainer.because}"
         link = f"[{trainer.name}](../tests/trainers/{trainer.name}.py)"

@@ -9,17 +9,8 @@ from tests.trainers.harness.run import Outcome
 SAME, REFUSED, NAMED, MISS = "same bits", "refused", "named inexact", "miss"
 _NAMED = re.compile(r"not exact|inexact", re.IGNORECASE)
 _OURS = re.compile(r"^swift: ?(.*)$", re.MULTILINE)
-_ADVICE = "train_step changes "
-_OF_FAILURES = re.compile(r"rank \d+: killed|not exact")
+_OF_FAILURES = re.compile(r"rank \d+: killed|not exact|refused: .*; restored version")
 """What a run says of its failures before it is refused for what they brought to light."""
-_ENDED_BY_NAME = re.compile(
-    r"job failed: .*; not exact since version \d+: .* of the script .*session\.register.*"
-)
-"""Replicas of other bits cannot go on as replicas: the job ends, and says with which variable that began."""
-_LEFT_BEHIND = re.compile(
-    r".* of the script, which a failure has left at another step; give .* to session\.register"
-)
-"""The same, from the rank that has compared itself with a replica."""
 USAGE, FAILURE = 2, 1
 
 
@@ -34,13 +25,24 @@ class Verdict:
 
 
 def said(outcome: Outcome) -> list[str]:
-    """The lines of ours on standard error, without what is said to the author of a run in which nothing is wrong."""
-    return [line for line in _OURS.findall(outcome.stderr) if not line.startswith(_ADVICE)]
+    """The lines of ours on standard error."""
+    return _OURS.findall(outcome.stderr)
 
 
-def advised(run: Outcome) -> str:
-    """What was said to the author of a run in which nothing is wrong."""
-    return next((line for line in _OURS.findall(run.stderr) if line.startswith(_ADVICE)), "")
+def of_rehearsals(run: Outcome) -> Verdict:
+    """What was known before anything failed. MISS: not all ranks were rehearsed at both checkpoints."""
+    rehearsals = run.rehearsals or []
+    different = next((each["difference"] for each in rehearsals if each["difference"]), "")
+    if different:
+        return Verdict(word=NAMED, why=different)
+    equal = {(each["rank"], each["version"]) for each in rehearsals if not each["why_not"]}
+    lacking = {(rank, version) for rank in range(len(run.ends)) for version in (0, 5)} - equal
+    # A rank whose script waits for others by itself cannot be rehearsed, which is said.
+    waits = {each["rank"] for each in rehearsals if "stands still" in each["why_not"]}
+    if lacking := {(rank, version) for rank, version in lacking if rank not in waits}:
+        why = next((each["why_not"] for each in rehearsals if each["why_not"]), "there was no time")
+        return Verdict(word=MISS, why=f"not rehearsed (rank, version): {sorted(lacking)}: {why}")
+    return Verdict(word=SAME)
 
 
 def warmed(run: Outcome) -> str:
@@ -76,12 +78,14 @@ def of_killed(undisturbed: Outcome, killed: Outcome, kills: int, lost: Collectio
     """A run with kills beside the one without. `lost`: ranks that are not there at the end."""
     if killed.code == USAGE:
         refusal = _refusal(killed)
-        named = _LEFT_BEHIND.match(refusal.why) or _is_named(killed)
-        return Verdict(word=NAMED, why=refusal.why) if named else refusal
+        if refusal.word == REFUSED and (known := of_rehearsals(undisturbed)).word == NAMED:
+            return known  # before anything failed; a failure then brought it to light
+        return Verdict(word=NAMED, why=refusal.why) if _is_named(killed) else refusal
     if killed.code != 0:
-        by_name = _ENDED_BY_NAME.match((said(killed) or [""])[-1])
-        return Verdict(word=NAMED if by_name else MISS, why=by_name.group() if by_name else _end(killed))
+        return Verdict(word=MISS, why=_end(killed))
     different = _differences(undisturbed, killed, [f"rank{rank}" for rank in lost])
+    if undisturbed.rehearsals is not None and (known := of_rehearsals(undisturbed)).word != SAME:
+        return known  # before anything failed
     if _is_named(killed):
         line = next((line for line in said(killed) if _NAMED.search(line)), "the plan says so")
         return Verdict(word=NAMED, why=line)

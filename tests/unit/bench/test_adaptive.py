@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from swift.bench import adaptive
-from swift.errors import UsageError
+from swift_ft.errors import UsageError
+from swift_ft.lab.bench import adaptive
 
 
 def test_shapes_are_planned_and_nothing_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from swift.bench import checkpoint
-from swift.bench.checkpoint import WAYS, Bench
-from swift.checkpoint.store import CheckpointStore
-from swift.errors import ServiceError, UsageError
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.lab.bench import checkpoint
+from swift_ft.lab.bench.checkpoint import WAYS, Bench
+from swift_ft.state.checkpoint_store import CheckpointStore
 
 SMALL = 600_000
 

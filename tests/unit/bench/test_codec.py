@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from swift.bench import codec
-from swift.bench.command import main
-from swift.errors import UsageError
+from swift_ft.errors import UsageError
+from swift_ft.lab.bench import codec
+from swift_ft.lab.bench.command import main
 
 
 def measured(stored: int, seconds: list[float]) -> dict[str, Any]:

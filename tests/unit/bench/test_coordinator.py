@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from swift.bench import coordinator
-from swift.bench.command import main
+from swift_ft.lab.bench import coordinator
+from swift_ft.lab.bench.command import main
 
 
 def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,12 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.bench import checkpoint
-from swift.bench.formats import command, kinds, plot, report, states
-from swift.bench.formats.kinds import FORMATS
-from swift.bench.formats.ranks import limits
-from swift.bench.formats.turns import GATHERED, LIMITS, SHARDED, Pace, Plan, Turn
-from swift.errors import UsageError
+from swift_ft.errors import UsageError
+from swift_ft.lab.bench import checkpoint
+from swift_ft.lab.bench.formats import command, kinds, report, states
+from swift_ft.lab.bench.formats import report as plot
+from swift_ft.lab.bench.formats.kinds import FORMATS
+from swift_ft.lab.bench.formats.ranks import limits
+from swift_ft.lab.bench.formats.report import GATHERED, LIMITS, SHARDED, Pace, Plan, Turn
 
 # torch warns in the thread of an asynchronous save.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -318,7 +319,7 @@ def test_the_tables_say_it() -> None:
 def test_lines_lie_where_the_times_are() -> None:
     cases = made_up(1, 10, 100, formats=tuple(FORMATS)).cases()
     other = made_up(7, ranks=2).cases()
-    markup = ElementTree.fromstring(plot.draw({"cases": [*cases, *other], "rounds": 3}))
+    markup = ElementTree.fromstring(plot.draw_formats({"cases": [*cases, *other], "rounds": 3}))
     space = "{http://www.w3.org/2000/svg}"
     lines = {}
     for line in markup.iter(f"{space}polyline"):
@@ -351,7 +352,7 @@ def test_lines_lie_where_the_times_are() -> None:
 
 
 def test_one_size_is_drawn_too() -> None:
-    assert plot.draw({"cases": made_up(5).cases(), "rounds": 3}).count('class="dot"') == 6
+    assert plot.draw_formats({"cases": made_up(5).cases(), "rounds": 3}).count('class="dot"') == 6
 
 
 # The limits, and the options.
@@ -397,7 +398,7 @@ def test_a_format_whose_package_is_not_there_is_skipped(monkeypatch: pytest.Monk
     names, skipped = command._formats("hdf5,torch,hdf5 gzip,torch")
     assert names == ["torch"]
     assert skipped == dict.fromkeys(
-        ["hdf5", "hdf5 gzip"], "h5py is not installed (pip install 'swift-ft[formats]')"
+        ["hdf5", "hdf5 gzip"], "h5py is not installed (pip install 'swift-ft[lab]')"
     )
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swift.bench import log
-from swift.errors import UsageError
+from swift_ft.errors import UsageError
+from swift_ft.lab.bench import log
 
 
 def a_round(disk: float, append: float, together: float, read: float = 900.0) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from swift.bench import output
-from swift.errors import ServiceError, UsageError
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.lab.bench import output
 
 
 def test_a_path_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

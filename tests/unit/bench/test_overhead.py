@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from swift.bench import overhead
-from swift.bench.command import main
-from swift.bench.overhead import Case, evaluate, interval, verdict
-from swift.errors import ServiceError, UsageError
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.lab.bench import overhead
+from swift_ft.lab.bench.command import main
+from swift_ft.lab.bench.overhead import Case, evaluate, interval, verdict
 
 CASE = Case(kind="small", dtype="float32", spare=True, rate=250)
 

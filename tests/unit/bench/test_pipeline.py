@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from swift.bench.meter import BASE, ENDED, Meter, Threads, process_cpu_s
-from swift.bench.pipeline import METER, REST, SIDECARS, Size, accounts, evaluate, of_slice, table
-from swift.drill.sizes import MODELS
+from swift_ft.lab.bench.cpu_attribution import BASE, ENDED, Meter, Threads, process_cpu_s
+from swift_ft.lab.bench.pipeline import METER, REST, SIDECARS, Size, accounts, evaluate, of_slice, table
+from swift_ft.lab.drill.topology import MODELS
 
 SIZE = Size(model=MODELS["tiny"], goal=1.35)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from swift.bench import plan
-from swift.bench.command import main
+from swift_ft.lab.bench import plan
+from swift_ft.lab.bench.command import main
 
 
 @pytest.mark.parametrize(("sizes", "different"), [(1, 1), (2, 2), (0, 39)])

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from swift.bench.command import main
-from swift.bench.peers import environments, marks, plot, text
-from swift.bench.peers.trial import PLACES, Trial, make_model, read
+from swift_ft.lab.bench.command import main
+from swift_ft.lab.bench.peers import report, systems
+from swift_ft.lab.bench.peers.trial import PLACES, Trial, make_model, read
 
 QUIET = {"step_s": 0.002, "peak_mib": 300.0}
 
@@ -52,7 +52,7 @@ GONE_ON = [*REPLACED, *both(12.0, 4), *both(13.0, 5)]
 
 def test_a_replica_takes_the_place() -> None:
     broken = mark("broken", 10.5, pid=1, replica=0, step=4)
-    assert marks.judge(run_with([broken, *GONE_ON]), "a") == {
+    assert report.judge(run_with([broken, *GONE_ON]), "a") == {
         "step_s": 1.0,
         "next_step_s": 3.0,
         "lost_s": 1.0,
@@ -73,74 +73,74 @@ def test_who_has_the_gradients_of_the_step_of_the_kill_stands_still_behind_it(
     first: float, lost_s: float
 ) -> None:
     """Two new steps are done after the kill, or one."""
-    found = marks.judge(run_with([stepped(first, 1, 0, 4), *REPLACED, *both(14.0, 5)]), "a")
+    found = report.judge(run_with([stepped(first, 1, 0, 4), *REPLACED, *both(14.0, 5)]), "a")
     assert (found["next_step_s"], found["lost_s"], found["steps_with_fewer"]) == (4.0, lost_s, 0)
 
 
 def test_steps_that_are_done_again_are_not_new() -> None:
     again = [stepped(11.0 + step, pid, replica, step) for step in (2, 3) for pid, replica in ((5, 0), (6, 1))]
-    found = marks.judge(run_with([*again, *both(19.0, 4, 5, 6), *both(20.0, 5, 5, 6)]), "a")
+    found = report.judge(run_with([*again, *both(19.0, 4, 5, 6), *both(20.0, 5, 5, 6)]), "a")
     assert (found["steps_again"], found["restarted"], found["next_step_s"]) == (2, 2, 10.0)
 
 
 def test_steps_of_one_replica_alone_are_counted() -> None:
     alone = [stepped(15.0, 1, 0, 4), stepped(16.0, 1, 0, 5)]
-    found = marks.judge(run_with([*alone, *REPLACED, *both(17.0, 6)]), "a")
+    found = report.judge(run_with([*alone, *REPLACED, *both(17.0, 6)]), "a")
     assert (found["next_step_s"], found["all_again_s"], found["steps_with_fewer"]) == (6.0, 7.25, 1)
-    assert marks.judge(run_with(alone), "a")["all_again_s"] is None
+    assert report.judge(run_with(alone), "a")["all_again_s"] is None
 
 
 def test_who_comes_back_too_late_does_no_step_of_the_run() -> None:
     late = [stepped(15.0, 1, 0, 4), stepped(16.0, 1, 0, 5), stepped(100.0, 3, 1, 0)]
-    assert marks.judge(run_with(late), "a")["steps_again"] == 0
+    assert report.judge(run_with(late), "a")["steps_again"] == 0
 
 
 @pytest.mark.parametrize("digests", [("a", "b"), ("b", "b"), ("a",), ()])
 def test_bits_differ(digests: tuple[str, ...]) -> None:
     left = run_with(GONE_ON, digests)
-    assert marks.judge(left, "a")["same_bits"] is False
+    assert report.judge(left, "a")["same_bits"] is False
 
 
 def test_a_system_that_does_not_go_on_is_said() -> None:
-    assert marks.judge(run_with([], ()), "a") == {"failed": "no step was begun and done after the kill"}
-    assert "failed" in marks.judge([], "a")
-    found = marks.summary("torchrun", [{"failed": "no step was begun and done after the kill"}], QUIET)
-    assert text.row(found, None).endswith("no step was begun and done after the kill")
+    assert report.judge(run_with([], ()), "a") == {"failed": "no step was begun and done after the kill"}
+    assert "failed" in report.judge([], "a")
+    found = report.summary("torchrun", [{"failed": "no step was begun and done after the kill"}], QUIET)
+    assert report.row(found, None).endswith("no step was begun and done after the kill")
 
 
 def test_medians_and_bits_of_all_rounds() -> None:
     left = run_with(GONE_ON)
-    rounds = [marks.judge(left, "a"), marks.judge(left, "other")]
+    rounds = [report.judge(left, "a"), report.judge(left, "other")]
     rounds[1]["next_step_s"] = 4.0
-    found = marks.summary("swift", rounds, QUIET)
+    found = report.summary("swift", rounds, QUIET)
     assert (found["next_step_s"], found["same_bits"]) == (3.5, False)
-    assert "3.50 s" in text.row(found, None)
-    assert text.way(found).endswith("started +0.50 s, imported +1.00 s, connected +1.50 s")
+    assert "3.50 s" in report.row(found, None)
+    assert report.way(found).endswith("started +0.50 s, imported +1.00 s, connected +1.50 s")
 
 
 def test_a_survivor_that_is_started_again_did_not_survive() -> None:
-    again = marks.judge(run_with([*both(19.0, 4, 5, 6), *both(20.0, 5, 5, 6)]), "a")
-    kept = marks.judge(run_with(GONE_ON), "a")
+    again = report.judge(run_with([*both(19.0, 4, 5, 6), *both(20.0, 5, 5, 6)]), "a")
+    kept = report.judge(run_with(GONE_ON), "a")
     assert (again["survived"], kept["survived"]) == (False, True)
     gone = [found for found in run_with(GONE_ON) if found["what"] != "ended"]
-    assert marks.judge(gone, "a")["survived"] is False, "it did not come to the end"
+    assert report.judge(gone, "a")["survived"] is False, "it did not come to the end"
 
 
 def test_points_are_those_of_the_seed() -> None:
-    drawn = marks.points(3, 200, 50, 60)
-    assert drawn == marks.points(3, 200, 50, 60) != marks.points(4, 200, 50, 60)
+    drawn = report.points(3, 200, 50, 60)
+    assert drawn == report.points(3, 200, 50, 60) != report.points(4, 200, 50, 60)
     assert {point.step for point in drawn} == set(range(50, 61))
     assert {point.place for point in drawn} == set(PLACES)
-    assert marks.points(3, 5, 50, 60) == drawn[:5], "more kills begin with the same ones"
+    assert report.points(3, 5, 50, 60) == drawn[:5], "more kills begin with the same ones"
 
 
 def case(system: str, lost_s: float, **changes: Any) -> dict[str, Any]:
-    measured = marks.judge(run_with(GONE_ON), "a")
-    return marks.summary(system, [measured | {"lost_s": lost_s} | changes], QUIET)
+    measured = report.judge(run_with(GONE_ON), "a")
+    return report.summary(system, [measured | {"lost_s": lost_s} | changes], QUIET)
 
 
 def verdicts(*cases: dict[str, Any]) -> list[bool | None]:
-    return [found["met"] for found in text.goals(cases)]
+    return [found["met"] for found in report.goals(cases)]
 
 
 def test_goals() -> None:
@@ -149,7 +149,7 @@ def test_goals() -> None:
     both, alone = case("torchft-all", 5.0), case("torchft", 4.0, same_bits=False)
     peers = torchrun, both, alone
     assert verdicts(*peers, swift) == [True] * 5
-    assert text.goals([*peers, swift])[0]["value"] == pytest.approx(20)
+    assert report.goals([*peers, swift])[0]["value"] == pytest.approx(20)
     assert verdicts(*peers, case("swift", 1.25)) == [False, True, True, True, True]
     assert verdicts(*peers, case("swift", 4.5)) == [False, True, False, True, True]
     assert verdicts(torchrun, case("torchft-all", 0.4), alone, swift)[1] is False
@@ -164,12 +164,12 @@ def test_goals() -> None:
     assert verdicts(torchrun) == [None] * 5
     seldom = case("torchft-all-tuned", 0.4) | {"kills": 5}
     assert verdicts(*peers, seldom, swift)[1] is True, "it has not gone on after each kill"
-    assert "(1 of 5 went on)" in text.row(seldom, None)
-    stuck = marks.summary("swift-replay", [{"failed": "no step was begun and done after the kill"}], QUIET)
+    assert "(1 of 5 went on)" in report.row(seldom, None)
+    stuck = report.summary("swift-replay", [{"failed": "no step was begun and done after the kill"}], QUIET)
     assert verdicts(*peers, swift, stuck)[3:] == [False, False], (
         "one of ours that did not go on is not left out"
     )
-    assert [text.goal(found).rpartition(" ")[2] for found in text.goals([torchrun, swift])] == [
+    assert [report.goal(found).rpartition(" ")[2] for found in report.goals([torchrun, swift])] == [
         "met",
         "measured",
         "measured",
@@ -180,27 +180,27 @@ def test_goals() -> None:
 
 def test_the_table_has_what_a_system_costs_over_torchrun() -> None:
     base = {"step_s": 0.001, "peak_mib": 250.0}
-    line = text.row(case("swift", 0.5), base)
+    line = report.row(case("swift", 0.5), base)
     for words in ("swift, auto", "0.50 s", "2.0 ms", "+1.0 ms", "+50 MiB", "1 of 1"):
         assert words in line, words
-    assert len(text.HEAD) == len(line)
+    assert len(report.HEAD) == len(line)
 
 
 def test_the_drawing_has_a_dot_for_each_kill_and_a_bar_for_each_system() -> None:
     cases = [case("swift", 0.5), case("torchrun", 10.0), {"system": "nvrx", "missing": "left out: <no>"}]
-    drawn = plot.draw({"cases": cases, "settings": {"kills": 1}})
+    drawn = report.draw_kills({"cases": cases, "settings": {"kills": 1}})
     assert (drawn.count('class="dot"'), drawn.count('class="median"')) == (2, 2)
     assert "swift, auto: 0.5 s" in drawn
     assert "NVRx" not in drawn
     ElementTree.fromstring(drawn)
-    ElementTree.fromstring(plot.draw({"cases": [], "settings": {"kills": 1}}))
+    ElementTree.fromstring(report.draw_kills({"cases": [], "settings": {"kills": 1}}))
 
 
 def test_a_peer_that_cannot_be_had_is_left_out_with_its_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages = {"torchft": ("torchft", "there-is-no-such-package==0.0.1", ())}
-    monkeypatch.setattr(environments, "PACKAGES", packages)
+    monkeypatch.setattr(systems, "PACKAGES", packages)
     (tmp_path / "torchft" / "bin").mkdir(parents=True)
     python = tmp_path / "torchft" / "bin" / "python"
     python.write_text("#!/bin/sh\necho no module named torchft >&2\nexit 1\n")
@@ -211,8 +211,8 @@ def test_a_peer_that_cannot_be_had_is_left_out_with_its_reason(
     assert "left out: import torchft: no module named torchft" in capsys.readouterr().out
     (only,) = json.loads(path.read_text())["cases"]
     assert only["system"] == "torchft"
-    with pytest.raises(environments.Missing, match="pip install"):
-        environments._run(["false"], "pip install")
+    with pytest.raises(systems.Missing, match="pip install"):
+        systems._run(["false"], "pip install")
 
 
 def test_half_an_environment_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,12 +221,12 @@ def test_half_an_environment_is_removed(tmp_path: Path, monkeypatch: pytest.Monk
             python.parent.mkdir(parents=True)
             python.touch()
         else:
-            raise environments.Missing(f"{what}: no network")
+            raise systems.Missing(f"{what}: no network")
 
     python = tmp_path / "nvrx" / "bin" / "python"
-    monkeypatch.setattr(environments, "_run", run)
-    with pytest.raises(environments.Missing, match="no network"):
-        environments.python_of("nvrx", tmp_path)
+    monkeypatch.setattr(systems, "_run", run)
+    with pytest.raises(systems.Missing, match="no network"):
+        systems.python_of("nvrx", tmp_path)
     assert not (tmp_path / "nvrx").exists()
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swift.bench import replay
-from swift.errors import ServiceError, UsageError
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.lab.bench import replay
 
 SPENT: dict[str, Any] = {
     "bottleneck": "line",

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from swift.bench import replica
-from swift.bench.command import main
-from swift.errors import UsageError
+from swift_ft.errors import UsageError
+from swift_ft.lab.bench import replica
+from swift_ft.lab.bench.command import main
 
 
 def measured(raw: list[float], copy: list[float]) -> dict[str, Any]:

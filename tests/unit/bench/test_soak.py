@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from swift.bench import soak, soak_plot
-from swift.bench.soak_memory import Rule, Sample, judge, verdict
-from swift.bench.soak_ranks import FLUSH_STEPS, RECORD_BYTES, Bodies, same, sequence_of
-from swift.bench.soak_run import Account, Kill, Soak, limit
-from swift.errors import UsageError
-from swift.log import admin
-from swift.log.record import RecordKey
+from swift_ft.errors import UsageError
+from swift_ft.lab.bench import soak
+from swift_ft.lab.bench import soak as soak_plot
+from swift_ft.lab.bench.soak import Account, Kill, Soak, limit
+from swift_ft.lab.bench.soak_memory import Rule, Sample, judge, verdict
+from swift_ft.lab.bench.soak_ranks import FLUSH_STEPS, RECORD_BYTES, Bodies, same, sequence_of
+from swift_ft.log import admin
+from swift_ft.log.record import RecordKey
 
 MIB = 1 << 20
 RULE = Rule()
@@ -116,7 +117,7 @@ def test_verdicts() -> None:
 def test_the_plot_is_svg_with_a_line_for_each_process_and_kill() -> None:
     account = an_account()
     account.memory["writer s0.F"] = [*life(2, 0, 50, filling), *life(3, 60, 200, filling)]
-    drawn = ET.fromstring(soak_plot.draw(soak.judge(CONFIG, account, "")))
+    drawn = ET.fromstring(soak_plot.draw_soak(soak.judge(CONFIG, account, "")))
     lines = drawn.findall("{*}polyline")
     assert len(lines) == 1 + 1 + 2  # the rate, a server, two writers
     assert len(drawn.findall("{*}line[@class='kill']")) == 2 * len(account.kills)

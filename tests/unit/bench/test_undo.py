@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from swift.bench import undo
-from swift.errors import UsageError
+from swift_ft.errors import UsageError
+from swift_ft.lab.bench import undo
 
 SMALL = ["--parameters", "3000", "--rounds", "2"]
 

@@ -1,4 +1,4 @@
-"""Processes of a benchmark, and signals that come while they are started (`swift.bench.workers`)."""
+"""Processes of a benchmark, and signals that come while they are started (`swift_ft.lab.bench.output`)."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from swift.bench.workers import signals_held
+from swift_ft.lab.bench.output import signals_held
 
 
 class Told(Exception):

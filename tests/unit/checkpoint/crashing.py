@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from swift.checkpoint.store import CheckpointStore
-from swift.errors import ServiceError
+from swift_ft.errors import ServiceError
+from swift_ft.state.checkpoint_store import CheckpointStore
 from tests.unit.checkpoint.holding import Holding, unexpected
 
 MODES = ("killed", "torn", "data", "names", "power")

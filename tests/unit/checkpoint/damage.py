@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from swift.checkpoint.index import DATA, INDEX
+from swift_ft.state.checkpoint_file import DATA, INDEX
 
 
 def _cut(name: str, share: float) -> Callable[[Path], None]:

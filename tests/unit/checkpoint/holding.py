@@ -1,6 +1,6 @@
 """What a `CheckpointStore` asks of the process that it belongs to."""
 
-from swift.checkpoint.store import Unsaved
+from swift_ft.state.checkpoint_store import Unsaved
 
 
 class Holding:

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.checkpoint.state import empty_tensors, join, split
-from swift.checkpoint.store import CheckpointStore
-from swift.errors import ServiceError, UsageError
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.state.checkpoint_store import CheckpointStore
+from swift_ft.state.tree import empty_tensors, join, split
 from tests.unit.checkpoint.holding import Holding, unexpected
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift.checkpoint.store import CheckpointStore
-from swift.errors import ServiceError
+from swift_ft.errors import ServiceError
+from swift_ft.state.checkpoint_store import CheckpointStore
 from tests.unit.checkpoint.damage import DAMAGES, unreadable
 from tests.unit.checkpoint.holding import Holding, unexpected
 
@@ -59,10 +59,11 @@ def test_it_is_saved_again_in_the_same_place(kind: str, tmp_path: Path) -> None:
 def test_files_that_may_not_be_read() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        directory.chmod(0o755)
         for version in (5, 10):
             save(directory, version)
         unreadable(directory / "v00000010" / "rank0")
+        for path in (directory, *directory.rglob("*")):
+            os.chown(path, NOBODY, -1)
         reading, writing = os.pipe()
         if not (child := os.fork()):
             try:

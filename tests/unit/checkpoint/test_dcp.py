@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -9,17 +11,22 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import Shard
 
-import swift
-from swift.checkpoint import command
-from swift.checkpoint.dcp import METADATA, alone
-from swift.checkpoint.export import _SHARD
-from swift.checkpoint.store import CheckpointStore
-from swift.errors import UsageError
+import swift_ft
+from swift_ft.errors import UsageError
+from swift_ft.state.checkpoint_store import CheckpointStore
+from swift_ft.state.export import _SHARD, METADATA, _make_all, alone
+from swift_ft.tools import export as command
 from tests.unit.checkpoint.damage import DAMAGES
 from tests.unit.checkpoint.holding import Holding, unexpected
 
@@ -61,13 +68,13 @@ def test_what_torch_has_written_is_loaded(written: tuple[Path, dict[str, Any]]) 
     directory, state = written
     ours = state_of(*trained(1))
     assert not same(ours, state)
-    swift.load_dcp(ours, directory)
+    swift_ft.load_dcp(ours, directory)
     assert same(ours, state)
 
 
 def test_a_key_that_is_not_there_is_named(written: tuple[Path, dict[str, Any]]) -> None:
     with pytest.raises(UsageError, match=r"before cannot be loaded: Missing key .*: other\.") as raised:
-        swift.load_dcp({"other": torch.zeros(2)}, written[0])
+        swift_ft.load_dcp({"other": torch.zeros(2)}, written[0])
     assert "\n" not in str(raised.value)
 
 
@@ -86,7 +93,7 @@ def test_no_index_of_a_stranger_runs_anything(written: tuple[Path, dict[str, Any
     with pytest.raises(
         UsageError, match=r"not what torch.distributed.checkpoint writes: it names posix\.mkdir"
     ):
-        swift.load_dcp({}, written[0])
+        swift_ft.load_dcp({}, written[0])
     assert not (tmp_path / "executed").exists()
 
 
@@ -109,7 +116,7 @@ def test_no_index_of_a_stranger_changes_what_others_use(
     change = b"(N}U\x04nameU\x05otherstb0"  # (None, {"name": "other"}), BUILD, POP
     path.write_bytes(index[:2] + owner + change + index[2:])
     with pytest.raises(UsageError, match="it gives attributes to"):
-        swift.load_dcp(written[1], written[0])
+        swift_ft.load_dcp(written[1], written[0])
     assert isinstance(PurePath.__dict__["name"], property)
     assert not hasattr(Metadata, "name")
 
@@ -118,7 +125,7 @@ def test_no_value_of_a_stranger_runs_anything(tmp_path: Path) -> None:
     with alone():
         save({"note": Trap(tmp_path / "executed")}, checkpoint_id=tmp_path / "d", no_dist=True)
     with pytest.raises(UsageError, match="cannot be loaded: Weights only load failed"):
-        swift.load_dcp({"note": ""}, tmp_path / "d")
+        swift_ft.load_dcp({"note": ""}, tmp_path / "d")
     assert not (tmp_path / "executed").exists()
 
 
@@ -133,7 +140,7 @@ def test_files_outside_of_the_directory_are_not_read(
         info.relative_path = name
     (directory / METADATA).write_bytes(pickle.dumps(index))
     with pytest.raises(UsageError, match="names a file outside of its directory"):
-        swift.load_dcp(state, directory)
+        swift_ft.load_dcp(state, directory)
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "other", "folder", "gone"])
@@ -153,7 +160,7 @@ def test_an_index_that_is_none_is_refused_in_one_line(
         case "folder":
             path.mkdir()
     with pytest.raises(UsageError, match=r"\.metadata") as raised:
-        swift.load_dcp({}, written[0])
+        swift_ft.load_dcp({}, written[0])
     assert "\n" not in str(raised.value)
 
 
@@ -221,7 +228,7 @@ def test_a_whole_job_is_opened_by_torch_alone(tmp_path: Path) -> None:
 
 
 def test_shards_are_put_together(tmp_path: Path) -> None:
-    assert _SHARD.fullmatch(f"{Shard(1)} 1/2 of [4, 5]"), "as swift.runtime.manifest.placement says it"
+    assert _SHARD.fullmatch(f"{Shard(1)} 1/2 of [4, 5]"), "as swift_ft.state.transfer.placement says it"
     weights, moments = torch.randn(2, 5, 3), torch.randn(2, 5, 3)  # of two pipeline ranks
     states = []
     for rank in range(4):
@@ -275,3 +282,181 @@ def test_nothing_to_export_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert export(tmp_path, "--ranks", "4") == 3
     lines = capsys.readouterr().err.splitlines()
     assert [line.startswith("swift: ") for line in lines] == [True] * 4, lines
+
+
+# --- made-up directories ---
+
+Change = Callable[[Metadata], None]
+
+
+def saved_in_parts(directory: Path) -> torch.Tensor:
+    """A tensor whose file says that it is two chunks, of rows 0 to 2 and of row 3."""
+    whole = torch.arange(8.0).reshape(4, 2) + 1
+    with alone():
+        save({"w": whole[:3].clone(), "last": whole[3:].clone()}, checkpoint_id=directory, no_dist=True)
+    index = FileSystemReader(directory).read_metadata()
+    described: Any = index.state_dict_metadata["w"]
+    last = index.state_dict_metadata.pop("last")
+    assert isinstance(last, TensorStorageMetadata)
+    described.size = torch.Size([4, 2])
+    described.chunks.append(ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([1, 2])))
+    (place,) = [place for key, place in index.storage_data.items() if key.fqn == "last"]
+    index.storage_data[MetadataIndex("w", torch.Size([3, 0]))] = place
+    (directory / METADATA).write_bytes(pickle.dumps(index))
+    return whole
+
+
+def chunks(change: Callable[[list[ChunkStorageMetadata]], object]) -> Change:
+    def changed(index: Metadata) -> None:
+        described: Any = index.state_dict_metadata["w"]
+        change(described.chunks)
+
+    return changed
+
+
+def chunk(offsets: Sequence[int], sizes: Sequence[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def no_tensor(index: Metadata) -> None:
+    index.state_dict_metadata["w"] = BytesStorageMetadata()
+
+
+NOT_WHOLE: dict[str, tuple[Change, str]] = {
+    "no chunk": (chunks(lambda there: there.clear()), "do not make a tensor"),
+    "the first chunk alone": (chunks(lambda there: there.pop()), "do not make a tensor"),
+    "the last chunk alone": (chunks(lambda there: there.pop(0)), "do not make a tensor"),
+    "a gap and an overlap": (
+        chunks(lambda there: there.__setitem__(1, chunk([2, 0], [1, 2]))),
+        "do not make a tensor",
+    ),
+    "a chunk outside": (
+        chunks(lambda there: there.__setitem__(1, chunk([4, 0], [1, 2]))),
+        "do not make a tensor",
+    ),
+    "a chunk of less than nothing": (
+        chunks(lambda there: there.append(chunk([1, 0], [-1, 2]))),
+        "do not make a tensor",
+    ),
+    "a chunk of other dimensions": (chunks(lambda there: there.__setitem__(1, chunk([3], [1]))), ""),
+    "chunks that are none": (chunks(lambda there: there.__setitem__(1, "chunk")), ""),  # type: ignore[call-overload]
+    "a chunk in no file": (lambda index: index.storage_data.popitem() and None, ""),
+    "no tensor": (no_tensor, "w is no tensor there"),
+}
+
+
+def test_a_tensor_in_chunks_is_loaded(tmp_path: Path) -> None:
+    whole, ours = saved_in_parts(tmp_path), torch.zeros(4, 2)
+    swift_ft.load_dcp({"w": ours}, tmp_path)
+    assert torch.equal(ours, whole)
+
+
+@pytest.mark.parametrize(("change", "words"), NOT_WHOLE.values(), ids=NOT_WHOLE)
+def test_a_tensor_that_is_not_all_there_is_not_loaded(change: Change, words: str, tmp_path: Path) -> None:
+    """torch's load leaves what was there, and says nothing."""
+    saved_in_parts(tmp_path)
+    index = FileSystemReader(tmp_path).read_metadata()
+    change(index)
+    (tmp_path / METADATA).write_bytes(pickle.dumps(index))
+    with pytest.raises(UsageError, match=rf"cannot be loaded: .*{words}") as raised:
+        swift_ft.load_dcp({"w": torch.zeros(4, 2)}, tmp_path)
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("size", [(), (1,), (5,), (3, 4), (2, 3, 4), (0, 3)], ids=str)
+def test_chunks_make_a_tensor_if_every_element_is_in_one(size: tuple[int, ...]) -> None:
+    """Compared with counting, for chunks of all kinds."""
+    generator = random.Random(str(size))
+    found = set()
+    for _ in range(300):
+        boxes = set()
+        for _ in range(generator.randrange(4)):
+            offsets = tuple(generator.randrange(length + 1) for length in size)
+            boxes.add(
+                (offsets, tuple(generator.randrange(n - at + 1) for at, n in zip(offsets, size, strict=True)))
+            )
+        if generator.random() < 0.5 and size:  # what is left behind a cut
+            at = generator.randrange(size[0] + 1)
+            boxes = {
+                ((0,) * len(size), (at, *size[1:])),
+                ((at, *(0,) * (len(size) - 1)), (size[0] - at, *size[1:])),
+            }
+        counted = torch.zeros(size, dtype=torch.int64)
+        for offsets, sizes in boxes:
+            counted[tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))] += 1
+        whole = bool((counted == 1).all())
+        assert _make_all(boxes, size) == whole, boxes
+        found.add(whole)
+    assert True in found
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", [METADATA, "__0_0.distcp"])
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, Path.unlink])
+def test_what_is_no_file_holds_nobody_up(
+    name: str, put: Callable[[Path], None], written: tuple[Path, dict[str, Any]]
+) -> None:
+    directory, state = written
+    (directory / name).unlink()
+    if put is not Path.unlink:
+        put(directory / name)
+    with pytest.raises(UsageError, match=r"Not a regular file|Is a directory|No such file") as raised:
+        swift_ft.load_dcp(state, directory)
+    assert str(directory) in str(raised.value)
+    assert str(raised.value).isprintable()
+
+
+W = torch.ones(2, 2)
+MADE_UP: dict[str, Any] = {
+    "a list": [W],
+    "a tensor": W,
+    "no version": {"stages": {}},
+    "a tensor for a version": {"version": W, "stages": {}},
+    "another version": {"version": 4, "stages": {}},
+    "a version that is true": {"version": True, "stages": {}},
+    "no stages": {"version": 5},
+    "a list of stages": {"version": 5, "stages": [W]},
+    "a stage without names": {"version": 5, "stages": {"0": W}},
+    "a stage of numbers": {"version": 5, "stages": {"0": {0: W}}},
+    "stages of numbers": {"version": 5, "stages": {0: {"w": W}}},
+    "a part of a number": {"version": 5, "stages": {}, 7: W},
+    "a list of placements": {"version": 5, "stages": {}, "placements": ["state.stages.0.w"]},
+    "a placement of a number": {
+        "version": 5,
+        "stages": {"0": {"w": W}},
+        "placements": {"state.stages.0.w": 1},
+    },
+    **{
+        words[:40]: {"version": 5, "stages": {"0": {"w": W}}, "placements": {"state.stages.0.w": words}}
+        for words in (
+            "",
+            "S(0) 1/0 of [2, 2]",
+            "S(0) 1/1 of [,]",
+            "S(0) 1/2 of [4, 2]",
+            "S(0) 1/999999999 of [4, 2]",
+            "S(9) 1/1 of [2, 2]",
+            f"S(0) 1/1 of [{'1' * 5000}]",
+            "S(0) 1/1 of [2, 3]",
+            "S(0) １/１ of [2, 2]",
+            "x" * 5000,
+        )
+    },
+    "a placement of nothing": {"version": 5, "stages": {}, "placements": {"nothing": "S(0) 1/1 of [2, 2]"}},
+    "names that are one in the end": {"version": 5, "stages": {"0": {"w.x": 1}, "0.w": {"x": 2}}},
+}
+
+
+@pytest.mark.parametrize("state", MADE_UP.values(), ids=MADE_UP)
+def test_a_made_up_state_is_not_exported(
+    state: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its checksums are right: whoever can write there can make them."""
+    store = CheckpointStore(tmp_path / "job", 0, Holding(entered=1))
+    store.save(5, state, lambda _version: None, unexpected)
+    store.wait()
+    assert export(tmp_path, "--version", "5") in (2, 3)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert len(said.err) < 600
+    assert [path.name for path in tmp_path.iterdir()] == ["job"]

@@ -17,10 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swift.checkpoint.dtypes import DTYPES
-from swift.checkpoint.index import DATA, INDEX, digest
-from swift.checkpoint.store import CheckpointStore, Unsaved
-from swift.errors import ServiceError, UsageError
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.state.checkpoint_file import DATA, DTYPES, INDEX, digest
+from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
 from tests.unit.checkpoint.holding import Holding, unexpected
 
 # torch's own words on complex32.
@@ -416,7 +415,7 @@ def test_a_zombie_that_is_fenced_while_it_writes_publishes_nothing(tmp_path: Pat
 def test_a_zombie_removes_nothing_of_its_heir(tmp_path: Path) -> None:
     zombie = CheckpointStore(tmp_path, 0, Holding(entered=3))
     heirs = saved(tmp_path, {"x": torch.zeros(4)}, generation=4)
-    begun = heirs.with_name(".g4-0123-7")
+    begun = heirs.with_name(".g4-0123abcd-7")
     begun.mkdir()
     zombie.save(1, {"x": torch.ones(4)}, lambda _version: None, unexpected)
     zombie.wait()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from swift.checkpoint.store import CheckpointStore
-from swift.errors import Fenced
+from swift_ft.errors import Fenced
+from swift_ft.state.checkpoint_store import CheckpointStore
 from tests.unit.checkpoint.holding import Holding, unexpected
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift.checkpoint import store as module
-from swift.checkpoint.store import CheckpointStore, Unsaved
-from swift.errors import ServiceError
+from swift_ft.errors import ServiceError
+from swift_ft.state import checkpoint_store
+from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
 from tests.unit.checkpoint.holding import Holding, unexpected
 
 _PATIENCE_S = 30.0
@@ -20,7 +20,7 @@ STATE = {"x": torch.arange(1 << 12)}
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_RETRY_FIRST_S", 0.01)
+    monkeypatch.setattr(checkpoint_store, "_RETRY_FIRST_S", 0.01)
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_whoever_loads_gives_up_what_was_not_written(tmp_path: Path, store: Chec
     assert told.durable == [1]
 
 
-@pytest.mark.parametrize("fails_at", ["write", "sync_folder"])
+@pytest.mark.parametrize("fails_at", ["write_shard", "sync_folder"])
 def test_nothing_of_it_stays_and_what_was_there_of_that_version_does(
     tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, fails_at: str
 ) -> None:
@@ -199,7 +199,7 @@ def test_nothing_of_it_stays_and_what_was_there_of_that_version_does(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, fails_at, full)
+        patch.setattr(checkpoint_store, fails_at, full)
         for version in (1, 2):
             store.save(version, {"x": torch.zeros(4)}, told.is_durable, told.has_failed)
             with pytest.raises(ServiceError, match="No space left on device"):
@@ -259,9 +259,10 @@ def test_a_full_disk(tmp_path: Path) -> None:
 def test_what_a_killed_process_had_begun_goes_with_the_next_write_or_the_version(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, 0, Holding(entered=5))
     own, heir, other = (
-        tmp_path / "v00000001" / name for name in ("rank0/.g4-0123-1", "rank0/.g6-0123-1", "rank1/.g4-0123-1")
+        tmp_path / "v00000001" / name
+        for name in ("rank0/.g4-0123abcd-1", "rank0/.g6-0123abcd-1", "rank1/.g4-0123abcd-1")
     )
-    for begun in (own, heir, other, tmp_path / "v00000000" / "rank0" / ".g4-0123-1"):
+    for begun in (own, heir, other, tmp_path / "v00000000" / "rank0" / ".g4-0123abcd-1"):
         begun.mkdir(parents=True)
     told = Told()
     told.save(store, 1)
@@ -301,7 +302,7 @@ def test_pruning_where_nothing_is_any_more(tmp_path: Path) -> None:
 def test_a_process_ends_although_it_could_not_write(tmp_path: Path) -> None:
     in_the_way(tmp_path, 1)
     program = (
-        "from swift.checkpoint.store import CheckpointStore\n"
+        "from swift_ft.state.checkpoint_store import CheckpointStore\n"
         "from tests.unit.checkpoint.holding import Holding\n"
         f"store = CheckpointStore({str(tmp_path)!r}, 0, Holding())\n"
         "store.save(1, {'x': 1}, print, print)\n"

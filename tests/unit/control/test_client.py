@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
-from swift import control
-from swift._pb import coordinator_pb2 as pb
-from swift._pb import coordinator_pb2_grpc as pb_grpc
-from swift.control import CoordinatorClient, View, make_member, newer
-from swift.control.updates import whole
-from swift.errors import Fenced, JoinRefused, ServiceError, UnknownJob, UsageError
+from swift_ft import rpc
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
+from swift_ft.errors import Fenced, JoinRefused, ServiceError, UnknownJob, UsageError
+from swift_ft.rpc import CoordinatorClient, View, make_member, newer
+from swift_ft.rpc.views import whole
 
 
 class Scripted:
@@ -52,8 +52,8 @@ class Scripted:
             yield from map(whole, fresh)
 
     Join = Heartbeat = Report = Ready = Refuse = CheckpointDurable = MemberExited = Suspect = _next
-    Finish = Fail = Status = AskCheckpoint = ChangeLogServers = ChangeGroups = Measure = Measurements = _next
-    Differs = Jobs = Stop = Share = Meet = Revoke = Vote = _next
+    Finish = Fail = Status = AskCheckpoint = ChangeLogServers = Measure = Measurements = _next
+    Differs = Rehearsed = Jobs = Stop = Share = Meet = Revoke = Vote = _next
 
 
 class Served:
@@ -92,7 +92,7 @@ def client(served: Served) -> Iterator[CoordinatorClient]:
         yield client
 
 
-def view(generation: int, revision: int, state: "pb.State.ValueType" = control.RUNNING) -> View:
+def view(generation: int, revision: int, state: "pb.State.ValueType" = rpc.RUNNING) -> View:
     return View(job="j", generation=generation, revision=revision, state=state)
 
 
@@ -101,8 +101,8 @@ def test_a_limit_of_the_coordinator_does_not_end_a_job_that_runs(
 ) -> None:
     """More calls a second than it takes, say: it is asked again. Whoever is not in the job yet soon hears why."""
     limit = grpc.StatusCode.RESOURCE_EXHAUSTED
-    monkeypatch.setattr("swift.control.patience.LIMIT_PAUSE_S", 0.01)
-    monkeypatch.setattr("swift.control.patience.LIMIT_PATIENCE_S", 0.05)
+    monkeypatch.setattr("swift_ft.rpc.client.LIMIT_PAUSE_S", 0.01)
+    monkeypatch.setattr("swift_ft.rpc.client.LIMIT_PATIENCE_S", 0.05)
     served.scripted.script = [*[limit] * 20, pb.Ack()]
     client.ready(3, 7)
     assert len(served.scripted.requests) == 21
@@ -348,12 +348,12 @@ class TestWatcher:
         watcher = client.watch()
         with pytest.raises(ServiceError, match=r"waited 0\.1 s for job j: no view of it"):
             watcher.wait_for(lambda _: True, 0.1)
-        waiting = view(2, 1, control.PLANNING)
+        waiting = view(2, 1, rpc.PLANNING)
         waiting.waiting_for = "rank 1 to join"
         served.scripted.show(waiting)
         watcher.wait_for(lambda _: True, 5)
         with pytest.raises(ServiceError, match="PLANNING in generation 2, waiting for rank 1 to join"):
-            watcher.wait_for(lambda v: v.state == control.RUNNING, 0.1)
+            watcher.wait_for(lambda v: v.state == rpc.RUNNING, 0.1)
 
     def test_close_frees_who_waits(self, client: CoordinatorClient, served: Served) -> None:
         watcher = client.watch()

@@ -11,12 +11,10 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from swift._pb import coordinator_pb2 as pb
-from swift._pb import log_pb2
-from swift.control import jobs, logs, status
-from swift.control.client import CoordinatorClient
-from swift.inspect import command as inspect
-from swift.log import admin
+from swift_ft._pb import coordinator_pb2, log_pb2
+from swift_ft.log import admin
+from swift_ft.rpc.client import CoordinatorClient
+from swift_ft.tools import inspect, jobs, log_servers, status
 
 EVIL = "x\x1b[2J\x1b]0;title\x07\nFORGED: all is well\r\x9b1A\u202e\u2028FORGED\x00"
 MOVES = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e]")
@@ -62,9 +60,9 @@ def _value(field: Any, number: int) -> Any:
 @pytest.mark.parametrize(
     ("main", "call", "reply"),
     [
-        (status.main, "status", pb.StatusReply),
-        (logs.main, "status", pb.StatusReply),
-        (jobs.main, "jobs", pb.JobsReply),
+        (status.main, "status", coordinator_pb2.StatusReply),
+        (log_servers.main, "status", coordinator_pb2.StatusReply),
+        (jobs.main, "jobs", coordinator_pb2.JobsReply),
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])

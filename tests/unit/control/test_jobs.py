@@ -4,15 +4,26 @@ import json
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.control import jobs
-from swift.control.client import CoordinatorClient
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.rpc.client import CoordinatorClient
+from swift_ft.tools import jobs
 
 RUNS = pb.JobSummary(
-    job="run42", state=pb.RUNNING, generation=12, world_size=4, live_ranks=4, version=1210, checkpoint=1200
+    job="run42",
+    state=pb.RUNNING,
+    generation=12,
+    world_size=4,
+    live_ranks=4,
+    version=1210,
+    checkpoint=1200,
 )
 FAILED = pb.JobSummary(
-    job="a", state=pb.FAILED, generation=1, world_size=16, reason="rank 3: no memory", inexact_since=7
+    job="a",
+    state=pb.FAILED,
+    generation=1,
+    world_size=16,
+    reason="rank 3: no memory",
+    inexact_since=7,
 )
 
 

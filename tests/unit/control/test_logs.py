@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.control import asking, logs
-from swift.errors import UsageError
-from swift.log.address import parse_server
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import UsageError
+from swift_ft.log.placement import parse_server
+from swift_ft.tools import log_servers
+from swift_ft.tools import status as asking
 
 
 def status() -> pb.StatusReply:
@@ -26,12 +27,15 @@ def status() -> pb.StatusReply:
             pb.LogCopies(rank=1, servers=["c:1"]),
         ],
     )
-    ages = [pb.LogServerStatus(address="b:1", silent_s=0.5), pb.LogServerStatus(address="c:1", silent_s=12.4)]
+    ages = [
+        pb.LogServerStatus(address="b:1", silent_s=0.5),
+        pb.LogServerStatus(address="c:1", silent_s=12.4),
+    ]
     return pb.StatusReply(view=view, log_servers=ages)
 
 
 def test_for_people() -> None:
-    assert logs.lines(status()) == [
+    assert log_servers.lines(status()) == [
         "job j: RUNNING, generation 3",
         "1 of 2 copies are kept: add a log server",
         "a:1 on m0: lost: it has not answered for 31.0 s",
@@ -43,36 +47,22 @@ def test_for_people() -> None:
 def test_nobody_asks_the_log_servers_of_a_job_that_is_over() -> None:
     told = status()
     told.view.state = pb.FINISHED
-    assert logs.lines(told)[-1] == "c:1 on an unknown machine: ranks 0 (copy), 1"
+    assert log_servers.lines(told)[-1] == "c:1 on an unknown machine: ranks 0 (copy), 1"
 
 
 def test_for_programs() -> None:
-    shown = json.loads(json.dumps(logs.as_json(status())))
+    shown = json.loads(json.dumps(log_servers.as_json(status())))
     assert shown["ranks"] == {"0": ["b:1", "c:1"], "1": ["c:1"]}
     assert [server["lost"] for server in shown["log_servers"]] == ["has not answered for 31.0 s", None, None]
     assert [server["silent_seconds"] for server in shown["log_servers"]] == [None, 0.5, 12.4]
 
 
-def test_recovery_groups_those_in_force_and_those_to_come() -> None:
+def test_recovery_groups() -> None:
     told = status()
-    told.view.groups, told.view.world_size = "0,1,2,3", 4
-    assert logs.lines(told)[1] == "recovery groups 0,1,2,3"
-    told.view.groups_next, told.view.groups_number = "0-1,2-3", 1
-    told.view.groups_from[2] = 10
-    assert (
-        logs.lines(told)[1]
-        == "recovery groups 0,1,2,3; 0-1,2-3 from the next checkpoint on (1 of 4 ranks log by them)"
-    )
-    assert logs.as_json(told)["groups"] == {
-        "in_force": "0,1,2,3",
-        "since": 0,
-        "wanted": "0-1,2-3",
-        "logged_by": [2],
-    }
-    told.view.ClearField("groups_next")
-    told.view.groups, told.view.groups_since = "0-1,2-3", 10
-    assert logs.lines(told)[1] == "recovery groups 0-1,2-3 since version 10"
-    assert logs.as_json(told)["groups"]["wanted"] is None
+    assert log_servers.as_json(told)["groups"] == ""
+    told.view.groups = "0-1,2-3"
+    assert log_servers.lines(told)[1] == "recovery groups 0-1,2-3"
+    assert log_servers.as_json(told)["groups"] == "0-1,2-3"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +79,7 @@ def test_refuses(
     words: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asking, "PATIENCE_S", 0.2)
-    code = logs.main(["--coordinator", "127.0.0.1:1", "--job", "j", *words])
+    code = log_servers.main(["--coordinator", "127.0.0.1:1", "--job", "j", *words])
     assert code == (2 if words else 3)
     said = capsys.readouterr().err
     assert problem in said

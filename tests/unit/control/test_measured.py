@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift._pb import coordinator_pb2 as pb
-from swift.control.measured import from_message, to_message
-from swift.recovery import RankMeasured, Sent, StageMeasured
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.planner import RankMeasured, Sent, StageMeasured
+from swift_ft.rpc.codec import from_message, to_message
 
 SECONDS = st.floats(0, 1e9)
 COUNTS = st.integers(0, 1 << 62)

@@ -4,10 +4,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from swift._pb import coordinator_pb2 as pb
-from swift.control.plans import PublishedPlan, decoded, encoded, of_view
-from swift.errors import ServiceError
-from swift.recovery import Help, Plan, Prediction, RankPlan, Strategy
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import ServiceError
+from swift_ft.planner import Help, Plan, Prediction, RankPlan, Strategy
+from swift_ft.rpc.codec import PublishedPlan, decoded, encoded, of_view
 
 ranks = st.integers(0, 2**31 - 1)
 versions = st.integers(0, 2**64 - 1)
@@ -42,7 +42,6 @@ plans = st.builds(
     help=st.lists(helps, max_size=2).map(tuple),
     saves=st.booleans(),
     predictions=st.lists(predictions, max_size=2).map(tuple),
-    groups=words,
 )
 sources = st.dictionaries(words, st.lists(words, max_size=2).map(tuple), max_size=3)
 

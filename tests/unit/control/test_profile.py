@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.control.measured import to_message
-from swift.control.profile import profile_of
-from swift.errors import ServiceError, UsageError
-from swift.plan.command import main
-from swift.plan.model import CostModel
-from swift.plan.profile import Profile, parse
-from swift.plan.running import Given
-from swift.recovery import RankMeasured, Sent, StageMeasured
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.lab.plan.command import Given, main
+from swift_ft.lab.plan.model import CostModel
+from swift_ft.lab.plan.profile import Profile, parse
+from swift_ft.lab.plan.running_job import profile_of
+from swift_ft.planner import RankMeasured, Sent, StageMeasured
+from swift_ft.rpc.codec import to_message
 
 STAGES = 4
 CONFIG = {"checkpoint_every": "10", "helpers": "2", "replicas": "1", "shards": "1"}

@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from services.coordinator.sharing import Sharing
-from swift._pb import coordinator_pb2 as pb
-from swift.control import shared as shared_module
-from swift.control.client import CoordinatorClient
-from swift.control.shared import Gone, Known, SharedKeys
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.rpc import key_value
+from swift_ft.rpc.client import CoordinatorClient
+from swift_ft.rpc.key_value import Gone, Known, SharedKeys
+from swift_ft_services.coordinator.driver import Sharing
 
 TIMEOUT_S = 10.0
 
@@ -133,7 +133,7 @@ def test_what_is_set_once_is_asked_for_once() -> None:
 
 
 def test_more_than_one_call_can_carry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_module, "_SAID_BYTES_MAX", 1000)
+    monkeypatch.setattr(key_value, "_SAID_BYTES_MAX", 1000)
     coordinator = Coordinator()
     a, b = ranks(coordinator)
     a.once = True

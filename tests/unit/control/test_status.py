@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.control import asking, status
-from swift.control.as_json import as_json
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.rpc.codec import as_json
+from swift_ft.tools import status
+from swift_ft.tools import status as asking
 
 
 def said(*, seconds_left: float | None = 3.24, replays: bool = True) -> pb.StatusReply:
@@ -16,7 +17,10 @@ def said(*, seconds_left: float | None = 3.24, replays: bool = True) -> pb.Statu
         generation=3,
         reason="rank 1 was killed by signal 9",
         waiting_for="ranks 0, 1 to be ready",
-        members=[pb.Member(rank=0, pid=70, host="a01", id=1), pb.Member(rank=1, pid=81, host="a02", id=2)],
+        members=[
+            pb.Member(rank=0, pid=70, host="a01", id=1),
+            pb.Member(rank=1, pid=81, host="a02", id=2),
+        ],
         checkpoints=[0, 5],
         plan=pb.Plan(reason="target version 15: KEEP on rank 0; REPLAY on rank 1", target_version=15),
     )
@@ -35,6 +39,7 @@ def test_for_people() -> None:
         "because rank 1 was killed by signal 9",
         "waits for ranks 0, 1 to be ready",
         "plan: target version 15: KEEP on rank 0; REPLAY on rank 1",
+        "not rehearsed",
         "newest checkpoint: version 5; goes on at step 15",
         "rank 0: process 70 on a01, version 15, heard 0.2 s ago",
         "rank 1: process 81 on a02, version 7, heard 0.1 s ago; replays: version 7 of 15, about 3.2 s left",
@@ -65,7 +70,7 @@ def test_a_vacant_slot_is_named() -> None:
 def test_nobody_listens_to_the_ranks_of_a_job_that_is_over() -> None:
     told = said(replays=False)
     told.view.state, told.view.reason, told.view.waiting_for = pb.FINISHED, "", ""
-    assert status.lines(told)[2:4] == [
+    assert status.lines(told)[3:5] == [
         "rank 0: was process 70 on a01, version 15",
         "rank 1: was process 81 on a02, version 7",
     ]
@@ -77,7 +82,11 @@ def test_nobody_listens_to_the_ranks_of_a_job_that_is_over() -> None:
         (pb.RUNNING, [5, 10], "newest checkpoint: version 10"),
         (pb.FORMING, [], "no checkpoint is complete"),
         (pb.STOPPED, [], "no checkpoint is complete: started again it begins at step 0"),
-        (pb.STOPPED, [5, 10], "newest checkpoint: version 10; started again it goes on at step 10"),
+        (
+            pb.STOPPED,
+            [5, 10],
+            "newest checkpoint: version 10; started again it goes on at step 10",
+        ),
         (pb.FAILED, [0], "newest checkpoint: version 0; started again it goes on at step 0"),
         (
             pb.FINISHED,
@@ -95,6 +104,7 @@ def test_from_which_step_a_job_goes_on(
 def test_with_whose_checkpoint_a_job_has_begun() -> None:
     view = pb.View(job="k", state=pb.RUNNING, from_job="j", from_version=10, checkpoints=[10])
     assert status.lines(pb.StatusReply(view=view))[1:] == [
+        "not rehearsed",
         "began with version 10 of job j",
         "newest checkpoint: version 10",
     ]
@@ -117,8 +127,8 @@ def test_who_waits_for_a_rank_that_hangs_is_not_accused() -> None:
 
 
 def test_before_there_is_a_pace_and_without_a_replay() -> None:
-    assert status.lines(said(seconds_left=None))[6].endswith("; replays: version 7 of 15, no pace yet")
-    assert status.lines(said(replays=False))[6] == "rank 1: process 81 on a02, version 7, heard 0.1 s ago"
+    assert status.lines(said(seconds_left=None))[7].endswith("; replays: version 7 of 15, no pace yet")
+    assert status.lines(said(replays=False))[7] == "rank 1: process 81 on a02, version 7, heard 0.1 s ago"
 
 
 def test_for_programs() -> None:
@@ -135,10 +145,10 @@ def test_for_programs() -> None:
 
 
 def test_every_field_of_every_message_is_there() -> None:
-    view = pb.View(groups_from={1: 20, 0: 10}, checkpoints=[5, 10], inexact_since=0)
+    view = pb.View(revoked={"a": "over"}, checkpoints=[5, 10], inexact_since=0)
     shown = as_json(view)
     assert set(shown) == {field.name for field in pb.View.DESCRIPTOR.fields}
-    assert shown["groups_from"] == {"0": 10, "1": 20}
+    assert shown["revoked"] == {"a": "over"}
     assert (shown["checkpoints"], shown["inexact_since"], shown["final_version"]) == ([5, 10], 0, None)
     assert (shown["state"], shown["plan"]) == ("STATE_UNSPECIFIED", None)
 

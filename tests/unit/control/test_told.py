@@ -1,8 +1,8 @@
 """What a launcher says of what its job waits for, and of its end."""
 
-from swift._pb import coordinator_pb2 as pb
-from swift.control.told import LATE_S, Told
-from swift.views import end_words
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.launch.agent import LATE_S, Told
+from swift_ft.rpc.views import end_words
 
 
 def waiting(words: str, state: pb.State = pb.FENCING) -> pb.View:
@@ -51,7 +51,11 @@ def test_a_job_that_goes_on_waits_for_nothing() -> None:
 
 def test_the_end_that_a_trainer_has_made_is_said() -> None:
     stopped = pb.View(
-        state=pb.FINISHED, reason="stopped at step 6: enough", ends_at=7, ends_of=10, final_version=7
+        state=pb.FINISHED,
+        reason="stopped at step 6: enough",
+        ends_at=7,
+        ends_of=10,
+        final_version=7,
     )
     goes_on = "stopped at step 6: enough; with more than 10 steps it goes on"
     assert end_words(stopped) == [goes_on]

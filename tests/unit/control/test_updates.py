@@ -2,8 +2,9 @@
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.control.updates import RANKS_MAX, applied, between, whole
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.rpc.views import applied, between, whole
+from swift_ft.text import WORLD_SIZE_MAX
 
 RANKS = 1024
 
@@ -57,7 +58,7 @@ def test_a_change_of_another_view_is_not_applied(known: pb.View | None) -> None:
     assert applied(between(view_of(5), view_of(7)), known) is None
 
 
-@pytest.mark.parametrize("ranges", [[0], [0, RANKS_MAX + 1], [0, 1, 5], [0, -(1 << 31)]])
+@pytest.mark.parametrize("ranges", [[0], [0, WORLD_SIZE_MAX + 1], [0, 1, 5], [0, -(1 << 31)]])
 def test_ranks_that_cannot_be_are_no_update(ranges: list[int]) -> None:
     update = whole(view_of(5, plan=plan_of(3)))
     update.planned.add(plan=pb.RankPlan(strategy=pb.KEEP), ranges=ranges)

@@ -5,16 +5,16 @@ import threading
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
-from services.coordinator import commands as m
-from services.coordinator.driver import Driver
-from services.coordinator.logs import JobForgotten
-from services.coordinator.row import LogServer
-from services.coordinator.store import MemoryStore, MetadataStore
-from services.coordinator.timing import Timing
-from swift import events
-from swift._pb import coordinator_pb2 as pb
-from swift.log.admin import JobSpace
-from swift.recovery import StreamSummary
+from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.log.admin import JobSpace
+from swift_ft.planner import StreamSummary
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.driver import Driver
+from swift_ft_services.coordinator.job_record import LogServer
+from swift_ft_services.coordinator.log_calls import JobForgotten
+from swift_ft_services.coordinator.store import MemoryStore, MetadataStore
+from swift_ft_services.coordinator.timeouts import Timing
 
 PATIENCE_S = 20.0
 

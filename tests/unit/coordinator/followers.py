@@ -6,8 +6,8 @@ a new tag; what was refused has the tag REFUSED, whatever its holder believes.
 
 from dataclasses import dataclass, field
 
-from services.coordinator import commands as m
-from swift._pb import coordinator_pb2 as pb
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft_services.coordinator import commands as m
 
 REFUSED = "refused"
 

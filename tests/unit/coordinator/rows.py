@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from services.coordinator.core import Job
-from services.coordinator.parts import decode, encode
-from services.coordinator.row import JobRow
+from swift_ft_services.coordinator.job import Job
+from swift_ft_services.coordinator.job_record import JobRow, decode, encode
 
 
 def read(parts: Mapping[str, str]) -> JobRow:
@@ -22,6 +21,6 @@ def write_changes(job: Job, stored: dict[str, str]) -> None:
     puts, deletes = job.changes.take()
     stored.update(puts)
     for key in deletes:
-        del stored[key]
+        stored.pop(key, None)
     whole = encode(job.row)
     assert stored == whole, {key for key in {*stored, *whole} if stored.get(key) != whole.get(key)}

@@ -7,22 +7,19 @@ from typing import Any
 
 import pytest
 
-from services.coordinator import commands as m
-from services.coordinator import core
-from services.coordinator.apart import ERRORS_MAX, WITHIN_S, JobApart
-from services.coordinator.commands import Refusal
-from services.coordinator.driver import Driver
-from services.coordinator.lives import note_run
-from services.coordinator.parts import encode
-from services.coordinator.questions import Unavailable
-from services.coordinator.row import State, VoteKind
-from services.coordinator.servicer import Servicer
-from services.coordinator.setbacks import RUNS_KEPT
-from services.coordinator.sharing import UNTIL_MAX
-from services.coordinator.store import MemoryStore, Transaction
-from services.coordinator.views import FENCED_SHOWN, view_of
-from swift._pb import coordinator_pb2 as pb
-from swift.log.record import STEP_MAX
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.log.record import STEP_MAX
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator import job as core
+from swift_ft_services.coordinator.commands import Refusal
+from swift_ft_services.coordinator.driver import ERRORS_MAX, WITHIN_S, Driver, JobApart
+from swift_ft_services.coordinator.endings import RUNS_KEPT
+from swift_ft_services.coordinator.job_record import State, VoteKind, encode
+from swift_ft_services.coordinator.log_calls import Unavailable
+from swift_ft_services.coordinator.restarts import note_run
+from swift_ft_services.coordinator.service import Servicer
+from swift_ft_services.coordinator.store import MemoryStore, Transaction
+from swift_ft_services.coordinator.views import FENCED_SHOWN, view_of
 from tests.unit.coordinator.driver_world import (
     FakeClock,
     FakeLogs,
@@ -259,8 +256,14 @@ class Caller:
     ("call", "request_"),
     [
         ("Heartbeat", pb.HeartbeatRequest(version=STEP_MAX + 1)),
-        ("Heartbeat", pb.HeartbeatRequest(unsaved=pb.UnsavedCheckpoint(version=STEP_MAX + 1))),
-        ("Report", pb.ReportRequest(snapshots=[pb.HeldSnapshot(version=STEP_MAX + 1)])),
+        (
+            "Heartbeat",
+            pb.HeartbeatRequest(unsaved=pb.UnsavedCheckpoint(version=STEP_MAX + 1)),
+        ),
+        (
+            "Report",
+            pb.ReportRequest(snapshots=[pb.HeldSnapshot(version=STEP_MAX + 1)]),
+        ),
         ("AskCheckpoint", pb.AskCheckpointRequest(generation=1, after_version=(1 << 64) - 1)),
         ("CheckpointDurable", pb.CheckpointRequest(version=(1 << 64) - 1)),
         ("Finish", pb.FinishRequest(version=1, num_steps=(1 << 64) - 1)),
@@ -291,29 +294,14 @@ def test_all_bits_may_be_voted_with() -> None:
 
 
 @scenario
-async def test_a_call_waits_for_no_more_keys_than_a_job_may_have_ranks(
-    logs: FakeLogs, store: MemoryStore
-) -> None:
-    driver = await driver_of(logs, store)
-    await run_to_running(driver)
-    caller: Any = Caller()
-    keys = [f"{number}" for number in range(UNTIL_MAX + 1)]
-    with pytest.raises(Aborted, match=f"waits for {UNTIL_MAX} keys at most"):
-        await Servicer(driver).Share(
-            pb.ShareRequest(job="j", incarnation="a", generation=1, until=keys), caller
-        )
-    driver.stop()
-
-
-@scenario
 async def test_a_new_start_forgets_who_was_given_up(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store)
     await run_to_running(driver)
     job = driver._jobs["j"].row
     await driver.apply("j", m.Fail(sender=None, reason="boom"))
-    job.given_up, job.unlogged_below, job.move = [0], 7, [0, 1]
+    job.given_up, job.unlogged_below = [0], 7
     await driver.join("j", replace(join(incarnation="b"), run="r2"))
-    assert (job.given_up, job.unlogged_below, job.move) == ([], None, [])
+    assert (job.given_up, job.unlogged_below) == ([], None)
     driver.stop()
 
 

@@ -7,8 +7,8 @@ since all ranks had come to a new version, less the deaths from outside, which a
 import hypothesis.strategies as st
 from hypothesis import example, given, settings
 
-from services.coordinator.row import JobRow, State
-from services.coordinator.setbacks import EXITS_MAX, REFUSALS_MAX
+from swift_ft_services.coordinator.endings import EXITS_MAX, REFUSALS_MAX
+from swift_ft_services.coordinator.job_record import JobRow, State
 from tests.unit.coordinator.transcript import World
 
 WORLD = 2

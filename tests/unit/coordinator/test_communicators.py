@@ -1,6 +1,6 @@
 """The members of a communicator and their coordinator, with every message between them in the test's hand.
 
-A member here does what `swift.runtime.communicator` does, without tensors: it votes, and votes again, until the View
+A member here does what `swift_ft.train.communicator` does, without tensors: it votes, and votes again, until the View
 shows the decision. A run is repeated by its seed. Checked in all of them: whoever is told of a decision is told the
 same; nothing is shown before it is durable; a value agreed on comes from those who took part; and at the end all that
 live have finished, whoever was lost, and wherever the coordinator was ended in between.
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.coordinator import commands as m
-from services.coordinator.commands import Refusal, Refused
-from services.coordinator.communicators import CONFIG, CommunicatorJob, job_class
-from services.coordinator.core import Job
-from services.coordinator.row import State, VoteKind
-from services.coordinator.timing import Timing
-from services.coordinator.views import view_of
-from swift._pb import coordinator_pb2 as pb
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.commands import Refusal, Refused
+from swift_ft_services.coordinator.communicators import CONFIG, CommunicatorJob, job_class
+from swift_ft_services.coordinator.job import Job
+from swift_ft_services.coordinator.job_record import State, VoteKind
+from swift_ft_services.coordinator.timeouts import Timing
+from swift_ft_services.coordinator.views import view_of
 from tests.unit.coordinator.rows import read, write_changes
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0)
@@ -241,7 +241,7 @@ class World:
         if not self.stored:
             self.job = None
             return
-        self.job = CommunicatorJob(read(self.stored), TIMING, self.now, stored=self.stored)
+        self.job = CommunicatorJob(read(self.stored), TIMING, self.now, stored=True)
         self.view = view_of(self.job.row)
         assert self.job.resume() == []
 

@@ -6,22 +6,24 @@ from dataclasses import replace
 
 import pytest
 
-from services.coordinator import commands as m
-from services.coordinator import driver as driver_module
-from services.coordinator import published as published_module
-from services.coordinator import questions as questions_module
-from services.coordinator.apart import JobApart
-from services.coordinator.driver import Driver, NoSuchJob
-from services.coordinator.fencing import EMPTIED_WHEN_NEW
-from services.coordinator.logs import Answered, GenerationRefused, Unfit
-from services.coordinator.parts import row_key
-from services.coordinator.questions import Unavailable
-from services.coordinator.row import LogServer
-from services.coordinator.store import MemoryStore, StoreFailed, Transaction
-from services.coordinator.timing import Timing
-from swift._pb import coordinator_pb2 as pb
-from swift.errors import LogUnavailable, UsageError
-from swift.log.admin import JobSpace
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import LogUnavailable, UsageError
+from swift_ft.log.admin import JobSpace
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator import driver as driver_module
+from swift_ft_services.coordinator import driver as published_module
+from swift_ft_services.coordinator import log_calls
+from swift_ft_services.coordinator.driver import Driver, JobApart, NoSuchJob
+from swift_ft_services.coordinator.job_record import LogServer, row_key
+from swift_ft_services.coordinator.log_calls import (
+    EMPTIED_WHEN_NEW,
+    Answered,
+    GenerationRefused,
+    Unavailable,
+    Unfit,
+)
+from swift_ft_services.coordinator.store import MemoryStore, StoreFailed, Transaction
+from swift_ft_services.coordinator.timeouts import Timing
 from tests.unit.coordinator.driver_world import (
     PATIENCE_S,
     FakeClock,
@@ -165,7 +167,7 @@ async def test_a_log_server_that_answers_with_nothing_but_errors_is_not_asked_fo
     driver = await driver_of(logs, store)
     await run_to_running(driver)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(questions_module, "ERRORS_MAX", 3)
+        patch.setattr(log_calls, "ERRORS_MAX", 3)
         await lose_rank_0(driver)
         await view_with(driver, lambda view: view.state == pb.PLANNING)
         logs.troubles["l1"] = Answered("log server l1: INTERNAL: a bug")
@@ -208,7 +210,7 @@ async def test_a_trim_is_not_tried_again_behind_a_reset(logs: FakeLogs, store: M
     driver = await driver_of(logs, store)
     await run_to_running(driver)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(questions_module, "TRIM_ATTEMPTS", 100)
+        patch.setattr(log_calls, "TRIM_ATTEMPTS", 100)
         patch.setattr(logs, "trim", trim)
         await driver.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0))
         await until(lambda: ("trim", "l0", "j", 5) in logs.calls)

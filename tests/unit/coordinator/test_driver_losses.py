@@ -5,15 +5,15 @@ import threading
 
 import pytest
 
-from services.coordinator import commands as m
-from services.coordinator.driver import Driver
-from services.coordinator.fencing import EMPTIED_WHEN_NEW, GIVEN_UP
-from services.coordinator.log_placement import unreplaced
-from services.coordinator.row import RankLogs
-from services.coordinator.store import MemoryStore
-from swift._pb import coordinator_pb2 as pb
-from swift.errors import LogUnavailable, UsageError
-from swift.log.admin import JobSpace
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import LogUnavailable, UsageError
+from swift_ft.log.admin import JobSpace
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.driver import Driver
+from swift_ft_services.coordinator.job_record import RankLogs
+from swift_ft_services.coordinator.log_calls import EMPTIED_WHEN_NEW, GIVEN_UP
+from swift_ft_services.coordinator.log_placement import unreplaced
+from swift_ft_services.coordinator.store import MemoryStore
 from tests.unit.coordinator.driver_world import (
     FakeLogs,
     driver_of,

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from services.coordinator import commands as m
-from services.coordinator.core import Job
-from services.coordinator.endings import UNLIKE_CODE
-from services.coordinator.row import JobRow, LogServer, State
-from services.coordinator.timing import Timing
-from services.coordinator.views import status_of, view_of
-from swift._pb import coordinator_pb2 as pb
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.endings import UNLIKE_CODE
+from swift_ft_services.coordinator.job import Job
+from swift_ft_services.coordinator.job_record import JobRow, LogServer, State
+from swift_ft_services.coordinator.timeouts import Timing
+from swift_ft_services.coordinator.views import status_of, view_of
 from tests.unit.coordinator.rows import copy_of
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0)

@@ -1,6 +1,6 @@
 """Leases: who comes first has run out first; kept ones, and a clock that stands still."""
 
-from services.coordinator.leases import Leases
+from swift_ft_services.coordinator.liveness import Leases
 
 
 def test_it_is_believed_for_a_while_and_what_it_says_itself_begins_that_anew() -> None:

@@ -6,13 +6,13 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from services.coordinator import commands as m
-from services.coordinator.commands import Refusal
-from services.coordinator.driver import Driver, NoSuchJob
-from services.coordinator.servicer import Context, Servicer
-from services.coordinator.store import MemoryStore
-from swift._pb import coordinator_pb2 as pb
-from swift.control.measured import from_message, to_message
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.rpc.codec import from_message, to_message
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.commands import Refusal
+from swift_ft_services.coordinator.driver import Driver, NoSuchJob
+from swift_ft_services.coordinator.service import Context, Servicer
+from swift_ft_services.coordinator.store import MemoryStore
 from tests.unit.control.test_measured import ONE
 from tests.unit.coordinator.driver_world import FakeLogs, driver_of, join, run_to_running, scenario, sender
 

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import event, given, settings
 
-from services.coordinator.row import State
+from swift_ft_services.coordinator.job_record import State
 from tests.unit.coordinator.transcript import World
 
 RANKS = 3

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.coordinator import commands as m
-from services.coordinator.commands import Refusal
-from services.coordinator.driver import Driver
-from services.coordinator.store import MemoryStore
-from swift._pb import coordinator_pb2 as pb
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.commands import Refusal
+from swift_ft_services.coordinator.driver import Driver
+from swift_ft_services.coordinator.store import MemoryStore
 from tests.unit.coordinator.driver_world import (
     PATIENCE_S,
     FakeLogs,

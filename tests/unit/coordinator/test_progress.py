@@ -4,18 +4,17 @@ import math
 
 import pytest
 
-from services.coordinator import commands as m
-from services.coordinator.commands import Replaying
-from services.coordinator.core import Job
-from services.coordinator.messages_text import plan_fields
-from services.coordinator.metrics import CoordinatorMetrics
-from services.coordinator.row import State
-from services.coordinator.servicer import _replaying
-from services.coordinator.snapshot import JobSnapshot
-from services.coordinator.store import MemoryStore
-from services.coordinator.views import status_of, view_of
-from swift._pb import coordinator_pb2 as pb
-from swift.recovery import Plan, Prediction
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.planner import Plan, Prediction
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.commands import Replaying
+from swift_ft_services.coordinator.job import Job
+from swift_ft_services.coordinator.job_record import State
+from swift_ft_services.coordinator.metrics import CoordinatorMetrics
+from swift_ft_services.coordinator.service import _replaying
+from swift_ft_services.coordinator.store import MemoryStore
+from swift_ft_services.coordinator.text import plan_fields
+from swift_ft_services.coordinator.views import JobSnapshot, status_of, view_of
 from tests.unit.coordinator.driver_world import FakeLogs, driver_of, run_to_running, scenario, sender
 from tests.unit.coordinator.rows import copy_of
 
@@ -91,6 +90,21 @@ async def test_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> None:
         )  # each of the one that has most
     finally:
         metrics.close()
+
+
+@scenario
+async def test_rehearsals_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> None:
+    driver = await driver_of(logs, store, ("l0",))
+    await run_to_running(driver)
+    job = await driver.apply("j", m.Heartbeat(sender=sender(), version=7))
+    assert (JobSnapshot.of(job, 1.0).exact, JobSnapshot.of(job, 1.0).rehearsals) == (True, {})
+    await driver.apply("j", m.Rehearsed(rank=0, version=5, under_way=True))
+    assert JobSnapshot.of(job, 1.0).rehearsals == {}
+    await driver.apply("j", m.Rehearsed(rank=0, version=5, steps=4, difference="rng differs"))
+    driver.stop()
+    taken = JobSnapshot.of(job, 1.0)
+    assert not taken.exact
+    assert taken.rehearsals[0].difference == "rng differs"
 
 
 @pytest.mark.parametrize(

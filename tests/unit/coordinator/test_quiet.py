@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from services.coordinator import quiet
-from services.coordinator.quiet import QUIET_S, QuietSelector
+from swift_ft_services.coordinator import __main__ as quiet
+from swift_ft_services.coordinator.__main__ import QUIET_S, QuietSelector
 
 
 @pytest.fixture

@@ -6,16 +6,16 @@ from typing import Any, cast
 
 import pytest
 
-from services.coordinator import commands as m
-from services.coordinator.driver import Driver
-from services.coordinator.messages_text import waiting_for
-from services.coordinator.questions import Unavailable
-from services.coordinator.row import State
-from services.coordinator.servicer import Context, Servicer
-from services.coordinator.views import view_of
-from services.security.gate import Gate, Visit
-from swift._pb import coordinator_pb2 as pb
-from swift.recovery import HeldSnapshot
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.planner import HeldSnapshot
+from swift_ft_services.authorization import Gate, Visit
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.driver import Driver
+from swift_ft_services.coordinator.job_record import State
+from swift_ft_services.coordinator.log_calls import Unavailable
+from swift_ft_services.coordinator.service import Context, Servicer
+from swift_ft_services.coordinator.text import waiting_for
+from swift_ft_services.coordinator.views import view_of
 from tests.unit.coordinator.test_parts import row
 
 ME: dict[str, Any] = {"job": "j", "rank": 2, "incarnation": "i"}
@@ -35,7 +35,10 @@ class Taker:
 @pytest.mark.parametrize(
     ("request_", "command"),
     [
-        (pb.ReportRequest(**ME, generation=3), m.MemberReport(sender=SENDER, generation=3, version=None)),
+        (
+            pb.ReportRequest(**ME, generation=3),
+            m.MemberReport(sender=SENDER, generation=3, version=None),
+        ),
         (
             pb.ReportRequest(**ME, generation=3, has_state=True, undo_to=0, forward_to=0),
             m.MemberReport(sender=SENDER, generation=3, version=0, undo_to=0, forward_to=0),
@@ -106,23 +109,11 @@ class Caller:
         raise Aborted(words)
 
 
-def test_what_a_job_says_of_itself_is_bounded() -> None:
-    servicer = Servicer(cast("Driver", Taker()))
-    member = pb.Member(rank=0, incarnation="i", pid=1, host="h")
-    for said in (
-        {"config": {"a": "x" * 60_000}, "fingerprint": {"b": "x" * 6_000}},
-        {"config": {"x" * 66_000: ""}},
-    ):
-        request = pb.JoinRequest(job="j", member=member, world_size=2, **said)
-        with pytest.raises(Aborted, match="more than 65536 characters"):
-            asyncio.run(servicer.Join(request, cast("Context", Caller())))
-
-
 def test_a_coordinator_that_stops_says_so_to_whoever_asks_for_its_jobs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "services.coordinator.servicer.visit_of", lambda: Visit(cast("Gate", None), "Jobs", "")
+        "swift_ft_services.coordinator.service.visit_of", lambda: Visit(cast("Gate", None), "Jobs", "")
     )
 
     class Stopping:

@@ -6,14 +6,13 @@ from typing import Any, cast
 
 import pytest
 
-from services.coordinator import commands as m
-from services.coordinator import sharing as sharing_module
-from services.coordinator.commands import Refusal, Refused
-from services.coordinator.driver import Driver, NoSuchJob
-from services.coordinator.servicer import Context, Servicer
-from services.coordinator.sharing import Sharing
-from services.coordinator.store import MemoryStore
-from swift._pb import coordinator_pb2 as pb
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator import driver as sharing_module
+from swift_ft_services.coordinator.commands import Refusal, Refused
+from swift_ft_services.coordinator.driver import Driver, NoSuchJob, Sharing
+from swift_ft_services.coordinator.service import Context, Servicer
+from swift_ft_services.coordinator.store import MemoryStore
 from tests.unit.coordinator.driver_world import (
     PATIENCE_S,
     FakeLogs,
@@ -81,8 +80,6 @@ def test_a_change_whose_answer_was_lost_is_made_once() -> None:
     "change",
     [
         put("", b""),
-        put("k" * (sharing_module.KEY_BYTES_MAX + 1), b""),
-        put("k", bytes(sharing_module.VALUE_BYTES_MAX + 1)),
         pb.SharedChange(key="text", add=1),
         pb.SharedChange(key="large", add=(1 << 63) - 1),
         pb.SharedChange(key="k"),
@@ -98,26 +95,46 @@ def test_what_cannot_be_shared_is_refused_and_changes_nothing(change: pb.SharedC
     assert sharing.news(0) == before
 
 
-def test_keys_and_bytes_have_a_bound_and_room_is_given_back() -> None:
+def test_keys_have_a_bound_by_what_they_cost_and_room_is_given_back() -> None:
     sharing = Sharing(1, 1)
-    many = sharing_module.KEYS_MAX + sharing_module.KEYS_PER_RANK
-    sharing.change("a", 1, [put(f"k{n}", b"") for n in range(many)])
-    with pytest.raises(Refusal, match=f"at most {many}"):
+    most = sharing_module.BYTES_MAX + sharing_module.BYTES_PER_RANK
+    many = most // (sharing_module.ENTRY_BYTES + 5)
+    sharing.change("a", 1, [put(f"{n:05}", b"") for n in range(many)])
+    with pytest.raises(Refusal, match=f"the 1 ranks of this job share at most {most}"):
         sharing.change("a", 2, [put("one more", b"")])
-    sharing = Sharing(1, 1)
-    large = bytes(sharing_module.VALUE_BYTES_MAX)
-    fit = (sharing_module.BYTES_MAX + sharing_module.BYTES_PER_RANK) // len(large) - 1
+    sharing.members = 2
+    sharing.change("a", 3, [put("one more", b"")])
+    sharing.members = 1  # what is there stays, and may become less
+    sharing.change("a", 4, [pb.SharedChange(key="one more", delete=True)])
+    sharing.begin(2)
+    large = bytes(1 << 18)
+    fit = most // len(large) - 1
     sharing.change("a", 1, [put(f"k{n}", large) for n in range(fit)])
     with pytest.raises(Refusal, match="share at most"):
         sharing.change("a", 2, [put("one more", large)])
     sharing.change("a", 3, [put("k1", b"")])
     sharing.change("a", 4, [put("one more", large)])
+    with pytest.raises(Refusal, match="share at most"):  # what is kept for a lost answer counts as well
+        sharing.change("a", 5, [swap("one more", b"?", b"")] * 2)
+    sharing.begin(3)
+    assert sharing._bytes == 0
+
+
+def test_what_is_new_is_found_among_many_that_have_changed_again_and_again() -> None:
+    sharing = Sharing(1, 1)
+    for number in range(1, 5000):
+        sharing.change("a", number, [put(f"k{number % 7}", b"%d" % number)])
+    found, seen, more = sharing.news(0)
+    assert (seen, more, len(found)) == (4999, False, 7)
+    assert [one.revision for one in found] == list(range(4993, 5000))
+    assert [one.value for one in sharing.news(4997)[0]] == [b"4998", b"4999"]
+    assert len(sharing._order) < 2 * sharing_module.DELETED_MAX
 
 
 def test_an_answer_has_a_bound_and_the_rest_comes_next() -> None:
     sharing = Sharing(1, 64)
     for n in range(7):
-        sharing.change("a", n + 1, [put(f"k{n}", bytes(sharing_module.VALUE_BYTES_MAX))])
+        sharing.change("a", n + 1, [put(f"k{n}", bytes(1 << 18))])
     found, seen, more = sharing.news(0)
     assert more
     assert sum(one.ByteSize() for one in found) < 2 * sharing_module.NEWS_BYTES_MAX

@@ -17,16 +17,15 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from services.coordinator import commands as m
-from services.coordinator.commands import Refusal, Refused
-from services.coordinator.core import Job
-from services.coordinator.parts import encode
-from services.coordinator.row import LEGAL, JobRow, LogServer, State
-from services.coordinator.timing import Timing
-from services.coordinator.views import view_of
-from swift._pb import coordinator_pb2 as pb
-from swift.log.streams import boundary
-from swift.recovery import StreamSummary
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.log.record import boundary
+from swift_ft.planner import StreamSummary
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.commands import Refusal, Refused
+from swift_ft_services.coordinator.job import Job
+from swift_ft_services.coordinator.job_record import LEGAL, JobRow, LogServer, State, encode
+from swift_ft_services.coordinator.timeouts import Timing
+from swift_ft_services.coordinator.views import view_of
 from tests.unit.coordinator.followers import Followers, Process
 from tests.unit.coordinator.rows import read, write_changes
 
@@ -161,7 +160,7 @@ class Simulation(Followers, RuleBasedStateMachine):
         if not self.stored:
             self.job = None
             return
-        self.job = Job(read(self.stored), TIMING, self.now, stored=self.stored)
+        self.job = Job(read(self.stored), TIMING, self.now, stored=True)
         self.publish()
         self.carry_out(self.job.resume(), None)
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from services.coordinator.store import (
+from swift_ft_services.coordinator.store import (
     MemoryStore,
     MetadataStore,
     SqliteStore,
@@ -18,21 +20,25 @@ from services.coordinator.store import (
     Transaction,
 )
 
-Opener = Callable[[], MetadataStore]
+Opener = Callable[[], Awaitable[MetadataStore]]
 
 
 @pytest.fixture(params=["memory", "sqlite"])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
-    """Opens the same store each time."""
-    if request.param == "sqlite":
-        return lambda: SqliteStore(tmp_path / "rows.sqlite")
+    """Opens and holds the same store each time."""
     memory = MemoryStore()
-    return lambda: memory
+
+    async def opened() -> MetadataStore:
+        store = SqliteStore(tmp_path / "rows.sqlite") if request.param == "sqlite" else memory
+        await store.hold()
+        return store
+
+    return opened
 
 
 def test_what_is_committed_is_there_with_its_revision(opener: Opener) -> None:
     async def run() -> None:
-        store = opener()
+        store = await opener()
         assert await store.read() == {}
         first = await store.commit(Transaction(puts={"a/1": "one", "a/2": "two", "b": "other"}))
         assert first > 0
@@ -51,7 +57,7 @@ def test_what_is_committed_is_there_with_its_revision(opener: Opener) -> None:
         third = await store.commit(Transaction(expected={"c": second}, deletes=["c"]))
         assert third > second
         await store.close()
-        again = opener()
+        again = await opener()
         assert await again.read() == {key: found[key] for key in ("a/1", "b")}
         # Revisions do not begin anew, whatever was deleted.
         assert await again.commit(Transaction(puts={"c": "again"})) > third
@@ -62,7 +68,7 @@ def test_what_is_committed_is_there_with_its_revision(opener: Opener) -> None:
 
 def test_a_condition_that_does_not_hold_undoes_all(opener: Opener) -> None:
     async def run() -> None:
-        store = opener()
+        store = await opener()
         there = await store.commit(Transaction(puts={"a": "first", "b": "second"}))
         before = await store.read()
         for expected in ({"a": 0}, {"a": there + 1}, {"a": there, "c": there}, {"a": there, "b": 0}):
@@ -79,7 +85,7 @@ def test_a_condition_that_does_not_hold_undoes_all(opener: Opener) -> None:
 
 def test_transactions_that_meet_are_one_after_the_other(opener: Opener) -> None:
     async def run() -> None:
-        store = opener()
+        store = await opener()
         there = await store.commit(Transaction(puts={"a": ""}))
         tries = [store.commit(Transaction(expected={"a": there}, puts={"a": str(n)})) for n in range(20)]
         found = await asyncio.gather(*tries, return_exceptions=True)
@@ -92,30 +98,71 @@ def test_transactions_that_meet_are_one_after_the_other(opener: Opener) -> None:
 
 def test_one_has_the_store_until_it_is_closed(opener: Opener) -> None:
     async def run() -> None:
-        store = opener()
-        await store.hold()
+        store = await opener()
         with pytest.raises(StoreHeld, match="another coordinator uses it"):
-            await opener().hold()
+            await opener()
         await store.commit(Transaction(puts={"a": "of the holder"}))
         await store.close()
-        again = opener()
-        await again.hold()
+        again = await opener()
         assert list(await again.read()) == ["a"]
         await again.close()
 
     asyncio.run(run())
 
 
+async def held(directory: Path) -> SqliteStore:
+    store = SqliteStore(directory / "rows.sqlite")
+    await store.hold()
+    return store
+
+
 def test_sqlite_syncs_every_commit(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path / "rows.sqlite")
-    assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
-    asyncio.run(store.close())
+    async def run() -> None:
+        store = await held(tmp_path)
+        assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+        await store.close()
+
+    asyncio.run(run())
+
+
+COMMITS = """
+import asyncio, sys
+from pathlib import Path
+from swift_ft_services.coordinator.store import SqliteStore, Transaction
+
+async def run():
+    store = SqliteStore(Path(sys.argv[1]))
+    await store.hold()
+    while True:
+        revision = await store.commit(Transaction(puts={"a": "x" * 20_000, "b": "y"}, deletes=["c"]))
+        print(revision, flush=True)
+        await store.commit(Transaction(puts={"c": "z" * 3000}))
+
+asyncio.run(run())
+"""
+
+
+def test_killed_within_a_commit_it_starts_with_all_that_was_acknowledged(tmp_path: Path) -> None:
+    async def read() -> int:
+        store = await held(tmp_path)
+        rows = await store.read()
+        await store.close()
+        return max(stored.revision for stored in rows.values())
+
+    for count in range(1, 6):
+        command = [sys.executable, "-c", COMMITS, str(tmp_path / "rows.sqlite")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            said = [process.stdout.readline() for _ in range(7 * count)]
+            process.kill()
+            said += process.stdout.read().splitlines()
+        assert asyncio.run(read()) >= int(said[-1])
 
 
 def test_no_space_is_named_and_loses_nothing(tmp_path: Path) -> None:
     async def run() -> None:
-        store = SqliteStore(tmp_path / "rows.sqlite")
+        store = await held(tmp_path)
         revision = await store.commit(Transaction(puts={"a": "row"}))
         pages = store._db.execute("PRAGMA page_count").fetchone()[0]
         store._db.execute(f"PRAGMA max_page_count = {pages}")
@@ -131,7 +178,7 @@ def test_the_loop_turns_while_sqlite_waits(tmp_path: Path) -> None:
     """Another process has the file locked: nobody else waits for that."""
 
     async def run() -> None:
-        store = SqliteStore(tmp_path / "rows.sqlite")
+        store = await held(tmp_path)
         other = sqlite3.connect(tmp_path / "rows.sqlite", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         writes = asyncio.create_task(store.commit(Transaction(puts={"a": "mine"})))
@@ -148,8 +195,8 @@ def test_the_loop_turns_while_sqlite_waits(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.sqlite").write_text("something else, and long enough to be a header" * 100)
-    with pytest.raises(StoreFailed, match=r"rows\.sqlite: file is not a database"):
-        SqliteStore(tmp_path / "rows.sqlite")
+    with pytest.raises(StoreFailed, match=r"rows\.sqlite is damaged: file is not a database; put a copy"):
+        asyncio.run(held(tmp_path))
 
 
 def test_a_database_of_an_older_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -160,6 +207,6 @@ def test_a_database_of_an_older_version_is_refused_and_left_as_it_is(tmp_path: P
     )
     older.execute("INSERT INTO jobs VALUES ('a', 7, 'under way')")
     with pytest.raises(StoreFailed, match=r"older version of the coordinator: let that one finish its jobs"):
-        SqliteStore(path)
+        asyncio.run(held(tmp_path))
     assert older.execute("SELECT * FROM jobs").fetchall() == [("a", 7, "under way")]
     older.close()

@@ -4,16 +4,15 @@ import asyncio
 
 import pytest
 
-from services.coordinator import commands as m
-from services.coordinator import published as published_module
-from services.coordinator.commands import Refusal
-from services.coordinator.driver import Driver
-from services.coordinator.published import SOON_S
-from services.coordinator.row import JobRow, State
-from services.coordinator.store import MemoryStore, Transaction
-from services.coordinator.timing import Timing
-from services.coordinator.views import view_of
-from swift._pb import coordinator_pb2 as pb
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator import driver as published_module
+from swift_ft_services.coordinator.commands import Refusal
+from swift_ft_services.coordinator.driver import SOON_S, Driver
+from swift_ft_services.coordinator.job_record import JobRow, State
+from swift_ft_services.coordinator.store import MemoryStore, Transaction
+from swift_ft_services.coordinator.timeouts import Timing
+from swift_ft_services.coordinator.views import view_of
 from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, driver_of, scenario, view_with
 
 RANKS = 40

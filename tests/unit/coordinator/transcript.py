@@ -8,7 +8,8 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
          [run=] [replicas=] [lost_shard=]             refuse rank= generation= reason= [differs=yes]
     report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=] [finish_to=] [help=yes] [off_log=yes]
     durable rank= version= [generation=]                 finish rank= version=
-         [number= since=]                                regroup groups=
+         [recorded=yes]
+    rehearsed rank= version= [under_way=yes] [steps=] [difference=] [why_not=]     rehearsals
     ask [rank= generation= after=] reason=               pressed server= trimmed= reason=
     exited rank= code= [inc=] [pid=] [given_up=yes]   unfit rank= reason=   given_up rank=
                      fail [rank=] reason=     stop run= [reason=]
@@ -30,24 +31,23 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
 
 import shlex
 
-from services.coordinator import commands as m
-from services.coordinator.commands import Refusal
-from services.coordinator.core import Job
-from services.coordinator.log_placement import unreplaced
-from services.coordinator.parts import encode
-from services.coordinator.row import JobRow, LogServer
-from services.coordinator.timing import Timing
-from services.coordinator.views import view_of
-from swift._pb import coordinator_pb2 as pb
-from swift.control.updates import applied, between, whole
-from swift.recovery import HeldSnapshot, RankMeasured, StreamSummary
-from swift.recovery.measured import StageMeasured
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.planner import HeldSnapshot, RankMeasured, StreamSummary
+from swift_ft.planner.types import StageMeasured
+from swift_ft.rpc.views import applied, between, rehearsal_words, whole
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.commands import Refusal
+from swift_ft_services.coordinator.job import Job
+from swift_ft_services.coordinator.job_record import JobRow, LogServer, encode
+from swift_ft_services.coordinator.log_placement import unreplaced
+from swift_ft_services.coordinator.timeouts import Timing
+from swift_ft_services.coordinator.views import view_of
 from tests.unit.coordinator.rows import read, write_changes
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0, replaced_within_s=30.0)
 
 
-CONFIG = ("strategy", "undo", "groups", "helpers", "replicas", "lost_shard", "move_losses", "fetch_batches")
+CONFIG = ("strategy", "undo", "groups", "helpers", "replicas", "lost_shard", "require_exact")
 
 
 class World:
@@ -189,18 +189,47 @@ class World:
         version: str,
         generation: str = "0",
         inc: str = "",
-        number: str = "0",
-        since: str = "0",
+        recorded: str = "",
     ) -> list[str]:
         return self.step(
             m.CheckpointDurable(
                 sender=self.sender(rank, inc),
                 version=int(version),
                 generation=int(generation),
-                groups_number=int(number),
-                groups_since=int(since),
+                recorded=recorded == "yes",
             )
         )
+
+    def do_rehearsed(
+        self,
+        rank: str,
+        version: str,
+        under_way: str = "",
+        steps: str = "0",
+        difference: str = "",
+        why_not: str = "",
+    ) -> list[str]:
+        return self.step(
+            m.Rehearsed(
+                rank=int(rank),
+                version=int(version),
+                under_way=under_way == "yes",
+                steps=int(steps),
+                difference=difference,
+                why_not=why_not,
+            )
+        )
+
+    def do_rehearsals(self) -> list[str]:
+        """As people are told of them, and from where steps are recorded."""
+        assert self.job is not None
+        view = view_of(self.job.row)
+        recorded = [
+            f"rank {known.rank} records from version {known.recorded}"
+            for known in view.rehearsals
+            if known.HasField("recorded")
+        ]
+        return [*rehearsal_words(view), *recorded]
 
     def do_ask(
         self, reason: str, rank: str = "", generation: str = "0", after: str = "0", inc: str = ""
@@ -213,9 +242,6 @@ class World:
                 reason=reason,
             )
         )
-
-    def do_regroup(self, groups: str) -> list[str]:
-        return self.step(m.ChangeGroups(groups=groups))
 
     def do_finish(self, rank: str, version: str) -> list[str]:
         return self.step(m.Finish(sender=self.sender(rank), version=int(version)))
@@ -350,7 +376,7 @@ class World:
         return self.step(m.Tick())
 
     def do_crash(self) -> list[str]:
-        self.job = Job(read(self.durable), TIMING, self.now, stored=self.durable)
+        self.job = Job(read(self.durable), TIMING, self.now, stored=True)
         assert encode(self.job.row) == self.durable
         return [_view(self.job.row), *self.carry_out(self.job.resume())]
 
@@ -420,15 +446,6 @@ def _view(row: JobRow) -> str:
         parts.append(f"no incomplete one below {view.checkpoints_from}")
     if view.HasField("checkpoint_at"):
         parts.append(f"checkpoint at {view.checkpoint_at} for {view.checkpoint_reason}")
-    if view.groups_next or view.groups_since:
-        parts.append(f"groups {view.groups} since {view.groups_since}")
-    if view.groups_next:
-        logged = ",".join(f"{rank}@{since}" for rank, since in sorted(view.groups_from.items()))
-        parts.append(f"wanted {view.groups_number}: {view.groups_next}, logged from {logged or 'nowhere'}")
-    if view.HasField("plan") and view.groups_number:
-        parts.append(f"planned by {view.plan.groups}")
-    if view.HasField("move"):
-        parts.append(f"rank {view.move.rank} gives its place to {view.move.to}")
     if view.reason:
         parts.append(f"because {view.reason}")
     if view.HasField("inexact_since"):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from swift.determinism import command
-from swift.failures.grammar import RankFault
+from swift_ft.fault_grammar import RankFault
+from swift_ft.lab.determinism import command
 
 
 @pytest.fixture
@@ -35,13 +35,6 @@ def test_who_shares_a_lost_ranks_batches_needs_no_replacement(script: str) -> No
     assert command.parse(["--strategy", "checkpoint", script]).replaces
 
 
-def test_what_promises_no_bits_is_known(script: str) -> None:
-    given = ["--strategy", "shrink", "--lost-shard", "drop", "--allow-inexact", script]
-    assert command.parse(given).inexact == "--lost-shard drop"
-    assert command.parse(["--strategy", "lossy-forward", script]).inexact == "--strategy lossy-forward"
-    assert command.parse(["--strategy", "shrink", script]).inexact == ""
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -56,6 +49,9 @@ def test_what_promises_no_bits_is_known(script: str) -> None:
         (["--own-checkpoints", "--strategy", "replay", "SCRIPT"], "--strategy is for scripts with a session"),
         (["--own-checkpoints", "--snapshot-every", "2", "SCRIPT"], "--snapshot-every is for scripts"),
         (["--strategy", "fly", "SCRIPT"], "--strategy"),
+        # They promise no bits.
+        (["--strategy", "lossy-forward", "SCRIPT"], "--strategy"),
+        (["--lost-shard", "drop", "SCRIPT"], "--lost-shard"),
         (["--json", "/no/such/place.json", "SCRIPT"], "give a file in a directory that exists"),
         (["--directory", "PLACE", "SCRIPT"], "not empty; give a new one"),
         ([], "TRAIN_SCRIPT"),

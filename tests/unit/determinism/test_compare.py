@@ -1,162 +1,117 @@
 """Two runs -> the first step and the first value that differ."""
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.determinism.compare import ABSENT, STEPS, diverge, drawn, unseeded
-from swift.determinism.records import (
-    BUFFERS,
-    GRADIENTS,
-    INPUTS,
-    KINDS,
-    LOSS,
-    OUTPUTS,
-    PARAMETERS,
-    RNG,
-    Record,
-    Run,
-)
-from tests.unit.determinism.runs import digest, process, record, run, whole
+from swift_ft.lab.determinism.verify import Divergence, Run, diverge, drawn, unseeded
+from tests.unit.determinism.runs import SEEN, digest, record, run, steps, whole
 
 
-def changed(step: int, kind: str, rank: int = 0) -> Record:
-    name = next(iter(record(step, rank).of(kind)))
-    return record(step, rank, **{kind: {name: "other"}})
+def differs(base: Run, other: Run, **how: bool) -> Divergence:
+    found = diverge(base, other, **how)
+    assert found is not None
+    return found
+
+
+def named(found: Divergence) -> list[str]:
+    words = {seen: word for word, seen in SEEN.items()}
+    return [words[difference.seen] for difference in found.differences]
 
 
 @settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 3))
-def test_a_run_equals_itself(steps: int, ranks: int) -> None:
-    assert diverge(whole(steps, ranks), whole(steps, ranks)) is None
+def test_a_run_equals_itself(count: int, ranks: int) -> None:
+    assert diverge(whole(count, ranks), whole(count, ranks)) is None
 
 
-COMPARED = [kind for kind in KINDS if kind != "objects"]
+COUNTED = [word for word in SEEN if word != "numpy"]
+"""Nobody draws from this one."""
+LEADS = ["state", "input", "inner y", "loss", "g"]
+
+
+def place(change: tuple[int, str, int]) -> tuple[int, int, int, int]:
+    step, word, rank = change
+    groups = (COUNTED[: COUNTED.index("x")], ["x", "inner x"], ["inner y", "y"], ["loss"], ["g"])
+    return step, next(n for n, group in enumerate(groups) if word in group), rank, COUNTED.index(word)
 
 
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 5), st.sampled_from(COMPARED), st.integers(0, 1)), min_size=1, max_size=4
+        st.tuples(st.integers(0, 5), st.sampled_from(COUNTED), st.integers(0, 1)), min_size=1, max_size=4
     )
 )
 def test_the_first_of_all_changes_is_found(changes: list[tuple[int, str, int]]) -> None:
-    """By step, then by what leads to what, then by rank; every difference of that step is there."""
-    records = {(rank, step): record(step, rank) for rank in (0, 1) for step in range(6)}
-    for step, kind, rank in changes:
-        known = records[rank, step]
-        name = next(iter(known.of(kind)))
-        records[rank, step] = replace(known, values={**known.values, kind: {**known.of(kind), name: "other"}})
-    other = run(*(process([records[rank, s] for s in range(6)], rank) for rank in (0, 1)))
-    found = diverge(whole(6, 2), other)
-    assert found is not None
-    first = min(changes, key=lambda change: (change[0], KINDS.index(change[1]), change[2]))
-    assert (found.step, found.first.kind, found.first.rank) == first
-    here = {(kind, rank) for step, kind, rank in changes if step == first[0]}
-    assert {(d.kind, d.rank) for d in found.differences} == here
+    """By step, then by what leads to what, then by rank; every difference of that step and rank is there."""
+
+    def changed(step: int, rank: int) -> dict[str, bytes]:
+        return {word: b"other" for at, word, of in changes if (at, of) == (step, rank)}
+
+    other = run(*([record(step, rank, changed(step, rank)) for step in range(6)] for rank in (0, 1)))
+    found = differs(whole(6, 2), other)
+    step, word, rank = min(changes, key=place)
+    assert (found.record.step, found.record.rank, named(found)[0]) == (step, rank, word)
+    assert set(named(found)) == set(changed(step, rank))
 
 
 def test_a_step_that_is_done_twice_must_be_equal_both_times() -> None:
-    base = whole(4)
-    good = process([record(s) for s in range(4)])
-    wrong = process([record(0), changed(1, LOSS), record(2), record(3)])
-    once = process([record(0), changed(1, LOSS)]), process([record(1), record(2), record(3)], at=1.0)
-    assert diverge(base, run(good)) is None
-    for other in (run(wrong), run(*once)):
-        found = diverge(base, other)
-        assert found is not None
-        assert (found.step, found.first.kind) == (1, LOSS)
+    base, wrong = whole(4), record(1, changed={"loss": b"?"})
+    assert diverge(base, run(steps(0, 2), steps(1, 4))) is None
+    for other in (run([record(0), wrong, *steps(2, 4)]), run([record(0), wrong], steps(1, 4))):
+        found = differs(base, other)
+        assert (found.record.step, named(found)) == (1, ["loss"])
 
 
 def test_what_is_absent_differs() -> None:
-    bare = replace(record(1), values={**record(1).values, BUFFERS: {}})
-    found = diverge(whole(2), run(process([record(0), bare])))
-    assert found is not None
-    assert (found.first.name, found.first.other) == ("mean", ABSENT)
-    found = diverge(whole(2), run(process([record(0), record(1, buffers={"more": "1"})])))
-    assert found is not None
-    assert (found.first.name, found.first.base) == ("more", ABSENT)
+    [lost] = differs(whole(2), run([record(0), record(1, without=["mean"])])).differences
+    assert (lost.seen, lost.now) == (SEEN["mean"], None)
+    [more] = differs(whole(2), run([record(0), record(1, changed={"buffer more": b"1"})])).differences
+    assert (more.seen.name, more.before) == ("buffer more", None)
 
 
 def test_an_input_that_a_peer_has_sent_comes_behind_the_peers_outputs() -> None:
     """Though inputs come before outputs: it follows from them."""
-    sent = digest("y", 1, 0)
 
-    def world(output: str) -> list[Record]:
-        return [
-            record(1, 0, outputs={"output 0": output}),
-            record(1, 1, inputs={"input 0": output}),
-        ]
+    def world(sent: bytes) -> Run:
+        return run([record(0), record(1, changed={"y": sent})], [record(0, 1), record(1, 1, {"x": sent})])
 
-    base = run(*(process([record(0, r), world(sent)[r]], r) for r in (0, 1)))
-    other = run(*(process([record(0, r), world("bad")[r]], r) for r in (0, 1)))
-    found = diverge(base, other)
-    assert found is not None
-    assert [(d.rank, d.kind) for d in found.differences] == [(0, OUTPUTS), (1, INPUTS)]
-    assert [d.received for d in found.differences] == [False, True]
+    found = differs(world(b"good"), world(b"bad"))
+    assert (found.record.rank, named(found)) == (0, ["y"])
 
 
 def test_generators_count_where_steps_draw_from_them_and_runs_have_them_in_common() -> None:
     base = whole(3)
-    assert drawn(base) == {"torch"}
-    for name, counts in (("torch", True), ("numpy", False)):
-        other = run(process([record(s, rng={name: "x"}) for s in range(3)]))
+    assert drawn(base) == {"generator torch"}
+    for word, counts in (("torch", True), ("numpy", False)):
+        other = run([record(step, changed={word: b"x"}) for step in range(3)])
+        name = SEEN[word].name
         assert (diverge(base, other) is not None) == counts
         assert unseeded(base, other) == {name}
         assert diverge(base, other, apart={name}) is None
 
 
-def test_the_state_at_the_end_is_compared() -> None:
-    end = replace(record(3), last=True)
-    base = run(process([record(0), record(1), record(2), end]))
-    assert diverge(base, base) is None
-    other = run(process([record(0), record(1), record(2), replace(changed(3, PARAMETERS), last=True)]))
-    found = diverge(base, other)
-    assert found is not None
-    assert (found.last, found.first.kind) == (True, PARAMETERS)
+def test_the_state_at_the_end_is_compared_but_for_what_is_drawn_behind_the_last_step() -> None:
+    base = run([*steps(0, 3), record(3, last=True)])
+    assert diverge(base, run([*steps(0, 3), record(3, changed={"torch": b"?"}, last=True)])) is None
+    assert diverge(base, run([*steps(0, 2), record(2, last=True)])) is None, "of another step: nobody has it"
+    found = differs(base, run([*steps(0, 3), record(3, changed={"w": b"?"}, last=True)]))
+    assert (found.record.last, named(found)) == (True, ["w"])
 
 
-def test_steps_that_one_run_has_not_done() -> None:
-    short, long = whole(3), whole(4)
-    found = diverge(long, short)
-    assert found is not None
-    assert (found.step, found.first.kind, found.first.other) == (3, STEPS, ABSENT)
-    assert diverge(long, short, may_lack=lambda step: step == 3) is None
-    found = diverge(short, long)
-    assert found is not None
-    assert (found.step, found.first.base) == (3, ABSENT)
+def test_a_step_that_only_one_run_has_done() -> None:
+    found = differs(whole(3), whole(4))
+    assert (found.record.step, found.base, found.differences) == (3, None, ())
+    found = differs(whole(3), run([record(0), record(1, changed={"g": b"?"}), *steps(2, 4)]))
+    assert (found.record.step, named(found)) == (1, ["g"])
 
 
-def test_a_difference_comes_before_a_step_that_is_missing() -> None:
-    found = diverge(whole(4), run(process([record(0), record(1), changed(2, GRADIENTS)])))
-    assert found is not None
-    assert (found.step, found.first.kind) == (2, GRADIENTS)
-
-
-def test_the_record_is_that_of_the_first_difference() -> None:
-    other = run(process([record(0), changed(1, RNG)]))
-    found = diverge(whole(2), other)
-    assert found is not None
-    assert found.record is other.processes[0].records[1]
-    assert found.base == record(1)
-
-
-def test_microbatches_that_ranks_compute_for_one_another() -> None:
+def test_microbatches_that_ranks_compute_for_one_another_are_compared_by_what_comes_of_them() -> None:
     base = whole(3, ranks=2)
-    lost = process([record(0, 1), record(1, 1)], 1)
 
-    def going_on(*more: str) -> Record:
-        inputs = {f"input {n}": value for n, value in enumerate((digest("x", 2, 0), *more))}
-        return record(2, 0, inputs=inputs)
+    def going_on(**changed: bytes) -> Run:
+        taken = {"x": digest("x", 2, 1), "y": digest("y", 2, 1)}
+        return run([*steps(0, 2), record(2, changed=taken | changed)], steps(0, 2, 1))
 
-    def other(*more: str) -> Run:
-        return run(process([record(0), record(1), going_on(*more)]), lost)
-
-    def differs(made: Run, *, shared: bool) -> bool:
-        return diverge(base, made, may_lack=lambda step: step == 2, shared=shared) is not None
-
-    assert not differs(other(digest("x", 2, 1)), shared=True)
-    assert differs(other(digest("x", 2, 1)), shared=False)
-    assert differs(other(digest("x", 1, 1)), shared=True), "the microbatch of another step"
-    assert differs(other("wrong"), shared=True)
+    assert diverge(base, going_on(), shared=True) is None
+    assert named(differs(base, going_on())) == ["x", "y"]
+    assert named(differs(base, going_on(g=b"?"), shared=True)) == ["g"]

@@ -18,11 +18,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from swift.doctor import gather
-from swift.doctor.facts import Token
-from swift.doctor.gather import filesystem_of
-from swift.security.roles import Role
-from swift.security.tokens import SigningKey, new_key
+from swift_ft.tokens import Role, SigningKey, new_key
+from swift_ft.tools import doctor
+from swift_ft.tools.doctor import filesystem_of
+from swift_ft.tools.machine_checks import Token
 
 MOUNTS = """\
 24 1 253:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
@@ -92,7 +91,7 @@ def test_certificates_and_keys(tmp_path: Path) -> None:
         environment = {f"SWIFT_TLS_{what}": str(tmp_path / name) for what, name in named.items()}
         return {
             c.variable.removeprefix("SWIFT_TLS_"): c
-            for c in gather.certificates(environment, NOW.timestamp())
+            for c in doctor.certificates(environment, NOW.timestamp())
         }
 
     one = found(CERT="cert", KEY="key", CA="chain")
@@ -116,11 +115,11 @@ def test_certificates_and_keys(tmp_path: Path) -> None:
 def test_a_directory_is_measured_and_nothing_stays_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gather, "APPEND_BYTES", 8 << 20)
-    found = gather.directory(tmp_path)
+    monkeypatch.setattr(doctor, "APPEND_BYTES", 8 << 20)
+    found = doctor.directory(tmp_path)
     assert found.exists
     assert not found.problem
-    assert len(found.syncs_s) == gather.SYNCS
+    assert len(found.syncs_s) == doctor.SYNCS
     assert min(found.syncs_s) > 0
     assert found.append_bytes_per_s > 0
     assert found.filesystem
@@ -130,13 +129,13 @@ def test_a_directory_is_measured_and_nothing_stays_in_it(
 
 
 def test_directories_that_are_none(tmp_path: Path) -> None:
-    absent = gather.directory(tmp_path / "a" / "b")
+    absent = doctor.directory(tmp_path / "a" / "b")
     assert (absent.exists, absent.parent_writable, absent.problem) == (False, True, "")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    assert gather.directory(tmp_path / "file").problem == "Not a directory"
-    assert gather.directory(Path("/proc/swift")).parent_writable is (os.geteuid() == 0)
-    assert gather.directory(Path("/proc")).problem
+    assert doctor.directory(tmp_path / "file").problem == "Not a directory"
+    assert doctor.directory(Path("/proc/swift")).parent_writable is (os.geteuid() == 0)
+    assert doctor.directory(Path("/proc")).problem
 
 
 def test_a_port_is_free_until_somebody_listens(tmp_path: Path) -> None:
@@ -144,9 +143,9 @@ def test_a_port_is_free_until_somebody_listens(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        assert "in use" in gather.port(address).problem
-    assert gather.port(address).problem == ""
-    assert gather.port("203.0.113.1:80").problem  # not an address of this machine
+        assert "in use" in doctor.port(address).problem
+    assert doctor.port(address).problem == ""
+    assert doctor.port("203.0.113.1:80").problem  # not an address of this machine
 
 
 def test_a_token_is_looked_into_and_not_shown(tmp_path: Path) -> None:
@@ -157,7 +156,7 @@ def test_a_token_is_looked_into_and_not_shown(tmp_path: Path) -> None:
     def found(content: str, mode: int = 0o600) -> Token:
         path.write_text(content)
         path.chmod(mode)
-        token = gather.token({"SWIFT_TOKEN_FILE": str(path)}, now)
+        token = doctor.token({"SWIFT_TOKEN_FILE": str(path)}, now)
         assert token is not None
         assert content not in repr(token)
         return token
@@ -172,8 +171,8 @@ def test_a_token_is_looked_into_and_not_shown(tmp_path: Path) -> None:
     assert -62 < expired.expires_in_s < -58
     assert "no token of ours" in found("a.b.c").problem
     assert "chmod 600" in found(key.mint("j", [Role.WRITER], 60), 0o640).problem
-    assert gather.token({}, now) is None
+    assert doctor.token({}, now) is None
     path.unlink()
-    gone = gather.token({"SWIFT_TOKEN_FILE": str(path)}, now)
+    gone = doctor.token({"SWIFT_TOKEN_FILE": str(path)}, now)
     assert gone is not None
     assert gone.problem == "No such file or directory"

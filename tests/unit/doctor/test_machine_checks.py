@@ -7,10 +7,24 @@ from typing import Any
 
 import pytest
 
-from swift.doctor import machine_checks
-from swift.doctor.command import table
-from swift.doctor.facts import Certificate, Directory, Facts, Machine, Peer, Port, Software, Token
-from swift.doctor.machine_checks import DAY_S, GIB, Finding, Status, examine, exit_code
+from swift_ft.tools import machine_checks
+from swift_ft.tools.doctor import table
+from swift_ft.tools.machine_checks import (
+    DAY_S,
+    GIB,
+    Certificate,
+    Directory,
+    Facts,
+    Finding,
+    Machine,
+    Peer,
+    Port,
+    Software,
+    Status,
+    Token,
+    examine,
+    exit_code,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = {"torch": "2.13.0+cpu", "grpcio": "1.85.1", "protobuf": "7.36.2"}

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from swift.drill.config import DrillConfig
-from swift.drill.facts import Evidence
-from swift.drill.topology import Topology
-from swift.drill.verdict_checks import DIGEST_FIELDS
-from swift.failures import grammar
+from swift_ft import fault_grammar
+from swift_ft.lab.drill.config import DrillConfig
+from swift_ft.lab.drill.facts import Evidence
+from swift_ft.lab.drill.topology import Topology
+from swift_ft.lab.drill.verdict_checks import DIGEST_FIELDS
 
 RANKS, STEPS = 4, 12
 KILL_STEP, CHECKPOINT = 8, 5
@@ -19,7 +19,7 @@ def config(*specs: str, **changes: Any) -> DrillConfig:
     shape = Topology(
         pipeline_ranks=RANKS, steps=STEPS, microbatches=4, schedule="1f1b", checkpoint_every=CHECKPOINT
     )
-    planned = tuple(grammar.parse(spec) for spec in specs or (f"rank=2,step={KILL_STEP},microbatch=3",))
+    planned = tuple(fault_grammar.parse(spec) for spec in specs or (f"rank=2,step={KILL_STEP},microbatch=3",))
     return DrillConfig(topology=shape, faults=planned, **changes)
 
 

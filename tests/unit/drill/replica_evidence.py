@@ -6,12 +6,12 @@ Ranks 0 and 1 are stage 0, ranks 2 and 3 stage 1.
 from collections.abc import Callable
 from typing import Any
 
-from swift.drill.config import DrillConfig
-from swift.drill.facts import Evidence
-from swift.drill.loss import Losses
-from swift.drill.topology import Topology
-from swift.drill.verdict_checks import DIGEST_FIELDS
-from swift.failures import grammar
+from swift_ft import fault_grammar
+from swift_ft.lab.drill.config import DrillConfig
+from swift_ft.lab.drill.facts import Evidence
+from swift_ft.lab.drill.loss import Losses
+from swift_ft.lab.drill.topology import Topology
+from swift_ft.lab.drill.verdict_checks import DIGEST_FIELDS
 from tests.unit.drill.evidence import NEW_PID, Trace
 
 STEPS, KILL_STEP, CHECKPOINT = 12, 8, 5
@@ -27,7 +27,7 @@ def config(*specs: str, **changes: Any) -> DrillConfig:
         schedule="1f1b",
         checkpoint_every=CHECKPOINT,
     )
-    planned = tuple(grammar.parse(spec) for spec in specs or (KILL,))
+    planned = tuple(fault_grammar.parse(spec) for spec in specs or (KILL,))
     return DrillConfig(topology=shape, faults=planned, **changes)
 
 

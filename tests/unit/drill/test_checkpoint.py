@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from swift.drill import report
-from swift.drill.facts import Evidence, Facts
-from swift.drill.report import FAIL, INCONCLUSIVE, PASS
+from swift_ft.lab.drill import report
+from swift_ft.lab.drill.facts import Evidence, Facts
+from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
 from tests.unit.drill.evidence import RANKS, STEPS, Trace, config, digests, good
 
 VICTIM, LOST, EVERY = 2, 8, 2

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from swift.drill import command
-from swift.drill.command import parse
-from swift.drill.options import DEFAULT_KILL
-from swift.errors import UsageError
-from swift.failures import grammar
+from swift_ft import fault_grammar
+from swift_ft.errors import UsageError
+from swift_ft.lab.drill import command
+from swift_ft.lab.drill.command import parse
+from swift_ft.lab.drill.options import DEFAULT_KILL
 
 
 def test_the_default_drill() -> None:
@@ -139,5 +139,5 @@ def test_help_begins_with_what_it_does(capsys: pytest.CaptureFixture[str]) -> No
         parse(["--help"])
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == command.DESCRIPTION
-    for phase in grammar.PHASES:
+    for phase in fault_grammar.PHASES:
         assert any(phase in line for line in rest)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from swift.drill import control
-from swift.errors import LogError
-from swift.failures import damage
-from swift.log import frame, segment
-from swift.log.record import RecordKey, digest_of, stream_tag
+from swift_ft.errors import LogError
+from swift_ft.lab.drill import run
+from swift_ft.lab.failures import damage
+from swift_ft.log import frame, segment
+from swift_ft.log.record import RecordKey, digest_of, stream_tag
 
 JOB, STREAM = "drill", "s1.F"
 
@@ -60,9 +60,9 @@ def test_every_bit_of_a_segment_is_guarded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_control_catches_its_bit(seed: int, tmp_path: Path) -> None:
     write_segment(tmp_path / "log", range(3))
-    copy = control.snapshot([tmp_path / "log"], tmp_path / "control")
+    copy = run.snapshot([tmp_path / "log"], tmp_path / "control")
     assert copy is not None
-    result = control.flip_and_read(copy, seed)
+    result = run.flip_and_read(copy, seed)
     assert result["caught"] is True
     assert result["records"] == 6
     assert str(tmp_path) not in result["refused"]
@@ -72,13 +72,13 @@ def test_a_reader_that_sees_nothing_is_found_out(tmp_path: Path, monkeypatch: py
     path = write_segment(tmp_path, range(3))
     whole = segment.scan(path)
     monkeypatch.setattr(segment, "scan", lambda _: whole)
-    assert control.flip_and_read(path, 0)["caught"] is False
+    assert run.flip_and_read(path, 0)["caught"] is False
 
 
 def test_without_a_record_there_is_no_control(tmp_path: Path) -> None:
     write_segment(tmp_path / "log", range(0))
-    assert control.snapshot([tmp_path / "log"], tmp_path / "control") is None
-    assert control.flip_and_read(None, 0)["caught"] is None
+    assert run.snapshot([tmp_path / "log"], tmp_path / "control") is None
+    assert run.flip_and_read(None, 0)["caught"] is None
 
 
 def test_a_live_corruption_hits_the_last_step_before_the_kill(tmp_path: Path) -> None:
@@ -109,15 +109,15 @@ def test_what_is_in_the_log_is_counted_by_stream_and_step(tmp_path: Path) -> Non
     """Two servers with a copy each, of which one began later: of each step the one that has more of it."""
     write_segment(tmp_path / "one", range(1, 3), body_bytes=16)
     write_segment(tmp_path / "two", range(2, 4), body_bytes=20)
-    assert control.logged_bytes([tmp_path / "one"]) == {STREAM: {1: 32, 2: 32}}
-    both = control.logged_bytes([tmp_path / "one", tmp_path / "two", tmp_path / "gone"])
+    assert run.logged_bytes([tmp_path / "one"]) == {STREAM: {1: 32, 2: 32}}
+    both = run.logged_bytes([tmp_path / "one", tmp_path / "two", tmp_path / "gone"])
     assert both == {STREAM: {1: 32, 2: 40, 3: 40}}
 
 
 def test_checkpoints_are_measured_by_rank(tmp_path: Path) -> None:
     for version, rank, size in ((5, 0, 7), (5, 1, 9), (10, 0, 11)):
-        shard = tmp_path / f"v{version:08d}" / f"rank{rank}" / "g1-0123-1"
+        shard = tmp_path / f"v{version:08d}" / f"rank{rank}" / "g1-0123abcd-1"
         shard.mkdir(parents=True)
         (shard / "tensors.safetensors").write_bytes(b"x" * size)
         (shard / "index.jsonl").write_bytes(b"{}")
-    assert control.checkpoint_bytes(tmp_path) == {0: 13, 1: 11}
+    assert run.checkpoint_bytes(tmp_path) == {0: 13, 1: 11}

@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.drill import faults
-from swift.drill.fault_environment import to_environment
-from swift.drill.random_kills import RANDOM_GAP, kills_of
-from swift.drill.topology import SCHEDULES, Topology
-from swift.errors import UsageError
-from swift.failures import grammar, in_ranks
-from swift.failures.grammar import (
-    CorruptFault,
-)
+from swift_ft import fault_grammar
+from swift_ft.errors import UsageError
+from swift_ft.fault_grammar import CorruptFault
+from swift_ft.lab.drill import faults
+from swift_ft.lab.drill.command import RANDOM_GAP, kills_of
+from swift_ft.lab.drill.faults import to_environment
+from swift_ft.lab.drill.topology import SCHEDULES, Topology
 
 
 def topology(**changes: object) -> Topology:
@@ -51,7 +49,7 @@ def topology(**changes: object) -> Topology:
 )
 def test_refuses_what_the_topology_cannot_have(specs: list[str], word: str) -> None:
     with pytest.raises(UsageError) as caught:
-        faults.check([grammar.parse(spec) for spec in specs], topology(), log_servers=2)
+        faults.check([fault_grammar.parse(spec) for spec in specs], topology(), log_servers=2)
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -71,7 +69,7 @@ def test_refuses_what_the_topology_cannot_have(specs: list[str], word: str) -> N
     ],
 )
 def test_accepts(specs: list[str]) -> None:
-    faults.check([grammar.parse(spec) for spec in specs], topology(), log_servers=2)
+    faults.check([fault_grammar.parse(spec) for spec in specs], topology(), log_servers=2)
 
 
 HYBRID = {"pipeline_ranks": 2, "replicas": 2}
@@ -107,7 +105,7 @@ HYBRID = {"pipeline_ranks": 2, "replicas": 2}
 )
 def test_refuses_what_replicas_cannot_have(specs: list[str], options: dict[str, str], word: str) -> None:
     with pytest.raises(UsageError) as caught:
-        faults.check([grammar.parse(spec) for spec in specs], topology(**HYBRID), **options)
+        faults.check([fault_grammar.parse(spec) for spec in specs], topology(**HYBRID), **options)
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -123,11 +121,11 @@ def test_refuses_what_replicas_cannot_have(specs: list[str], options: dict[str, 
     ],
 )
 def test_accepts_with_replicas(specs: list[str], options: dict[str, str]) -> None:
-    faults.check([grammar.parse(spec) for spec in specs], topology(**HYBRID), **options)
+    faults.check([fault_grammar.parse(spec) for spec in specs], topology(**HYBRID), **options)
 
 
 def test_a_pipeline_of_one_rank_has_no_stream_to_corrupt() -> None:
-    planned = [grammar.parse("rank=1,step=7"), grammar.parse("corrupt=log,step=7")]
+    planned = [fault_grammar.parse("rank=1,step=7"), fault_grammar.parse("corrupt=log,step=7")]
     with pytest.raises(UsageError, match="reads no stream"):
         faults.check(planned, topology(pipeline_ranks=1, replicas=2), strategy="replay")
 
@@ -136,7 +134,7 @@ def test_a_pipeline_of_one_rank_has_no_stream_to_corrupt() -> None:
 def test_random_kills_are_apart_and_possible(seed: int, count: int, wait_free: bool) -> None:
     shape = topology(**HYBRID)
     updates = "wait_free" if wait_free else "after_backward"
-    beside = [grammar.parse("rank=0,step=11"), grammar.parse("rank=0,phase=copy")]
+    beside = [fault_grammar.parse("rank=0,step=11"), fault_grammar.parse("rank=0,phase=copy")]
     kills = kills_of(count, shape, seed, updates, beside)
     assert kills == kills_of(count, shape, seed, updates, beside), "the seed decides"
     steps = [kill.step for kill in kills if kill.step is not None]
@@ -145,7 +143,7 @@ def test_random_kills_are_apart_and_possible(seed: int, count: int, wait_free: b
     assert steps == sorted(steps)
     assert all(later - earlier >= RANDOM_GAP for earlier, later in itertools.pairwise(apart))
     faults.check([*kills, *beside], shape, updates=updates)
-    assert [grammar.parse(str(kill)) for kill in kills] == list(kills)
+    assert [fault_grammar.parse(str(kill)) for kill in kills] == list(kills)
 
 
 def test_random_kills_reach_every_phase_and_rank() -> None:
@@ -170,7 +168,7 @@ def test_random_kills_fill_a_run_that_has_just_enough_steps() -> None:
 
 @pytest.mark.parametrize("extra", ["rank=2,phase=replay", "corrupt=log,step=17"])
 def test_the_checkpoint_strategy_replays_nothing(extra: str) -> None:
-    planned = [grammar.parse("rank=1,step=17"), grammar.parse(extra)]
+    planned = [fault_grammar.parse("rank=1,step=17"), fault_grammar.parse(extra)]
     faults.check(planned, topology())
     with pytest.raises(UsageError, match="--strategy checkpoint"):
         faults.check(planned, topology(), strategy="checkpoint")
@@ -188,17 +186,17 @@ def test_the_checkpoint_strategy_replays_nothing(extra: str) -> None:
 )
 def test_a_checkpoint_is_damaged_where_all_load_it_and_have_one_before(specs: list[str], word: str) -> None:
     with pytest.raises(UsageError, match=word):
-        faults.check([grammar.parse(spec) for spec in specs], topology(), strategy="checkpoint")
-    good = [grammar.parse(spec) for spec in ("rank=1,step=17", "corrupt=checkpoint,rank=3,step=17")]
+        faults.check([fault_grammar.parse(spec) for spec in specs], topology(), strategy="checkpoint")
+    good = [fault_grammar.parse(spec) for spec in ("rank=1,step=17", "corrupt=checkpoint,rank=3,step=17")]
     faults.check(good, topology(), strategy="checkpoint")
-    assert in_ranks.held_together(good) == [[0]], "its victim waits until that is done"
+    assert fault_grammar.held_together(good) == [[0]], "its victim waits until that is done"
     with pytest.raises(UsageError, match="only with --strategy checkpoint"):
         faults.check(good, topology())
 
 
 def test_environment_holds_only_the_rank_under_corruption() -> None:
     planned = [
-        grammar.parse(spec)
+        fault_grammar.parse(spec)
         for spec in (
             "service=logserver,step=3",
             "rank=2,step=17",
@@ -216,20 +214,22 @@ def test_environment_holds_only_the_rank_under_corruption() -> None:
 def test_victims_of_one_step_wait_for_each_other() -> None:
     specs = ["rank=0,step=8", "service=logserver,step=8", "rank=1,step=9", "rank=3,step=8,phase=reduce"]
     specs += ["rank=2,phase=copy", "rank=1,step=8,phase=replay", "rank=2,step=12", "corrupt=log,step=12"]
-    planned = [grammar.parse(spec) for spec in specs]
-    assert in_ranks.held_together(planned) == [[0, 3], [6]]
+    planned = [fault_grammar.parse(spec) for spec in specs]
+    assert fault_grammar.held_together(planned) == [[0, 3], [6]]
     held = [fault["id"] for fault in json.loads(to_environment(planned)) if fault.get("hold")]
     assert held == ["fault0", "fault3", "fault6"]
 
 
 def test_who_dies_with_half_an_update_applied_waits_for_its_replicas() -> None:
-    planned = [grammar.parse(spec) for spec in ("rank=3,step=8,phase=update", "rank=0,step=9,phase=reduce")]
+    planned = [
+        fault_grammar.parse(spec) for spec in ("rank=3,step=8,phase=update", "rank=0,step=9,phase=reduce")
+    ]
     shape = topology(pipeline_ranks=2, replicas=3)
     found = json.loads(to_environment(planned, topology=shape))
     assert [fault.get("beside") for fault in found] == [[4, 5], None]
     found = json.loads(to_environment(planned, topology=shape, strategy="lossy-forward"))
     assert [fault.get("beside") for fault in found] == [[4, 5], [1, 2]]
-    planned.append(grammar.parse("rank=1,step=10,phase=reduce"))
+    planned.append(fault_grammar.parse("rank=1,step=10,phase=reduce"))
     found = json.loads(to_environment(planned, topology=shape, strategy="lossy-forward"))
     assert found[2]["beside"] == [2], "rank 0 is lost before"
 
@@ -246,7 +246,7 @@ def test_who_dies_with_half_an_update_applied_waits_for_its_replicas() -> None:
 )
 def test_victims_that_need_nothing_of_each_other_are_all_waited_for(specs: list[str], all_come: bool) -> None:
     shape = topology(pipeline_ranks=2, replicas=2)
-    assert faults.all_get_there([grammar.parse(spec) for spec in specs], shape) is all_come
+    assert faults.all_get_there([fault_grammar.parse(spec) for spec in specs], shape) is all_come
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,9 @@ def test_a_v_has_no_boundary_inside_its_last_rank() -> None:
 
 
 def test_a_microbatch_in_a_phase_that_comes_once_a_step_has_no_meaning() -> None:
-    assert grammar.parse("rank=2,step=3,microbatch=1,phase=idle") == grammar.parse("rank=2,step=3,phase=idle")
+    assert fault_grammar.parse("rank=2,step=3,microbatch=1,phase=idle") == fault_grammar.parse(
+        "rank=2,step=3,phase=idle"
+    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -310,5 +312,5 @@ def test_a_replay_reads_the_streams_of_its_own_dp_rank() -> None:
 
 
 def test_a_victim_waits_until_the_log_server_of_its_step_is_gone() -> None:
-    specs = [grammar.parse(spec) for spec in ("rank=2,step=17", "log=0,step=17", "rank=1,step=20")]
-    assert in_ranks.held_together(specs) == [[0]]
+    specs = [fault_grammar.parse(spec) for spec in ("rank=2,step=17", "log=0,step=17", "rank=1,step=20")]
+    assert fault_grammar.held_together(specs) == [[0]]

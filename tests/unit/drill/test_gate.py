@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from swift.drill import gate
-from swift.drill.command import parse
-from swift.errors import UsageError
+from swift_ft.errors import UsageError
+from swift_ft.lab.drill import health_check
+from swift_ft.lab.drill.command import parse
 from tests.unit.drill.evidence import Trace
 
 
@@ -35,13 +35,13 @@ def test_what_cannot_be_is_refused_in_one_line(arguments: str, word: str) -> Non
 
 
 def test_the_check_fails_for_that_place_so_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(gate.ENV_UNFIT, "rank=1,times=2")
+    monkeypatch.setenv(health_check.ENV_UNFIT, "rank=1,times=2")
     monkeypatch.setenv("SWIFT_FAULTS_DIR", str(tmp_path))
 
     def asked(because: str, local_rank: int) -> bool:
         monkeypatch.setenv("SWIFT_HEALTH_CHECK", because)
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        return gate.fit()
+        return health_check.fit()
 
     assert asked("start", 1)
     assert asked("replacement", 0)
@@ -81,7 +81,7 @@ def facts(answers: list[bool], *, used_after: int | None) -> Any:
 )
 def test_the_verdict(answers: list[bool], used_after: int | None, wanted: list[bool]) -> None:
     found = facts(answers, used_after=used_after)
-    assert [check.answer for check in gate.checks(found)] == wanted
-    shown = gate.section(found)
+    assert [check.answer for check in health_check.checks(found)] == wanted
+    shown = health_check.section(found)
     assert shown is not None
     assert [check["fit"] for check in shown["checks"]] == answers

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from swift.drill import helped
-from swift.drill.timeline import Recovery
+from swift_ft.lab.drill import replay_report
+from swift_ft.lab.drill.timeline import Recovery
 
 
 def recovery(steps: int | None = 4, why: str = "", declined: dict[str, str] | None = None) -> Recovery:
@@ -27,10 +27,10 @@ def recovery(steps: int | None = 4, why: str = "", declined: dict[str, str] | No
 
 
 def test_who_did_what() -> None:
-    (one,) = helped.replays([recovery()])
+    (one,) = replay_report.helped_replays([recovery()])
     assert one["workers"] == 3
     assert one["microbatches"] == {"1": 12, "3": 12}
-    assert helped.words(one) == "rank 2 and 1, 3 (3 + 3 + 2 microbatches of a step): 4 steps"
+    assert replay_report.words(one) == "rank 2 and 1, 3 (3 + 3 + 2 microbatches of a step): 4 steps"
 
 
 @pytest.mark.parametrize(
@@ -43,16 +43,16 @@ def test_who_did_what() -> None:
     ],
 )
 def test_planned_help_was_given(given: Recovery, answer: bool | None, detail: str) -> None:
-    (check,) = helped.check(2, [given])
+    (check,) = replay_report.check_helpers(2, [given])
     assert check.answer is answer
     assert detail in check.detail
 
 
 def test_without_helpers_nothing_is_asked() -> None:
-    assert helped.check(0, [recovery()]) == []
+    assert replay_report.check_helpers(0, [recovery()]) == []
 
 
 def test_help_that_was_not_planned_is_not_missed() -> None:
     alone = Recovery(began_t=0.0, generations=[2], planned={2: {}})
-    (check,) = helped.check(2, [alone])
+    (check,) = replay_report.check_helpers(2, [alone])
     assert check.answer is True

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from swift.drill import console, html, report
-from swift.drill.calculation import Calculation
-from swift.drill.command import parse
-from swift.drill.config import DrillConfig
-from swift.drill.facts import Evidence, Facts
-from swift.drill.report import FAIL, PASS
-from swift.drill.trainer import make_parser
-from swift.errors import UsageError
+from swift_ft.errors import UsageError
+from swift_ft.lab.drill import console, page, report
+from swift_ft.lab.drill.calculation import Calculation
+from swift_ft.lab.drill.command import parse
+from swift_ft.lab.drill.config import DrillConfig
+from swift_ft.lab.drill.facts import Evidence, Facts
+from swift_ft.lab.drill.report import FAIL, PASS
+from swift_ft.lab.drill.trainer import make_parser
 from tests.unit.drill.evidence import Trace, digest
 
 STEPS, CUT, RANKS, LOST = 4, 1, 3, 2
@@ -195,7 +195,7 @@ def test_a_step_that_was_cut_short_is_held_against_a_calculation(
     (cut,) = result["lossy"]
     assert cut["step"] == CUT
     assert [(b["contributors"], b["divisor"]) for b in cut["buckets"]] == [([0, 1, 2], 3), ([0, 1], 2)]
-    assert "Steps that were cut short" in html.page(result)
+    assert "Steps that were cut short" in page.page(result)
     said = "step 1: buckets that are means: 1 of ranks 0, 1, 2; 1 of ranks 0, 1"
     assert ("cut short", said) in console.facts(result)
     assert right[STEPS] != full_world[STEPS]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from swift.drill.optimizers import make_optimizer
-from swift.drill.options import OPTIMIZERS
+from swift_ft.lab.drill.model import make_optimizer
+from swift_ft.lab.drill.options import OPTIMIZERS
 
 
 @pytest.mark.parametrize(

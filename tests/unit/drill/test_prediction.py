@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from swift.drill import prediction, report
-from swift.drill.config import DrillConfig
-from swift.drill.facts import Facts, Measured
-from swift.drill.prediction import predicted_streams, section
-from swift.drill.topology import Topology
-from swift.failures.grammar import parse
-from swift.plan.model import CostModel
-from swift.recovery.groups import RecoveryGroups
+from swift_ft.fault_grammar import parse
+from swift_ft.lab.drill import replay_report, report
+from swift_ft.lab.drill.config import DrillConfig
+from swift_ft.lab.drill.facts import Facts, Measured
+from swift_ft.lab.drill.replay_report import predicted_streams, section
+from swift_ft.lab.drill.topology import Topology
+from swift_ft.lab.plan.model import CostModel
+from swift_ft.planner.groups import RecoveryGroups
 from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, STEPS, Trace, config, digests, good, kept
 
 PAIRS = RecoveryGroups.parse("0-1,2-3")
@@ -144,13 +144,13 @@ def test_all_of_it_is_as_predicted() -> None:
 
 def test_the_bytes_are_those_of_the_planners_model() -> None:
     shown, _ = found()
-    profile = prediction.measured_profile(facts_of(paced()))
+    profile = replay_report.measured_profile(facts_of(paced()))
     assert shown["profile"] == profile.document()
     assert CostModel(profile).bytes_per_step((2,)) == shown["bytes"]["per_step"]["predicted"]
     for text in ("0,1,2,3", "0-2,3", "0-3"):
         groups = RecoveryGroups.parse(text)
         given = paced(groups)
-        profile = prediction.measured_profile(facts_of(given))
+        profile = replay_report.measured_profile(facts_of(given))
         cuts = groups.starts[1:]
         assert CostModel(profile).bytes_per_step(cuts) == sum(predicted_streams(given).values())
 
@@ -207,7 +207,7 @@ def test_a_byte_too_many_or_too_few_is_seen(change: Callable[[Trace], None], ans
 def test_the_profile_that_the_job_gives_has_the_same_bytes(
     change: dict[str, Any], answer: bool, groups: str
 ) -> None:
-    every = prediction.measured_profile(facts_of(paced()))
+    every = replay_report.measured_profile(facts_of(paced()))
     shown, checks = found(
         given=paced(RecoveryGroups.parse(groups)), fetched=replace(every, **change), not_fetched=""
     )
@@ -217,7 +217,7 @@ def test_the_profile_that_the_job_gives_has_the_same_bytes(
 
 def test_faults_that_fit_these_groups_alone_do_not_matter() -> None:
     """A drill's configuration is checked as a whole: with other groups it may be none."""
-    every = prediction.measured_profile(facts_of(paced()))
+    every = replay_report.measured_profile(facts_of(paced()))
     specs = (f"rank=3,step={KILL_STEP}", f"corrupt=log,step={KILL_STEP},stream=s1.F")
     damaged = replace(paced(), faults=tuple(parse(spec) for spec in specs))
     _, checks = found(given=damaged, fetched=every)

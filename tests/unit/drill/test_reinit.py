@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from swift.drill import report
-from swift.drill.facts import Facts
-from swift.drill.report import FAIL, PASS
+from swift_ft.lab.drill import report
+from swift_ft.lab.drill.facts import Facts
+from swift_ft.lab.drill.report import FAIL, PASS
 from tests.unit.drill.evidence import KILL_STEP, RANKS, STEPS, Trace, config, digests, good
 
 TARGET, VICTIM = 5, 2

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from swift.drill import replaying, report, timeline
-from swift.drill.config import DrillConfig
-from swift.drill.facts import Facts, Measured
+from swift_ft.lab.drill import replay_report, report, timeline
+from swift_ft.lab.drill.config import DrillConfig
+from swift_ft.lab.drill.facts import Facts, Measured
 from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, NEW_PID, RANKS, STEPS, Trace, config, good, kept
 
 SPLIT = {"compute": 0.2, "log": 0.05, "neighbour": 0.0, "line": 0.05}
@@ -34,7 +34,7 @@ def with_replay(**fields: Any) -> Any:
 
 def shown(evidence: Any, made: DrillConfig, measured: Measured = ALONE) -> dict[str, Any]:
     facts = Facts.of(made, replace(evidence, measured=measured))
-    (replay,) = replaying.replays(facts, facts.recoveries[0])
+    (replay,) = replay_report.replays(facts, facts.recoveries[0])
     return replay
 
 
@@ -55,11 +55,11 @@ def test_what_set_the_pace() -> None:
         SPLIT,
     )
     assert one["predicted_seconds"] is None
-    assert replaying.paced_by(one) == (
+    assert replay_report.paced_by(one) == (
         "rank 2: computing (0.20 s computing, 0.05 s the log, 0.05 s the line of 0.30 s)"
     )
     slow = shown(with_replay(**told(bottleneck="log")), paced())
-    assert replaying.paced_by(slow).startswith("rank 2: the log (")
+    assert replay_report.paced_by(slow).startswith("rank 2: the log (")
 
 
 @pytest.mark.parametrize(("promise", "within"), [(0.31, True), (0.25, True), (0.23, False), (0.41, False)])
@@ -72,7 +72,7 @@ def test_the_plans_prediction_is_judged(promise: float, within: bool) -> None:
     (check,) = [c for c in result["checks"] if c["name"] == "a replay takes what was predicted"]
     assert check["answer"] is within
     assert (result["verdict"] == "FAIL") is not within
-    assert ("NOT within a quarter" in replaying.took(one)) is not within
+    assert ("NOT within a quarter" in replay_report.took(one)) is not within
 
 
 def test_not_where_ranks_share_cores() -> None:
@@ -131,7 +131,7 @@ def test_only_the_one_that_was_to_take_longest_is_judged() -> None:
     events = [*evidence.events[:at], {**end, "rank": 1, "steps": 1}, *evidence.events[at:]]
     lagging = with_plan(replace(evidence, events=events, measured=ALONE), predictions=both)
     facts = Facts.of(paced(), lagging)
-    found = {replay["rank"]: replay for replay in replaying.replays(facts, facts.recoveries[0])}
+    found = {replay["rank"]: replay for replay in replay_report.replays(facts, facts.recoveries[0])}
     assert found[2]["within"] is True
     assert found[1]["within"] is None
     assert found[1]["ratio"] == pytest.approx(3.0)
@@ -179,7 +179,7 @@ def interrupted(again: bool = False, kept_steps: int = 2) -> Trace:
 
 def cut(trace: Trace) -> dict[str, Any]:
     (recovery,) = timeline.recoveries(trace.events)
-    (one,) = replaying.interruptions(trace.events, recovery)
+    (one,) = replay_report.interruptions(trace.events, recovery)
     return one
 
 
@@ -190,7 +190,7 @@ class TestAHelperThatDied:
         assert one["helpers_after"] == [3]
         assert one["seconds"] == pytest.approx(0.96)
         assert one["phases"] == pytest.approx({"detect": 0.2, "plan": 0.21, "rebuild": 0.3, "begin": 0.25})
-        assert replaying.cut_short(one) == (
+        assert replay_report.cut_short(one) == (
             "rank 1 died while it helped rank 2: 2 steps were done and kept, 0 done again; it went on after 0.96 s"
         )
 
@@ -199,7 +199,7 @@ class TestAHelperThatDied:
         assert one["steps_again"] == 1
         (check,) = [
             c
-            for c in replaying.checks([{"replays": [], "interruptions": [one]}])
+            for c in replay_report.replay_checks([{"replays": [], "interruptions": [one]}])
             if c.name == "no replayed step was done twice"
         ]
         assert check.answer is False
@@ -208,9 +208,9 @@ class TestAHelperThatDied:
         one = cut(interrupted(kept_steps=STEPS_REPLAYED))
         assert one["steps_kept"] == STEPS_REPLAYED
         assert one["seconds"] is None
-        assert replaying.cut_short(one).endswith("it did not go on")
+        assert replay_report.cut_short(one).endswith("it did not go on")
 
     def test_a_death_in_another_recovery_or_of_another_rank_is_none(self) -> None:
         evidence = good()
         (recovery,) = timeline.recoveries(evidence.events)
-        assert replaying.interruptions(evidence.events, recovery) == []
+        assert replay_report.interruptions(evidence.events, recovery) == []

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from swift.drill import console, report
-from swift.drill.facts import Evidence, Facts
-from swift.drill.report import FAIL, INCONCLUSIVE, PASS
-from swift.drill.verdict_checks import DIGEST_FIELDS
+from swift_ft.lab.drill import console, report
+from swift_ft.lab.drill.facts import Evidence, Facts
+from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
+from swift_ft.lab.drill.verdict_checks import DIGEST_FIELDS
 from tests.unit.drill.evidence import (
     CHECKPOINT,
     KILL_STEP,

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from swift.drill import report
-from swift.drill.facts import Evidence, Facts
+from swift_ft.lab.drill import report
+from swift_ft.lab.drill.facts import Evidence, Facts
 from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, STEPS, Trace, config, digests, good, kept
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from swift.drill import report
-from swift.drill.facts import Facts
-from swift.drill.report import FAIL, INCONCLUSIVE, PASS
-from swift.errors import UsageError
+from swift_ft.errors import UsageError
+from swift_ft.lab.drill import report
+from swift_ft.lab.drill.facts import Facts
+from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
 from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, STEPS, Trace, config, digests, good, kept
 
 LOST = "log server h:1 is lost: it has not answered for 6.0 s"

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from swift.drill import replicas, report
-from swift.drill.facts import Evidence, Facts
-from swift.drill.replicas import corrupt_copy_check
-from swift.drill.report import FAIL, INCONCLUSIVE, PASS
-from swift.drill.timeline import Recovery
-from swift.recovery.groups import RecoveryGroups
+from swift_ft.lab.drill import report, report_replicas
+from swift_ft.lab.drill.facts import Evidence, Facts
+from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
+from swift_ft.lab.drill.report_replicas import corrupt_copy_check
+from swift_ft.lab.drill.timeline import Recovery
+from swift_ft.planner.groups import RecoveryGroups
 from tests.unit.drill.evidence import Trace
 from tests.unit.drill.replica_evidence import (
     CHECKPOINT,
@@ -380,5 +380,5 @@ def test_who_is_lost_with_a_stage_that_nobody_holds_may_be_replayed(
     recovery.planned[2] = {"ranks": [{"rank": rank, "strategy": "REPLAY"} for rank in range(4)]}
     given = config(groups=RecoveryGroups.parse(groups))
     facts = replace(Facts.of(given, evidence()), recoveries=[recovery])
-    (check,) = [c for c in replicas.checks(facts) if c.name == "living replicas were used"]
+    (check,) = [c for c in report_replicas.checks(facts) if c.name == "living replicas were used"]
     assert check.answer is fine

@@ -1,11 +1,12 @@
 """Twins in a directory: used only if they are finished and of the same run."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from swift.drill.run import Twin, store_twin, stored_twin
-from swift.errors import UsageError
+from swift_ft.errors import UsageError
+from swift_ft.lab.drill.run import Twin, store_twin, stored_twin
 from tests.unit.drill.evidence import config
 
 DIGESTS = {"rank0-v3": {"parameters": "ab", "optimizer": "cd"}}
@@ -48,7 +49,18 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
         stored_twin(config(), tmp_path)
 
 
-def test_a_torn_twin_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "twin.json").write_text('{"identity"')
-    with pytest.raises(UsageError, match="cannot be read"):
+@pytest.mark.parametrize("content", ['{"identity"', "[]", "1", "[" * 100_000, '{"identity": [1]}', "\ud800"])
+@pytest.mark.parametrize("name", ["twin.json", "losses.json"])
+def test_a_damaged_twin_is_refused(name: str, content: str, tmp_path: Path) -> None:
+    store_twin(config(), Twin(digests=DIGESTS, exit_code=0, losses={1: {0: 0.5}}), tmp_path)
+    (tmp_path / name).write_text(content, errors="surrogatepass")
+    with pytest.raises(UsageError, match=r"it is damaged|other settings") as raised:
+        stored_twin(config(), tmp_path)
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.timeout(30)
+def test_a_pipe_in_place_of_a_twin_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "twin.json")
+    with pytest.raises(UsageError, match=r"twin\.json: Not a regular file"):
         stored_twin(config(), tmp_path)

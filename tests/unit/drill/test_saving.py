@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from swift.drill import report
-from swift.drill.console import facts as rows
-from swift.drill.facts import Facts
+from swift_ft.lab.drill import report
+from swift_ft.lab.drill.console import facts as rows
+from swift_ft.lab.drill.facts import Facts
 from tests.unit.drill.evidence import CHECKPOINT, config, good
 
 

@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from swift import chart
-from swift.drill import html, plot, report
-from swift.drill.config import DrillConfig
-from swift.drill.console import LiveProgress, facts, phase_bar, show, timeline_rows
-from swift.drill.facts import Evidence, Facts
+from swift_ft.lab import chart
+from swift_ft.lab.drill import loss as plot
+from swift_ft.lab.drill import page as html
+from swift_ft.lab.drill import report
+from swift_ft.lab.drill.config import DrillConfig
+from swift_ft.lab.drill.console import LiveProgress, phase_bar, show, timeline_rows
+from swift_ft.lab.drill.facts import Evidence, Facts
 from tests.unit.drill.evidence import config, good, good_trace
 from tests.unit.drill.replica_evidence import by_undo, trace_of
 from tests.unit.drill.replica_evidence import config as replica_config
@@ -149,16 +151,3 @@ def test_ticks_are_few_round_and_inside(low: float, span: float, whole: bool) ->
     if len(found) > 1:
         assert low - span * 1e-6 <= found[0]
         assert found[-1] <= high + span * 1e-6
-
-
-def test_no_groups_have_a_name() -> None:
-    """As of a job that has lost or got its groups while it ran."""
-    result = report.build(Facts.of(config(), good()))
-    result["prediction"] = {
-        "groups": "",
-        "bytes": {"per_step": {"predicted": 8, "measured": 8}, "equal": True},
-        "regroups": {"in_force": [{"groups": "", "since": 0}, {"groups": "", "since": 12}]},
-        "recoveries": [],
-    }
-    said = dict(facts(result))["as predicted"]
-    assert said == "yes: 8 bytes a step between groups none\ngroups none in force since version 12"

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from swift.drill import report
-from swift.drill.calculation import Calculation
-from swift.drill.command import parse
-from swift.drill.config import DrillConfig
-from swift.drill.facts import Evidence, Facts
-from swift.drill.report import FAIL, INCONCLUSIVE, PASS
-from swift.drill.trainer import make_parser
-from swift.errors import UsageError
+from swift_ft.errors import UsageError
+from swift_ft.lab.drill import report
+from swift_ft.lab.drill.calculation import Calculation
+from swift_ft.lab.drill.command import parse
+from swift_ft.lab.drill.config import DrillConfig
+from swift_ft.lab.drill.facts import Evidence, Facts
+from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
+from swift_ft.lab.drill.trainer import make_parser
 from tests.unit.drill.evidence import Trace, digest
 
 STEPS, KILL_STEP, GROWN_AT, LOST = 12, 5, 9, 2
@@ -230,50 +230,6 @@ def test_one_that_came_back_unasked_fails() -> None:
     result = built(evidence(grows=True))
     assert result["verdict"] == FAIL
     assert wrong(result) == {"they stayed vacant": False}
-
-
-GIVES = 3
-
-
-def moved() -> Evidence:
-    """Rank 3 gives its place to the lost one: it is ended before it has begun a step beside it."""
-    trace = trace_of(grows=True)
-    back = max(n for n, e in enumerate(trace.events) if e["event"] == "state" and e["state"] == "RUNNING")
-    del trace.events[back + 1 :]
-    trace.t, gives = trace.events[-1]["t"], trace.pids[GIVES]
-    trace.add("launcher", "gave_place", rank=GIVES, to=LOST, pid=gives)
-    trace.add("launcher", "child_exit", rank=GIVES, pid=gives, code=-9)
-    trace.state("FENCING", 4, reason=f"rank {GIVES} was killed by signal 9")
-    trace.add("coordinator", "left_vacant", rank=GIVES)
-    trace.state("PLANNING", 4)
-    trace.plan(4, GROWN_AT, dict.fromkeys((0, 1, 2), ("KEEP", GROWN_AT)))
-    trace.state("RECOVERING", 4)
-    trace.state("RUNNING", 4)
-    steps(trace, GROWN_AT, STEPS, without=frozenset({GIVES}))
-    for rank in (0, 1, 2):
-        trace.rank(rank, "finished", version=STEPS)
-    trace.state("FINISHED", 4)
-    found = evidence(trace.events, grows=True)
-    there = {f"rank{rank}-v{GROWN_AT}-g4": of_replicas(GROWN_AT) for rank in (0, 1, 2)}
-    ours = {**found.digests, **there}
-    del ours[f"rank{GIVES}-v{STEPS}"]
-    return replace(found, digests=ours)
-
-
-def test_one_that_gives_its_place_is_absent_instead_of_the_lost_one() -> None:
-    result = built(moved())
-    assert result["verdict"] == PASS, result["reason"]
-    assert result["shrink"]["gave_their_place"] == {str(GIVES): LOST}
-    assert result["shrink"]["vacant_after"] == [[LOST], [], [GIVES]]
-
-
-def test_one_that_ends_without_having_been_told_to_give_its_place_fails() -> None:
-    found = moved()
-    events = [event for event in found.events if event["event"] != "gave_place"]
-    result = built(replace(found, events=events))
-    assert result["verdict"] != PASS
-    assert wrong(result)["nothing else failed"] is False
-    assert wrong(result)["they stayed vacant"] is False
 
 
 def test_a_survivor_with_another_process_fails() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from swift.drill import report
-from swift.drill.command import parse
-from swift.drill.facts import Evidence, Facts
-from swift.drill.report import FAIL, INCONCLUSIVE, PASS
-from swift.errors import UsageError
+from swift_ft.errors import UsageError
+from swift_ft.lab.drill import report
+from swift_ft.lab.drill.command import parse
+from swift_ft.lab.drill.facts import Evidence, Facts
+from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
 from tests.unit.drill.evidence import KILL_STEP, RANKS, STEPS, Trace, config, digests, good
 
 EVERY, TARGET, VICTIM = 3, 6, 2

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from swift.drill import warming
-from swift.drill.command import parse
-from swift.errors import UsageError
-from swift.failures import in_ranks
+from swift_ft import fault_grammar
+from swift_ft.errors import UsageError
+from swift_ft.lab.drill import warming
+from swift_ft.lab.drill.command import parse
 from tests.unit.drill.evidence import Trace
 
 ASKED = ["--stages", "2", "--warm-up", "--kill", "rank=1,step=3"]
@@ -30,8 +30,8 @@ def test_what_cannot_be_is_refused_in_one_line(arguments: str, word: str) -> Non
 
 def test_every_victim_waits_for_a_spare_of_its_rank() -> None:
     asked = parse(ASKED)
-    assert in_ranks.held_together(asked.faults) == []
-    assert in_ranks.held_together(asked.faults, each=True) == [[0]]
+    assert fault_grammar.held_together(asked.faults) == []
+    assert fault_grammar.held_together(asked.faults, each=True) == [[0]]
 
     there: Counter[int] = Counter()
     for event, wanted in (

@@ -2,8 +2,7 @@
 
 from hypothesis import strategies as st
 
-from swift.failures.distributions import Drawn, What
-from swift.failures.grammar import (
+from swift_ft.fault_grammar import (
     BUCKET_PHASES,
     LAYER_PHASES,
     MICROBATCH_PHASES,
@@ -20,6 +19,7 @@ from swift.failures.grammar import (
     LogServerFault,
     RankFault,
 )
+from swift_ft.lab.failures.schedule import Drawn, What
 
 numbers = st.integers(0, 999)
 seconds = st.integers(0, 10**9).map(lambda millionths: millionths / 10**6)

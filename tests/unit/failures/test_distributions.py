@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.errors import UsageError
-from swift.failures.distributions import FAILURES_MAX, Drawn, Hosts, What
-from swift.failures.grammar import RankFault
-from swift.failures.schedule import parse_entry
+from swift_ft.errors import UsageError
+from swift_ft.fault_grammar import RankFault
+from swift_ft.lab.failures.schedule import FAILURES_MAX, Drawn, Hosts, What, parse_entry
 from tests.unit.failures.drawn import any_distribution
 
 

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given
 
-from swift.errors import UsageError
-from swift.failures import grammar
-from swift.failures.grammar import (
+from swift_ft import fault_grammar
+from swift_ft.errors import UsageError
+from swift_ft.fault_grammar import (
     CoordinatorFault,
     CorruptCheckpointFault,
     CorruptCopyFault,
@@ -63,7 +63,7 @@ NETWORK = RankFault(rank=1, at_s=0.5, kind="network", link="e0", for_s=1)
     ],
 )
 def test_parses(spec: str, fault: Fault) -> None:
-    assert grammar.parse(spec) == fault
+    assert fault_grammar.parse(spec) == fault
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,16 @@ def test_parses(spec: str, fault: Fault) -> None:
 )
 def test_refuses_to_parse(spec: str, word: str) -> None:
     with pytest.raises(UsageError) as caught:
-        grammar.parse(spec)
+        fault_grammar.parse(spec)
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @given(any_fault())
 def test_round_trips(fault: Fault) -> None:
-    assert grammar.parse(str(fault)) == fault
+    assert fault_grammar.parse(str(fault)) == fault
 
 
 def test_a_refusal_names_the_flag() -> None:
     with pytest.raises(UsageError, match=r"^run: --failures 'rank=x,step=1': rank must be a number"):
-        grammar.parse("rank=x,step=1", "run: --failures")
+        fault_grammar.parse("rank=x,step=1", "run: --failures")

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from swift.failures import report
-from swift.failures.grammar import parse
+from swift_ft.fault_grammar import parse
+from swift_ft.lab.failures import report
 
 Event = dict[str, Any]
 BEGAN = 100.0

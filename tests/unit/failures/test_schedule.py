@@ -7,18 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.errors import UsageError
-from swift.failures import schedule
-from swift.failures.distributions import Drawn
-from swift.failures.grammar import Fault
-from swift.failures.schedule import schedule_of
+from swift_ft.errors import UsageError
+from swift_ft.fault_grammar import Fault
+from swift_ft.lab.failures import schedule
+from swift_ft.lab.failures.schedule import Drawn, schedule_of
 from tests.unit.failures.drawn import any_distribution, any_fault
 
 
 @given(st.lists(st.one_of(any_fault(), any_distribution()), min_size=1, max_size=6))
 def test_entries_round_trip(entries: list[Fault | Drawn]) -> None:
     for between in (";", "\n", " ;\n  # so it is\n"):
-        assert schedule.parse(between.join(map(str, entries))) == entries
+        assert schedule.parse_schedule(between.join(map(str, entries))) == entries
 
 
 @given(any_distribution(), st.integers(6, 12))
@@ -87,8 +86,9 @@ def test_refuses(given_: str, word: str) -> None:
         (b"rank=1,step=1\nkind=burn,rank=1,step=2\n", "unknown kind 'burn'"),
         (b'[{"node_id": "a"}]', "convert it with swift-ft failures convert"),
         (b"{}", "not the failures.json of a run"),
+        (b'{"schedule": [3]}', "not the failures.json of a run"),
         (b'{"schedule": 3}', "not the failures.json of a run"),
-        (b"{", "not the failures.json of a run"),
+        (b"{", "not JSON: line 1, column 2"),
         (b"\xff\xfe", "not a text in UTF-8"),
         (b"", "there is no failure in it"),
         (b"lines of anything", "is not key=value"),

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.errors import UsageError
-from swift.failures import traces
-from swift.failures.grammar import RankFault
-from swift.failures.schedule import parse_entry, schedule_of
-from swift.failures.traces import Outage, Traced
+from swift_ft.errors import UsageError
+from swift_ft.fault_grammar import RankFault
+from swift_ft.lab.failures import schedule
+from swift_ft.lab.failures.schedule import Outage, Traced, parse_entry, schedule_of
 
 TRACE = """\
 Class, start ,node,end,kind,place
@@ -30,7 +29,7 @@ def written(directory: Path, text: str = TRACE) -> Path:
 
 
 def test_rows_are_read_by_time_and_by_the_names_of_columns(tmp_path: Path) -> None:
-    assert traces.read(written(tmp_path)) == [
+    assert schedule.read_trace(written(tmp_path)) == [
         Outage(node="gamma", start=0.5, end=3.0, reason="GPU"),
         Outage(node="alpha", start=2.0, end=4.0, kind="stop", reason="NIC"),
         Outage(node="beta", start=2.25, reason="Fan, rear"),
@@ -55,8 +54,8 @@ def outage(draw: st.DrawFn) -> Outage:
 @given(st.lists(outage(), min_size=1, max_size=20))
 def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows: list[Outage]) -> None:
     path = tmp_path_factory.mktemp("trace") / "trace.csv"
-    assert traces.write(rows, path) == len(rows)
-    assert traces.read(path) == sorted(rows, key=lambda row: row.start)
+    assert schedule.write_trace(rows, path) == len(rows)
+    assert schedule.read_trace(path) == sorted(rows, key=lambda row: row.start)
 
 
 def test_a_trace_becomes_failures_of_the_jobs_hosts(tmp_path: Path) -> None:
@@ -152,7 +151,7 @@ def event(node: str, at: float, kind: str, reason: str = "GPU") -> dict[str, Any
 def converted(directory: Path, content: object, *without: str) -> list[Outage]:
     path = directory / "fault_trace.json"
     path.write_text(json.dumps(content))
-    return traces.from_infinitehbd(path, without)
+    return schedule.from_infinitehbd(path, without)
 
 
 def test_starts_and_ends_of_a_node_belong_together(tmp_path: Path) -> None:
@@ -199,8 +198,8 @@ def test_every_start_is_a_row_and_what_is_converted_is_a_trace(
     found = converted(directory, listed)
     assert sorted((o.node, o.start) for o in found) == sorted((n, at) for n, at, ends in moves if not ends)
     if found:
-        traces.write(found, directory / "trace.csv")
-        assert len(traces.read(directory / "trace.csv")) == len(found)
+        schedule.write_trace(found, directory / "trace.csv")
+        assert len(schedule.read_trace(directory / "trace.csv")) == len(found)
 
 
 @pytest.mark.parametrize(
@@ -219,5 +218,5 @@ def test_the_converter_refuses(content: object, word: str, tmp_path: Path) -> No
 
 def test_the_converter_refuses_what_is_no_json(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text("node,start\n")
-    with pytest.raises(UsageError, match="not the JSON of an InfiniteHBD trace"):
-        traces.from_infinitehbd(tmp_path / "trace.json")
+    with pytest.raises(UsageError, match="not JSON: line 1, column 1"):
+        schedule.from_infinitehbd(tmp_path / "trace.json")

@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 
-from swift import events
-from swift._pb import coordinator_pb2 as pb
-from swift.launch import moving
-from swift.launch.agent import ReplacingAgent
-from swift.launch.beside import Vacated
-from swift.launch.children import StartFailed
-from swift.launch.decisions import CHECKS_MAX
-from swift.launch.moving import Moving
-from swift.launch.place_checks import WaitingPlaces
+from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.launch.agent import ReplacingAgent
+from swift_ft.launch.children import StartFailed
+from swift_ft.launch.decisions import CHECKS_MAX
+from swift_ft.launch.health_check import WaitingPlaces
 
 
 def of_one_life(view: pb.View, **more: Any) -> dict[str, Any]:
@@ -29,6 +26,7 @@ def of_one_life(view: pb.View, **more: Any) -> dict[str, Any]:
         "_link": SimpleNamespace(view=view, fail=lambda reason: None),
         "_replacements_left": 3,
         "_has_run": False,
+        "_rehearsals": SimpleNamespace(give_way=lambda: None),
         **more,
     }
 
@@ -41,52 +39,19 @@ def test_a_rank_that_ends_in_the_moment_in_which_the_job_runs_is_replaced(
     agent = ReplacingAgent.__new__(ReplacingAgent)
     child: Any = SimpleNamespace(rank=0, pid=7, exit_code=3, incarnation="a")
     found: list[int] = []
+    gave_way: list[bool] = []
     stubs = of_one_life(
         pb.View(generation=1, state=state),
+        _rehearsals=SimpleNamespace(give_way=lambda: gave_way.append(True)),
         _ranks={0: child},
-        _moving=Moving({}, [], lambda _place: child),
         _notify=lambda child, *, given_up: None,
         _replace=lambda _child, local_rank, _reason: found.append(local_rank),
     )
     vars(agent).update(stubs)
     agent._on_exit(child)
     assert found == replaced
+    assert gave_way, "a rehearsal ends before a process takes the place"
     assert (agent.outcome is None) == bool(replaced)
-
-
-@pytest.mark.parametrize("code", [0, 1, 2, 3, -9])
-def test_a_process_that_was_to_take_a_place_and_has_not_come_leaves_it_vacant(
-    code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However it has ended: the job did without it, and goes on so."""
-    monkeypatch.setattr(moving, "room_for_one_more", lambda _pids: "")
-    agent = ReplacingAgent.__new__(ReplacingAgent)
-    gives: Any = SimpleNamespace(rank=0, pid=6, incarnation="a")
-    takes: Any = SimpleNamespace(rank=1, pid=7, exit_code=code, incarnation="b")
-    hosts: dict[int, int] = {}
-    ranks = {0: gives}
-    follower = Moving(hosts, [], lambda place: ranks.setdefault(place, takes))
-    told: list[tuple[int, bool]] = []
-    vacant: list[str] = []
-    view = pb.View(generation=2, state=pb.RUNNING, shrinks=True, move=pb.Move(rank=0, to=1))
-    stubs = of_one_life(
-        view,
-        _ranks=ranks,
-        _has_run=True,
-        _moving=follower,
-        _vacated=Vacated(),
-        _notify=lambda child, *, given_up: told.append((child.rank, given_up)),
-        _leave_vacant=lambda verdict: vacant.append(verdict.reason),
-    )
-    vars(agent).update(stubs)
-    workers: Any = [SimpleNamespace(global_rank=rank, local_rank=rank) for rank in (0, 1)]
-    follower.follow(view, workers, ranks)
-    assert hosts == {1: 0}
-    agent._on_exit(takes)
-    assert told == [(1, True)]
-    assert vacant == ["rank 1: its process has ended"]
-    assert agent.outcome is None
-    assert hosts == {}
 
 
 class Full:

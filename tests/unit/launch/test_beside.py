@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.launch.beside import Vacated, available_bytes, resident_bytes, room_for_one_more, why_no_room
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.launch.agent import Vacated, available_bytes, resident_bytes, room_for_one_more, why_no_room
 
 GIB = 1 << 30
 
@@ -39,7 +39,10 @@ def test_a_place_that_is_given_up_is_missed_unless_it_is_vacant_or_taken() -> No
     view = pb.View(
         shrinks=True,
         vacant=[2],
-        members=[pb.Member(rank=3, incarnation="new"), pb.Member(rank=4, incarnation="old-4")],
+        members=[
+            pb.Member(rank=3, incarnation="new"),
+            pb.Member(rank=4, incarnation="old-4"),
+        ],
     )
     places = Vacated()
     for local_rank, rank in enumerate((1, 2, 3, 4)):

@@ -5,20 +5,20 @@ import sys
 
 import pytest
 
-from swift import __version__, cli
+from swift_ft import __version__, cli
 
 
 def run_cli(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-X", "importtime", "-m", "swift.cli", *arguments]
+    command = [sys.executable, "-X", "importtime", "-m", "swift_ft.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "module"),
     [
-        (["run", "--nproc-per-node=4", "train.py"], "swift.launch"),
-        (["logserver", "--directory", "d"], "services.logserver"),
-        (["coordinator"], "services.coordinator"),
+        (["run", "--nproc-per-node=4", "train.py"], "swift_ft.launch"),
+        (["logserver", "--directory", "d"], "swift_ft_services.logserver"),
+        (["coordinator"], "swift_ft_services.coordinator"),
     ],
 )
 def test_programs_take_the_process_over(
@@ -34,7 +34,7 @@ def test_programs_take_the_process_over(
 def test_version_is_quick() -> None:
     done = run_cli("version")
     assert (done.returncode, done.stdout) == (0, f"swift-ft {__version__}\n")
-    assert "swift.cli" in done.stderr or "importlib.metadata" in done.stderr
+    assert "swift_ft.cli" in done.stderr or "importlib.metadata" in done.stderr
     assert "torch" not in done.stderr
     assert "grpc" not in done.stderr
 
@@ -56,7 +56,7 @@ def test_unknown_command_is_one_line(arguments: list[str], capsys: pytest.Captur
 
 
 def test_help_of_run_says_what_it_does_first() -> None:
-    command = [sys.executable, "-m", "swift.launch", "--help"]
+    command = [sys.executable, "-m", "swift_ft.launch", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0].startswith("Starts the ranks of a training job")
     assert "--spares" in done.stdout

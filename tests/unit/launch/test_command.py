@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from swift.errors import UsageError
-from swift.launch import command, torch_names
-from swift.launch.command import make_plan
-from swift.launch.decisions import Outcome
-from swift.launch.flags import PRELOAD_DEFAULT
-from swift.launch.machines import Meeting, job_name
-from swift.launch.meeting import Terms
-from swift.launch.torch_names import Std
-from swift.names import JOB_PATTERN
+from swift_ft.errors import UsageError
+from swift_ft.launch import command, torch_names
+from swift_ft.launch.command import PRELOAD_DEFAULT, Meeting, job_name, make_plan
+from swift_ft.launch.decisions import Outcome
+from swift_ft.launch.rendezvous import Terms
+from swift_ft.launch.torch_names import Std
+from swift_ft.text import JOB_PATTERN
 
 COORDINATOR = "--coordinator=127.0.0.1:5000"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swift.launch.decisions import (
+from swift_ft.launch.decisions import (
     ATTEMPTS_MAX,
     CHECKS_MAX,
     RETURNS_MAX,

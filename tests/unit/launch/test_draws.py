@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from swift.launch.worker import draw_alike
+from swift_ft.launch.worker import draw_alike
 
 
 def test_processes_that_begin_with_other_states_draw_alike() -> None:

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from swift import events
-from swift.errors import UsageError
-from swift.failures import schedule
-from swift.launch import disk_filling, failing, network_loss
-from swift.launch.decisions import Outcome
-from swift.launch.failing import Planned
-from swift.launch.injector import Injector
-from swift.launch.ranks import RankProgram
-from swift.launch.services_here import service_at
+from swift_ft import events
+from swift_ft.errors import UsageError
+from swift_ft.lab.failures import injector, schedule
+from swift_ft.lab.failures.injector import Injector, Planned
+from swift_ft.lab.failures.services import service_at
+from swift_ft.launch.decisions import Outcome
+from swift_ft.launch.ranks import RankProgram
 from tests.integration.logserver_world import LogServer, free_port
 
 
@@ -48,7 +46,7 @@ def planned(directory: Path, spec: str, monkeypatch: pytest.MonkeyPatch, ranks: 
         monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    made = failing.planned(schedule.schedule_of(spec, ranks), None, str(directory), program())
+    made = injector.planned(schedule.schedule_of(spec, ranks), None, str(directory), program())
     assert made is not None
     events.configure("launcher")
     yield made
@@ -104,7 +102,7 @@ def test_the_report_is_there_from_the_start_and_says_what_became_of_it(
             events.emit("spare_assigned", rank=1, pid=os.getpid())
             return Outcome(exit_code=0)
 
-        assert failing.around(plan, run) == Outcome(exit_code=0)
+        assert injector.around(plan, run) == Outcome(exit_code=0)
         assert not (plan.run_dir / "failures.json.space").exists()
     said = capsys.readouterr().err
     assert "rank=1,step=3,microbatch=0,phase=backward: did not happen: rank 1 never came to its place" in said
@@ -130,11 +128,11 @@ def test_a_report_that_cannot_be_written_is_one_line_and_the_exit_code(
             (plan.run_dir / "failures.part").mkdir()
             return Outcome(exit_code=0)
 
-        assert failing.around(plan, run).exit_code == 2
+        assert injector.around(plan, run).exit_code == 2
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.endswith("Is a directory: free space there, or name another --log-dir")
 
-        failed = failing.around(plan, lambda: Outcome(exit_code=1))
+        failed = injector.around(plan, lambda: Outcome(exit_code=1))
         assert failed.exit_code == 1, "what the run itself ends with is worse"
 
 
@@ -181,14 +179,14 @@ def test_who_is_no_service_of_swift_is_not_found(sleeper: "subprocess.Popen[byte
 @pytest.mark.parametrize("directory", ["/tmp", "/", "/nowhere"])
 def test_the_machines_own_disk_is_never_filled(directory: str) -> None:
     with pytest.raises(UsageError, match=r"a file system of its own|name a directory that is there"):
-        disk_filling.check(directory, "--failures")
+        injector.check_file_system(directory, "--failures")
 
 
 def test_a_link_that_is_not_there_is_one_line() -> None:
     with pytest.raises(
         UsageError, match="start swift-ft run inside a network namespace of its own"
     ) as caught:
-        network_loss.check("no0", "--failures")
+        injector.check_link("no0", "--failures")
     assert "\n" not in str(caught.value)
 
 
@@ -198,13 +196,13 @@ ip link set e1 up && ip link set e0 up && ip route add default via 10.9.0.2 && e
 """
 CUT = """
 import subprocess
-from swift.launch import network_loss
+from swift_ft.lab.failures import injector as network_loss
 
 def routes():
     return subprocess.run(["ip", "-4", "route"], capture_output=True, check=True, text=True).stdout
 
 before = routes()
-network_loss.check("e0", "--failures")
+network_loss.check_link("e0", "--failures")
 assert routes() == before
 lost = network_loss.cut("e0")
 assert routes() == "", routes()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from swift.launch.imports import MOST, imports_of, script_of
+from swift_ft.launch.forkserver import MOST, imports_of, script_of
 
 
 def found(directory: Path, text: str) -> list[str]:
@@ -21,7 +21,7 @@ def found(directory: Path, text: str) -> list[str]:
             ["__future__:annotations", "json", "torch.nn"],
         ),
         ("from torch.nn import Linear, functional\n", ["torch.nn:Linear", "torch.nn:functional"]),
-        ("import swift\nimport numpy as np\n", ["swift", "numpy"]),
+        ("import swift_ft\nimport numpy as np\n", ["swift_ft", "numpy"]),
         ("try:\n    import yaml\nexcept ImportError:\n    yaml = None\nimport json\n", ["yaml", "json"]),
         (
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import json\nimport yaml\n",

@@ -5,12 +5,12 @@ from typing import cast
 
 import pytest
 
-from swift import events
-from swift._pb import coordinator_pb2 as pb
-from swift.launch.leaving import Leaving
-from swift.launch.link import CoordinatorLink
-from swift.launch.signals import SignalGate
-from swift.launch.torch_names import SignalException
+from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.launch.agent import Leaving
+from swift_ft.launch.children import SignalGate
+from swift_ft.launch.link import CoordinatorLink
+from swift_ft.launch.torch_names import SignalException
 
 RUNS = pb.View(state=pb.RUNNING, checkpoints=[5])
 

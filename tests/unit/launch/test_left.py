@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.launch.left import LEFT_S, UNHEARD_S, Left
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.launch.agent import LEFT_S, UNHEARD_S, Left
 
 HOLDS = pb.Member(rank=1, incarnation="b")
 ANOTHER = pb.Member(rank=0, incarnation="a")

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.control import client as client_module
-from swift.launch.link import CoordinatorLink
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.launch.link import CoordinatorLink
+from swift_ft.rpc import client
 from tests.integration.logserver_world import free_port
 from tests.unit.control.test_client import Served
 from tests.unit.log.service import eventually
@@ -47,8 +47,8 @@ PATIENCE_S = 0.2
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call is given up soon."""
-    made = functools.partial(client_module.CoordinatorClient, patience_s=PATIENCE_S)
-    monkeypatch.setattr(client_module, "CoordinatorClient", made)
+    made = functools.partial(client.CoordinatorClient, patience_s=PATIENCE_S)
+    monkeypatch.setattr(client, "CoordinatorClient", made)
 
 
 def test_a_death_is_told_until_the_coordinator_answers(impatient: None) -> None:
@@ -76,7 +76,7 @@ def test_what_nobody_has_heard_holds_no_end_up(impatient: None) -> None:
 
 
 def test_a_last_checkpoint_is_asked_for_once(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "LAST_PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(client, "LAST_PATIENCE_S", PATIENCE_S)
     served = Served()
     served.stop()
     link = CoordinatorLink(served.address, "j", lambda: None)

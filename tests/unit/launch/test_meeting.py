@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.control import client as client_module
-from swift.errors import AccessDenied, ServiceError, SwiftError, UsageError
-from swift.launch.meeting import MetRendezvous, NotNeeded, Terms
-from swift.launch.ranks import RankProgram
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import AccessDenied, ServiceError, SwiftError, UsageError
+from swift_ft.launch.ranks import RankProgram
+from swift_ft.launch.rendezvous import MetRendezvous, NotNeeded, Terms
+from swift_ft.rpc import client
 
-MACHINES = [pb.Machine(address="a01", port=7, ranks=2), pb.Machine(address="a02", port=8, ranks=3)]
+MACHINES = [
+    pb.Machine(address="a01", port=7, ranks=2),
+    pb.Machine(address="a02", port=8, ranks=3),
+]
 PLACED = pb.MeetReply(place=1, machines=MACHINES, here=2)
 JOB = RankProgram(
     script="s", module=False, args=[], cwd="/", coordinator="meta:1", name="j", checkpoint_dir=None, run="r"
@@ -53,7 +56,7 @@ class World:
 
     def __call__(self, *answers: pb.MeetReply | SwiftError, terms: Terms | None = None) -> MetRendezvous:
         self.coordinator = Coordinator(*answers)
-        self._monkeypatch.setattr(client_module, "CoordinatorClient", self.coordinator)
+        self._monkeypatch.setattr(client, "CoordinatorClient", self.coordinator)
         terms = terms or Terms(keep_alive_interval=0.01)
         wishes = {"nodes": (2, 2), "ranks": 3, "address": "a02"}
         self.launchers.append(
@@ -108,7 +111,7 @@ def test_a_line_that_cannot_be_made_ends_it(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(address: str, job: str) -> Coordinator:
         raise UsageError(f"{address} is not loopback")
 
-    monkeypatch.setattr(client_module, "CoordinatorClient", refuse)
+    monkeypatch.setattr(client, "CoordinatorClient", refuse)
     terms = Terms(join_timeout=5.0)
     met = MetRendezvous(
         "id", JOB, nodes=(2, 2), ranks=3, address="a02", terms=terms, wake=lambda: None, say=print
@@ -135,7 +138,11 @@ def test_a_machine_too_many_waits_as_long_as_the_job_takes(launcher: World) -> N
 
 
 def test_the_first_machine_has_a_store_for_trainers_that_want_one(launcher: World) -> None:
-    launcher(pb.MeetReply(here=1), pb.MeetReply(place=0, machines=MACHINES), terms=Terms())
+    launcher(
+        pb.MeetReply(here=1),
+        pb.MeetReply(place=0, machines=MACHINES),
+        terms=Terms(),
+    )
     info = launcher.launchers[0].next_rendezvous()
     assert info.rank == 0
     port = launcher.coordinator.requests[0].machine.port

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from swift.errors import UsageError
-from swift.launch.command import make_plan
-from swift.names import ENV_ALLOW_INEXACT, LAUNCHER_SETTINGS
-from swift.runtime.config import SessionConfig
-from swift.runtime.session import _launchers
+from swift_ft.errors import UsageError
+from swift_ft.launch.command import make_plan
+from swift_ft.text import ENV_ALLOW_INEXACT, ENV_SPARES, LAUNCHER_SETTINGS
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.session import _launchers
 
 COORDINATOR = "--coordinator=127.0.0.1:5000"
 ADAPTIVE = ["--strategy=adaptive", "--exact-gradients=off", "--adaptive-memory=2", "--allow-inexact"]
@@ -18,7 +18,7 @@ ADAPTIVE = ["--strategy=adaptive", "--exact-gradients=off", "--adaptive-memory=2
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A directory with a script; the environment comes back as it was."""
-    for name in (*LAUNCHER_SETTINGS.values(), ENV_ALLOW_INEXACT, "SWIFT_PARANOID"):
+    for name in (*LAUNCHER_SETTINGS.values(), ENV_ALLOW_INEXACT, ENV_SPARES):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.chdir(tmp_path)
@@ -34,6 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--split_backward", "off"], {"split_backward": False}),
         (["--exact-gradients", "on"], {"exact_gradients": True}),
         (["--staggered", "on"], {"staggered": True}),
+        (["--rehearse", "always", "--require-exact"], {"rehearse": "always", "require_exact": True}),
         (
             ADAPTIVE,
             {

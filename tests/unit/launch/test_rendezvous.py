@@ -2,7 +2,7 @@
 
 import pytest
 
-from swift.launch.rendezvous import PlacedRendezvous
+from swift_ft.launch.rendezvous import PlacedRendezvous
 
 
 def test_a_machine_that_was_told_its_number_asks_nobody() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.launch import spares as spares_module
-from swift.launch.children import StartFailed
-from swift.launch.spares import (
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.launch import spares as spares_module
+from swift_ft.launch.children import StartFailed
+from swift_ft.launch.spares import (
     AGAIN_S,
     AGAIN_S_MAX,
     SPARE_FAILURES_MAX,
@@ -17,7 +17,7 @@ from swift.launch.spares import (
     WARM_UP_S_MAX,
     Spares,
 )
-from swift.launch.worker import Program
+from swift_ft.launch.worker import Program
 
 RUNNING = pb.View(state=pb.RUNNING, checkpoints=[0])
 RANKS = [4, 5, 6]
@@ -165,7 +165,12 @@ def test_a_loss_ends_the_warm_up_and_does_not_wait_for_it(told: list[str]) -> No
 
 @pytest.mark.parametrize(
     "view",
-    [None, pb.View(state=pb.RUNNING), pb.View(state=pb.FORMING, checkpoints=[0]), pb.View(state=pb.FINISHED)],
+    [
+        None,
+        pb.View(state=pb.RUNNING),
+        pb.View(state=pb.FORMING, checkpoints=[0]),
+        pb.View(state=pb.FINISHED),
+    ],
 )
 def test_nobody_is_warmed_up_before_there_is_something_to_compute(view: Any) -> None:
     world = World(1, made)

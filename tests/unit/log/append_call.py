@@ -7,9 +7,8 @@ from typing import Protocol
 import grpc
 import pytest
 
-from swift._pb import log_pb2
-from swift.log.rpc import code_of, message_of, method, reason_of
-from swift.log.wire import frames_message
+from swift_ft._pb import log_pb2
+from swift_ft.log.protocol import code_of, frames_message, message_of, method, reason_of
 from tests.unit.log.frames import STREAM
 from tests.unit.log.service import JOB
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from swift.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
-from swift.log.record import RecordKey, digest_of, stream_tag
-from swift.log.segment import SegmentHeader, encode_footer, encode_segment_header, segment_name
+from swift_ft.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
+from swift_ft.log.record import RecordKey, digest_of, stream_tag
+from swift_ft.log.segment import SegmentHeader, encode_footer, encode_segment_header, segment_name
 
 JOB = "job"
 STREAM = "s0.F"

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.logserver.failures import StorageFailed, StorageFull
-from services.logserver.seam import Place, Write
-from swift.log.manifest import JobMeta
+from swift_ft.log.manifest import JobMeta
+from swift_ft_services.logserver.segments import StorageFailed, StorageFull
+from swift_ft_services.logserver.storage_interface import Place, Write
 
 
 class MemoryStorage:

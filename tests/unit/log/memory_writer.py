@@ -3,17 +3,16 @@
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
-from swift.errors import Divergence, LogInterrupted, RecordCorrupt, ServiceError, SwiftError, UsageError
-from swift.log.record import RecordKey, digest_of
-from swift.log.stats import WriterStats
-from swift.log.unlogged import MARK_DTYPE, MARK_SHAPE, Unlogged
-from swift.log.writer import check_record
+from swift_ft.errors import Divergence, LogInterrupted, RecordCorrupt, ServiceError, SwiftError, UsageError
+from swift_ft.log.record import MARK_DTYPE, MARK_SHAPE, RecordKey, Unlogged, digest_of
+from swift_ft.log.sender import WriterStats
+from swift_ft.log.writer import check_record
 
 Records = dict[tuple[str, RecordKey], bytes]
 
 
 class MemoryWriter:
-    """As `swift.log.writers.Writer`; `tests.unit.log.test_writers` holds it to that.
+    """As `swift_ft.log.sidecar_client.Writer`; `tests.unit.log.test_writers` holds it to that.
 
     ``logged`` outlives it, as a log does: another writer may be given the same.
     """

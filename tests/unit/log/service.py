@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import grpc
 
-from services.logserver.engine import LogEngine
-from services.logserver.seam import Storage
-from services.logserver.servicer import make_server
-from services.logserver.state import EngineConfig
-from swift._pb import log_pb2_grpc
-from swift.log.rpc import open_channel
-from swift.log.writer import LogWriter
+from swift_ft._pb import log_pb2_grpc
+from swift_ft.log.protocol import open_channel
+from swift_ft.log.writer import LogWriter
+from swift_ft_services.logserver.engine import LogEngine
+from swift_ft_services.logserver.service import make_server
+from swift_ft_services.logserver.state import EngineConfig
+from swift_ft_services.logserver.storage_interface import Storage
 from tests.unit.log.memory_storage import MemoryStorage
 
 JOB = "job"

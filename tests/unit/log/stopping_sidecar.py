@@ -1,13 +1,13 @@
 """A sidecar that is stopped (SIGSTOP) before it reads anything, if ``STOP_ONCE`` names a file; it removes that.
 
-Started in the place of `swift.log.sidecar`.
+Started in the place of `swift_ft.log.sidecar`.
 """
 
 import os
 import signal
 from pathlib import Path
 
-from swift.log import sidecar
+from swift_ft.log import sidecar
 
 once = Path(os.environ["STOP_ONCE"])
 if once.exists():

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from swift.inspect.command import main as inspect
-from swift.log.acked import NAME as ACKED
-from swift.log.acked import encode_place, read_acked
-from swift.log.segment import SEGMENT_HEADER_BYTES, SEQUENCE_MAX
+from swift_ft.log.directory import NAME as ACKED
+from swift_ft.log.directory import encode_place, read_acked
+from swift_ft.log.segment import SEGMENT_HEADER_BYTES, SEQUENCE_MAX
+from swift_ft.tools.inspect import main as inspect
 from tests.unit.log.frames import JOB, STREAM
 from tests.unit.log.test_storage import FRAME, crash, files, fill, on_disk, recovered
 

@@ -7,14 +7,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.logserver.engine import Outgoing
-from services.logserver.state import EngineConfig
-from swift._pb import log_pb2
-from swift.errors import UsageError
-from swift.log.record import RecordKey
-from swift.log.rpc import code_of
-from swift.log.wire import SERVICE, Fsync
-from swift.log.writer import LogWriter
+from swift_ft._pb import log_pb2
+from swift_ft.errors import UsageError
+from swift_ft.log.protocol import SERVICE, Fsync, code_of
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
+from swift_ft_services.logserver.engine import Outgoing
+from swift_ft_services.logserver.state import EngineConfig
 from tests.unit.log.append_call import Call
 from tests.unit.log.frames import STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage

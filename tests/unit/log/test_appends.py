@@ -2,11 +2,11 @@
 
 import pytest
 
-from services.logserver.appends import Appends
-from services.logserver.state import AppendCall, Refused
-from swift._pb import log_pb2
-from swift.log.assembly import Assembler
-from swift.log.wire import Reason
+from swift_ft._pb import log_pb2
+from swift_ft.log.frame import Assembler
+from swift_ft.log.protocol import Reason
+from swift_ft_services.logserver.append_session import Appends
+from swift_ft_services.logserver.state import AppendCall, Refused
 from tests.unit.log.frames import frame_of
 
 

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.errors import RecordCorrupt, RecordInvalid
-from swift.log.assembly import MESSAGE_BYTES, Assembler, cut
-from swift.log.frame import FrameIncomplete
+from swift_ft.errors import RecordCorrupt, RecordInvalid
+from swift_ft.log.frame import MESSAGE_BYTES, Assembler, FrameIncomplete, cut
 from tests.unit.log.frames import frame_of
 
 SIZES = st.lists(st.integers(0, 300), min_size=1, max_size=6)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.errors import RecordCorrupt
-from swift.log import codec as codecs
-from swift.log.record import DTYPE_BY_NAME
+from swift_ft.errors import RecordCorrupt
+from swift_ft.log import codec as codecs
+from swift_ft.log.record import DTYPE_BY_NAME
 
 COMPRESSING = [name for name in codecs.NAMES if name != "none"]
 SPECIAL = [

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from services.logserver.seam import Write
-from services.logserver.servicer import make_server
-from swift.errors import LogUnavailable, RecordCorrupt, RecordMissing, ServiceError, UsageError
-from swift.log import admin
-from swift.log.reader import LogReader, never
-from swift.log.record import RecordKey
-from swift.log.writer import LogWriter
+from swift_ft.errors import LogUnavailable, RecordCorrupt, RecordMissing, ServiceError, UsageError
+from swift_ft.log import admin
+from swift_ft.log.reader import LogReader, never
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
+from swift_ft_services.logserver.service import make_server
+from swift_ft_services.logserver.storage_interface import Write
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.logserver.core import LogCore
-from services.logserver.streams import STEP_UNKNOWN, Hole, IndexEntry, Refusal, StreamState
-from swift.log.frame import CODEC_NONE, FrameHeader
-from swift.log.record import RecordKey, stream_tag
+from swift_ft.log.frame import CODEC_NONE, FrameHeader
+from swift_ft.log.record import RecordKey, stream_tag
+from swift_ft_services.logserver.core import STEP_UNKNOWN, Hole, IndexEntry, LogCore, Refusal, StreamState
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "log" / "core"
 TRANSCRIPTS = sorted(GOLDEN.glob("*.txt"))

@@ -4,19 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from services.logserver import procedures
-from services.logserver.appends import Appends
-from services.logserver.commits import Commits
-from services.logserver.procedures import Clean, Emit, Forget, Save, Settle
-from services.logserver.space import SpaceConfig
-from services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
-from services.logserver.storage import DirectoryStorage
-from services.logserver.streams import StreamState
-from swift._pb import log_pb2
-from swift.log.assembly import Assembler
-from swift.log.directory import DROPPED, LIVES_S
-from swift.log.manifest import JobMeta
-from swift.log.wire import Reason
+from swift_ft._pb import log_pb2
+from swift_ft.log.directory import DROPPED, LIVES_S
+from swift_ft.log.frame import Assembler
+from swift_ft.log.manifest import JobMeta
+from swift_ft.log.protocol import Reason
+from swift_ft_services.logserver import procedures
+from swift_ft_services.logserver.append_session import Appends, Commits
+from swift_ft_services.logserver.core import StreamState
+from swift_ft_services.logserver.procedures import Clean, Emit, Forget, Save, Settle
+from swift_ft_services.logserver.quotas import SpaceConfig
+from swift_ft_services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
+from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.sim.disk import ROOT, PowerCut, SimDisk
 from tests.sim.kernel import Kernel
 from tests.sim.server import Unlocked

@@ -10,18 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.logserver.storage import DirectoryStorage
-from swift._pb import log_pb2
-from swift.errors import ServiceError
-from swift.inspect.files import DirectoryLog
-from swift.inspect.served import _records_of
-from swift.log import admin
-from swift.log.frame import FrameHeader, checksum, encode_header
-from swift.log.manifest import MANIFEST, decode_manifest
-from swift.log.record import STEP_MAX, RecordKey, digest_of, stream_tag
-from swift.log.segment import SegmentHeader, encode_segment_header
-from swift.log.unlogged import MARK_SLOT, Steps, mark
-from swift.log.wire import Reason
+from swift_ft._pb import log_pb2
+from swift_ft.errors import ServiceError
+from swift_ft.log import admin
+from swift_ft.log.frame import FrameHeader, checksum, encode_header
+from swift_ft.log.manifest import MANIFEST, decode_manifest
+from swift_ft.log.protocol import Reason
+from swift_ft.log.record import MARK_SLOT, STEP_MAX, RecordKey, Steps, digest_of, mark, stream_tag
+from swift_ft.log.segment import SegmentHeader, encode_segment_header
+from swift_ft.tools.log_contents import DirectoryLog, _records_of
+from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.unit.log.append_call import TIMEOUT_S, Call
 from tests.unit.log.frames import JOB, STREAM, frame_of, write_segment
 from tests.unit.log.service import InProcess

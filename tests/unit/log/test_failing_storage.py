@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from services.logserver.commits import Commits
-from services.logserver.engine import LogEngine
-from services.logserver.failures import StorageFailed, StorageFull
-from services.logserver.seam import Write
-from services.logserver.segments import Segment
-from services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
-from services.logserver.storage import RESERVE, DirectoryStorage
-from services.logserver.streams import StreamState
-from swift.log.assembly import Assembler
-from swift.log.manifest import JobMeta
-from swift.log.segment import Ending, scan
-from swift.log.wire import Fsync
+from swift_ft.log.frame import Assembler
+from swift_ft.log.manifest import JobMeta
+from swift_ft.log.protocol import Fsync
+from swift_ft.log.segment import Ending, scan
+from swift_ft_services.logserver.append_session import Commits
+from swift_ft_services.logserver.core import StreamState
+from swift_ft_services.logserver.engine import LogEngine
+from swift_ft_services.logserver.segments import Segment, StorageFailed, StorageFull
+from swift_ft_services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
+from swift_ft_services.logserver.storage import RESERVE, DirectoryStorage
+from swift_ft_services.logserver.storage_interface import Write
 from tests.sim.server import Unlocked
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage

@@ -4,13 +4,13 @@ import argparse
 
 import pytest
 
-from services.coordinator.__main__ import checked_timing
-from services.coordinator.__main__ import parse as parse_coordinator
-from services.logserver.__main__ import parse as parse_logserver
-from services.security import listening
-from swift.doctor.command import gathered
-from swift.errors import UsageError
-from swift.inspect.command import parse as parse_inspect
+from swift_ft.errors import UsageError
+from swift_ft.tools.doctor import gathered
+from swift_ft.tools.inspect import parse as parse_inspect
+from swift_ft_services import listening
+from swift_ft_services.coordinator.__main__ import checked_timing
+from swift_ft_services.coordinator.__main__ import parse as parse_coordinator
+from swift_ft_services.logserver.__main__ import parse as parse_logserver
 
 HUGE = str(10**30)
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.errors import LogError, RecordCorrupt, RecordInvalid, UsageError
-from swift.log.codec import compress
-from swift.log.frame import (
+from swift_ft.errors import LogError, RecordCorrupt, RecordInvalid, UsageError
+from swift_ft.log.codec import compress
+from swift_ft.log.frame import (
     BODY_BYTES_MAX,
     CODEC_BITSHUFFLE,
     CODEC_LZ4,
@@ -28,7 +28,7 @@ from swift.log.frame import (
     encode_header,
     raw_bytes_of,
 )
-from swift.log.record import (
+from swift_ft.log.record import (
     DTYPE_BY_CODE,
     DTYPE_BY_NAME,
     STEP_MAX,

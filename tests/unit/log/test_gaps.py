@@ -5,9 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
-from swift.log.gaps import gaps
-from swift.log.record import RecordKey
-from swift.log.unlogged import Steps, hull, mark
+from swift_ft.log.record import RecordKey, Steps, hull, mark
+from swift_ft.train.replay import gaps
 
 STEPS = Steps(10, 14)
 

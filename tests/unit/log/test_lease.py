@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from swift.log.lease import is_running
+from swift_ft.log.sidecar import is_running
 
 TIMEOUT_S = 10.0
 

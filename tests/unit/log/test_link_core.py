@@ -4,14 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift._pb import log_pb2
-from swift.errors import LogUnavailable, SequenceConflict, ServiceError, StaleGeneration
-from swift.log.assembly import MESSAGE_BYTES, Assembler
-from swift.log.choice import LinkRate
-from swift.log.frame import BODY_BYTES_MAX, checksum, decode_header
-from swift.log.link_core import BATCH_BYTES, FULL_RETRY_S, RETRY_S, LinkCore, Outgoing
-from swift.log.record import RecordKey, digest_of, stream_tag
-from swift.log.wire import MESSAGE_BYTES_MAX, Reason, split_frames
+from swift_ft._pb import log_pb2
+from swift_ft.errors import LogUnavailable, SequenceConflict, ServiceError, StaleGeneration
+from swift_ft.log.frame import BODY_BYTES_MAX, MESSAGE_BYTES, Assembler, checksum, decode_header
+from swift_ft.log.protocol import MESSAGE_BYTES_MAX, Reason, split_frames
+from swift_ft.log.record import RecordKey, digest_of, stream_tag
+from swift_ft.log.sender_core import BATCH_BYTES, FULL_RETRY_S, RETRY_S, LinkCore, Outgoing
 from tests.unit.log.frames import JOB, STREAM, body_of
 
 SIZES = [1, BATCH_BYTES - 1000, BATCH_BYTES, MESSAGE_BYTES - 1, MESSAGE_BYTES, MESSAGE_BYTES + 1]
@@ -170,22 +168,20 @@ def test_no_message_is_larger_than_a_server_takes(records: list[tuple[int, str]]
     assert sorted(came) == sorted(sent)
 
 
-def test_the_bandwidth_is_of_the_time_in_which_something_waits(core: LinkCore) -> None:
+def test_the_pace_is_of_the_time_in_which_something_waits(core: LinkCore) -> None:
     number, _ = opened(core, 0)
     core.next_message(number)
-    assert core.meter.rate() is None
+    assert core.meter.pace() is None
     acked(core, number, 3, now=2.0)
-    stored = sum(len(body_of(step)) for step in range(3))
-    assert core.meter.rate() == LinkRate(stored / 2.0, 1.0, 1.0)
+    raw = sum(len(body_of(step)) for step in range(3))
+    assert core.meter.pace() == raw / 2.0
     core.enqueue(outgoing(3), 10.0)
     core.next_message(number)
     core.end_call()  # cut: the time since then is not its speed
     number, _ = opened(core, 3, now=20.0)
     core.next_message(number)
     acked(core, number, 4, now=21.0)
-    rate = core.meter.rate()
-    assert rate is not None
-    assert rate.bytes_per_s == pytest.approx((stored / 2.0 + len(body_of(3)) / 1.0) / 2)
+    assert core.meter.pace() == pytest.approx((raw / 2.0 + len(body_of(3)) / 1.0) / 2)
 
 
 def test_a_stream_that_somebody_else_has_written(core: LinkCore) -> None:

@@ -5,7 +5,7 @@ import sys
 
 CODE = """
 import ctypes
-from swift.log.memory import freed_memory_kept
+from swift_ft.log.memory import freed_memory_kept
 
 class Info(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from services.logserver.appends import Appends
-from services.logserver.commits import Commits
-from services.logserver.disk import RealFile
-from services.logserver.seam import Write
-from services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
-from services.logserver.storage import DirectoryStorage
-from services.logserver.streams import Hole, StreamState
-from swift._pb import log_pb2
-from swift.log.assembly import Assembler
-from swift.log.segment import SEGMENT_HEADER_BYTES, Ending, walk
-from swift.log.wire import Reason
+from swift_ft._pb import log_pb2
+from swift_ft.log.frame import Assembler
+from swift_ft.log.protocol import Reason
+from swift_ft.log.segment import SEGMENT_HEADER_BYTES, Ending, walk
+from swift_ft_services.logserver.append_session import Appends, Commits
+from swift_ft_services.logserver.core import Hole, StreamState
+from swift_ft_services.logserver.disk import RealFile
+from swift_ft_services.logserver.state import AppendCall, EngineConfig, Refused, ServerState
+from swift_ft_services.logserver.storage import DirectoryStorage
+from swift_ft_services.logserver.storage_interface import Write
 from tests.unit.log.append_call import Call
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage

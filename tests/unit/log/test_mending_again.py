@@ -6,20 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from services.logserver.administration import Administration
-from services.logserver.appends import Appends
-from services.logserver.commits import Commits
-from services.logserver.committer import Committer
-from services.logserver.disk import RealFile
-from services.logserver.metrics import ObservedStorage
-from services.logserver.reading import Reading
-from services.logserver.seam import Place, Write
-from services.logserver.state import EngineConfig, Refused, ServerState
-from services.logserver.storage import DirectoryStorage
-from services.logserver.watch import DiskWatch
-from swift._pb import log_pb2
-from swift.log.segment import SEGMENT_HEADER_BYTES
-from swift.log.wire import Reason
+from swift_ft._pb import log_pb2
+from swift_ft.log.protocol import Reason
+from swift_ft.log.segment import SEGMENT_HEADER_BYTES
+from swift_ft_services.logserver.administration import Administration, DiskWatch
+from swift_ft_services.logserver.append_session import Appends, Commits
+from swift_ft_services.logserver.committer import Committer
+from swift_ft_services.logserver.disk import RealFile
+from swift_ft_services.logserver.metrics import ObservedStorage
+from swift_ft_services.logserver.reading import Reading
+from swift_ft_services.logserver.state import EngineConfig, Refused, ServerState
+from swift_ft_services.logserver.storage import DirectoryStorage
+from swift_ft_services.logserver.storage_interface import Place, Write
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.test_mending import BODY, HEADER, Server, flip, mending, replies, segment

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.log.placement import Sender, machines, place, same_machine
+from swift_ft.log.placement import Sender, machines, place, same_machine
 
 HOSTS = ("node0", "node1", "node2", "node3")
 servers_of = st.dictionaries(st.integers(0, 9), st.sampled_from(HOSTS), min_size=1, max_size=8)

@@ -2,15 +2,14 @@
 
 import pytest
 
-from services.logserver import procedures
-from services.logserver.appends import Appends
-from services.logserver.commits import Commits
-from services.logserver.procedures import Clean, Emit, Procedure, Save, Settle
-from services.logserver.recovered import RecoveredJob
-from services.logserver.state import EngineConfig, Refused, ServerState
-from services.logserver.streams import Refusal, StreamState
-from swift.log.manifest import JobMeta
-from swift.log.wire import Reason
+from swift_ft.log.manifest import JobMeta
+from swift_ft.log.protocol import Reason
+from swift_ft_services.logserver import procedures
+from swift_ft_services.logserver.append_session import Appends, Commits
+from swift_ft_services.logserver.core import Refusal, StreamState
+from swift_ft_services.logserver.procedures import Clean, Emit, Procedure, Save, Settle
+from swift_ft_services.logserver.state import EngineConfig, Refused, ServerState
+from swift_ft_services.logserver.storage_interface import RecoveredJob
 from tests.sim.server import Unlocked
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage

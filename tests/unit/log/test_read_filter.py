@@ -6,17 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.logserver import reading
-from swift._pb import log_pb2, log_pb2_grpc
-from swift.errors import RecordMissing
-from swift.log.assembly import Assembler
-from swift.log.frame import BODY_BYTES_MAX
-from swift.log.read_filter import ReadFilter
-from swift.log.reader import LogReader
-from swift.log.record import RecordKey
-from swift.log.rpc import open_channel
-from swift.log.unlogged import MARK_SLOT
-from swift.log.writer import LogWriter
+from swift_ft._pb import log_pb2, log_pb2_grpc
+from swift_ft.errors import RecordMissing
+from swift_ft.log.frame import BODY_BYTES_MAX, Assembler
+from swift_ft.log.protocol import open_channel
+from swift_ft.log.reader import LogReader, ReadFilter
+from swift_ft.log.record import MARK_SLOT, RecordKey
+from swift_ft.log.writer import LogWriter
+from swift_ft_services.logserver import reading
 from tests.unit.log.service import JOB, InProcess
 
 STREAM = "s0.F"

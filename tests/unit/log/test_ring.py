@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.errors import ServiceError, UsageError
-from swift.log import ring
-from swift.log.record import RecordKey
-from swift.log.ring import (
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.log import ring
+from swift_ft.log.record import RecordKey
+from swift_ft.log.ring import (
     ALIGN,
     HEADER_BYTES,
     Consumer,
@@ -369,8 +369,8 @@ def test_other_memory_is_no_ring() -> None:
 
 PUSHER = """
 import ctypes, itertools, sys
-from swift.log import ring
-from swift.log.record import RecordKey
+from swift_ft.log import ring
+from swift_ft.log.record import RecordKey
 if sys.argv[3] == "plain": ring.library = lambda: None
 memory = ring.Memory(int(sys.argv[1]))
 producer = ring.producer(memory, int(sys.argv[2]))

@@ -9,10 +9,10 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from swift.log import ring_writer
-from swift.log.ring import Memory, Word, header_of, producer
-from swift.log.ring_writer import RingWriter
-from swift.log.sidecar_client import SidecarWriter
+from swift_ft.log import sidecar
+from swift_ft.log.ring import Memory, Word, header_of, producer
+from swift_ft.log.sidecar import RingWriter
+from swift_ft.log.sidecar_client import SidecarWriter
 from tests.unit.log.service import JOB, InProcess, eventually
 from tests.unit.log.test_writer_reader import TIMEOUT_S, key
 
@@ -22,7 +22,7 @@ BODY = b"\7" * 100
 @pytest.fixture(autouse=True)
 def for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is gathered goes out for a reason, or the test takes too long."""
-    monkeypatch.setattr(ring_writer, "GATHER_S", 1e6)
+    monkeypatch.setattr(sidecar, "GATHER_S", 1e6)
 
 
 class Pumped:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from swift.errors import RecordCorrupt
-from swift.log.segment import (
+from swift_ft.errors import RecordCorrupt
+from swift_ft.log.segment import (
     BLOCK_BYTES,
     FOOTER_BYTES,
     SEGMENT_HEADER_BYTES,

@@ -12,22 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.logserver.core import LogCore
-from services.logserver.engine import LogEngine
-from services.logserver.failures import StorageBusy
-from services.logserver.readahead import ReadAhead, Wanted
-from services.logserver.seam import Place, Write
-from services.logserver.servicer import LogServicer
-from services.logserver.space import SpaceConfig
-from services.logserver.state import EngineConfig
-from services.logserver.streams import Hole, Refusal
-from swift._pb import log_pb2
-from swift.log.directory import age_s
-from swift.log.reader import LogReader
-from swift.log.record import RecordKey
-from swift.log.rpc import reason_of
-from swift.log.wire import Reason
-from swift.log.writer import LogWriter
+from swift_ft._pb import log_pb2
+from swift_ft.log.directory import age_s
+from swift_ft.log.protocol import Reason, reason_of
+from swift_ft.log.reader import LogReader
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
+from swift_ft_services.logserver.core import Hole, LogCore, Refusal
+from swift_ft_services.logserver.engine import LogEngine
+from swift_ft_services.logserver.quotas import SpaceConfig
+from swift_ft_services.logserver.reading import ReadAhead, Wanted
+from swift_ft_services.logserver.segments import StorageBusy
+from swift_ft_services.logserver.service import LogServicer
+from swift_ft_services.logserver.state import EngineConfig
+from swift_ft_services.logserver.storage_interface import Place, Write
 from tests.unit.log.append_call import Call
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage

@@ -13,16 +13,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.logserver.engine import LogEngine
-from services.logserver.servicer import make_server
-from services.logserver.state import EngineConfig
-from services.logserver.storage import DirectoryStorage
-from swift._pb import log_pb2, log_pb2_grpc
-from swift.errors import JobSetApart, ServiceError, UsageError
-from swift.inspect.command import main as inspect
-from swift.log import admin
-from swift.log.acked import NAME as ACKED
-from swift.log.manifest import (
+from swift_ft._pb import log_pb2, log_pb2_grpc
+from swift_ft.errors import JobSetApart, ServiceError, UsageError
+from swift_ft.log import admin
+from swift_ft.log.directory import NAME as ACKED
+from swift_ft.log.manifest import (
     GRANTED,
     MANIFEST,
     Granted,
@@ -32,9 +27,13 @@ from swift.log.manifest import (
     encode_granted,
     encode_manifest,
 )
-from swift.log.rpc import open_channel, reason_of
-from swift.log.segment import SEGMENT_HEADER_BYTES
-from swift.log.wire import Reason
+from swift_ft.log.protocol import Reason, open_channel, reason_of
+from swift_ft.log.segment import SEGMENT_HEADER_BYTES
+from swift_ft.tools.inspect import main as inspect
+from swift_ft_services.logserver.engine import LogEngine
+from swift_ft_services.logserver.service import make_server
+from swift_ft_services.logserver.state import EngineConfig
+from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.unit.log.append_call import TIMEOUT_S, Call
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.test_storage import (

@@ -2,8 +2,8 @@
 
 import pytest
 
-from swift.log.ring import ALIGN, HEADER_BYTES
-from swift.log.sidecar_client import SidecarWriter
+from swift_ft.log.ring import ALIGN, HEADER_BYTES
+from swift_ft.log.sidecar_client import SidecarWriter
 from tests.unit.log import test_copies as inside
 from tests.unit.log.test_copies import TestMoving, TestReplaying, TestWriting, one, two
 

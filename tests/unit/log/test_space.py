@@ -2,9 +2,9 @@
 
 from dataclasses import asdict
 
-from services.logserver.core import LogCore
-from services.logserver.space import Alarm, DiskState, Notice, Space, SpaceConfig
-from swift.log.wire import Reason
+from swift_ft.log.protocol import Reason
+from swift_ft_services.logserver.core import LogCore
+from swift_ft_services.logserver.quotas import Alarm, DiskState, Notice, Space, SpaceConfig
 
 MB = 1 << 20
 

@@ -4,9 +4,9 @@ import os
 import tracemalloc
 from pathlib import Path
 
-from services.logserver.storage import DirectoryStorage
-from swift.log.acked import NAME as ACKED
-from swift.log.frame import FrameHeader, encode_header
+from swift_ft.log.directory import NAME as ACKED
+from swift_ft.log.frame import FrameHeader, encode_header
+from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.unit.log.frames import frame_of
 from tests.unit.log.test_storage import FRAME, SEGMENT_HEADER_BYTES, crash, files, fill, on_disk
 

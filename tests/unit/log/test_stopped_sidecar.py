@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from swift.errors import LogInterrupted
-from swift.log import sidecar_process
-from swift.log.lease import is_running
-from swift.log.record import RecordKey
-from swift.log.sidecar_client import SidecarWriter
-from swift.log.sidecar_process import Line
+from swift_ft.errors import LogInterrupted
+from swift_ft.log import sidecar_client
+from swift_ft.log.record import RecordKey
+from swift_ft.log.sidecar import is_running
+from swift_ft.log.sidecar_client import Line, SidecarWriter
 from tests.unit.log.service import JOB, InProcess, eventually
 from tests.unit.log.test_writer_reader import TIMEOUT_S, put
 
@@ -57,13 +56,13 @@ def killed_and_stopped(writer: SidecarWriter, once: Path) -> None:
 def test_a_successor_that_is_stopped_while_it_starts_holds_nobody_up(
     running: InProcess, once: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sidecar_process, "STOPPED_S", 10 * TIMEOUT_S)  # it stays as it is
+    monkeypatch.setattr(sidecar_client, "STOPPED_S", 10 * TIMEOUT_S)  # it stays as it is
     writer = SidecarWriter([running.address], JOB, 1)
     put(writer, 0)
     writer.flush(TIMEOUT_S)
     writer.expect("s0.F", MANY)
     killed_and_stopped(writer, once)
-    for call in (writer.interrupt, lambda: writer.codec_choices, lambda: writer.forget_below(1)):
+    for call in (writer.interrupt, lambda: writer.forget_below(1)):
         assert ends(call)
     with pytest.raises(LogInterrupted):
         writer.flush(TIMEOUT_S)
@@ -76,7 +75,7 @@ def test_a_successor_that_is_stopped_while_it_starts_holds_nobody_up(
 def test_it_is_replaced_by_whoever_waits_for_it_and_nothing_is_lost(
     running: InProcess, once: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sidecar_process, "STOPPED_S", 0.3)
+    monkeypatch.setattr(sidecar_client, "STOPPED_S", 0.3)
     writer = SidecarWriter([running.address], JOB, 1)
     put(writer, 0)
     writer.flush(TIMEOUT_S)
@@ -94,7 +93,7 @@ def test_it_is_replaced_by_whoever_waits_for_it_and_nothing_is_lost(
 
 
 def test_the_first_one_as_well(running: InProcess, once: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sidecar_process, "STOPPED_S", 0.3)
+    monkeypatch.setattr(sidecar_client, "STOPPED_S", 0.3)
     once.touch()
     writer = SidecarWriter([running.address], JOB, 1)
     assert ends(writer.await_ready)
@@ -107,7 +106,7 @@ def test_the_first_one_as_well(running: InProcess, once: Path, monkeypatch: pyte
 def test_one_that_is_stopped_while_it_works_is_told_much(
     running: InProcess, once: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sidecar_process, "STOPPED_S", 0.3)
+    monkeypatch.setattr(sidecar_client, "STOPPED_S", 0.3)
     writer = SidecarWriter([running.address], JOB, 1)
     writer.await_ready()
     os.kill(writer.pid, signal.SIGSTOP)

@@ -11,15 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from services.logserver.disk import LOCK, RealDisk
-from services.logserver.failures import JobDamaged, StorageBusy, StorageFailed, StorageFull
-from services.logserver.recovered import RecoveredStream
-from services.logserver.seam import Storage, Write
-from services.logserver.storage import RESERVE, DirectoryStorage
-from swift.errors import ServiceError, UsageError
-from swift.log.acked import NAME as ACKED
-from swift.log.manifest import GRANTED, MANIFEST, JobMeta, StreamMeta
-from swift.log.segment import (
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.log.directory import NAME as ACKED
+from swift_ft.log.manifest import GRANTED, MANIFEST, JobMeta, StreamMeta
+from swift_ft.log.segment import (
     BLOCK_BYTES,
     SEGMENT_HEADER_BYTES,
     Ending,
@@ -28,6 +23,10 @@ from swift.log.segment import (
     padding,
     scan,
 )
+from swift_ft_services.logserver.disk import LOCK, RealDisk
+from swift_ft_services.logserver.segments import JobDamaged, StorageBusy, StorageFailed, StorageFull
+from swift_ft_services.logserver.storage import RESERVE, DirectoryStorage
+from swift_ft_services.logserver.storage_interface import RecoveredStream, Storage, Write
 from tests.unit.log.frames import JOB, STREAM, body_of, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from services.logserver.seam import Write
-from services.logserver.storage import DirectoryStorage
-from swift.log.manifest import JobMeta, StreamMeta
-from swift.log.segment import SEGMENT_HEADER_BYTES
+from swift_ft.log.manifest import JobMeta, StreamMeta
+from swift_ft.log.segment import SEGMENT_HEADER_BYTES
+from swift_ft_services.logserver.storage import DirectoryStorage
+from swift_ft_services.logserver.storage_interface import Write
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.test_storage import frame_in
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from services.logserver.seam import Write
-from swift._pb import log_pb2
+from swift_ft._pb import log_pb2
+from swift_ft_services.logserver.storage_interface import Write
 from tests.unit.log.append_call import Call
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.log.record import RecordKey
-from swift.log.unlogged import MARK_SLOT, Dropped, Steps, Unlogged, declared, hull, mark
+from swift_ft.log.record import MARK_SLOT, Dropped, RecordKey, Steps, Unlogged, declared, hull, mark
 
 QUEUE = 100
 MICROBATCHES = 3

@@ -8,19 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from services.logserver.engine import LogEngine
-from services.logserver.state import EngineConfig
-from services.logserver.storage import DirectoryStorage
-from swift.errors import LogUnavailable, RecordMissing, UsageError
-from swift.inspect.export import export
-from swift.inspect.files import DirectoryLog
-from swift.log import admin
-from swift.log.admin import StreamInventory
-from swift.log.reader import LogReader, never
-from swift.log.record import RecordKey
-from swift.log.sidecar_client import SidecarWriter
-from swift.log.unlogged import MARK_SLOT, Dropped, Steps, hull
-from swift.log.writer import LogWriter
+from swift_ft.errors import LogUnavailable, RecordMissing, UsageError
+from swift_ft.log import admin
+from swift_ft.log.admin import StreamInventory
+from swift_ft.log.reader import LogReader, never
+from swift_ft.log.record import MARK_SLOT, Dropped, RecordKey, Steps, hull
+from swift_ft.log.sidecar_client import SidecarWriter
+from swift_ft.log.writer import LogWriter
+from swift_ft.tools.log_contents import DirectoryLog, export
+from swift_ft_services.logserver.engine import LogEngine
+from swift_ft_services.logserver.state import EngineConfig
+from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
 from tests.unit.log.test_writer_reader import TIMEOUT_S, Gate, key
 

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.logserver.disk import RealDisk
-from services.logserver.failures import StorageFailed, StorageFull
-from services.logserver.metrics import ObservedDisk, ObservedFile, ObservedStorage, usage
-from services.logserver.seam import Write
-from services.logserver.storage import DirectoryStorage, JobMeta
-from swift.errors import LogUnavailable
-from swift.log.record import RecordKey
-from swift.log.wire import SERVICE
-from swift.log.writer import LogWriter
-from swift.metrics import Distribution
+from swift_ft.errors import LogUnavailable
+from swift_ft.log.protocol import SERVICE
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
+from swift_ft.metrics import Distribution
+from swift_ft_services.logserver.disk import RealDisk
+from swift_ft_services.logserver.metrics import ObservedDisk, ObservedFile, ObservedStorage, usage
+from swift_ft_services.logserver.segments import StorageFailed, StorageFull
+from swift_ft_services.logserver.storage import DirectoryStorage, JobMeta
+from swift_ft_services.logserver.storage_interface import Write
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, impatient_about
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift._pb import log_pb2
-from swift.log.wire import frames_message, split_frames
+from swift_ft._pb import log_pb2
+from swift_ft.log.protocol import frames_message, split_frames
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 16383, 16384, 70000])

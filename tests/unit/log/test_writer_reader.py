@@ -11,10 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.logserver.state import EngineConfig
-from services.logserver.storage import DirectoryStorage
-from swift._pb import log_pb2
-from swift.errors import (
+from swift_ft._pb import log_pb2
+from swift_ft.errors import (
     Divergence,
     LogInterrupted,
     LogUnavailable,
@@ -26,10 +24,12 @@ from swift.errors import (
     StaleGeneration,
     UsageError,
 )
-from swift.log import admin
-from swift.log.reader import LogReader, StreamCursor, never
-from swift.log.record import RecordKey, digest_of
-from swift.log.writer import LogWriter
+from swift_ft.log import admin
+from swift_ft.log.reader import LogReader, StreamCursor, never
+from swift_ft.log.record import RecordKey, digest_of
+from swift_ft.log.writer import LogWriter
+from swift_ft_services.logserver.state import EngineConfig
+from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
 
@@ -371,7 +371,7 @@ def test_one_record_larger_than_the_queue_is_taken_alone(server: InProcess) -> N
 
 
 def test_interrupt_wakes_a_blocked_append_and_a_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swift.log.writer._POLL_S", TIMEOUT_S)  # it is woken, it does not look by itself
+    monkeypatch.setattr("swift_ft.log.writer._POLL_S", TIMEOUT_S)  # it is woken, it does not look by itself
     gate = Gate()
     with InProcess(gate) as server, writing(server, queue_bytes=2_000) as writer:
         gate.open.clear()
@@ -444,7 +444,7 @@ def test_no_server_at_all() -> None:
 def test_a_writer_without_work_is_never_impatient(server: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     idle_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + idle_s)
-    monkeypatch.setattr("swift.log.link.time", clock)
+    monkeypatch.setattr("swift_ft.log.sender.time", clock)
     with writing(server, patience_s=TIMEOUT_S) as writer:
         put(writer, 0)
         writer.flush(TIMEOUT_S)

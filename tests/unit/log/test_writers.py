@@ -10,15 +10,12 @@ from typing import Any, Protocol
 
 import pytest
 
-from swift.errors import Divergence, LogInterrupted, RecordCorrupt, ServiceError, UsageError
-from swift.log import admin, ring, writers
-from swift.log.reader import LogReader, never
-from swift.log.record import RecordKey, digest_of
-from swift.log.sidecar_client import SidecarWriter
-from swift.log.sidecar_supervisor import ENV_OFF
-from swift.log.unlogged import MARK_SLOT, Steps, mark
-from swift.log.writer import LogWriter
-from swift.log.writers import Writer, open_writer
+from swift_ft.errors import Divergence, LogInterrupted, RecordCorrupt, ServiceError, UsageError
+from swift_ft.log import admin, ring, sidecar_client
+from swift_ft.log.reader import LogReader, never
+from swift_ft.log.record import MARK_SLOT, RecordKey, Steps, digest_of, mark
+from swift_ft.log.sidecar_client import ENV_OFF, SidecarWriter, Writer, open_writer
+from swift_ft.log.writer import LogWriter
 from tests.unit.log.memory_writer import MemoryWriter, Records
 from tests.unit.log.service import JOB, InProcess
 from tests.unit.log.test_writer_reader import TIMEOUT_S, Gate, key
@@ -316,7 +313,7 @@ def test_a_machine_without_rings_gets_the_writer_in_the_process(
 
 def test_any_other_gets_the_sidecars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV_OFF, raising=False)
-    assert writers.ring.available()
+    assert sidecar_client.ring.available()
     with InProcess() as server:
         writer = open_writer([server.address], JOB, 1)
         assert isinstance(writer, SidecarWriter)

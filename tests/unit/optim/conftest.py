@@ -2,7 +2,7 @@
 
 import pytest
 
-from swift.optim import native
+from swift_ft.state import kernels
 
 ONE_PASS, MANY_PASSES = "one pass", "many passes"
 
@@ -11,5 +11,5 @@ ONE_PASS, MANY_PASSES = "one pass", "many passes"
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """`kernels.cpp`, where it could be compiled, and torch's operations."""
     if request.param == MANY_PASSES:
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(kernels, "library", lambda: None)
     return str(request.param)

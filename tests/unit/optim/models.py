@@ -1,12 +1,11 @@
-"""Optimizers and parameters that the tests of swift.optim are run over."""
+"""Optimizers and parameters that the tests of swift_ft.state are run over."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from swift.optim.lamb import Lamb
-from swift.optim.lion import Lion
+from swift_ft.optimizers import Lamb, Lion
 
 Tensors = list[torch.Tensor]
 Make = Callable[[list[Any]], torch.optim.Optimizer]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.optim import optimizer as hooks
 
-from swift.errors import ServiceError, UsageError
-from swift.optim.journal import Journal, make_buckets
-from swift.optim.torch_names import bare_step
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.state.journal import Journal, make_buckets
+from swift_ft.state.optimizer_names import bare_step
 from tests.unit.optim import models
 
 SMALL = 64  # bytes: several buckets out of a handful of parameters

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from swift.optim import native
-from swift.optim.codes import ROOM, ManyPasses, OnePass
-from swift.optim.journal import Journal
-from swift.optim.lamb import Lamb
-from swift.optim.lion import Lion
-from swift.optim.residue import Exact
+from swift_ft.optimizers import Lamb, Lion
+from swift_ft.state import kernels
+from swift_ft.state.exact_undo import ROOM, Exact, ManyPasses, OnePass
+from swift_ft.state.journal import Journal
 from tests.unit.optim import models
 
 LARGE = 5 * (1 << 15) + 77
@@ -42,7 +40,7 @@ def residues(journal: Journal) -> list[object]:
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler was there at the installation")
 def test_it_is_built_and_used() -> None:
-    assert isinstance(native.library(), ctypes.CDLL), "install again: hatch_build.py says why"
+    assert isinstance(kernels.library(), ctypes.CDLL), "install again: hatch_build.py says why"
     parameters = models.parameters(torch.float32)
     journal = Journal(torch.optim.AdamW(parameters), undo="exact")
     models.give_gradients(parameters, 0)
@@ -152,29 +150,29 @@ def test_a_second_moment_is_never_below_what_rounding_leaves_of_it(dtype: torch.
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler was there at the installation")
 def test_a_library_of_another_version_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = native.library()
+    found = kernels.library()
     assert found is not None
     copy = tmp_path / "kernels.cpp"
     shutil.copy(found._name, tmp_path)
-    copy.write_bytes(native.SOURCE.read_bytes())
-    monkeypatch.setattr(native, "SOURCE", copy)
-    native.library.cache_clear()
+    copy.write_bytes(kernels.SOURCE.read_bytes())
+    monkeypatch.setattr(kernels, "SOURCE", copy)
+    kernels.library.cache_clear()
     try:
-        assert native.library() is not None
-        native.library.cache_clear()
+        assert kernels.library() is not None
+        kernels.library.cache_clear()
         copy.write_bytes(copy.read_bytes() + b"// a change")
-        assert native.library() is None
+        assert kernels.library() is None
     finally:
-        native.library.cache_clear()
+        kernels.library.cache_clear()
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.ENV_OFF, "1")
-    native.library.cache_clear()
+    monkeypatch.setenv(kernels.ENV_OFF, "1")
+    kernels.library.cache_clear()
     try:
-        assert native.library() is None
+        assert kernels.library() is None
     finally:
-        native.library.cache_clear()
+        kernels.library.cache_clear()
 
 
 VARIANTS = [
@@ -212,8 +210,8 @@ def test_both_ways_agree(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found, truth = [], []
-    for library in (native.library(), None):
-        monkeypatch.setattr(native, "library", lambda library=library: library)
+    for library in (kernels.library(), None):
+        monkeypatch.setattr(kernels, "library", lambda library=library: library)
         parameters = models.parameters(torch.float64)
         optimizer = cls(parameters, **hyper, weight_decay=decay, maximize=maximize)
         grown(optimizer, parameters, grown_for)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from swift.optim.preimage import PreImage
-from swift.optim.state_snapshot import Kept
+from swift_ft.state.journal import Kept, PreImage
 
 GENERATORS: dict[str, Any] = {
     "torch": torch.Generator().manual_seed(3),

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from swift.errors import ServiceError
-from swift.optim import units
-from swift.optim.journal import Journal, UndoResult
+from swift_ft.errors import ServiceError
+from swift_ft.state import kernels
+from swift_ft.state.journal import Journal, UndoResult
 from tests.unit.optim import models
 
 SMALL = 64
@@ -234,9 +234,9 @@ def test_exact_undo_does_not_depend_on_the_threads_of_the_moment() -> None:
 
 def test_units_are_of_a_size() -> None:
     small = [torch.zeros(n) for n in (100, 5000, 0, 8000, 7000)] * 40
-    large = [torch.zeros(3 * units.unit_size(torch.device("cpu")) + 5)]
-    made = units.cut(small + large, [small + large], [True] * len(small + large))
-    assert all(unit.numel <= units.unit_size(torch.device("cpu")) for unit in made)
+    large = [torch.zeros(3 * kernels.unit_size(torch.device("cpu")) + 5)]
+    made = kernels.cut(small + large, [small + large], [True] * len(small + large))
+    assert all(unit.numel <= kernels.unit_size(torch.device("cpu")) for unit in made)
     assert sum(unit.numel for unit in made) == sum(t.numel() for t in small + large)
     assert [unit.direct for unit in made].count(True) == 4
     assert len(made) < 4 + len(small) / 4

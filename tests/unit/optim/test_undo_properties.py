@@ -8,10 +8,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from swift.errors import ServiceError
-from swift.optim.journal import Journal
-from swift.optim.lamb import Lamb
-from swift.optim.lion import Lion
+from swift_ft.errors import ServiceError
+from swift_ft.optimizers import Lamb, Lion
+from swift_ft.state.journal import Journal
 from tests.unit.optim import models
 
 RATES = st.sampled_from([1e-4, 1e-2, 0.3])

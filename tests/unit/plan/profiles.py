@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from swift.plan.profile import Parallel, Profile
+from swift_ft.lab.plan.profile import Parallel, Profile
 
 
 def profile(machines: int = 4, ranks: int = 1, **changes: Any) -> Profile:

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from swift.plan import gantt, rerouted
-from swift.plan.command import main
-from swift.recovery.adaptive import Costs, plan_step
+from swift_ft.lab.plan import adaptive, rerouted
+from swift_ft.lab.plan.command import main
+from swift_ft.planner.schedule import Costs, plan_step
 from tests.unit.recovery.adaptive.works import one_each
 
 SIZE = ["--adaptive", "--stages", "3", "--replicas", "3", "--microbatches", "4"]
@@ -48,7 +48,7 @@ def test_it_prints_a_table_and_writes_the_rest(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_more_freedom_is_more_throughput_and_none_exceeds_its_bound() -> None:
-    document, _ = rerouted.build(request())
+    document, _ = rerouted.build_rerouted(request())
     for row in document["rows"]:
         ways = row["ways"]
         assert all(way["throughput"] <= way["throughput_bound"] + 1e-9 for way in ways.values())
@@ -106,7 +106,7 @@ def test_without_highspy_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "highspy", None)
     assert main([*SIZE, "--exact", "1"]) == 2
     assert capsys.readouterr().err == (
-        "swift: the exact plan needs highspy, which is missing here: pip install 'swift-ft[exact]'\n"
+        "swift: the exact plan needs highspy, which is missing here: pip install 'swift-ft[lab]'\n"
     )
 
 
@@ -151,11 +151,11 @@ def test_what_is_wrong_is_one_line(argv: list[str], words: str, capsys: pytest.C
 def test_the_drawing_has_a_row_for_each_worker_and_hatches_what_is_adopted() -> None:
     work = one_each(3, 2, 3, lost=[(1, 0)], split=True)
     step = plan_step(work)
-    root = ElementTree.fromstring(gantt.draw(work, step, (0, 1), "a step"))
+    root = ElementTree.fromstring(adaptive.draw_step(work, step, (0, 1), "a step"))
     name = "{http://www.w3.org/2000/svg}"
     parts = [rect for rect in root.iter(f"{name}rect") if rect.get("class") == "part"]
     assert len(parts) == 3 * 2 * 3 * 3
-    assert {rect.get("fill") for rect in parts} == {gantt.COLOURS[kind] for kind in "FIW"}
+    assert {rect.get("fill") for rect in parts} == {adaptive.COLOURS[kind] for kind in "FIW"}
     adopted = [rect for rect in root.iter(f"{name}rect") if rect.get("class") == "adopted"]
     assert len(adopted) == 3 * 3 + 1  # and the key's
     texts = [text.text for text in root.iter(f"{name}text")]
@@ -169,4 +169,4 @@ def test_the_drawing_has_a_row_for_each_worker_and_hatches_what_is_adopted() -> 
 
 def test_a_drawing_of_many_workers_says_how_many_it_leaves_out() -> None:
     work = one_each(2, 70, 1)
-    assert "and 12 more workers" in gantt.draw(work, plan_step(work), (0,) * 70, "a step")
+    assert "and 12 more workers" in adaptive.draw_step(work, plan_step(work), (0,) * 70, "a step")

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.plan import plot, report
-from swift.plan.command import config_of, main
-from swift.plan.profile import Cap, Parallel
-from swift.recovery import RecoveryGroups
+from swift_ft.lab.plan import plot, report
+from swift_ft.lab.plan.command import config_of, main
+from swift_ft.lab.plan.profile import Cap, Parallel
+from swift_ft.planner import RecoveryGroups
 from tests.unit.plan.profiles import profile
 
 ROOT = Path(__file__).parents[3]
@@ -130,14 +130,14 @@ def test_what_is_wrong_is_one_line(
 
 
 def test_without_numpy_it_says_what_to_install() -> None:
-    blocked = "import sys; sys.modules['numpy'] = None; from swift.plan.command import config_of, main"
+    blocked = "import sys; sys.modules['numpy'] = None; from swift_ft.lab.plan.command import config_of, main"
     code = f"{blocked}; sys.exit(main([{str(BERT)!r}]))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (
         3,
-        "swift: numpy is missing here: pip install 'swift-ft[plan]'\n",
+        "swift: numpy is missing here: pip install 'swift-ft[lab]'\n",
     )
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from swift.errors import UsageError
-from swift.plan.exact import exact_step
-from swift.recovery.adaptive import Costs, Work, plan_step, problems
+from swift_ft.errors import UsageError
+from swift_ft.lab.plan.rerouted import exact_step
+from swift_ft.planner.schedule import Costs, Work, plan_step, problems
 from tests.unit.recovery.adaptive.works import Lost, one_each
 
 KNOWN = """
@@ -87,7 +87,7 @@ def test_planned_steps_are_the_shortest_or_nearly(
 
 def test_a_step_that_is_as_short_as_the_bound_needs_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("highspy")
-    monkeypatch.setattr("swift.plan.exact._Program", None)
+    monkeypatch.setattr("swift_ft.lab.plan.rerouted._Program", None)
     work = one_each(4, 4, 8)
     planned = plan_step(work)
     assert exact_step(work, planned, limit_s=1).step is planned
@@ -105,7 +105,7 @@ def test_what_it_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     work = one_each(4, 4, 8, lost=[(0, 0)])
     planned = plan_step(work)
     monkeypatch.setitem(sys.modules, "highspy", None)
-    with pytest.raises(UsageError, match=r"pip install 'swift-ft\[exact\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'swift-ft\[lab\]'"):
         exact_step(work, planned, limit_s=1)
     monkeypatch.undo()
     pytest.importorskip("highspy")

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.plan import frontier, greedy, report
-from swift.plan.frontier import Frontier, by_labels, exact, on_grid
-from swift.plan.model import CostModel
-from swift.plan.profile import Cap, Parallel, Profile
+from swift_ft.lab.plan import report
+from swift_ft.lab.plan import report as frontier
+from swift_ft.lab.plan import report as greedy
+from swift_ft.lab.plan.model import CostModel
+from swift_ft.lab.plan.profile import Cap, Parallel, Profile
+from swift_ft.lab.plan.report import Frontier, by_labels, exact, on_grid
 from tests.unit.plan.profiles import choices, costs, edge_bytes, group_s, profile, profiles
 
 ROUNDING = 1 + 1e-9

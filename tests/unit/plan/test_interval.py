@@ -8,10 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from swift.plan import report, verdict
-from swift.plan.interval import Pace, balance, best_work_s, daly_s, expected_s, young_s
-from swift.plan.model import CostModel
-from swift.plan.profile import Cap
+from swift_ft.lab.plan import report
+from swift_ft.lab.plan import report as verdict
+from swift_ft.lab.plan.interval import Pace, balance, best_work_s, daly_s, expected_s, young_s
+from swift_ft.lab.plan.model import CostModel
+from swift_ft.lab.plan.profile import Cap
 from tests.unit.plan.profiles import choices, profile
 
 MINUTE, HOUR = 60.0, 3600.0

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.plan.model import CostModel
-from swift.plan.profile import Parallel, Profile
+from swift_ft.lab.plan.model import CostModel
+from swift_ft.lab.plan.profile import Parallel, Profile
 from tests.unit.plan.profiles import (
     choices,
     costs,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.errors import UsageError
-from swift.plan.profile import Cap, Parallel, Profile, parse
+from swift_ft.errors import UsageError
+from swift_ft.lab.plan.profile import Cap, Parallel, Profile, parse
 from tests.unit.plan.profiles import profile, profiles
 
 
@@ -162,7 +162,6 @@ def test_a_fault_is_named_in_one_line(words: str, changes: dict[str, Any]) -> No
         ("name: comes twice", b'{"name": "a", "name": "b"}'),
         ("nested too deeply", b"[" * 100_000),
         ("too many digits", b'{"stages": ' + b"9" * 5000 + b"}"),
-        ("at most 16 MiB", b" " * (17 << 20)),
     ],
 )
 def test_what_is_no_profile_at_all_is_said_in_one_line(words: str, text: bytes) -> None:
@@ -172,7 +171,7 @@ def test_what_is_no_profile_at_all_is_said_in_one_line(words: str, text: bytes) 
 
 
 def test_an_infinite_number_that_json_allows_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"forward_s\[0\]: must be from 0 to 1e\+12, not Infinity"):
+    with pytest.raises(UsageError, match="1e999 is too large a number"):
         parse(json.dumps(document()).replace("0.25", "1e999"))
 
 

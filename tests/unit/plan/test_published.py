@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from swift.plan import report
-from swift.plan.command import read
-from swift.plan.model import CostModel
+from swift_ft.lab.plan import report
+from swift_ft.lab.plan.command import read
+from swift_ft.lab.plan.model import CostModel
 
 ROOT = Path(__file__).parents[3]
 PROFILES = ROOT / "examples" / "profiles"

@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 
-from swift.recovery import Assignment, Checkpoints, PlanConfig, RecoveryGroups, Refusals
+from swift_ft.planner import Assignment, Checkpoints, PlanConfig, RecoveryGroups, Refusals
 from tests.unit.recovery.runs import is_inside
 from tests.unit.recovery.situations import NEWEST, Situation, inventories, partial_reports
 

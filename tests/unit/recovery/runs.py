@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 
-from swift.recovery import Assignment, RecoveryGroups
+from swift_ft.planner import Assignment, RecoveryGroups
 
 
 @st.composite

@@ -6,7 +6,7 @@ replay.
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from swift.recovery import (
+from swift_ft.planner import (
     Assignment,
     Checkpoints,
     Plan,

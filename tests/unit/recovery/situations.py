@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
 
-from swift.recovery import (
+from swift_ft.planner import (
     Assignment,
     Checkpoints,
     HeldSnapshot,

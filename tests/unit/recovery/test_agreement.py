@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import event, given, settings
 
-from swift.recovery import (
+from swift_ft.planner import (
     Assignment,
     Checkpoints,
     Plan,

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import event, given, settings
 
-from swift.recovery import Assignment, Checkpoints, Plan, PlanConfig, Report, Slot, Strategy, plan
+from swift_ft.planner import Assignment, Checkpoints, Plan, PlanConfig, Report, Slot, Strategy, plan
 
 AT_10 = Checkpoints(versions=(10,))
 
@@ -204,8 +204,6 @@ def test_the_invariants_hold_in_every_generation(history: list[Assignment]) -> N
             check_groups(now, slot)
         lost = [s for s in range(now.num_stages) if not any(s in now.stages[slot] for slot in now.occupied)]
         assert list(now.lost_stages()) == lost
-        left = {now.slots[slot].dp_rank for slot in now.occupied}
-        assert sorted((*now.lost_origins(), *left)) == list(range(now.dp_size))
         dropped = {o for s in range(now.num_stages) for o in set(range(now.dp_size)) - set(now.origins(s))}
         assert set(now.dropped_origins()) == dropped
         event(f"{len(now.vacant)} vacant, {len(dropped)} dropped, {len(lost)} lost")

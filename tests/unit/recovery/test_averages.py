@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given as any_of
 
-from swift.recovery.averages import Given, given
+from swift_ft.train.lossy import Given, given
 
 
 @st.composite

@@ -5,8 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.recovery import StreamSummary
-from swift.recovery.copies import StreamCopy, combined
+from swift_ft.planner import StreamSummary
+from swift_ft_services.coordinator.log_placement import StreamCopy, combined
 
 
 def summary(

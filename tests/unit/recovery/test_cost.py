@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from swift.recovery import (
+from swift_ft.planner import (
     Assignment,
     Checkpoints,
     Help,
@@ -19,7 +19,8 @@ from swift.recovery import (
     Sent,
     StageMeasured,
 )
-from swift.recovery.cost import (
+from swift_ft.planner.plan import plan
+from swift_ft.planner.replay_cost import (
     BUCKET_BYTES,
     LINK_BYTES_PER_S,
     READ_BYTES_MIN,
@@ -28,7 +29,6 @@ from swift.recovery.cost import (
     fewest,
     step_s,
 )
-from swift.recovery.plan import plan
 from tests.unit.recovery.test_plan import full_log, one_stage_each
 
 MB = 1_000_000

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swift.recovery import Report, finishable
+from swift_ft.planner import Report, finishable
 
 
 def forward(reports: list[Report]) -> list[int | None]:

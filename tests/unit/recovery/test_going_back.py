@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from swift.recovery import (
+from swift_ft.planner import (
     Assignment,
     Checkpoints,
     HeldSnapshot,
@@ -15,7 +15,7 @@ from swift.recovery import (
     Strategy,
     plan,
 )
-from swift.recovery.partners import in_order, partners
+from swift_ft.train.snapshots import in_order, partners
 
 RANKS = 4
 NOTHING = Refusals()

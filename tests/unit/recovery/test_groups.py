@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.recovery import (
+from swift_ft.planner import (
     Assignment,
     Checkpoints,
     Plan,

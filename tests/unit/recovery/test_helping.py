@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from swift.recovery import (
+from swift_ft.planner import (
     Assignment,
     Checkpoints,
     Help,

@@ -4,16 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from swift.recovery import (
-    Checkpoints,
-    Plan,
-    PlanConfig,
-    Refusals,
-    Report,
-    Strategy,
-    plan,
-    plan_off_log,
-)
+from swift_ft.planner import Checkpoints, Plan, PlanConfig, Refusals, Report, Strategy, plan, plan_off_log
 from tests.unit.recovery.test_helping import AT_5, said
 from tests.unit.recovery.test_plan import full_log, one_stage_each
 

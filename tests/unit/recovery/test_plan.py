@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from swift.recovery import (
+from swift_ft.planner import (
     Assignment,
     Checkpoints,
     Plan,

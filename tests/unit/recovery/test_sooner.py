@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from swift.recovery import Checkpoints, HeldSnapshot, Plan, PlanConfig, Refusals, Report, Strategy, plan
+from swift_ft.planner import Checkpoints, HeldSnapshot, Plan, PlanConfig, Refusals, Report, Strategy, plan
 from tests.unit.recovery.test_cost import full_log, measured, one_stage_each
 
 RANKS, LOST, NEWEST = 4, 2, 15

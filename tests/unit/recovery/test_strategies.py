@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from swift.recovery import STRATEGIES, Help, Plan, RankPlan, Report, Strategy
-from swift.recovery.strategies import TABLE, Begins, permitted, refused_with
-from swift.runtime.strategies import TABLE as RESTORES
+from swift_ft.planner import STRATEGIES, Help, Plan, RankPlan, Report, Strategy
+from swift_ft.planner.strategies import TABLE, Begins, permitted, refused_with
+from swift_ft.train.strategies import TABLE as RESTORES
 
 KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, SNAPSHOT, LOSSY_FORWARD = Strategy
 TARGET = 7

@@ -1,11 +1,12 @@
-"""For how long a job waits for a process, against the best that could have been done (`swift.recovery.waiting`)."""
+"""For how long a job waits for a process, against the best that could have been done
+(`swift_ft.planner.assignment`)."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.recovery import RankMeasured, quickest, worth_waiting_s
-from swift.recovery.waiting import GENERATION_S, slower
+from swift_ft.planner import RankMeasured, quickest, worth_waiting_s
+from swift_ft.planner.assignment import GENERATION_S, slower
 
 SECONDS = st.floats(0.001, 1000.0)
 

@@ -12,12 +12,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from swift.recovery import Assignment, Checkpoints, PlanConfig, Report, plan
-from swift.runtime.backends.runner import Task
-from swift.runtime.config import SessionConfig
-from swift.runtime.cut_step import CutStep, World
-from swift.runtime.reducer import Reducer
-from swift.runtime.whole_module import WholeModule
+from swift_ft.comm.worker_thread import Task
+from swift_ft.planner import Assignment, Checkpoints, PlanConfig, Report, plan
+from swift_ft.state.carried_gradients import WholeModule
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.lossy import CutStep, World
+from swift_ft.train.reducer import Reducer
 from tests.unit.runtime.wired import updates_of
 
 LAYERS, WIDTH = 5, 3
@@ -243,7 +243,7 @@ class Rank:
         self.updates = updates_of(config, reducer, cut_step=self.cut_step, vote=self._vote)
         self.unit = WholeModule(self.model)
         if self.updates.wait_free:
-            self.updates.ready_in_backward(self.unit)
+            self.updates.awaited.add(self.unit)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.updates.add(self.optimizer)
 

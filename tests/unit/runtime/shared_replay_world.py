@@ -16,21 +16,20 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.pipelining import Schedule1F1B, ScheduleDualPipeV, ScheduleGPipe, ScheduleZBVZeroBubble
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from swift.control.plans import PublishedPlan
-from swift.errors import RecordMissing
-from swift.log.read_filter import ReadFilter
-from swift.log.record import Record, RecordKey, digest_of
-from swift.recovery import Assignment, Help, Plan
-from swift.recovery.groups import RecoveryGroups
-from swift.runtime import _torch
-from swift.runtime.channel import Channel
-from swift.runtime.faults import FaultInjector
-from swift.runtime.shapes import Shapes
-from swift.runtime.shared_replay import helper as helping
-from swift.runtime.shared_replay.helper import Helper
-from swift.runtime.shared_replay.owner import Owner
-from swift.runtime.stage import LoggedPipelineStage, logged_loss
-from swift.runtime.tensors import owned_bytes, same_bits
+from swift_ft import torch_private
+from swift_ft.errors import RecordMissing
+from swift_ft.log.reader import ReadFilter
+from swift_ft.log.record import Record, RecordKey, digest_of
+from swift_ft.planner import Assignment, Help, Plan
+from swift_ft.planner.groups import RecoveryGroups
+from swift_ft.rpc.codec import PublishedPlan
+from swift_ft.state.tensors import owned_bytes, same_bits
+from swift_ft.train import replay_helper
+from swift_ft.train.boundary_log import Channel, Shapes
+from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.replay_helper import Helper
+from swift_ft.train.shared_replay import Owner
+from swift_ft.train.stage import LoggedPipelineStage, logged_loss
 from tests.local_backend import LocalWire, Network
 from tests.unit.runtime.test_gradient_chain import in_parallel
 from tests.unit.runtime.wired import state_of, updates_of
@@ -154,7 +153,7 @@ class Rank:
         self.parameters = [p for stage in self.stages for p in stage.submod.parameters()]
         several = len(indices) > 1
         self.schedule = schedule(self.stages if several else self.stage, microbatches, loss_fn=loss_fn)
-        _torch.wrap_loss(self.schedule, logged_loss(self.stages, self.channel))
+        torch_private.wrap_loss(self.schedule, logged_loss(self.stages, self.channel))
         self.state = state_of(3, updates)
         self.state.stages, self.state.schedules, self.state.version = self.stages, [self.schedule], 9
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.1)
@@ -195,15 +194,17 @@ def told_shapes() -> Iterator[Any]:
     """A store with what neighbours say about shapes; they are the same everywhere."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     found = HashStore()
-    metas = (_torch.TensorMeta(torch.Size([ROWS, WIDTH]), (WIDTH, 1), torch.float32, requires_grad=True),)
+    metas = (
+        torch_private.TensorMeta(torch.Size([ROWS, WIDTH]), (WIDTH, 1), torch.float32, requires_grad=True),
+    )
     gradients = (
-        _torch.TensorMeta(torch.Size([ROWS, WIDTH]), (WIDTH, 1), torch.float32, requires_grad=False),
+        torch_private.TensorMeta(torch.Size([ROWS, WIDTH]), (WIDTH, 1), torch.float32, requires_grad=False),
     )
     said = Shapes(lambda: found, 0, lambda: None)
     said.infer(STEPS.start, 0, training=True, first=True)
     for one, other in itertools.pairwise(range(2 * RANKS)):
-        said.put("F", one, other, _torch.meta_to_json(metas))
-        said.put("B", other, one, _torch.meta_to_json(gradients))
+        said.put("F", one, other, torch_private.meta_to_json(metas))
+        said.put("B", other, one, torch_private.meta_to_json(gradients))
     yield found
     dist.destroy_process_group()
 
@@ -267,7 +268,7 @@ def shared(
     monkeypatch: pytest.MonkeyPatch,
     **options: Any,
 ) -> Shared:
-    monkeypatch.setattr(helping, "LogReader", lambda *_arguments: log)
+    monkeypatch.setattr(replay_helper, "LogReader", lambda *_arguments: log)
     network = Network()
     owner = Rank(rank, store, module, schedule, microbatches)
     others = [Rank(one, store, Part, schedule, microbatches) for one in helpers]
@@ -333,7 +334,7 @@ def one_at_a_time(turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
         alone(LoggedPipelineStage, name)
     alone(Channel, "begin_step")
-    alone(_torch.Schedule, "_initialize_pp_stages")
+    alone(torch_private.Schedule, "_initialize_pp_stages")
 
 
 def same_parameters(one: Rank, other: Rank) -> None:

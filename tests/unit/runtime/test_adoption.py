@@ -9,13 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.errors import UsageError
-from swift.recovery import Assignment
-from swift.runtime.adoption import Adoption
-from swift.runtime.config import SessionConfig
-from swift.runtime.launched import from_environment
-from swift.runtime.origin_loaders import OriginLoader
-from swift.runtime.reducer import Row, sum_by_origin
+from swift_ft.errors import UsageError
+from swift_ft.planner import Assignment
+from swift_ft.state.loaders import OriginLoader
+from swift_ft.train.batch_redistribution import Adoption
+from swift_ft.train.config import SessionConfig, from_environment
+from swift_ft.train.reducer import Row, sum_by_origin
 from tests.unit.runtime.test_ordered import on_all, values
 from tests.unit.runtime.wired import ignored, updates_of
 

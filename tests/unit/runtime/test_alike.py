@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from swift.runtime.config import SessionConfig
-from swift.runtime.whole_module import WholeModule
+from swift_ft.state.carried_gradients import WholeModule
+from swift_ft.train.config import SessionConfig
 from tests.unit.optim import models
 from tests.unit.optim.test_journal import Lazy
 from tests.unit.runtime.test_replica import copy, same
@@ -114,7 +114,7 @@ class Rank:
         self.fails = False
         self.state = state_of(0, self.updates)
         unit = WholeModule(self.module)
-        self.updates.ready_in_backward(unit)
+        self.updates.awaited.add(unit)
         self.state.stages.append(unit)
         parameters = list(self.module.parameters())
         self.optimizer = (

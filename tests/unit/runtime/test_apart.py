@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from swift.runtime.apart import Accumulator
+from swift_ft.train.batch_redistribution import Accumulator
 
 OWN, OTHER = 0, 1
 

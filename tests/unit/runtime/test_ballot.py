@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from swift.errors import UsageError
-from swift.runtime.ballot import Outcome, ballot, outcome
+from swift_ft.errors import UsageError
+from swift_ft.train.updates import Outcome, ballot, outcome
 
 
 def of(*said: torch.Tensor) -> Outcome:

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from swift.errors import UsageError
-from swift.log import ring
-from swift.log.reader import LogReader
-from swift.log.record import RecordKey
-from swift.log.ring import Word
-from swift.log.sidecar_client import SidecarWriter
-from swift.recovery import Assignment
-from swift.runtime.backends.gloo import GlooBackend
-from swift.runtime.capture import DeviceCapture, HostCapture, capture_for
-from swift.runtime.gate import Gate
-from swift.runtime.model_parts import ModelParts
+from swift_ft.comm.gloo import GlooBackend
+from swift_ft.errors import UsageError
+from swift_ft.log import ring
+from swift_ft.log.reader import LogReader
+from swift_ft.log.record import RecordKey
+from swift_ft.log.ring import Word
+from swift_ft.log.sidecar_client import SidecarWriter
+from swift_ft.planner import Assignment
+from swift_ft.train.boundary_log import DeviceCapture, HostCapture, capture_for
+from swift_ft.train.collective_policy import Gate
+from swift_ft.train.session import ModelParts
 from tests.unit.log.service import JOB, InProcess, eventually
 
 QUEUE_BYTES = 1 << 20

@@ -7,21 +7,19 @@ from typing import Any
 
 import pytest
 
-from swift import events
-from swift._pb import coordinator_pb2 as pb
-from swift.checkpoint import store as module
-from swift.checkpoint.store import CheckpointStore, Saved, Unsaved
-from swift.control.patience import Unanswered
-from swift.control.plans import PublishedPlan
-from swift.errors import Fenced, ReplayRefused, ServiceError, SwiftError, UsageError
-from swift.recovery import Plan, RecoveryGroups
-from swift.recovery.regroup import LoggedGroups
-from swift.runtime.checkpointing import Saving
-from swift.runtime.config import SessionConfig
-from swift.runtime.hook import Hook
-from swift.runtime.object_states import ObjectStates
+from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import Fenced, ReplayRefused, ServiceError, SwiftError, UsageError
+from swift_ft.planner import Plan
+from swift_ft.rpc.client import Unanswered
+from swift_ft.rpc.codec import PublishedPlan
+from swift_ft.state import checkpoint_store
+from swift_ft.state.checkpoint_store import CheckpointStore, Saved, Unsaved
+from swift_ft.train.checkpointing import Saving
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.errors import Hook
 from tests.unit.checkpoint.holding import Holding
-from tests.unit.runtime.wired import engine_of, state_of, updates_of
+from tests.unit.runtime.wired import Unrecorded, engine_of, state_of, updates_of
 
 
 class Store:
@@ -73,7 +71,7 @@ class Client:
         self.unanswered = 0
         self.error: SwiftError = ServiceError("nobody answers")
         self.told: list[tuple[int, int]] = []
-        self.groups: list[tuple[int, int]] = []
+        self.recorded: list[bool] = []
 
     def heard(self) -> None:
         if self.unanswered:
@@ -91,25 +89,25 @@ class Client:
         return True
 
     def checkpoint_durable(
-        self, version: int, generation: int, number: int, since: int, patience_s: float | None = None
+        self,
+        version: int,
+        generation: int,
+        recorded: bool = False,
+        patience_s: float | None = None,
     ) -> None:
         self.patience_s = patience_s
         if self.deaf:
             self.deaf -= 1
             raise self.error
         self.told.append((version, generation))
-        self.groups.append((number, since))
+        self.recorded.append(recorded)
 
 
-def saving(
-    store: Store, client: Client, wanted: str = "", complete: Sequence[int] = (), given_up: int = 0
-) -> Saving:
+def saving(store: Store, client: Client, complete: Sequence[int] = (), given_up: int = 0) -> Saving:
     state = state_of(1, updates_of())
     state.version = 17
     view = pb.View(
         generation=9,
-        groups_next=wanted,
-        groups_number=3 if wanted else 0,
         checkpoints=complete,
         checkpoints_from=given_up,
     )
@@ -122,7 +120,8 @@ def saving(
         watcher=SimpleNamespace(latest=view, wait_for=lambda _test, _timeout: view),
     )
     kept: Any = store
-    return Saving(2, member, state, kept, LoggedGroups(2, RecoveryGroups()))
+    recording: Any = Unrecorded()
+    return Saving(2, member, state, kept, recording)
 
 
 def test_training_waits_for_it_if_it_is_to() -> None:
@@ -168,17 +167,6 @@ def test_whoever_is_ready_behind_it_has_told(deaf: int) -> None:
     assert set(client.told) == {(17, 8)}
 
 
-@pytest.mark.parametrize("generation", [0, 9])
-def test_with_a_checkpoint_goes_since_when_the_groups_that_are_wanted_are_logged(generation: int) -> None:
-    client = Client()
-    one = saving(Store(), client, "0-1,2-3")
-    if generation:
-        one.save_before_ready(generation)
-    else:
-        one.save()
-    assert set(client.groups) == {(3, 17)}
-
-
 def test_a_coordinator_that_stays_away_is_an_error() -> None:
     with pytest.raises(ServiceError, match="nobody answers"):
         saving(Store(), Client(2)).save_before_ready(8)
@@ -220,7 +208,7 @@ def test_no_job_begins_before_the_coordinator_knows_of_its_first_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: int
 ) -> None:
     """Away longer than it is told in the background."""
-    monkeypatch.setattr(module, "_TOLD_S", 0.0)
+    monkeypatch.setattr(checkpoint_store, "_TOLD_S", 0.0)
     client = Client(deaf=away)
     store: Any = CheckpointStore(tmp_path, 2, Holding(entered=9))
     one = saving(store, client)
@@ -239,11 +227,10 @@ def test_no_job_begins_before_the_coordinator_knows_of_its_first_checkpoint(
 @pytest.mark.parametrize("away", [0, 1])
 def test_the_last_checkpoint_is_told_again_before_the_end(away: int) -> None:
     client = Client(deaf=away)
-    one = saving(Store(), client, "0-1,2-3")
+    one = saving(Store(), client)
     one.save_last()
     one.tell_untold()
     assert client.told == [(17, 9)]
-    assert client.groups == [(3, 17)]
     assert (client.patience_s is None) is (away == 1)
 
 
@@ -314,15 +301,9 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
         settle=ignored,
         profile=profile,
         off_log=saves,
-        logged_by=(),
-        logged_groups=LoggedGroups(2, RecoveryGroups()),
     )
-    state: Any = SimpleNamespace(
-        version=9, begin_step=ignored, state_dict=dict, told=list, code=list, loads=ObjectStates()
-    )
+    state: Any = SimpleNamespace(version=9, begin_step=ignored, state_dict=dict, begun_with=dict)
     state.gradients = SimpleNamespace(news=lambda: False)
-    objects = SimpleNamespace(numbers=lambda _reads: {})
-    state.beside = SimpleNamespace(transient=set(), untellable=dict, held=objects)
     state.updates = SimpleNamespace(end_step=ignored, vote=Hook("vote"), before_update=Hook("before_update"))
 
     def end_step() -> None:

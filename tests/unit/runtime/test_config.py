@@ -2,8 +2,8 @@
 
 import pytest
 
-from swift.errors import UsageError
-from swift.runtime.config import SessionConfig
+from swift_ft.errors import UsageError
+from swift_ft.train.config import SessionConfig
 
 
 def test_all_ranks_agree_on_groups_however_they_are_written() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from swift.checkpoint.shard import Snapshot
-from swift.checkpoint.state import split
-from swift.runtime.replica import digest_of
+from swift_ft.state.checkpoint_file import Snapshot
+from swift_ft.state.transfer import digest_of
+from swift_ft.state.tree import split
 from tests.unit.runtime.test_snapshots import RANKS, Job
 from tests.unit.runtime.test_staggering import Rank
 

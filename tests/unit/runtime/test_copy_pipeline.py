@@ -9,17 +9,14 @@ import pytest
 import torch
 from torch.distributed.pipelining import Schedule1F1B
 
-from swift.errors import ReplayRefused
-from swift.log.record import RecordKey
-from swift.recovery import Help
-from swift.recovery.groups import RecoveryGroups
-from swift.recovery.regroup import LoggedGroups
-from swift.runtime.backends.runner import Broken
-from swift.runtime.shared_replay.actions import Action, ahead
-from swift.runtime.shared_replay.agreement import Together, copy_of
-from swift.runtime.shared_replay.copy_pipeline import CopyPipeline, InCopy
-from swift.runtime.shared_replay.owner import send_away
-from swift.runtime.tensors import same_bits
+from swift_ft.comm.worker_thread import Broken
+from swift_ft.errors import ReplayRefused
+from swift_ft.log.record import RecordKey
+from swift_ft.planner import Help
+from swift_ft.planner.groups import RecoveryGroups
+from swift_ft.state.tensors import same_bits
+from swift_ft.train.replay_helper import CopyPipeline, InCopy
+from swift_ft.train.shared_replay import StepAction, Together, ahead, copy_of, send_away
 from tests.local_backend import LocalWire, Network
 from tests.unit.runtime import shared_replay_world as world
 from tests.unit.runtime.shared_replay_world import Log, Part, Rank, loss_fn, one_at_a_time
@@ -144,8 +141,7 @@ class Copy:
         self.schedules = [self._schedule(rank, network) for rank in self.ranks]
 
     def _schedule(self, rank: Rank, network: Network) -> Any:
-        rank.channel.groups = groups = RecoveryGroups.parse("0-1,2")
-        rank.channel.logged_groups = LoggedGroups(rank.rank, groups)
+        rank.channel.groups = RecoveryGroups.parse("0-1,2")
         rank.channel.begin_replay(self.log, STEP, ())  # type: ignore[arg-type]
         rank.channel.begin_step(STEP)
         return InCopy(
@@ -154,7 +150,7 @@ class Copy:
 
     def run(self, numbers: range) -> None:
         def one(place: int) -> None:
-            each = [Action(place, kind, mb) for mb in numbers for kind in "FB"]
+            each = [StepAction(place, kind, mb) for mb in numbers for kind in "FB"]
             self.schedules[place].run(
                 ahead(each, 1 - place),
                 lambda stage, mb: ((self.inputs[mb],) if stage == 0 else (), {}),
@@ -239,4 +235,4 @@ class TestCopy:
 
         copy.schedules[1]._inner._post.receive = lost
         with pytest.raises(Broken, match="closed by peer"):
-            copy.schedules[1].run([Action(1, "F", 0)], lambda _stage, _mb: ((), {}), lambda _mb: None)
+            copy.schedules[1].run([StepAction(1, "F", 0)], lambda _stage, _mb: ((), {}), lambda _mb: None)

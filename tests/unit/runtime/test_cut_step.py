@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from swift.errors import UsageError
-from swift.recovery import averages
-from swift.runtime import cut_step
-from swift.runtime.config import SessionConfig
+from swift_ft.errors import UsageError
+from swift_ft.train import lossy
+from swift_ft.train.config import SessionConfig
 from tests.unit.runtime.cut_world import LAYERS, WIDTH, Job, Rank, Script, loss_of
 
 STEPS, RANKS = 3, 3
@@ -29,7 +28,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
         if event == "lossy_step":
             steps.setdefault(fields["step"], {})[fields["rank"]] = fields["buckets"]
 
-    monkeypatch.setattr(cut_step.events, "emit", emit)
+    monkeypatch.setattr(lossy.events, "emit", emit)
     return steps
 
 
@@ -157,7 +156,7 @@ def test_cuts_at_random(seed: int, told: Told) -> None:
 
 
 def test_another_divisor_is_noticed(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swift.recovery.Assignment.contributions", lambda self, group: RANKS)
+    monkeypatch.setattr("swift_ft.planner.Assignment.contributions", lambda self, group: RANKS)
     job = Job(RANKS, [cut_in_second_step({0: 2, 2: 1}, 2)], wait_free=False, steps=STEPS)
     left = job.run()
     with pytest.raises(AssertionError):
@@ -166,19 +165,19 @@ def test_another_divisor_is_noticed(told: Told, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_average_that_is_not_given_is_noticed(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody goes on with what it has."""
-    monkeypatch.setattr(cut_step, "given", lambda held: [])
+    given = lossy.given
+    monkeypatch.setattr(lossy, "given", lambda held: [])
     job = Job(RANKS, [cut_in_second_step({0: 2, 2: 2}, 2)], wait_free=False, steps=STEPS)
     check(job, job.run(), told, wait_free=False)  # nothing is lacking here
     told.clear()
 
-    def anew(held: list[list[int]]) -> list[averages.Given]:
-        gifts = averages.given(held)
+    def anew(held: list[list[int]]) -> list[lossy.Given]:
+        gifts = given(held)
         return [
-            averages.Given(bucket=g.bucket, generation=g.generation, source=1 - g.source, to=g.to)
-            for g in gifts
+            lossy.Given(bucket=g.bucket, generation=g.generation, source=1 - g.source, to=g.to) for g in gifts
         ]
 
-    monkeypatch.setattr(cut_step, "given", anew)
+    monkeypatch.setattr(lossy, "given", anew)
     job = Job(RANKS, [cut_in_second_step({0: 2, 2: 1}, 2)], wait_free=False, steps=STEPS)
     left = job.run()
     with pytest.raises(AssertionError):

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.errors import Divergence, LogInterrupted, LogUnavailable, ServiceError, SwiftError
-from swift.log.unlogged import Dropped, Steps
-from swift.runtime.early_checkpoint import EarlyCheckpoint, UnloggedSteps, flush_at_end
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import Divergence, LogInterrupted, LogUnavailable, ServiceError, SwiftError
+from swift_ft.log.record import Dropped, Steps
+from swift_ft.train.checkpointing import EarlyCheckpoint, UnloggedSteps, flush_at_end
 
 
 class FakeMember:

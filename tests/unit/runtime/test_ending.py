@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.runtime.ending import Ending
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.train.step import Ending
 
 
 class World:

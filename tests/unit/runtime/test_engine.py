@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.control.plans import PublishedPlan
-from swift.errors import (
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import (
     Divergence,
     Fenced,
     LogUnavailable,
@@ -18,12 +17,12 @@ from swift.errors import (
     SwiftError,
     UsageError,
 )
-from swift.recovery import Plan, RankPlan, RecoveryGroups, Strategy
-from swift.recovery.regroup import LoggedGroups
-from swift.runtime.config import SessionConfig
-from swift.runtime.engine import Engine
-from swift.runtime.member import Member, own_servers
-from swift.runtime.own_log import OwnLog
+from swift_ft.planner import Plan, RankPlan, Strategy
+from swift_ft.rpc.codec import PublishedPlan
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.coordinator_session import Member, own_servers
+from swift_ft.train.engine import Engine
+from swift_ft.train.log_session import OwnLog
 from tests.unit.runtime import wired
 from tests.unit.runtime.wired import state_of, updates_of
 
@@ -37,7 +36,10 @@ def view_of(*copies: str, lost: tuple[int, ...] = (), again: str = "", generatio
         for number, (address, _) in enumerate(SERVERS)
     ]
     places += [pb.LogServerPlace(address=again)] if again else []
-    kept = [pb.LogCopies(rank=0, servers=["l0:1"]), pb.LogCopies(rank=1, servers=copies)]
+    kept = [
+        pb.LogCopies(rank=0, servers=["l0:1"]),
+        pb.LogCopies(rank=1, servers=copies),
+    ]
     return pb.View(generation=generation, state=pb.PLANNING, log_places=places, log_copies=kept)
 
 
@@ -71,8 +73,8 @@ class Told:
 
 
 def engine_of(told: Told) -> Engine:
-    state = state_of(1, updates_of(vote=None, before_update=None))
-    channel: Any = SimpleNamespace(logged_groups=LoggedGroups(1, RecoveryGroups()))
+    state = state_of(1, updates_of(vote=None))
+    channel: Any = SimpleNamespace()
     member: Any = SimpleNamespace(client=told, lease={}, say=lambda statement: statement() is None)
     return wired.engine_of(1, SessionConfig(), member=member, channel=channel, state=state)
 
@@ -194,7 +196,11 @@ def test_ready_is_said_once_for_each_change_though_the_view_that_was_entered_is_
     engine = engine_of(Told())
     entered, granted, running = (
         pb.View(generation=2, revision=revision, state=state)
-        for revision, state in [(1, pb.FORMING), (2, pb.FORMING), (3, pb.RUNNING)]
+        for revision, state in [
+            (1, pb.FORMING),
+            (2, pb.FORMING),
+            (3, pb.RUNNING),
+        ]
     )
     member: Any = Member("127.0.0.1:1", "j", 1, "i")
     member.watcher = Watched(granted, running)
@@ -232,7 +238,6 @@ def test_who_calls_the_end_in_a_step_that_it_replays_has_called_it() -> None:
     engine._faults = SimpleNamespace(at=lambda *_: None)  # type: ignore[assignment]
     engine._member.check = lambda: None  # type: ignore[method-assign]
     engine._steps.run = go_on  # type: ignore[method-assign]
-    engine._script = SimpleNamespace(look=lambda: None)  # type: ignore[assignment]
     engine.ending.finish = lambda *_: ended.append(engine._state.version)  # type: ignore[method-assign]
     engine._lines = SimpleNamespace(cut=lambda _version: None)  # type: ignore[assignment]
     engine.membership._view = pb.View(state=pb.RUNNING)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from swift.runtime.backends.gloo import GlooBackend
-from swift.runtime.errors import is_communication, words_of
+from swift_ft.comm.backend import is_communication, words_of
+from swift_ft.comm.gloo import GlooBackend
 
 
 def test_what_it_was_raised_from_is_said_too() -> None:

@@ -9,14 +9,13 @@ from typing import Any
 import grpc
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.errors import Divergence, Fenced
-from swift.runtime.backends.gloo import GlooBackend
-from swift.runtime.errors import is_communication
-from swift.runtime.failures import Failures
-from swift.runtime.member import Member
-from swift.runtime.rank_store import CoordinatorStores
-from swift.runtime.retries import Retries
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.comm.backend import is_communication
+from swift_ft.comm.gloo import GlooBackend
+from swift_ft.comm.rank_store import CoordinatorStores
+from swift_ft.errors import Divergence, Fenced
+from swift_ft.train.coordinator_session import Member
+from swift_ft.train.failures import Failures, Retries
 from tests.unit.control.test_client import Served
 from tests.unit.log.service import eventually
 
@@ -67,7 +66,8 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"), [(LOST, pb.SuspectRequest), (Divergence("s1.F step 3"), pb.RefuseRequest)]
+    ("error", "kind"),
+    [(LOST, pb.SuspectRequest), (Divergence("s1.F step 3"), pb.RefuseRequest)],
 )
 def test_a_loss_waits_for_a_coordinator_that_is_away(world: World, error: Exception, kind: type) -> None:
     world.served.stop()

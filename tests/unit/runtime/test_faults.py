@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from swift import events
-from swift.failures import in_ranks
-from swift.failures.grammar import RankFault, parse
-from swift.runtime import layer_faults
-from swift.runtime.faults import FaultInjector
+from swift_ft import events, fault_grammar
+from swift_ft.fault_grammar import RankFault, parse
+from swift_ft.train import boundary_log
+from swift_ft.train.fault_points import FaultInjector
 
 Make = Callable[..., FaultInjector]
 
@@ -37,7 +36,7 @@ def injector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         for index, spec in enumerate(specs):
             fault = parse(spec)
             assert isinstance(fault, RankFault)
-            told.append(in_ranks.item(fault, f"fault{index}"))
+            told.append(fault_grammar.item(fault, f"fault{index}"))
         monkeypatch.setenv("SWIFT_FAULTS", json.dumps(told))
         monkeypatch.setenv("SWIFT_FAULTS_DIR", str(tmp_path))
         return FaultInjector(rank)
@@ -121,7 +120,7 @@ def test_a_layer_is_reached_in_both_directions_and_changes_no_bit() -> None:
     reached: list[tuple[str, str]] = []
     watched = model()
     for name in ("1.0", "2", "7"):
-        layer_faults.watch(watched, name, lambda phase, name=name: reached.append((phase, name)))  # type: ignore[misc]
+        boundary_log.watch(watched, name, lambda phase, name=name: reached.append((phase, name)))  # type: ignore[misc]
     for mine, plain in zip(gradients(watched), gradients(model()), strict=True):
         assert torch.equal(mine, plain)
     assert reached == [("forward", "1.0"), ("forward", "2"), ("backward", "2"), ("backward", "1.0")]
@@ -131,6 +130,6 @@ def test_a_layer_is_reached_in_both_directions_and_changes_no_bit() -> None:
 def test_a_copy_of_a_module_is_not_watched(copied: Callable[[nn.Module], Any]) -> None:
     reached: list[str] = []
     watched = model()
-    layer_faults.watch(watched, "0", reached.append)
+    boundary_log.watch(watched, "0", reached.append)
     gradients(copied(watched))
     assert reached == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from swift.runtime.fingerprint import ENVIRONMENT, cpu_model, determinism_fingerprint
+from swift_ft.train.config import ENVIRONMENT, cpu_model, determinism_fingerprint
 
 ONE = (
     "processor\t: {n}\nvendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: {model}\n"

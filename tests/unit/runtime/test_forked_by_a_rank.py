@@ -7,7 +7,7 @@ import sys
 SCRIPT = """
 import gc, os, signal
 import torch.distributed as dist
-import swift.runtime.backends.gloo
+import swift_ft.comm.gloo
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 gc.disable()

@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from swift.errors import Divergence, ReplayRefused, UsageError
-from swift.log.record import Record, RecordKey, digest_of
-from swift.recovery import Assignment
-from swift.recovery.groups import RecoveryGroups
-from swift.runtime import _torch
-from swift.runtime.backends.base import Collective
-from swift.runtime.backends.ordered import Alone
-from swift.runtime.channel import Channel
-from swift.runtime.faults import FaultInjector
-from swift.runtime.gate import Gate
-from swift.runtime.groups import ReconfigurableGroup
-from swift.runtime.tensors import byte_view, dtype_name
-from swift.runtime.ties import Ties
+from swift_ft import torch_private
+from swift_ft.comm.backend import Collective
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.comm.message_collectives import Alone
+from swift_ft.errors import Divergence, ReplayRefused, UsageError
+from swift_ft.log.record import Record, RecordKey, digest_of
+from swift_ft.planner import Assignment
+from swift_ft.planner.groups import RecoveryGroups
+from swift_ft.state.tensors import byte_view, dtype_name
+from swift_ft.train.boundary_log import Channel
+from swift_ft.train.collective_policy import Gate
+from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.tied_weights import Ties
 from tests.local_backend import LocalBackend
 from tests.unit.runtime.wired import updates_of
 
@@ -221,11 +221,11 @@ def test_a_rank_alone_waits_for_nobody() -> None:
 
 def test_objects_and_new_groups_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(Log())
-    monkeypatch.setattr(_torch._c10d, "_object_to_tensor", _torch._object_to_tensor)
-    _torch.before_pickling(rank.gate.pickles)
-    monkeypatch.setattr(_torch._c10d._world, "default_pg", None)
-    _torch.register_group(rank.all, "default", RANKS, LocalBackend())
-    _torch.make_default(rank.all)
+    monkeypatch.setattr(torch_private._c10d, "_object_to_tensor", torch_private._object_to_tensor)
+    torch_private.before_pickling(rank.gate.pickles)
+    monkeypatch.setattr(torch_private._c10d._world, "default_pg", None)
+    torch_private.register_group(rank.all, "default", RANKS, LocalBackend())
+    torch_private.make_default(rank.all)
     try:
         with (
             rank.gate.step(),

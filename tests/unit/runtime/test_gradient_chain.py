@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from swift.errors import ReplayRefused
-from swift.runtime.backends.gloo import GlooBackend
-from swift.runtime.shared_replay.gradient_chain import GradientChain, Post, buckets, taken_apart
-from swift.runtime.shared_replay.gradients import added
-from swift.runtime.shared_replay.shares import shares
-from swift.runtime.tensors import same_bits
+from swift_ft.comm.gloo import GlooBackend
+from swift_ft.errors import ReplayRefused
+from swift_ft.state.tensors import same_bits
+from swift_ft.train.gradient_chain import GradientChain, Post, added_in_order, buckets, taken_apart
+from swift_ft.train.shared_replay import shares
 from tests.local_backend import LocalWire, Network
 
 SHAPES = [
@@ -87,7 +86,7 @@ def test_gradients_have_the_bits_of_one_process(
     count: int, microbatches: int, seed: int, bucket: int
 ) -> None:
     wanted = [
-        added(None, [a.clone() for mb in addends(microbatches, seed) for a in mb[index]])
+        added_in_order(None, [a.clone() for mb in addends(microbatches, seed) for a in mb[index]])
         for index in range(len(SHAPES))
     ]
     network = Network()
@@ -177,7 +176,7 @@ def test_over_gloo(count: int) -> None:
         fabric.close()
     for step in range(steps):
         for n, total in enumerate(sums[step]):
-            wanted = added(None, [gradients(step, mb)[n] for mb in range(microbatches)])
+            wanted = added_in_order(None, [gradients(step, mb)[n] for mb in range(microbatches)])
             assert wanted is not None
             assert same_bits(total, wanted)
 

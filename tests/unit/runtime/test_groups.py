@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from swift.errors import UsageError
-from swift.runtime import _torch
-from swift.runtime.groups import ReconfigurableGroup
+from swift_ft import torch_private
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.errors import UsageError
 from tests.local_backend import LocalBackend
 
 RANKS = (0, 1, 2, 3)
@@ -75,7 +75,7 @@ def test_what_has_a_part_for_every_rank_is_refused() -> None:
 
 
 def test_parts_are_of_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch, "register_group", lambda *_: None)  # a process of torch's is one rank
+    monkeypatch.setattr(torch_private, "register_group", lambda *_: None)  # a process of torch's is one rank
 
     def run(group: ReconfigurableGroup, rank: int) -> Any:
         if rank == 1:
@@ -115,7 +115,7 @@ def on_routes(run: Callable[[ReconfigurableGroup, int], Any]) -> dict[int, Any]:
 
 
 def test_who_sits_in_two_pipelines_is_in_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch, "register_group", lambda *_: None)
+    monkeypatch.setattr(torch_private, "register_group", lambda *_: None)
 
     def told(group: ReconfigurableGroup, rank: int) -> list[Any]:
         number = torch.tensor(rank)

@@ -1,11 +1,13 @@
 """Gradients that a step leaves to the next one: a step that is dropped and a state that is loaded have them, too."""
 
+import json
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from swift.runtime.gradients import LeftGradients
+from swift_ft.state.carried_gradients import LeftGradients
+from swift_ft.state.tree import join, split
 
 STEPS = 24
 
@@ -13,14 +15,18 @@ STEPS = 24
 class Trainer:
     """One weight, with plain torch and what the session does around a step."""
 
-    def __init__(self, habit: "Habit") -> None:
-        self.weight = torch.nn.Parameter(torch.ones(3))
+    def __init__(self, habit: "Habit", *, sparse: bool = False) -> None:
+        self.weight = torch.nn.Parameter(torch.ones(4, 3) if sparse else torch.ones(3))
+        self.sparse = sparse
         self.optimizer = torch.optim.SGD([self.weight], lr=0.1)
         self.left, self.habit, self.updated = LeftGradients(), habit, False
 
     def backward(self, step: int) -> None:
         torch.manual_seed(step)
-        (self.weight * torch.rand(3)).square().sum().backward()
+        weight = self.weight
+        if self.sparse:
+            weight = torch.nn.functional.embedding(torch.randint(4, (3,)), weight, sparse=True)
+        (weight * torch.rand(3)).square().sum().backward()
 
     def update(self) -> None:
         self.left.update_begins([self.weight])
@@ -42,9 +48,11 @@ class Trainer:
 
     def begins_again(self) -> "Trainer":
         """In another process, by what this one's state holds."""
-        other = Trainer(self.habit)
+        other = Trainer(self.habit, sparse=self.sparse)
         other.weight.data.copy_(self.weight.data)
-        other.left.load({"w": other.weight}, self.left.state({"w": self.weight}))
+        tensors, skeleton = split(self.left.state({"w": self.weight}))
+        assert all(tensor.layout is torch.strided for tensor in tensors.values()), "as checkpoints want them"
+        other.left.load({"w": other.weight}, join(json.loads(json.dumps(skeleton)), tensors))
         return other
 
 
@@ -97,9 +105,12 @@ HABITS: dict[str, Habit] = {
 
 
 @pytest.mark.parametrize("at", range(1, STEPS))
+@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("habit", HABITS)
-def test_a_step_that_is_dropped_leaves_what_the_one_before_has_left(habit: str, at: int) -> None:
-    never, dropped, again = (Trainer(HABITS[habit]) for _ in range(3))
+def test_a_step_that_is_dropped_leaves_what_the_one_before_has_left(
+    habit: str, sparse: bool, at: int
+) -> None:
+    never, dropped, again = (Trainer(HABITS[habit], sparse=sparse) for _ in range(3))
     for step in range(STEPS):
         if step == at:
             dropped.drop(step)

@@ -5,11 +5,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from swift.errors import UsageError
-from swift.log.record import RecordKey
-from swift.recovery import Assignment
-from swift.recovery.groups import RecoveryGroups
-from swift.runtime.channel import BACKWARD, FORWARD, Channel
+from swift_ft.errors import UsageError
+from swift_ft.log.record import RecordKey
+from swift_ft.planner import Assignment
+from swift_ft.planner.groups import RecoveryGroups
+from swift_ft.train.boundary_log import BACKWARD, FORWARD, Channel
 
 
 class Ring:

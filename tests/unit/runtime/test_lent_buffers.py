@@ -1,10 +1,10 @@
-"""Forwards for other ranks between a rank's own forwards and backwards leave no trace (`swift.runtime.before`)."""
+"""Forwards for other ranks between a rank's own forwards and backwards leave no trace (`KeptModules`)."""
 
 import pytest
 import torch
 from torch import nn
 
-from swift.runtime.before import Before
+from swift_ft.state.module_state import KeptModules
 
 
 def model() -> nn.Module:
@@ -17,15 +17,15 @@ def gradients(
 ) -> list[torch.Tensor]:
     """All forwards come first, those for others after each of one's own; then the backwards."""
     module = model()
-    before = Before([module])
+    kept = KeptModules([module])
     own, theirs = [], []
     for batch, other in zip(batches, others, strict=True):
         own.append(module(batch).square().sum())
-        before.keep()
+        kept.keep()
         if lends:
-            before.lend()
+            kept.lend()
         theirs.append(module(other).square().sum())
-        before.put_back()
+        kept.put_back()
     for loss in own:
         loss.backward()
     found = [p.grad.clone() for p in module.parameters() if p.grad is not None]
@@ -61,15 +61,15 @@ def test_buffers_that_share_memory_share_it_while_they_are_lent() -> None:
         module.register_buffer(name, buffer, persistent=name != "row")
     module.register_buffer("none", None)
     module.register_buffer("empty", torch.empty(0))
-    before = Before([module])
-    before.keep()
-    before.lend()
+    kept = KeptModules([module])
+    kept.keep()
+    kept.lend()
     module.table.add_(10.0)
     assert torch.equal(module.again, module.table)
     assert torch.equal(module.row, torch.tensor([13.0, 14.0, 15.0]))
     assert torch.equal(module.turned, torch.tensor([[11.0, 14.0], [12.0, 15.0]]))
     assert module.turned.stride() == table.T[1:].stride()
-    before.put_back()
+    kept.put_back()
     assert module.table is table
     assert torch.equal(table, torch.arange(6.0).reshape(2, 3))
     assert torch.equal(module.row, torch.tensor([3.0, 4.0, 5.0]))
@@ -80,8 +80,8 @@ def test_what_autograd_follows_is_not_lent() -> None:
     weight = nn.Parameter(torch.ones(2))
     module.register_buffer("scaled", weight * 2)
     scaled = module.scaled
-    before = Before([module])
-    before.keep()
-    before.lend()
+    kept = KeptModules([module])
+    kept.keep()
+    kept.lend()
     assert module.scaled is scaled
-    before.put_back()
+    kept.put_back()

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.errors import UsageError
-from swift.runtime.lines import Lines
+from swift_ft.errors import UsageError
+from swift_ft.train.step import Lines
 
 
 def written(path: Path) -> list[dict[str, object]]:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
-from swift.runtime import _torch
-from swift.runtime.rng import Randomness
-from swift.runtime.state import TrainerState
-from swift.runtime.whole_module import WholeModule
+from swift_ft import torch_private
+from swift_ft.state.carried_gradients import WholeModule
+from swift_ft.state.rng import Randomness
+from swift_ft.train.training_state import TrainerState
 from tests.unit.runtime.wired import state_of, updates_of
 
 
@@ -64,9 +64,8 @@ class Data:
 
 @pytest.fixture(autouse=True)
 def afterwards() -> Any:
-    own = DataLoader.__iter__
     yield
-    DataLoader.__iter__ = own  # type: ignore[method-assign]
+    torch_private.let_go()
 
 
 def make(
@@ -126,7 +125,6 @@ def test_a_rebuilt_iterator_gives_the_same_batches(options: dict[str, Any], eage
     other.load_state_dict(saved)
     assert other.state_dict()["iterators"] == saved["iterators"]
     assert all(map(torch.equal, run(other, theirs, 8 - at), twin[at:]))
-    assert other.loads.drew == []
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "lazy"])
@@ -198,24 +196,39 @@ def test_epochs_are_shuffled_apart_and_ranks_of_a_pipeline_alike() -> None:
     assert first.tolist() != second.tolist()
 
 
-def test_an_object_that_draws_while_it_loads_is_named() -> None:
-    class Shuffles(Data):
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.order = torch.randperm(12)
+class Foreign(DataLoader[Any]):
+    """As torchdata's StatefulDataLoader: it makes its iterator in its own way, and tells the seed of its workers."""
 
-    class Keeps:
-        """Of the generator itself: it draws nothing."""
+    def __iter__(self) -> Any:
+        self.made = self._get_iterator()
+        return self.made
 
-        def state_dict(self) -> dict[str, Any]:
-            return {"torch": torch.get_rng_state(), "random": random.getstate()}
+    def state_dict(self) -> dict[str, Any]:
+        return {"base_seed": self.made._base_seed} if self.num_workers else {}
 
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            torch.set_rng_state(state["torch"])
-            random.setstate(state["random"])
 
-    state, _ = make(False, lambda: {"other": Shuffles(False), "keeps": Keeps()})
-    state.load_state_dict(state.state_dict())
-    assert state.loads.drew == ["other"]
+class Holder:
+    def __init__(self, workers: int) -> None:
+        self.loader = Foreign(Noisy(), num_workers=workers)
+        self.it = iter(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.it = iter(self.loader)
+
+
+def test_the_seed_of_its_workers_is_the_same_on_all_replicas_and_another_one_for_each_iterator() -> None:
+    told = []
+    for dp_rank in range(2):
+        state, _ = make(False)
+        state.randomness = state.iterators.randomness = Randomness(5, dp_rank, None)
+        state.begin_step()
+        torch.rand(dp_rank)
+        told.append([Holder(1).state_dict()["base_seed"] for _ in range(2)])
+    assert told[0] == told[1]
+    assert told[0][0] != told[0][1]
 
 
 def test_a_loader_with_a_generator_of_its_own_is_left_alone() -> None:
@@ -223,7 +236,7 @@ def test_a_loader_with_a_generator_of_its_own_is_left_alone() -> None:
     loader = DataLoader(Noisy(), shuffle=True, generator=torch.Generator().manual_seed(1))
     one = [int(batch[0, 0]) for batch in loader]
     again = DataLoader(Noisy(), shuffle=True, generator=torch.Generator().manual_seed(1))
-    assert [int(batch[0, 0]) for batch in _torch._iter(again)] == one
+    assert [int(batch[0, 0]) for batch in torch_private._iter(again)] == one
     assert state.iterators.state() == []
 
 

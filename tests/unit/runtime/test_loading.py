@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from swift.checkpoint.state import join, split
-from swift.checkpoint.store import CheckpointStore
-from swift.errors import ServiceError
-from swift.runtime.loading import load_module, load_optimizer
-from swift.runtime.manifest import Manifest, manifest_of
-from swift.runtime.receive_buffers import Destination
-from swift.runtime.tensors import same_bits
+from swift_ft.errors import ServiceError
+from swift_ft.state.checkpoint_store import CheckpointStore
+from swift_ft.state.module_state import load_module, load_optimizer
+from swift_ft.state.tensors import same_bits
+from swift_ft.state.transfer import Destination, Manifest, manifest_of
+from swift_ft.state.tree import join, split
 from tests.unit.checkpoint.holding import Holding, unexpected
 
 EACH: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [

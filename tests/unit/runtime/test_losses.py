@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swift.errors import NonFiniteLoss, UsageError
-from swift.runtime.config import SessionConfig
-from swift.runtime.losses import Losses
-from swift.runtime.witness import LOSS, OUTPUT, Witness
+from swift_ft.errors import NonFiniteLoss, UsageError
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.step_digests import Witness
+from swift_ft.train.transcript import LOSS, OUTPUT
+from swift_ft.train.updates import Losses
 
 BAD = torch.tensor(float("nan"))
 GOOD = torch.tensor(1.5)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swift.errors import Fenced, ServiceError, SwiftError, UnknownJob
-from swift.runtime.member import ENV_HAS_RUN, Member
+from swift_ft.errors import Fenced, ServiceError, SwiftError, UnknownJob
+from swift_ft.train.coordinator_session import ENV_HAS_RUN, Member
 from tests.unit.runtime.wired import Nobody
 
 

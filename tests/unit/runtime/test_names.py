@@ -2,8 +2,8 @@
 
 import pytest
 
-from swift.errors import UsageError
-from swift.runtime.session import Session
+from swift_ft.errors import UsageError
+from swift_ft.train.session import Session
 
 ENVIRONMENT = {
     "RANK": "0",

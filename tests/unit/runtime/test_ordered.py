@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.runtime.backends.base import Pending
-from swift.runtime.backends.ordered import Messages, operation
-from swift.runtime.backends.runner import Broken, Runner
-from swift.runtime.tags import first_tag
+from swift_ft.comm.backend import Pending, first_tag
+from swift_ft.comm.message_collectives import Messages, operation
+from swift_ft.comm.worker_thread import Broken, Runner
 from tests.local_backend import LocalWire, Network
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from swift.runtime.pace import Pace
-from swift.runtime.shared_replay.waits import ReplayClock, bottleneck, split
+from swift_ft.train.boundary_log import ReplayClock, bottleneck, split
+from swift_ft.train.replay import Pace
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""Plans that ranks make for each other's loss (`swift.runtime.plans_ahead`)."""
+"""Plans that ranks make for each other's loss (`swift_ft.train.rerouting`)."""
 
 import threading
 from typing import Any
@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.recovery import Assignment
-from swift.recovery.adaptive import Action
-from swift.runtime import plans_ahead
-from swift.runtime.backends.ordered import Messages
-from swift.runtime.plans_ahead import KEPT, PlansAhead, alike, next_lost, packed, unpacked
-from swift.runtime.routes import Call, Orders, Seconds, equal_seconds, planned
+from swift_ft.comm.message_collectives import Messages
+from swift_ft.planner import Assignment
+from swift_ft.planner.schedule import Action
+from swift_ft.train import rerouting
+from swift_ft.train.rerouted_call import Call, Orders, Seconds, equal_seconds, planned
+from swift_ft.train.rerouting import KEPT, PlansAhead, alike, next_lost, packed, unpacked
 from tests.local_backend import LocalWire, Network
 from tests.unit.runtime.test_gradient_chain import in_parallel
 
@@ -197,7 +197,7 @@ def test_nothing_is_planned_twice_for_what_is_alike(monkeypatch: pytest.MonkeyPa
         made.append(seconds)
         return planned(call, seconds)
 
-    monkeypatch.setattr(plans_ahead, "planned", counted)
+    monkeypatch.setattr(rerouting, "planned", counted)
     plans = PlansAhead(0, Any)  # type: ignore[arg-type]
     near = MEASURED._replace(transfer=0.25)
     for seconds in (MEASURED, near, LATER):
@@ -239,7 +239,7 @@ def test_what_is_due_while_another_plan_is_made_is_made_later(monkeypatch: pytes
         made.append(seconds)
         return planned(call, seconds)
 
-    monkeypatch.setattr(plans_ahead, "planned", slow)
+    monkeypatch.setattr(rerouting, "planned", slow)
     plans = PlansAhead(0, Any)  # type: ignore[arg-type]
     plans.prepare(full(), calls_of, MEASURED)
     plans.prepare(full(), calls_of, LATER)

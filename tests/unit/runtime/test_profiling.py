@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from swift import events
-from swift.recovery import RankMeasured, Sent
-from swift.runtime.profiling import ENV_PROFILE, STEPS_KEPT, WARM_STEPS, StepProfile
+from swift_ft import events
+from swift_ft.planner import RankMeasured, Sent
+from swift_ft.train.profiling import ENV_PROFILE, STEPS_KEPT, WARM_STEPS, StepProfile
 
 
 @pytest.fixture

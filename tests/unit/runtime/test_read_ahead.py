@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from services.logserver.seam import Place
-from swift.log.read_filter import ReadFilter
-from swift.log.reader import LogReader
-from swift.log.record import RecordKey
-from swift.log.writer import LogWriter
-from swift.recovery import Assignment
-from swift.recovery.groups import RecoveryGroups
-from swift.runtime.channel import Channel
-from swift.runtime.faults import FaultInjector
+from swift_ft.log.reader import LogReader, ReadFilter
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
+from swift_ft.planner import Assignment
+from swift_ft.planner.groups import RecoveryGroups
+from swift_ft.train.boundary_log import Channel
+from swift_ft.train.fault_points import FaultInjector
+from swift_ft_services.logserver.storage_interface import Place
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
 

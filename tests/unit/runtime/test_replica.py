@@ -11,20 +11,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.checkpoint.state import split
-from swift.errors import ReplayRefused, ReplicaDiffers, UsageError
-from swift.runtime import receive_buffers
-from swift.runtime.manifest import (
+from swift_ft.errors import ReplayRefused, ReplicaDiffers, UsageError
+from swift_ft.state import transfer as receive_buffers
+from swift_ft.state.tensors import as_bytes, digest
+from swift_ft.state.transfer import (
     CHUNK_BYTES_MAX,
     CHUNK_BYTES_MIN,
     Manifest,
+    Received,
+    Sent,
     TensorEntry,
+    Transfer,
     first_difference,
     manifest_of,
     plan_chunks,
+    receive_state,
+    send_state,
 )
-from swift.runtime.replica import Received, Sent, Transfer, receive_state, send_state
-from swift.runtime.tensors import as_bytes, digest
+from swift_ft.state.tree import split
 
 
 class Memory:

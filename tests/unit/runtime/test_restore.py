@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 
-from swift._pb import coordinator_pb2 as pb
-from swift.control.plans import PublishedPlan
-from swift.errors import (
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.comm.process_groups import Interrupted
+from swift_ft.errors import (
     LogInterrupted,
     LogUnavailable,
     RecordCorrupt,
@@ -16,16 +16,14 @@ from swift.errors import (
     ServiceError,
     UsageError,
 )
-from swift.log.reader import Holdings
-from swift.log.record import RecordKey
-from swift.log.unlogged import Steps, mark
-from swift.recovery import Plan, RankPlan, Strategy
-from swift.runtime import own_streams
-from swift.runtime.config import SessionConfig
-from swift.runtime.faults import FaultInjector
-from swift.runtime.process_groups import Interrupted
-from swift.runtime.restore import Restorer
-from swift.runtime.strategies import replica
+from swift_ft.log.reader import Holdings
+from swift_ft.log.record import RecordKey, Steps, mark
+from swift_ft.planner import Plan, RankPlan, Strategy
+from swift_ft.rpc.codec import PublishedPlan
+from swift_ft.train import replay, strategies
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.replay import Restorer
 from tests.unit.runtime.wired import Unstaggered, state_of, updates_of
 
 
@@ -257,7 +255,10 @@ def test_one_replica_is_asked_and_then_none(monkeypatch: pytest.MonkeyPatch) -> 
     log = logged_to(2)
     log.held["s1c2.F"] = log.held["s1c1.F"]
     log.witnesses = (1, 2)
-    places = [pb.LogCopies(rank=0, servers=["l0"]), pb.LogCopies(rank=1, servers=["l2"])]
+    places = [
+        pb.LogCopies(rank=0, servers=["l0"]),
+        pb.LogCopies(rank=1, servers=["l2"]),
+    ]
     places.append(pb.LogCopies(rank=2, servers=["l3"]))
     restorer = restorer_of(monkeypatch, log, [])
     restorer._member.watcher.latest.ClearField("log_copies")
@@ -295,7 +296,7 @@ def test_a_source_is_a_witness_if_it_has_flushed_and_declared(
         told.append(logged)
         return SimpleNamespace(bytes=0, seconds=0.0, digest="")
 
-    monkeypatch.setattr(replica, "send_state", send)
+    monkeypatch.setattr(strategies, "send_state", send)
     if copied:
         log.called_off.add("l0")
         with pytest.raises(LogInterrupted):
@@ -377,16 +378,19 @@ def published(target: int, *ranks: RankPlan) -> PublishedPlan:
 
 
 def restorer_of(monkeypatch: pytest.MonkeyPatch, log: Any, asked: list[int], checkpoint: int = 0) -> Restorer:
-    monkeypatch.setattr(own_streams, "LogReader", lambda servers, job: log)
+    monkeypatch.setattr(replay, "LogReader", lambda servers, job: log)
     received = SimpleNamespace(state={}, bytes=0, seconds=0.0, digest="", witnesses=log.witnesses)
-    monkeypatch.setattr(replica, "receive_state", lambda *given, **named: received)
+    monkeypatch.setattr(strategies, "receive_state", lambda *given, **named: received)
     state = state_of(1, updates_of())
     state.version, state.present = 3, True
     state.stages = [SimpleNamespace(stage_index=1)]
     state.destinations = state.shared_dict = dict  # type: ignore[method-assign, assignment]
     state.load_state_dict = lambda values: None  # type: ignore[assignment, method-assign]
     store: Any = SimpleNamespace(load=lambda version: {})
-    places = [pb.LogCopies(rank=0, servers=["l0", "l1"]), pb.LogCopies(rank=1, servers=["l2"])]
+    places = [
+        pb.LogCopies(rank=0, servers=["l0", "l1"]),
+        pb.LogCopies(rank=1, servers=["l2"]),
+    ]
     member: Any = SimpleNamespace(
         client=SimpleNamespace(job="job"),
         watcher=SimpleNamespace(latest=pb.View(checkpoints=[checkpoint], log_copies=places)),

@@ -1,5 +1,4 @@
 import copy
-import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from swift.checkpoint.state import join, split
-from swift.runtime import _torch
-from swift.runtime.rng import Randomness, as_registered, digest_of_states, kept, seed_for
-from swift.runtime.whole_module import WholeModule
+from swift_ft import torch_private
+from swift_ft.state.carried_gradients import WholeModule
+from swift_ft.state.rng import Randomness, digest_of_states, kept, seed_for
 
 GOLDEN = (1195769770526638388, 6442797892194084694)
 
@@ -90,7 +88,7 @@ def test_the_digest_sees_each_generator(broken: str, monkeypatch: pytest.MonkeyP
     drawn()
     assert randomness.digest(3) == before != randomness.digest(4)
     owner, name = {
-        "torch": (_torch, "set_generator_seed"),
+        "torch": (torch_private, "set_generator_seed"),
         "random": (random, "seed"),
         "numpy": (np.random, "seed"),
     }[broken]
@@ -98,27 +96,6 @@ def test_the_digest_sees_each_generator(broken: str, monkeypatch: pytest.MonkeyP
     one = randomness.digest(3)
     drawn()
     assert randomness.digest(3) != one
-
-
-@pytest.mark.parametrize(
-    ("generator", "draw"),
-    [
-        (torch.Generator(), lambda g: torch.rand((), generator=g).item()),
-        (random.Random(3), lambda g: g.random()),
-        (np.random.RandomState(3), lambda g: float(g.rand())),
-        (np.random.default_rng(3), lambda g: float(g.random())),
-        (np.random.Generator(np.random.Philox(3)), lambda g: float(g.random())),
-    ],
-    ids=["torch", "random", "RandomState", "default_rng", "Philox"],
-)
-def test_a_generator_of_ones_own_can_be_registered(generator: Any, draw: Any) -> None:
-    registered = as_registered(generator)
-    draw(generator)
-    tensors, skeleton = split(registered.state_dict())
-    saved = join(json.loads(json.dumps(skeleton)), {name: tensor.clone() for name, tensor in tensors.items()})
-    first = [draw(generator) for _ in range(3)]
-    registered.load_state_dict(saved)
-    assert [draw(generator) for _ in range(3)] == first
 
 
 def test_a_whole_module_draws_the_same_whatever_was_drawn_before() -> None:

@@ -1,4 +1,4 @@
-"""Who computes what in a call that lacks ranks, planned by what stages take (`swift.runtime.routes`)."""
+"""Who computes what in a call that lacks ranks, planned by what stages take (`swift_ft.train.rerouted_call`)."""
 
 import math
 import random
@@ -7,10 +7,9 @@ from statistics import mean
 import pytest
 import torch
 
-from swift.recovery import Assignment
-from swift.recovery.adaptive import Step, Work, period
-from swift.recovery.adaptive.steps import Timed
-from swift.runtime.routes import Call, Routes, Seconds, equal_seconds, planned, seconds_of
+from swift_ft.planner import Assignment
+from swift_ft.planner.schedule import Step, Timed, Work, period
+from swift_ft.train.rerouted_call import Call, Routes, Seconds, equal_seconds, planned, seconds_of
 
 NAN = math.nan
 NOT_KNOWN = (NAN, NAN, NAN)

@@ -13,7 +13,7 @@ ENDS_MEANWHILE = textwrap.dedent(
     import sys, time
     from datetime import timedelta
     from torch.distributed import HashStore
-    from swift.runtime.backends.runner import Runner
+    from swift_ft.comm.worker_thread import Runner
 
     class Large:
         def __del__(self):  # the interpreter frees it while it ends
@@ -30,7 +30,7 @@ ENDS_MEANWHILE = textwrap.dedent(
 AS_A_RANK = ENDS_MEANWHILE + textwrap.dedent(
     """
         import atexit
-        from swift.launch.ending import leave_if_threads_are_lost
+        from swift_ft.launch.worker import leave_if_threads_are_lost
 
         left_open = open("left_open", "w")
         left_open.write("flushed")
@@ -40,7 +40,7 @@ AS_A_RANK = ENDS_MEANWHILE + textwrap.dedent(
             if sys.argv[2] in endings:
                 raise endings[sys.argv[2]]
         finally:
-            leave_if_threads_are_lost()
+            leave_if_threads_are_lost(0)
         """
 )
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from swift.errors import ServiceError
-from swift.runtime.settings import _SETTINGS, Settings
+from swift_ft.errors import ServiceError
+from swift_ft.state.torch_settings import _SETTINGS, Settings
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch._C._distributed_c10d import HashStore
 
-from swift.runtime import shapes as module
-from swift.runtime.shape_inference import inferred_whole
-from swift.runtime.shapes import POINTS_MAX, Shapes
+from swift_ft.train import boundary_log
+from swift_ft.train.boundary_log import POINTS_MAX, Shapes
+from swift_ft.train.stage import Inference, inferred_whole
+from swift_ft.train.training_state import as_registered
 
 
 class Waits(Exception):
@@ -123,7 +125,7 @@ def test_a_helper_trains_whatever_the_step_began_with() -> None:
 
 
 def test_what_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POINTS_MAX", 8)
+    monkeypatch.setattr(boundary_log, "POINTS_MAX", 8)
     store = HashStore()
     first, second = of(store), of(store)
     calls(first, second, *[(step, 0, step % 2 == 0, str(step)) for step in range(50)])
@@ -159,3 +161,70 @@ def test_a_call_that_is_cut_short_while_it_learns_shapes_learns_them_again(
         wait()
     assert [stage.given_up for stage in stages] == [1] * len(stages)
     assert [getattr(schedule, flag) for flag in flags] == [not inferring, False]
+
+
+class Warm(torch.nn.Module):
+    """A loss function with a warm-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.log = 0, [0.0]
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        self.calls += 1
+        self.log.append(1.0)
+        return (output - target).square().mean() * self.seen
+
+
+class Scale:
+    """Registered, with what it keeps behind slots: only its state tells."""
+
+    __slots__ = ("loads", "value")
+
+    def __init__(self) -> None:
+        self.value, self.loads = 1.0, 0
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.value *= 2
+        return (output - target).square().mean() * self.value
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value, self.loads = state["value"], self.loads + 1
+
+
+class Data(Scale):
+    __slots__ = ()
+
+    def __next__(self) -> None: ...
+
+    def state_dict(self) -> dict[str, float]:
+        raise AssertionError("a loader may make an iterator to tell its state")
+
+
+def test_a_loss_that_is_called_once_more_for_shapes_is_as_before() -> None:
+    loss = Warm()
+    inference = Inference(torch.nn.Linear(1, 1), [loss])
+    loss(torch.ones(1), torch.zeros(1))
+    assert loss.seen.item() == 1
+    inference.end()
+    assert (loss.seen.item(), loss.calls, loss.log) == (0, 0, [0.0])
+
+
+def test_registered_objects_are_as_before_and_only_what_changed_is_loaded() -> None:
+    scale, other, history, noise = Scale(), Scale(), [1.0], torch.Generator().manual_seed(3)
+    given = {"scale": scale, "other": other, "history": history, "noise": noise, "loader": Data()}
+    state = noise.get_state()
+    inference = Inference(
+        torch.nn.Linear(1, 1), [scale.loss], {n: as_registered(v) for n, v in given.items()}
+    )
+    scale.loss(torch.ones(1), torch.zeros(1))
+    history.append(2.0)
+    torch.rand(1, generator=noise)
+    inference.end()
+    assert (scale.value, scale.loads, other.loads, history) == (1.0, 1, 0, [1.0])
+    assert torch.equal(noise.get_state(), state)

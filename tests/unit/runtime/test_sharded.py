@@ -12,16 +12,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from swift.errors import ServiceError, UsageError
-from swift.optim.lamb import Lamb
-from swift.recovery import Assignment
-from swift.runtime import _torch, _torch_versions, sharded
-from swift.runtime.backends.ordered import Alone
-from swift.runtime.groups import ReconfigurableGroup
+from swift_ft import torch_private
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.comm.message_collectives import Alone
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.optimizers import Lamb
+from swift_ft.planner import Assignment
+from swift_ft.state import fsdp
 from tests.local_backend import LocalBackend
 
 pytestmark = pytest.mark.skipif(
-    not _torch_versions.RESETS_SHARDED, reason="swift refuses FSDP2 with this torch"
+    not torch_private.RESETS_SHARDED, reason="swift refuses FSDP2 with this torch"
 )
 
 
@@ -57,13 +58,13 @@ def state_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 def test_a_state_goes_through_local_tensors_and_back(rows: int, mesh: DeviceMesh) -> None:
     module = module_on(mesh, rows)
     state = state_of(module, stepped(module))
-    plain, words = sharded.localized(state)
+    plain, words = fsdp.localized(state)
     weight = plain["stages"]["0"]["0.weight"]
     assert type(weight) is torch.Tensor
     assert weight.data_ptr() == state["stages"]["0"]["0.weight"].to_local().data_ptr()
     assert words["state.stages.0.0.weight"] == f"S(0) 2/2 of [{rows}, 4]"
     assert "state.optimizers.0.state.0.step" not in words  # a plain number of every rank
-    back = sharded.globalized(plain, words, module.parameters())
+    back = fsdp.globalized(plain, words, module.parameters())
     for name, tensor in state["stages"]["0"].items():
         other = back["stages"]["0"][name]
         assert other.placements == tensor.placements
@@ -71,74 +72,74 @@ def test_a_state_goes_through_local_tensors_and_back(rows: int, mesh: DeviceMesh
         assert other.device_mesh == tensor.device_mesh
         assert torch.equal(other.to_local(), tensor.to_local())
     moment = back["optimizers"][0]["state"][0]["exp_avg"]
-    assert sharded.is_sharded(moment)
+    assert fsdp.is_sharded(moment)
     assert moment.placements == state["optimizers"][0]["state"][0]["exp_avg"].placements
     assert back["objects"] == {"n": 3}
 
 
 def test_another_shard_is_refused_though_it_has_the_same_shape(mesh: DeviceMesh) -> None:
     module = module_on(mesh)
-    plain, own = sharded.localized(state_of(module, stepped(module)))
+    plain, own = fsdp.localized(state_of(module, stepped(module)))
     theirs = {path: words.replace(" 2/2 ", " 1/2 ") for path, words in own.items()}
-    sharded.check_placements(own, own, "state.stages.")
+    fsdp.check_placements(own, own, "state.stages.")
     with pytest.raises(
         ServiceError, match=r"0\.0\.bias is S\(0\) 1/2 of \[6\], this rank holds S\(0\) 2/2 of \[6\]"
     ):
-        sharded.check_placements(own, theirs, "state.stages.")
-    sharded.globalized(plain, own, module.parameters())
+        fsdp.check_placements(own, theirs, "state.stages.")
+    fsdp.globalized(plain, own, module.parameters())
     with pytest.raises(ServiceError, match=r"is S\(0\) 1/2 of \[6, 4\]; this rank holds S\(0\) 2/2, whole"):
-        sharded.globalized(plain, theirs, module.parameters())
+        fsdp.globalized(plain, theirs, module.parameters())
 
 
 def test_a_state_that_was_not_sharded_does_not_fit() -> None:
     with pytest.raises(ServiceError, match="a is not sharded, this rank holds S"):
-        sharded.check_placements({"state.stages.a": "S(0) 1/2 of [2]"}, {}, "state.stages.")
-    sharded.check_placements({"state.objects.a": "S(0) 1/2 of [2]"}, {}, "state.stages.")
+        fsdp.check_placements({"state.stages.a": "S(0) 1/2 of [2]"}, {}, "state.stages.")
+    fsdp.check_placements({"state.objects.a": "S(0) 1/2 of [2]"}, {}, "state.stages.")
 
 
 def test_what_is_not_sharded_is_left_as_it_is() -> None:
     state = {"stages": {"0": nn.Linear(2, 2).state_dict()}, "optimizers": []}
-    plain, words = sharded.localized(state)
+    plain, words = fsdp.localized(state)
     assert plain is state
     assert not words
-    assert sharded.globalized(state, words, []) is state
+    assert fsdp.globalized(state, words, []) is state
 
 
 def test_a_mesh_that_ends_with_a_generation_is_refused(mesh: DeviceMesh) -> None:
     module = module_on(mesh)
     group = ReconfigurableGroup("shard", [0, 1], 0, LocalBackend(), step=None, gate=None)
     with pytest.raises(UsageError, match=r"mesh=session\.mesh"):
-        sharded.sharded_parameters(module, {"shard": group})
-    assert sharded.sharded_parameters(nn.Linear(2, 2), {"shard": group}) == []
+        fsdp.sharded_parameters(module, {"shard": group})
+    assert fsdp.sharded_parameters(nn.Linear(2, 2), {"shard": group}) == []
 
 
 def test_a_mesh_needs_shards() -> None:
     with pytest.raises(UsageError, match="shards="):
-        sharded.device_mesh(Assignment.grid(4, replicas=4), {})
+        fsdp.device_mesh(Assignment.grid(4, replicas=4), {})
 
 
 def test_an_optimizer_that_communicates_is_refused(mesh: DeviceMesh) -> None:
     module = module_on(mesh)
     with pytest.raises(UsageError, match="Lamb over sharded parameters"):
-        sharded.check_optimizer(Lamb(module.parameters()))
-    sharded.check_optimizer(torch.optim.AdamW(module.parameters()))
-    sharded.check_optimizer(Lamb(nn.Linear(2, 2).parameters()))
+        fsdp.check_optimizer(Lamb(module.parameters()))
+    fsdp.check_optimizer(torch.optim.AdamW(module.parameters()))
+    fsdp.check_optimizer(Lamb(nn.Linear(2, 2).parameters()))
 
 
 def test_stand_ins_share_memory_with_shards(mesh: DeviceMesh) -> None:
     parameter = next(module_on(mesh).parameters())
     parameter.grad = torch.ones_like(parameter)
-    mine = sharded.stand_in(parameter)
+    mine = fsdp.stand_in(parameter)
     mine.grad.mul_(3)
     assert parameter.grad.to_local().eq(3).all()
     plain = nn.Parameter(torch.ones(2))
-    assert sharded.stand_in(plain) is plain
+    assert fsdp.stand_in(plain) is plain
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_parts_make_the_norm_of_the_whole(norm_type: float) -> None:
     whole = torch.randn(12, generator=torch.Generator().manual_seed(1))
-    parts = [sharded.part_of_norm([t, torch.empty(0)], norm_type) for t in whole.split(5)]
+    parts = [fsdp.part_of_norm([t, torch.empty(0)], norm_type) for t in whole.split(5)]
     stacked = torch.stack(parts)
     found = stacked.max() if norm_type == float("inf") else stacked.sum() ** (1 / norm_type)
     torch.testing.assert_close(found, torch.linalg.vector_norm(whole, norm_type))
@@ -190,7 +191,7 @@ def test_a_step_after_a_reset_is_a_first_step(
         parameters = list(module.parameters())
         if cuts:
             cut(module)
-            _torch.reset_sharded(module)
+            torch_private.reset_sharded(module)
             assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
             for parameter in parameters:
                 parameter.grad = None
@@ -211,9 +212,9 @@ def test_a_looped_schedule_that_was_cut_short_gathers_its_stages_again(calls: in
         schedule.step(torch.ones(4, 4), target=torch.zeros(4, 4))  # stages have learned their shapes
         if cuts:
             _cut_at(calls, schedule, modules)
-            _torch.clear_schedule(schedule)
+            torch_private.clear_schedule(schedule)
             for module in modules:
-                _torch.reset_sharded(module)
+                torch_private.reset_sharded(module)
         for module in modules:
             module.zero_grad()
         schedule.step(torch.ones(4, 4), target=torch.zeros(4, 4))
@@ -239,8 +240,8 @@ def _cut_at(calls: int, schedule: Any, modules: list[Any]) -> None:
 
 
 def test_a_module_that_has_not_run_needs_no_reset(mesh: DeviceMesh) -> None:
-    _torch.reset_sharded(module_on(mesh))
-    _torch.reset_sharded(nn.Linear(2, 2))
+    torch_private.reset_sharded(module_on(mesh))
+    torch_private.reset_sharded(nn.Linear(2, 2))
 
 
 # --- collectives without peers ---

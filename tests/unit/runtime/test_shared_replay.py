@@ -9,18 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from swift import events
-from swift.errors import Divergence, ReplayRefused
-from swift.log.reader import never
-from swift.log.record import RecordKey, digest_of
-from swift.recovery import Help
-from swift.runtime.shared_replay import helper as helping
-from swift.runtime.shared_replay import owner as owning
-from swift.runtime.shared_replay.helper import Helper
-from swift.runtime.shared_replay.manifest import manifest
-from swift.runtime.shared_replay.owner import Owner, send_away, why_alone
-from swift.runtime.shared_replay.verifying_capture import VerifyingCapture
-from swift.runtime.tensors import as_bytes, owned_bytes, same_bits
+from swift_ft import events
+from swift_ft.errors import Divergence, ReplayRefused
+from swift_ft.log.reader import never
+from swift_ft.log.record import RecordKey, digest_of
+from swift_ft.planner import Help
+from swift_ft.state.tensors import as_bytes, owned_bytes, same_bits
+from swift_ft.train import replay_helper, shared_replay
+from swift_ft.train.gradient_chain import module_layout
+from swift_ft.train.replay_helper import Helper, VerifyingCapture
+from swift_ft.train.shared_replay import Owner, send_away, why_alone
 from tests.local_backend import LocalWire, Network
 from tests.unit.runtime.shared_replay_world import (
     RANKS,
@@ -60,13 +58,13 @@ def test_a_shared_replay_has_the_bits_of_one(
     single = alone(rank, store, log, schedule, microbatches)
     for (stream, key), tensor in single.captured.sent.items():
         log.put(stream, key, tensor)
-    before = [helping.state_digest(single.state)]
+    before = [replay_helper.state_digest(single.state)]
     log.read.clear()
     log.shares.clear()
     both = shared(rank, helpers, store, log, schedule, microbatches, monkeypatch=monkeypatch)
     same_parameters(both.owner, single)
     assert both.owner.losses == single.losses
-    assert helping.state_digest(both.owner.state) == before[0]
+    assert replay_helper.state_digest(both.owner.state) == before[0]
     streams = (rank > 0) + (rank < RANKS - 1)
     assert len([1 for stream, _ in log.read if stream[-1] in "FB"]) == len(STEPS) * microbatches * streams
     assert None not in log.shares
@@ -150,7 +148,7 @@ def test_another_result_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch) 
     log = log_for(1, 4)
     for (stream, key), tensor in alone(1, store, log, ScheduleGPipe, 4).captured.sent.items():
         log.put(stream, key, tensor)
-    checked = helping.VerifyingCapture({"s1.F": log.digests("s1.F", 0, cancelled=never)})
+    checked = replay_helper.VerifyingCapture({"s1.F": log.digests("s1.F", 0, cancelled=never)})
     key = RecordKey(STEPS.start, 0, 512)
     _, _, body = log.records["s1.F", key]
     tensor = torch.frombuffer(bytearray(body), dtype=torch.float32).view(ROWS, WIDTH)
@@ -255,10 +253,14 @@ class TestNobodyHelps:
 
     def test_without_memory(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         rank = Rank(0, store, Part, ScheduleGPipe, 4)
-        asked = {"stages": [1], "microbatches": 4, "tensors": manifest(nn.ModuleDict({"stage1": Part()}))}
+        asked = {
+            "stages": [1],
+            "microbatches": 4,
+            "tensors": module_layout(nn.ModuleDict({"stage1": Part()})),
+        }
         helper = Helper(0, lambda _i: Part(), LocalWire(Network(), 0), rank.channel, rank.state, lambda: None)
         assert helper._build(asked)[1] == ""
-        monkeypatch.setattr(helping, "available_memory", lambda: 100)
+        monkeypatch.setattr(replay_helper, "available_memory", lambda: 100)
         assert "MiB of memory" in helper._build(asked)[1]
 
     def test_an_owner_without_memory(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +268,7 @@ class TestNobodyHelps:
         single = alone(1, store, log, ScheduleGPipe, 4)
         for (stream, key), tensor in single.captured.sent.items():
             log.put(stream, key, tensor)
-        monkeypatch.setattr(owning, "available_memory", lambda: 100)
+        monkeypatch.setattr(shared_replay, "available_memory", lambda: 100)
         both = shared(1, (0, 2), store, log, ScheduleGPipe, 4, monkeypatch=monkeypatch)
         assert both.sharing._helpers == ()
         same_parameters(both.owner, single)
@@ -282,7 +284,11 @@ class TestNobodyHelps:
     )
     def test_other_modules(self, make: Any, why: str, store: Any) -> None:
         rank = Rank(0, store, Part, ScheduleGPipe, 4)
-        asked = {"stages": [1], "microbatches": 4, "tensors": manifest(nn.ModuleDict({"stage1": Part()}))}
+        asked = {
+            "stages": [1],
+            "microbatches": 4,
+            "tensors": module_layout(nn.ModuleDict({"stage1": Part()})),
+        }
         helper = Helper(
             0, lambda _i: make(rank), LocalWire(Network(), 0), rank.channel, rank.state, lambda: None
         )
@@ -325,7 +331,7 @@ def test_randomness_of_a_trainer_is_kept(store: Any) -> None:
         torch.manual_seed(1)
         return Part()
 
-    asked = {"stages": [1], "microbatches": 4, "tensors": manifest(nn.ModuleDict({"stage1": Part()}))}
+    asked = {"stages": [1], "microbatches": 4, "tensors": module_layout(nn.ModuleDict({"stage1": Part()}))}
     helper = Helper(0, make, LocalWire(Network(), 0), rank.channel, rank.state, lambda: None)
     torch.manual_seed(5)
     random.seed(5)

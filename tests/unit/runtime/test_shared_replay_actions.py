@@ -12,10 +12,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleLoopedBFS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from swift.drill.trainer import LOOPED, SINGLE, V_SHAPED, make_schedule, stages_of
-from swift.runtime import _torch
-from swift.runtime.shared_replay.actions import Action, of_share, one_by_one, unordered
-from swift.runtime.shared_replay.shares import shares
+from swift_ft import torch_private
+from swift_ft.lab.drill.trainer import LOOPED, SINGLE, V_SHAPED, make_schedule, stages_of
+from swift_ft.train.shared_replay import StepAction, of_share, one_by_one, shares, unordered
 
 NAMES = [*SINGLE, *LOOPED, *V_SHAPED]
 
@@ -45,10 +44,10 @@ def schedules(name: str, pipeline: int, most: int = 17) -> Iterator[tuple[Any, l
                     continue
 
 
-def actions_of(schedule: Any) -> list[Action]:
-    found = _torch.schedule_actions(schedule)
+def actions_of(schedule: Any) -> list[StepAction]:
+    found = torch_private.schedule_actions(schedule)
     assert found is not None
-    return [Action(*action) for action in found]
+    return [StepAction(*action) for action in found]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,15 +115,17 @@ class TestNobodyShares:
     def test_what_a_trainer_computes_itself(self) -> None:
         with ranks(0, 2):
             schedule = make_schedule("dualpipev", stages([0, 3], 4), 4)
-            schedule.register_custom_function(_torch._schedules.OVERLAP_F_B, lambda _action, _context: None)
-            assert _torch.schedule_actions(schedule) is None
+            schedule.register_custom_function(
+                torch_private._schedules.OVERLAP_F_B, lambda _action, _context: None
+            )
+            assert torch_private.schedule_actions(schedule) is None
 
     def test_a_schedule_of_a_trainers_own(self) -> None:
         class Own(SINGLE["1f1b"]):  # type: ignore[misc]
             pass
 
         with ranks(0, 2):
-            assert _torch.schedule_actions(Own(stages([0], 2)[0], 4)) is None
+            assert torch_private.schedule_actions(Own(stages([0], 2)[0], 4)) is None
 
     @pytest.mark.parametrize(
         ("words", "why"),
@@ -143,6 +144,6 @@ class TestNobodyShares:
         ],
     )
     def test_lists(self, words: str, why: str) -> None:
-        actions = [Action(int(word[0]), word[1], int(word[2])) for word in words.split()]
+        actions = [StepAction(int(word[0]), word[1], int(word[2])) for word in words.split()]
         found = unordered(actions, [0], 2)
         assert (why in found) if why else not found

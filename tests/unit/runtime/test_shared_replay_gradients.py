@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from swift.runtime.shared_replay.gradients import Addends, OwnGradients, added
-from swift.runtime.tensors import same_bits
+from swift_ft.state.tensors import same_bits
+from swift_ft.train.gradient_chain import Addends, OwnGradients, added_in_order
 
 MICROBATCHES = 5
 
@@ -64,7 +64,7 @@ def test_the_bits_of_one_process(dtype: torch.dtype, reentrant: bool | None, fir
         own = OwnGradients(parameters, first=share.start == 0)
         for mb in share:
             module(xs[mb], mb).backward()
-        sums = [added(total, mine) for total, mine in zip(sums, own.taken(), strict=True)]
+        sums = [added_in_order(total, mine) for total, mine in zip(sums, own.taken(), strict=True)]
         assert all(parameter.grad is None for parameter in parameters)
 
     for (name, parameter), total in zip(plain.named_parameters(), sums, strict=True):
@@ -95,7 +95,7 @@ def test_a_sum_by_microbatch_has_other_bits_where_blocks_are_checkpointed() -> N
 
 
 def test_a_negative_zero_is_not_added_to_nothing() -> None:
-    total = added(None, [torch.tensor([-0.0])])
+    total = added_in_order(None, [torch.tensor([-0.0])])
     assert total is not None
     assert torch.signbit(total).item()
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.runtime.shared_replay.shares import shares, workers
+from swift_ft.train.shared_replay import shares, workers
 
 counts = st.integers(1, 40)
 

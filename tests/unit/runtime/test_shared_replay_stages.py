@@ -15,14 +15,13 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from swift.errors import ReplayRefused
-from swift.runtime import _torch
-from swift.runtime.shared_replay import owner as owning
-from swift.runtime.shared_replay.actions import Action, one_by_one
-from swift.runtime.shared_replay.gradients import Addends
-from swift.runtime.shared_replay.helper import state_digest
-from swift.runtime.shared_replay.owner import actions_of, why_alone, why_no_help
-from swift.runtime.stage import LoggedPipelineStage
+from swift_ft import torch_private
+from swift_ft.errors import ReplayRefused
+from swift_ft.train import shared_replay
+from swift_ft.train.gradient_chain import Addends
+from swift_ft.train.replay_helper import state_digest
+from swift_ft.train.shared_replay import StepAction, actions_of, one_by_one, why_alone, why_no_help
+from swift_ft.train.stage import LoggedPipelineStage
 from tests.unit.runtime.shared_replay_world import (
     RANKS,
     ROWS,
@@ -112,13 +111,13 @@ def test_a_shared_replay_has_the_bits_of_one(
 def test_what_the_list_says_is_what_is_computed(
     schedule: Any, microbatches: int, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[Action] = []
+    done: list[StepAction] = []
 
     def noting(name: str, kind: Any) -> None:
         inner = getattr(LoggedPipelineStage, name)
 
         def noted(self: Any, mb: int, *arguments: Any, **named: Any) -> Any:
-            done.append(Action(self.stage_index, kind(named), mb))
+            done.append(StepAction(self.stage_index, kind(named), mb))
             return inner(self, mb, *arguments, **named)
 
         monkeypatch.setattr(LoggedPipelineStage, name, noted)
@@ -208,7 +207,7 @@ class TestNobodyHelps:
         weights = sum(parameter.nbytes for parameter in rank.parameters)
         assert weights == 2 * sum(parameter.nbytes for parameter in rank.module.parameters())
         single, log = logged(1, store, ScheduleZBVZeroBubble, 5)
-        monkeypatch.setattr(owning, "available_memory", lambda: weights * 3 - 1)  # one stage would fit
+        monkeypatch.setattr(shared_replay, "available_memory", lambda: weights * 3 - 1)  # one stage would fit
         both = shared(1, (0, 2), store, log, ScheduleZBVZeroBubble, 5, monkeypatch=monkeypatch)
         assert both.sharing._helpers == ()
         same_parameters(both.owner, single)
@@ -225,7 +224,7 @@ def test_a_list_of_one_stage_with_split_backwards(store: Any, monkeypatch: pytes
         "tests.unit.runtime.shared_replay_world.placed", lambda _schedule, rank: ([rank], RANKS)
     )
     single, log = logged(1, store, ZeroBubble, 5)
-    found = _torch.schedule_actions(single.schedule)
+    found = torch_private.schedule_actions(single.schedule)
     assert found is not None
     assert {kind for _, kind, _ in found} == {"F", "I", "W"}
     both = shared(1, (0, 2), store, log, ZeroBubble, 5, monkeypatch=monkeypatch)

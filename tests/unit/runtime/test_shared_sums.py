@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from swift.errors import UsageError
-from swift.runtime.backends.base import Collective
-from swift.runtime.backends.ordered import MessageCircuit
-from swift.runtime.backends.runner import Runner, Task
-from swift.runtime.shared_sums import Parameter, SharedSums, Turn
+from swift_ft.comm.backend import Collective
+from swift_ft.comm.message_collectives import MessageCircuit
+from swift_ft.comm.worker_thread import Runner, Task
+from swift_ft.errors import UsageError
+from swift_ft.train.gradient_sums import Parameter, SharedSums, Turn
 from tests.local_backend import LocalWire, Network
 
 SHAPES = [(3, 5), (1,), (0,), (7, 2), (4,)]

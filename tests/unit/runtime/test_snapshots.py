@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from swift.checkpoint.state import split
-from swift.errors import ReplayRefused, UsageError
-from swift.recovery import Assignment, HeldSnapshot, RecoveryGroups
-from swift.runtime import receive_buffers
-from swift.runtime.config import SessionConfig
-from swift.runtime.faults import FaultInjector
-from swift.runtime.snapshots import Snapshots
-from swift.runtime.tensors import same_bits
+from swift_ft.errors import ReplayRefused, UsageError
+from swift_ft.planner import Assignment, HeldSnapshot, RecoveryGroups
+from swift_ft.state import transfer
+from swift_ft.state.tensors import same_bits
+from swift_ft.state.tree import split
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.snapshots import Snapshots
 
 RANKS = 3
 
@@ -202,7 +202,7 @@ def test_a_copy_is_given_away_in_memory_of_its_own() -> None:
 
 
 def test_without_room_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive_buffers, "available_memory", lambda: 1)
+    monkeypatch.setattr(transfer, "available_memory", lambda: 1)
     job = Job()
     with pytest.raises(UsageError, match="no room for a snapshot of rank"):
         job.take()

@@ -8,15 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.errors import UsageError
-from swift.recovery import Assignment
-from swift.runtime.ballot import ballot
-from swift.runtime.config import SessionConfig
-from swift.runtime.errors import Misspeculated
-from swift.runtime.later import Later
-from swift.runtime.staggering import CALM_STEPS, Norm, Staggering, clips, norm_of
-from swift.runtime.standing import Standing
-from swift.runtime.updates import Updates
+from swift_ft.comm.backend import Misspeculated
+from swift_ft.errors import UsageError
+from swift_ft.planner import Assignment
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.staggering import CALM_STEPS, Later, Norm, Staggering, clips, norm_of
+from swift_ft.train.updates import Standing, Updates, ballot
 from tests.unit.runtime.wired import updates_of
 
 

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from swift.runtime.standstill import Standstill, Stillness
+from swift_ft.train.replay import Standstill, Stillness
 
 LIMIT_S = 10.0
 

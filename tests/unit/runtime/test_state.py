@@ -1,6 +1,7 @@
 """What a dropped step takes back, and what a trainer is told when it forgot something."""
 
 import copy
+import json
 from typing import Any, cast
 
 import pytest
@@ -8,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from swift.errors import ReplicaDiffers, ServiceError, UsageError
-from swift.runtime.audit import _DIGEST_BYTES, _SIZE_BYTES, Audit, _digest
-from swift.runtime.standing import Standing
-from swift.runtime.state import TrainerState
-from swift.runtime.whole_module import WholeModule
+from swift_ft.errors import ReplicaDiffers, ServiceError, UsageError
+from swift_ft.state.carried_gradients import WholeModule
+from swift_ft.train.training_state import TrainerState
+from swift_ft.train.updates import Standing
+from swift_ft.train.verification import _DIGEST_BYTES, Audit, _digest
 from tests.unit.runtime.wired import state_of, updates_of
 
 
@@ -355,21 +356,22 @@ def test_parameters_that_a_step_makes_or_removes_are_refused() -> None:
 
 
 def test_other_parameters_of_the_same_names_are_the_trainer_s() -> None:
-    state, stage, _, _ = make()
+    state, stage, optimizer, _ = make()
     state.remember()
     state.begin_step()
     stage.submod.load_state_dict(stage.submod.state_dict(), assign=True)
+    optimizer.param_groups[0]["params"][:] = stage.submod.parameters()
     state.end_step()
     assert state.version == 1
 
 
-def test_a_communication_hook_is_refused_by_its_name() -> None:
-    def compress(state: object, bucket: object) -> None: ...
-
-    state, stage, _, _ = make()
-    stage.submod._comm_hooks = [(compress, None)]  # as DistributedDataParallel keeps them
-    with pytest.raises(UsageError, match=r"has a communication hook \(compress\)"):
-        state.check_complete()
+def test_a_step_that_gives_its_optimizer_what_is_in_no_stage_is_refused() -> None:
+    state, _, optimizer, _ = make()
+    state.remember()
+    state.begin_step()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(UsageError, match="parameters that are in no stage"):
+        state.end_step()
 
 
 class Others:
@@ -384,28 +386,51 @@ class Others:
         return [own, self._change(own.clone())]
 
 
-@pytest.mark.parametrize(
-    ("own", "others", "said"),
-    [("count", "", "count"), ("", "count", "count"), ("count", "seen", "count, seen"), ("a", "a", "a")],
-)
-def test_replicas_that_a_variable_has_parted_are_refused_at_once(own: str, others: str, said: str) -> None:
-    """A checkpoint would not help: the variable stays what it is. Every rank names it, whichever knows of it: of
-    their refusals only the first one is told."""
+class Position:
+    def state_dict(self) -> dict[str, Any]:
+        return {"dl": [{"main": {"seed": 3, "at": 4}}], "epoch": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_what_differs_in_an_object_is_named_by_its_path() -> None:
     state, _, _, _ = make()
+    state.add_object("position", Position())
+    begin = list(state.parts()).index("register(position=...)") * _DIGEST_BYTES
 
     def differs(other: torch.Tensor) -> torch.Tensor:
-        if len(other) <= len("count"):  # the words
-            return torch.frombuffer(bytearray(others.ljust(len(other)).encode()), dtype=torch.uint8)
-        other[_DIGEST_BYTES] += 1  # of the parameters
-        other[-_SIZE_BYTES] = len(others)
+        text = bytes(other.numpy())
+        if text.startswith(b"{"):  # the words of all paths
+            told = json.loads(text)
+            told["register(position=...).dl.0.main.seed"] = "another"
+            return torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+        other[begin if len(text) > begin else 0] ^= 1
         return other
 
     audit = Audit(cast(Any, Others(differs)), state)
-    with pytest.raises(UsageError, match=f"train_step changes {said} of the script"):
-        audit.compare(own)
-    others = ""
+    with pytest.raises(
+        UsageError, match=r"^register\(position=...\) .* as on rank 1 \(dl\.0\.main\.seed\), so"
+    ):
+        audit.compare()
+
+
+def test_replicas_whose_parameters_differ_are_told_what_helps() -> None:
+    """Those that no optimizer of the session has updated differ again after any recovery."""
+    state, _, _, _ = make()
+
+    def differs(other: torch.Tensor) -> torch.Tensor:
+        other[_DIGEST_BYTES] += 1  # of the parameters
+        return other
+
+    audit = Audit(cast(Any, Others(differs)), state)
     with pytest.raises(UsageError, match=r"pass the optimizer that steps to session\.optimizer"):
         audit.compare()
     state.updated = True
+    with pytest.raises(ReplicaDiffers):
+        audit.compare()
+    # All have gone back, and computed the same steps again: that is no damage.
+    with pytest.raises(UsageError, match=r"differ from those of rank 1, a replica, again: .* set replicas=1"):
+        audit.compare()
+    state.version += 1  # it comes further, and is damaged there
     with pytest.raises(ReplicaDiffers):
         audit.compare()

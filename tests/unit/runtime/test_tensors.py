@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from swift.errors import ReplayRefused
-from swift.log.record import Record, RecordKey, digest_of
-from swift.runtime.tensors import byte_view, digest, fill, owned_bytes, to_tensor
+from swift_ft.errors import ReplayRefused
+from swift_ft.log.record import Record, RecordKey, digest_of
+from swift_ft.state.checkpoint_file import elements
+from swift_ft.state.tensors import byte_view, digest, fill, owned_bytes, to_tensor
+from swift_ft.train.step_digests import digest_of as xxhash_of
 
 DTYPES = [
     torch.float32,
@@ -96,3 +99,23 @@ def test_a_digest_sees_name_dtype_shape_and_every_bit() -> None:
     assert base != digest({"a": torch.zeros(2, 2)})
     assert base != digest({"a": torch.tensor([0.0, 0.0, -0.0, 0.0])})
     assert base != digest({"a": torch.zeros(4)}, "lr")
+
+
+def test_a_storage_whose_bytes_were_looked_at_can_be_resized() -> None:
+    """Tensor.numpy() would see to it that it cannot; torch's observers for quantization resize their buffers."""
+    tensor = torch.zeros(4)
+    digest({"x": tensor})
+    xxhash_of(tensor)
+    assert len(elements(tensor)) == byte_view(tensor).nbytes == 16
+    tensor.resize_(1000)
+    assert tensor.shape == (1000,)
+
+
+def test_what_has_the_bytes_of_a_tensor_keeps_it() -> None:
+    tensor = torch.arange(4)
+    memory, view = StorageWeakRef(tensor.untyped_storage()), byte_view(tensor).data
+    del tensor
+    assert not memory.expired()  # type: ignore[no-untyped-call]
+    assert view.tobytes() == torch.arange(4).numpy().tobytes()
+    del view
+    assert memory.expired()  # type: ignore[no-untyped-call]

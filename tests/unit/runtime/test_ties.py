@@ -6,14 +6,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from swift.errors import UsageError
-from swift.runtime import tags
-from swift.runtime.backends.base import Collective
-from swift.runtime.backends.ordered import Alone
-from swift.runtime.config import SessionConfig
-from swift.runtime.crossing import Crossing
-from swift.runtime.groups import ReconfigurableGroup
-from swift.runtime.ties import Ties
+from swift_ft.comm import backend
+from swift_ft.comm.backend import Collective
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.comm.message_collectives import Alone
+from swift_ft.errors import UsageError
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.pipeline_collectives import Crossing
+from swift_ft.train.tied_weights import Ties
 from tests.local_backend import LocalBackend
 from tests.unit.runtime.test_gate import Log, Rank
 from tests.unit.runtime.wired import Unstaggered, updates_of
@@ -186,9 +186,11 @@ def test_what_cannot_be_tied_is_refused() -> None:
 
 
 def test_parts_of_a_group_keep_their_messages_apart() -> None:
-    numbers = [tags.group_number(f"pipeline[0,{other}]") for other in range(1, 40)]
-    assert all(tags.GROUPS <= number < 2 * tags.GROUPS for number in numbers)
-    whole = [tags.group_number(name) for name in ("default", "all", "pipeline", "data", "replicate", "shard")]
+    numbers = [backend.group_number(f"pipeline[0,{other}]") for other in range(1, 40)]
+    assert all(backend.GROUPS <= number < 2 * backend.GROUPS for number in numbers)
+    whole = [
+        backend.group_number(name) for name in ("default", "all", "pipeline", "data", "replicate", "shard")
+    ]
     assert len(set(whole)) == 6
-    assert max(whole) < tags.GROUPS
-    assert (1 + 2 * tags.GROUPS) * tags.COLLECTIVES < 2**31
+    assert max(whole) < backend.GROUPS
+    assert (1 + 2 * backend.GROUPS) * backend.COLLECTIVES < 2**31

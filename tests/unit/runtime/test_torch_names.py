@@ -2,6 +2,7 @@
 
 import gc
 import io
+import warnings
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,10 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from swift.runtime import _torch, _torch_versions
-from swift.runtime.groups import ReconfigurableGroup
+from swift_ft import torch_private
+from swift_ft.comm.gloo import GlooBackend
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.errors import UsageError
+from swift_ft.planner import Assignment
+from swift_ft.state.carried_gradients import WholeModule
+from swift_ft.train.collective_policy import Gate
+from swift_ft.train.session import ModelParts
 from tests.local_backend import LocalBackend
+from tests.unit.runtime.wired import state_of
 
 
 @pytest.fixture
@@ -28,7 +37,7 @@ def alone() -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 def test_ddp_finds_itself_in_its_backward_whatever_is_taken_for_garbage() -> None:
     module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), find_unused_parameters=True)
-    _torch.keep_reference(module)
+    torch_private.keep_reference(module)
     output = module(torch.ones(1, 2))
     reference = output.grad_fn.ddp_weakref
     # It is the one that the module holds: the collector sees an owner besides the nodes.
@@ -36,6 +45,39 @@ def test_ddp_finds_itself_in_its_backward_whatever_is_taken_for_garbage() -> Non
     assert reference in weakref.getweakrefs(module)
     assert reference() is module
     torch.save(module, io.BytesIO())  # it is not in the way of a trainer's own checkpoints
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("given", ["the wrapper", "the module inside"])
+@pytest.mark.parametrize("how", ["option", "later", "hook"])
+def test_what_ddp_learns_in_its_first_step_is_refused(how: str, given: str) -> None:
+    inner = torch.nn.Linear(2, 2)
+    module = torch.nn.parallel.DistributedDataParallel(inner, static_graph=how == "option")
+    state = state_of()
+    state.wrapped.append(module)
+    state.add_stage(WholeModule(module if given == "the wrapper" else inner))
+    state.add_optimizer(torch.optim.SGD(module.parameters(), 0.1))
+    if how == "later":
+        module._set_static_graph()
+    if how == "hook":
+        module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(UsageError, match=r"leave (static_graph=True|register_comm_hook)"):
+        state.check_complete()
+
+
+def _scripted() -> torch.nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it is deprecated
+        return torch.jit.script(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_torchscript_is_refused(inside: bool) -> None:
+    nothing: Any = None
+    parts = ModelParts(0, Assignment.grid(1), GlooBackend(), Gate(), {}, nothing, nothing, nothing, nothing)
+    module = torch.nn.Sequential(_scripted()) if inside else _scripted()
+    with pytest.raises(UsageError, match=r"^(0|the module) is TorchScript .*give the Python module"):
+        parts.module(module)
 
 
 class _Stage:
@@ -48,14 +90,14 @@ class _Other:
 
 def test_only_the_stages_that_learn_alone_do(monkeypatch: pytest.MonkeyPatch) -> None:
     settled: list[Any] = []
-    name = _torch_versions.SETTLE
-    monkeypatch.setattr(_torch.Schedule, name, lambda self, stages, *_args: settled.append(stages))
-    _torch_versions.learn_shapes_alone(_Stage)
+    name = torch_private.SETTLE
+    monkeypatch.setattr(torch_private.Schedule, name, lambda self, stages, *_args: settled.append(stages))
+    torch_private.learn_shapes_alone(_Stage)
     stages: list[Any] = [_Stage(), _Stage()]
-    getattr(_torch.Schedule, name)(None, stages, True, False)
+    getattr(torch_private.Schedule, name)(None, stages, True, False)
     assert not settled
-    assert all(stage._inference_mode is _torch._utils.InferenceMode.DYNAMIC for stage in stages)
-    getattr(_torch.Schedule, name)(None, others := [_Other()], True, False)
+    assert all(stage._inference_mode is torch_private._utils.InferenceMode.DYNAMIC for stage in stages)
+    getattr(torch_private.Schedule, name)(None, others := [_Other()], True, False)
     assert settled == [others]
 
 
@@ -68,6 +110,6 @@ def test_a_group_has_its_rank_and_size() -> None:
 def test_a_buffer_of_one_receive_is_forgotten_and_one_of_a_microbatch_kept() -> None:
     once = SimpleNamespace(buffer=torch.ones(1), take_buffer=lambda: None)
     for_good = SimpleNamespace(buffer=torch.ones(1))
-    _torch_versions.forget_receives([once, for_good])
+    torch_private.forget_receives([once, for_good])
     assert once.buffer is None
     assert for_good.buffer is not None

@@ -1,4 +1,4 @@
-"""What messages between neighbouring stages take (`swift.runtime.transfers`)."""
+"""What messages between neighbouring stages take (`swift_ft.train.rerouting`)."""
 
 import math
 import time
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swift.recovery import Assignment
-from swift.runtime.transfers import ROUNDS, transfer_s
+from swift_ft.planner import Assignment
+from swift_ft.train.rerouting import ROUNDS, transfer_s
 from tests.local_backend import LocalWire, Network
 from tests.unit.runtime.test_gradient_chain import in_parallel
 

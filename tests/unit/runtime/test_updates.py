@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from swift.errors import UsageError
-from swift.runtime.config import SessionConfig
-from swift.runtime.standing import Standing
-from swift.runtime.whole_module import WholeModule
+from swift_ft.errors import UsageError
+from swift_ft.state.carried_gradients import WholeModule
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.updates import Standing
 from tests.unit.runtime.wired import updates_of
 
 
@@ -39,23 +39,36 @@ class HalvingReducer:
         if self.breaks_at is not None and self.launched > self.breaks_at:
             raise RuntimeError("Connection closed by peer")
         for parameter in reduction.bucket:
-            parameter.grad.div_(2)
+            if parameter.grad is not None:
+                parameter.grad.div_(2)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 class World:
     """One rank with a model of four layers, one bucket each."""
 
-    def __init__(self, reducer: HalvingReducer | None = None, **settings: Any):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
-        config = SessionConfig(replicas=2, bucket_bytes=1, **settings)
-        self.updates = updates_of(config, reducer or HalvingReducer(), vote=self.vote)
+    def __init__(
+        self, reducer: HalvingReducer | None = None, *, replicas: int = 2, make: Any = adamw, **settings: Any
+    ):
+        """`make`: the optimizer, of the model."""
+        self.model = layers()
+        config = SessionConfig(replicas=replicas, bucket_bytes=1, **settings)
+        reducer = None if replicas == 1 else reducer or HalvingReducer()
+        self.updates = updates_of(config, reducer, vote=self.vote)
         self.votes: list[Standing] = []
         self.fails: Exception | None = None
         self.unit = WholeModule(self.model)
         if self.updates.wait_free:
-            self.updates.ready_in_backward(self.unit)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+            self.updates.awaited.add(self.unit)
+        self.optimizer = make(self.model)
         self.updates.add(self.optimizer)
         self.updates.begin_step(0)
 

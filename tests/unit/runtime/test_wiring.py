@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from swift._pb import coordinator_pb2 as pb
-from swift.recovery import Assignment
-from swift.recovery.groups import RecoveryGroups
-from swift.runtime.channel import FORWARD, Channel
-from swift.runtime.config import SessionConfig
-from swift.runtime.faults import FaultInjector
-from swift.runtime.gate import Gate
-from swift.runtime.groups import ReconfigurableGroup
-from swift.runtime.hook import Hook
-from swift.runtime.member import Member
-from swift.runtime.session import Session
-from swift.runtime.updates import Updates
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.planner import Assignment
+from swift_ft.planner.groups import RecoveryGroups
+from swift_ft.train.boundary_log import FORWARD, Channel
+from swift_ft.train.collective_policy import Gate
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.coordinator_session import Member
+from swift_ft.train.errors import Hook
+from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.session import Session
+from swift_ft.train.updates import Updates
 from tests.integration.logserver_world import REPOSITORY
 from tests.local_backend import LocalBackend
 from tests.unit.runtime.test_updates import HalvingReducer
@@ -66,12 +66,11 @@ def test_no_update_is_applied_without_a_vote() -> None:
 
 
 def test_the_engine_is_what_an_update_is_put_to_the_vote_by() -> None:
-    updates = updates_of(vote=None, before_update=None)
-    channel: Any = SimpleNamespace(logged_groups=None)
+    updates = updates_of(vote=None)
+    channel: Any = SimpleNamespace()
     engine_of(0, SessionConfig(), member=None, channel=channel, state=state_of(1, updates))
-    for hook in (updates.vote, updates.before_update):
-        with pytest.raises(AssertionError, match="is bound already"):
-            hook.bind(ignored)
+    with pytest.raises(AssertionError, match="is bound already"):
+        updates.vote.bind(ignored)
 
 
 def test_nothing_passes_a_gate_that_knows_of_no_step() -> None:
@@ -111,7 +110,7 @@ def test_a_channel_that_nobody_has_opened_logs_nothing_in_silence() -> None:
     )
     channel.begin_step(0)
     with pytest.raises(AssertionError, match=r"Channel\.watch was not called"):
-        channel.sent(0, FORWARD, 0, 0, torch.ones(1))
+        channel.sends(0, FORWARD, 0, 0, torch.ones(1))
     channel.watch(None)
     for call in (
         lambda: channel.sent(0, FORWARD, 0, 0, torch.ones(1)),
@@ -165,7 +164,7 @@ def build(directory: str) -> None:
     )
     hooks = [hook for part in vars(session).values() for hook in _hooks(part)]
     hooks += _hooks(session._engine._staggering)
-    assert len(hooks) == 5
+    assert len(hooks) == 6
     for hook in hooks:
         with pytest.raises(AssertionError, match="is bound already"):
             hook.bind(ignored)

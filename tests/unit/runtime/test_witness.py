@@ -3,18 +3,23 @@
 import copy
 import pickle
 
+import pytest
 import torch
 from torch import nn
 
-from swift.runtime.witness import (
+from swift_ft.train.step_digests import SAMPLED_BYTES, Witness, digest_of, watch_forwards
+from swift_ft.train.transcript import (
+    ENTERS,
+    GIVEN,
+    GRADIENT,
     INPUT,
+    LEAVES,
     LOSS,
     RESULT,
-    SAMPLED_BYTES,
+    SENT,
+    STATE,
     TARGET,
-    Witness,
-    digest_of,
-    watch_forwards,
+    Seen,
 )
 from tests.unit.runtime.wired import ignored
 
@@ -113,3 +118,121 @@ def test_a_module_that_is_watched_can_be_copied_and_pickled() -> None:
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):  # noqa: S301
         assert torch.equal(twin(torch.zeros(1, 2)), module.bias.unsqueeze(0))
     assert said.words == []
+
+
+class Rehearsing(Said):
+    """Has the transcript of step 3, as the rank has recorded it: an input, a state, what a module gave, a loss."""
+
+    SEEN = (
+        Seen(STATE, 0, 0, 0, "optimizer 0.step"),
+        Seen(INPUT, 0, 0, 0),
+        Seen(LEAVES, 0, 0, 0, "layers.1"),
+        Seen(LOSS, 0, 0, 0),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = Said().witness
+        rank.begin(3)
+        for seen in self.SEEN:
+            rank.note(seen, b"as it was")
+        self.transcript = rank.transcript()
+        self.witness.expect(3, self.transcript)
+        self.witness.begin(3)
+
+    def does(self, *seen: Seen, other: tuple[Seen, ...] = ()) -> str:
+        """What is said, of a step that comes to these."""
+        for each in seen:
+            self.witness.note(each, b"another" if each in other else b"as it was")
+        self.witness.check_all_seen()
+        return self.words[0][1] if self.words else ""
+
+
+def test_a_transcript_is_in_the_order_of_the_computation() -> None:
+    rehearsal = Rehearsing()
+    assert tuple(rehearsal.transcript) == Rehearsing.SEEN
+    assert rehearsal.does(*Rehearsing.SEEN) == ""
+    assert tuple(rehearsal.witness.transcript()) == Rehearsing.SEEN
+
+
+def test_the_first_difference_is_named_and_not_its_consequences() -> None:
+    rehearsal = Rehearsing()
+    words = rehearsal.does(*Rehearsing.SEEN, other=Rehearsing.SEEN[2:])
+    assert words.startswith(
+        "output 0 of module layers.1 for equal inputs, in its forward 0, of step 3 differs from the first time: the "
+        "module keeps something that is not captured"
+    )
+    assert len(rehearsal.words) == 1
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (Seen(STATE, 0, 0, 0, "parameter 0.weight"), "parameter 0.weight of step 3 differs"),
+        (Seen(ENTERS, 0, 2, 1, "norm"), "input 1 of module norm in its forward 2 of step 3 differs"),
+        (Seen(SENT, 1, 2, 0), "what stage 1 sends, microbatch 2, of step 3 differs"),
+        (Seen(GIVEN, 0, 4, 0, "data"), "what is given to collective 4 of group data of step 3 differs"),
+        (Seen(GRADIENT, 0, 0, 0, "0.weight"), "the gradient of parameter 0.weight of step 3 differs"),
+        (Seen(RESULT, 0, 0, 2), "the result of collective 2 of step 3 differs"),
+    ],
+)
+def test_each_kind_has_its_words(seen: Seen, words: str) -> None:
+    said = Said()
+    said.witness.expect(3, {seen: b"as it was"})
+    said.witness.begin(3)
+    said.witness.note(seen, b"another")
+    assert said.words[0][1].startswith(words)
+
+
+def test_what_was_there_and_is_not_now_is_named() -> None:
+    rehearsal = Rehearsing()
+    state, first, _, loss = Rehearsing.SEEN
+    assert rehearsal.does(state, first, loss) == (
+        "output 0 of module layers.1 for equal inputs, in its forward 0, of step 3 was there the first time, and is "
+        "not now"
+    )
+
+
+def test_what_was_not_there_is_named() -> None:
+    rehearsal = Rehearsing()
+    again = Seen(LEAVES, 0, 1, 0, "layers.1")
+    words = rehearsal.does(*Rehearsing.SEEN, again)
+    assert words.endswith("in its forward 1, of step 3 was not there the first time")
+
+
+def test_a_step_that_was_dropped_in_a_rehearsal_is_expected_as_a_whole_again() -> None:
+    rehearsal = Rehearsing()
+    rehearsal.witness.note(Rehearsing.SEEN[0], b"as it was")
+    rehearsal.witness.begin(3)
+    words = rehearsal.does(*Rehearsing.SEEN[1:])
+    assert words.startswith("optimizer 0.step of step 3 was there the first time")
+
+
+def test_nothing_is_said_once_it_is_quiet() -> None:
+    rehearsal = Rehearsing()
+    rehearsal.witness.quiet = True
+    assert rehearsal.does(Rehearsing.SEEN[3], other=Rehearsing.SEEN) == ""
+
+
+def test_whoever_cuts_a_step_short_is_asked_before_each_thing() -> None:
+    rehearsal = Rehearsing()
+    passed: list[Seen] = []
+    rehearsal.witness.passing = passed.append
+    rehearsal.does(*Rehearsing.SEEN)
+    assert tuple(passed) == Rehearsing.SEEN
+
+
+def test_what_is_counted_is_counted_anew_in_each_step() -> None:
+    witness = Said().witness
+    witness.begin(3)
+    assert [witness.count(ENTERS, "a"), witness.count(LEAVES, "a"), witness.count(ENTERS, "a")] == [0, 0, 1]
+    witness.begin(4)
+    assert witness.count(ENTERS, "a") == 0
+
+
+def test_a_sample_is_taken_unless_all_is_wanted() -> None:
+    large = torch.zeros(SAMPLED_BYTES)
+    other = large.clone()
+    other[-3] = 1.0
+    assert digest_of(large) == digest_of(other)
+    assert digest_of(large, whole=True) != digest_of(other, whole=True)

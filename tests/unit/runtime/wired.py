@@ -5,18 +5,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from swift.recovery import Assignment
-from swift.runtime.config import SessionConfig
-from swift.runtime.cut_step import CutStep
-from swift.runtime.differences import Differences
-from swift.runtime.engine import Engine
-from swift.runtime.faults import FaultInjector
-from swift.runtime.lines import Lines
-from swift.runtime.rng import Randomness
-from swift.runtime.state import TrainerState
-from swift.runtime.ties import Ties
-from swift.runtime.updates import Lends, Updates
-from swift.runtime.witness import Witness
+from swift_ft.planner import Assignment
+from swift_ft.state.rng import Randomness
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.engine import Engine
+from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.lossy import CutStep
+from swift_ft.train.step import Lines
+from swift_ft.train.step_digests import Witness
+from swift_ft.train.tied_weights import Ties
+from swift_ft.train.training_state import TrainerState
+from swift_ft.train.updates import Lends, Updates
 
 
 class Still:
@@ -42,8 +41,10 @@ def updates_of(
     before_update: Any = ignored,
     before_reduction: Any = ignored,
     reduced: Any = ignored,
+    unreduced: Any = ignored,
 ) -> Updates:
-    """`vote`, `before_update`, `before_reduction`, `reduced`: None: the test binds it, or leaves it out."""
+    """`vote`, `before_update`, `before_reduction`, `reduced`, `unreduced`: None: the test binds it, or
+    leaves it out."""
     updates = Updates(
         config or SessionConfig(),
         reducer,
@@ -62,6 +63,8 @@ def updates_of(
         updates.before_reduction.bind(before_reduction)
     if reduced is not None:
         updates.reduced.bind(reduced)
+    if unreduced is not None:
+        updates.unreduced.bind(unreduced)
     return updates
 
 
@@ -91,6 +94,18 @@ class Unstaggered:
         return None
 
 
+class Unrecorded:
+    """No step is recorded for a rehearsal."""
+
+    under_way = False
+
+    def __init__(self) -> None:
+        self.begin = self.state_told = self.end = self.drop = self.abandon = ignored
+
+    def begins_at(self, _version: int, _view: Any, _generation: int) -> bool:
+        return False
+
+
 class Nobody:
     """Who holds a rank by a line to the coordinator, and has nothing to say."""
 
@@ -118,11 +133,11 @@ def engine_of(
         nothing,
         Assignment.grid(4),
         witness=Witness(ignored, lambda: False, ignored),
-        differences=Differences(nothing),
         adoption=cast(
             Any, SimpleNamespace(before=ignored, after=ignored, arm=ignored, check=ignored, repeats=True)
         ),
         audit=None,
         lines=Lines(Path(os.devnull)),
         staggering=cast(Any, Unstaggered()),
+        recording=cast(Any, Unrecorded()),
     )

@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from swift.control import status
-from swift.control.client import CoordinatorClient
-from swift.doctor import gather
-from swift.errors import ServiceError
-from swift.inspect import command as inspect
-from swift.security import advice as look
-from swift.security.advice import advice
-from swift.security.certificates import PrivateCA
-from swift.security.channel import ENV_CA
-from swift.security.health import check
+from swift_ft import credentials
+from swift_ft.credentials import ENV_CA, advice, check_service
+from swift_ft.errors import ServiceError
+from swift_ft.lab.drill.cluster import PrivateCA
+from swift_ft.rpc.client import CoordinatorClient
+from swift_ft.tools import doctor, inspect, status
 from tests.unit.security.world import JOB, Guarded
 
 WANTS = "it wants TLS: name the CA of its certificate in SWIFT_TLS_CA"
@@ -31,7 +27,7 @@ def test_a_plain_client_is_told_that_the_server_wants_tls(
     ca: PrivateCA, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ENV_CA, raising=False)
-    monkeypatch.setattr("swift.control.asking.PATIENCE_S", 0.5)
+    monkeypatch.setattr("swift_ft.tools.status.PATIENCE_S", 0.5)
     with Guarded(None, ca=ca) as server:
         assert status.main(["--coordinator", server.address, "--job", JOB]) == 3
         at_once, at_last = capsys.readouterr().err.splitlines()
@@ -39,9 +35,9 @@ def test_a_plain_client_is_told_that_the_server_wants_tls(
         assert WANTS in at_last
         assert inspect.main(["--server", server.address, "--timeout-s", "0.5"]) == 3
         assert WANTS in capsys.readouterr().err
-        assert WANTS in gather.peer("log server", server.address, 0.5).problem
+        assert WANTS in doctor.peer("log server", server.address, 0.5).problem
         with pytest.raises(ServiceError, match=WANTS):
-            check(server.address, timeout_s=0.5)
+            check_service(server.address, timeout_s=0.5)
 
 
 def test_with_tls_at_a_server_without_it(ca: PrivateCA, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +75,7 @@ def test_nobody_there_is_nobodys_tls(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_connection_that_has_just_been_reset_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """A socket left to the garbage collector is a ResourceWarning, an error here."""
     monkeypatch.delenv(ENV_CA, raising=False)
-    connect = look._connected
+    connect = credentials._connected
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def reset(address: str) -> socket.socket:
@@ -92,5 +88,5 @@ def test_a_connection_that_has_just_been_reset_leaves_no_socket_open(monkeypatch
             assert any(event & select.POLLHUP for _, event in poll.poll(1000))
             return connection
 
-        monkeypatch.setattr(look, "_connected", reset)
+        monkeypatch.setattr(credentials, "_connected", reset)
         assert advice(f"127.0.0.1:{server.getsockname()[1]}", "Socket closed") == ""

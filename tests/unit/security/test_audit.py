@@ -11,18 +11,16 @@ from typing import Any
 import grpc
 import pytest
 
-from services.logserver.state import EngineConfig
-from services.security import audit as audit_module
-from services.security.audit import Audit
-from services.security.gate import CallLimits
-from services.security.listening import Protection
-from services.security.rates import Rates
-from swift._pb import log_pb2
-from swift.errors import UsageError
-from swift.log.wire import Reason
-from swift.security import command, tokens
-from swift.security.roles import Role
-from swift.security.tokens import Authority, NotAuthenticated, Revoked
+from swift_ft import tokens
+from swift_ft._pb import log_pb2
+from swift_ft.errors import UsageError
+from swift_ft.log.protocol import Reason
+from swift_ft.tokens import Authority, NotAuthenticated, Revoked, Role
+from swift_ft.tools import token as command
+from swift_ft_services import authorization
+from swift_ft_services.authorization import Audit, CallLimits, Rates
+from swift_ft_services.listening import Protection
+from swift_ft_services.logserver.state import EngineConfig
 from tests.unit.log.frames import STREAM
 from tests.unit.log.service import eventually
 from tests.unit.security.test_gate import call
@@ -114,7 +112,7 @@ def test_something_else_in_its_place_stops_no_call_and_is_told_once(
     trail: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(audit_module.events, "emit", lambda event, **_: told.append(event))
+    monkeypatch.setattr(authorization.events, "emit", lambda event, **_: told.append(event))
     audit = Audit(trail, "logserver")
     audit.allowed("/x/Fence", job="before", peer="p", subject="s", token="t")
     kept = tmp_path / "kept"
@@ -159,7 +157,7 @@ def test_a_line_for_which_there_is_no_room_leaves_no_part_of_it(
     def little(fd: int, data: bytes) -> int:
         return whole(fd, data[:20])
 
-    monkeypatch.setattr(audit_module.os, "write", little)
+    monkeypatch.setattr(authorization.os, "write", little)
     audit.allowed("/x/Fence", job="meanwhile", peer="p", subject="s", token="t")
     monkeypatch.undo()
     audit.allowed("/x/Fence", job="after", peer="p", subject="s", token="t")
@@ -168,7 +166,7 @@ def test_a_line_for_which_there_is_no_room_leaves_no_part_of_it(
 
 
 def test_a_flood_of_denials_is_counted(trail: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_module, "_DENIALS_PER_S", 1.0)
+    monkeypatch.setattr(authorization, "_DENIALS_PER_S", 1.0)
     audit = Audit(trail, "logserver")
     for _ in range(1000):
         audit.denied("/x/Fence", job="j", peer="p", subject="", token="", reason="denied")

@@ -5,25 +5,24 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.security.listening import Protection
-from swift import events
-from swift.control import CoordinatorClient
-from swift.errors import ServiceError, UsageError
-from swift.log import admin
-from swift.security import channel as channels
-from swift.security.certificates import PrivateCA
-from swift.security.channel import (
+from swift_ft import credentials as channels
+from swift_ft import events
+from swift_ft.credentials import (
     ENV_CA,
     ENV_CERTIFICATE,
     ENV_INSECURE,
     ENV_KEY,
     ENV_TOKEN_FILE,
     Credentials,
+    check_service,
     open_channel,
 )
-from swift.security.files import write_file
-from swift.security.health import check
-from swift.security.roles import Role
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.lab.drill.cluster import PrivateCA
+from swift_ft.log import admin
+from swift_ft.rpc import CoordinatorClient
+from swift_ft.tokens import Role, write_file
+from swift_ft_services.listening import Protection
 from tests.unit.security.world import JOB, RANK, Guarded, Keys, touched
 
 
@@ -50,7 +49,7 @@ def test_over_tls_with_a_token_from_the_environment(
         monkeypatch.setenv(ENV_CA, str(ca.certificate))
         monkeypatch.setenv(ENV_TOKEN_FILE, str(keys.file("c", keys.mint([Role.COORDINATOR]))))
         admin.fence(server.address, JOB, 2, 10.0)
-        health = check(server.address)
+        health = check_service(server.address)
         assert (health.tls, health.mutual_tls, health.tokens, health.insecure) == (True, False, True, False)
 
 
@@ -59,24 +58,24 @@ def test_a_plain_client_and_another_authoritys_are_not_heard(ca: PrivateCA, tmp_
     with Guarded(None, ca=ca) as server:
         for credentials in (Credentials(), Credentials(ca=stranger.certificate)):
             with pytest.raises(ServiceError, match="does not answer"):
-                check(server.address, timeout_s=2.0, credentials=credentials)
-        assert check(server.address, credentials=Credentials(ca=ca.certificate)).tls
+                check_service(server.address, timeout_s=2.0, credentials=credentials)
+        assert check_service(server.address, credentials=Credentials(ca=ca.certificate)).tls
 
 
 def test_a_server_under_another_name_is_not_believed(ca: PrivateCA) -> None:
     with Guarded(None, ca=ca) as server:
         port = server.address.rpartition(":")[2]
         with pytest.raises(ServiceError):
-            check(f"127.0.0.2:{port}", timeout_s=2.0, credentials=Credentials(ca=ca.certificate))
+            check_service(f"127.0.0.2:{port}", timeout_s=2.0, credentials=Credentials(ca=ca.certificate))
 
 
 def test_mutual_tls_hears_nobody_without_a_certificate(ca: PrivateCA) -> None:
     client = ca.issue("client")
     with Guarded(None, ca=ca, mutual=True) as server:
         with pytest.raises(ServiceError):
-            check(server.address, timeout_s=2.0, credentials=Credentials(ca=ca.certificate))
+            check_service(server.address, timeout_s=2.0, credentials=Credentials(ca=ca.certificate))
         known = Credentials(ca=ca.certificate, certificate=client.certificate, key=client.key)
-        assert check(server.address, credentials=known).mutual_tls
+        assert check_service(server.address, credentials=known).mutual_tls
 
 
 def test_a_servers_new_certificate_is_used_at_the_next_handshake(
@@ -88,19 +87,19 @@ def test_a_servers_new_certificate_is_used_at_the_next_handshake(
     old, new = PrivateCA(tmp_path / "old"), PrivateCA(tmp_path / "new")
     trusts_old, trusts_new = Credentials(ca=old.certificate), Credentials(ca=new.certificate)
     with Guarded(None, ca=old) as server:
-        assert check(server.address, credentials=trusts_old).tls
+        assert check_service(server.address, credentials=trusts_old).tls
         with pytest.raises(ServiceError):
-            check(server.address, timeout_s=2.0, credentials=trusts_new)
+            check_service(server.address, timeout_s=2.0, credentials=trusts_new)
         pair = new.issue("server", "127.0.0.1")
         of = server.protection
         assert of.certificate is not None
         assert of.key is not None
         touched(of.certificate, pair.certificate.read_bytes())  # half of it: the old pair stays
-        assert check(server.address, credentials=trusts_old).tls
+        assert check_service(server.address, credentials=trusts_old).tls
         touched(of.key, pair.key.read_bytes())
-        assert check(server.address, credentials=trusts_new).tls
+        assert check_service(server.address, credentials=trusts_new).tls
         with pytest.raises(ServiceError):
-            check(server.address, timeout_s=2.0, credentials=trusts_old)
+            check_service(server.address, timeout_s=2.0, credentials=trusts_old)
     said = [event["event"] for event in events.read(tmp_path)]
     assert said.count("certificate_not_reloaded") == 1
     assert said.count("certificate_reloaded") == 1
@@ -127,7 +126,7 @@ def test_a_client_connects_anew_with_a_new_certificate_and_calls_under_way_go_on
             before.engine.state.on_health(False)
             assert next(watching).status == health_pb2.HealthCheckResponse.NOT_SERVING
             watching.cancel()
-        assert check(after.address, credentials=Credentials(ca=trusted)).tls
+        assert check_service(after.address, credentials=Credentials(ca=trusted)).tls
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:1", "host:1", "0.0.0.0:1", "[::]:1", "127.0.0.1.evil.org:1"])

@@ -15,11 +15,10 @@ from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.logserver.storage import DirectoryStorage, JobMeta, StreamMeta
-from swift._pb import log_pb2
-from swift.errors import LogError
-from swift.log import segment
-from swift.log.frame import (
+from swift_ft._pb import log_pb2
+from swift_ft.errors import LogError
+from swift_ft.log import segment
+from swift_ft.log.frame import (
     CODEC_LZ4,
     CODEC_NONE,
     FrameHeader,
@@ -28,8 +27,9 @@ from swift.log.frame import (
     decode_record,
     encode_header,
 )
-from swift.log.record import RecordKey, digest_of, stream_tag
-from swift.log.wire import frames_message, split_frames
+from swift_ft.log.protocol import frames_message, split_frames
+from swift_ft.log.record import RecordKey, digest_of, stream_tag
+from swift_ft_services.logserver.storage import DirectoryStorage, JobMeta, StreamMeta
 from tests.unit.log.frames import JOB, STREAM, frame_of, segment_bytes
 
 BODY_BYTES_MAX = 1 << 16

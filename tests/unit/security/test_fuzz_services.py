@@ -21,11 +21,11 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swift._pb import coordinator_pb2, log_pb2
-from swift.log import admin
-from swift.log.rpc import message_of, reason_of
-from swift.security.health import check
-from swift.security.roles import COORDINATOR, LOG
+from swift_ft._pb import coordinator_pb2, log_pb2
+from swift_ft.credentials import check_service
+from swift_ft.log import admin
+from swift_ft.log.protocol import message_of, reason_of
+from swift_ft.tokens import COORDINATOR, LOG
 from tests.unit.log.frames import JOB, frame_of
 from tests.unit.security.test_fuzz_decoders import changed, with_checksum
 from tests.unit.security.world import code_of
@@ -149,7 +149,13 @@ class Services:
 
     def _start(self, service: str, name: str, *flags: str) -> None:
         address = self.directory / f"{name}.address"
-        command = [sys.executable, "-m", f"services.{name}", "--directory", str(self.directory / name)]
+        command = [
+            sys.executable,
+            "-m",
+            f"swift_ft_services.{name}",
+            "--directory",
+            str(self.directory / name),
+        ]
         with (self.directory / f"{name}.output").open("wb") as output:
             self.processes[service] = subprocess.Popen(
                 [*command, "--address-file", str(address), *flags],
@@ -190,7 +196,7 @@ class Services:
         for service, process in self.processes.items():
             name = "logserver" if service == LOG else "coordinator"
             assert process.poll() is None
-            assert check(self.addresses[service]).status == "SERVING"
+            assert check_service(self.addresses[service]).status == "SERVING"
             said = (self.directory / f"{name}.output").read_text().splitlines()
             # Requests may by chance make a rank join, and then it leaves, or says nothing for a lease.
             of_ranks = ("WARNING fenced job=", "WARNING lease_expired job=")

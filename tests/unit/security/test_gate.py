@@ -9,21 +9,17 @@ from typing import Any
 import grpc
 import pytest
 
-from services.logserver.state import EngineConfig
-from services.security.gate import CallLimits
-from swift import events
-from swift._pb import coordinator_pb2, log_pb2
-from swift.errors import AccessDenied, LogUnavailable
-from swift.log import admin
-from swift.log.record import RecordKey
-from swift.log.rpc import message_of, reason_of
-from swift.log.wire import client_options
-from swift.log.writer import LogWriter
-from swift.security import tokens
-from swift.security.channel import AUTHORIZATION, BEARER, ENV_TOKEN_FILE, open_channel
-from swift.security.health import check
-from swift.security.roles import COORDINATOR, LOG, MAY_CALL, Role
-from swift.security.tokens import EVERY_JOB
+from swift_ft import events, tokens
+from swift_ft._pb import coordinator_pb2, log_pb2
+from swift_ft.credentials import AUTHORIZATION, BEARER, ENV_TOKEN_FILE, check_service, open_channel
+from swift_ft.errors import AccessDenied, LogUnavailable
+from swift_ft.log import admin
+from swift_ft.log.protocol import client_options, message_of, reason_of
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
+from swift_ft.tokens import COORDINATOR, EVERY_JOB, LOG, MAY_CALL, Role
+from swift_ft_services.authorization import CallLimits
+from swift_ft_services.logserver.state import EngineConfig
 from tests.unit.log.frames import frame_of
 from tests.unit.log.service import eventually, impatient_about
 from tests.unit.security.world import JOB, RANK, Guarded, Keys, code_of, documented_roles
@@ -255,7 +251,7 @@ def test_a_writer_that_is_not_let_in_is_told_so(
 
 
 def test_health_asks_nobody_and_says_how_the_server_is_protected(server: Guarded) -> None:
-    health = check(server.address)
+    health = check_service(server.address)
     assert (health.status, health.tokens, health.tls, health.insecure) == ("SERVING", True, False, False)
 
 

@@ -12,9 +12,9 @@ import grpc
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from services.security import audit
-from swift._pb import log_pb2
-from swift.security.tokens import TOKEN_BYTES_MAX
+from swift_ft._pb import log_pb2
+from swift_ft.tokens import TOKEN_BYTES_MAX
+from swift_ft_services import authorization
 from tests.unit.log.service import eventually
 from tests.unit.security.test_gate import call
 from tests.unit.security.world import JOB, Guarded, Keys
@@ -31,7 +31,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 
 @pytest.fixture
 def trail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(audit, "_DENIALS_PER_S", 1e6)
+    monkeypatch.setattr(authorization, "_DENIALS_PER_S", 1e6)
     return tmp_path / "audit.jsonl"
 
 

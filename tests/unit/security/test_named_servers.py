@@ -9,15 +9,15 @@ from typing import cast
 
 import pytest
 
-from services.coordinator import commands as m
-from services.coordinator.driver import Driver
-from services.coordinator.logs import LogServers
-from services.coordinator.servicer import Context, Servicer
-from swift._pb import coordinator_pb2 as pb
-from swift.errors import ServiceError, UsageError
-from swift.security.certificates import Pair, PrivateCA
-from swift.security.channel import ENV_CA, ENV_INSECURE, ENV_TOKEN_FILE, Credentials
-from swift.security.roles import COORDINATOR, MAY_CALL, Role
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.credentials import ENV_CA, ENV_INSECURE, ENV_TOKEN_FILE, Credentials
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.lab.drill.cluster import Pair, PrivateCA
+from swift_ft.tokens import COORDINATOR, MAY_CALL, Role
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.driver import Driver
+from swift_ft_services.coordinator.log_calls import LogServers
+from swift_ft_services.coordinator.service import Context, Servicer
 from tests.unit.security.world import JOB, Keys
 
 NAMED = "10.255.255.1:7301"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from swift.errors import UsageError
-from swift.security import command
-from swift.security.files import Owner, write_file
-from swift.security.renewal import Renewal
+from swift_ft.credentials import Renewal
+from swift_ft.errors import UsageError
+from swift_ft.tokens import Owner, write_file
+from swift_ft.tools import token
 from tests.unit.security.world import JOB, RANK, Keys
 
 OTHER = pwd.getpwnam("nobody")
@@ -49,7 +49,7 @@ def test_only_root_gives_files_away(
     monkeypatch.setattr(os, "geteuid", lambda: OTHER.pw_uid + 1)
     out = keys.directory / "rank.token"
     words = ["--key", str(keys.signing), "--job", JOB, "--role", "writer", "--out", str(out)]
-    assert command.main([*words, "--owner", OTHER.pw_name]) == 2
+    assert token.main([*words, "--owner", OTHER.pw_name]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "only root" in said
@@ -59,9 +59,9 @@ def test_only_root_gives_files_away(
 def test_an_owner_is_of_a_file(keys: Keys, capsys: pytest.CaptureFixture[str]) -> None:
     me = str(os.geteuid())
     words = ["--key", str(keys.signing), "--job", JOB, "--role", "writer"]
-    assert command.main([*words, "--owner", me]) == 2
+    assert token.main([*words, "--owner", me]) == 2
     assert "name it with --out FILE" in capsys.readouterr().err
-    assert command.main(["--new-key", str(keys.directory), "--owner", me]) == 2
+    assert token.main(["--new-key", str(keys.directory), "--owner", me]) == 2
 
 
 @as_root
@@ -107,8 +107,8 @@ def test_each_renewed_file_is_its_owners(keys: Keys, monkeypatch: pytest.MonkeyP
 def test_the_command_makes_it_for_another_user(keys: Keys) -> None:
     out = keys.directory / "rank.token"
     words = ["--key", str(keys.signing), "--job", JOB, "--role", "writer", "--out", str(out)]
-    assert command.main([*words, "--owner", OTHER.pw_name]) == 0
+    assert token.main([*words, "--owner", OTHER.pw_name]) == 0
     assert owner_of(out) == (OTHER.pw_uid, OTHER.pw_gid, 0o600)
-    config = command.parse([*words, "--renew", "--owner", OTHER.pw_name])
+    config = token.parse([*words, "--renew", "--owner", OTHER.pw_name])
     assert config.owner == Owner(OTHER.pw_uid, OTHER.pw_gid)
     assert config.renew

@@ -13,18 +13,17 @@ from pathlib import Path
 import jwt
 import pytest
 
-from services.security.gate import Gate
-from swift import events
-from swift.errors import AccessDenied, RecordMissing, UsageError
-from swift.log import admin
-from swift.log.reader import LogReader, never
-from swift.log.record import RecordKey
-from swift.log.writer import LogWriter
-from swift.security import channel, command, tokens
-from swift.security.channel import ENV_TOKEN_FILE, Credentials, open_channel
-from swift.security.renewal import Complaints, Renewal, due
-from swift.security.roles import Role
-from swift.security.tokens import Authority, SigningKey, new_key
+from swift_ft import credentials as channel
+from swift_ft import events, tokens
+from swift_ft.credentials import ENV_TOKEN_FILE, Complaints, Credentials, Renewal, due, open_channel
+from swift_ft.errors import AccessDenied, RecordMissing, UsageError
+from swift_ft.log import admin
+from swift_ft.log.reader import LogReader, never
+from swift_ft.log.record import RecordKey
+from swift_ft.log.writer import LogWriter
+from swift_ft.tokens import Authority, Role, SigningKey, new_key
+from swift_ft.tools import token as command
+from swift_ft_services.authorization import Gate
 from tests.unit.log.service import eventually
 from tests.unit.security.world import JOB, RANK, Guarded, Keys, touched
 
@@ -176,7 +175,7 @@ def test_the_command_renews_until_it_is_told_to_stop(keys: Keys, tmp_path: Path)
     words = ["--key", str(keys.signing), "--job", JOB, "--role", "writer,replayer", "--hours", str(3 / 3600)]
     words += ["--out", str(out), "--renew"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "swift.cli", "token", *words], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "swift_ft.cli", "token", *words], stderr=subprocess.PIPE, text=True
     )
     seen: dict[str, None] = {}
 

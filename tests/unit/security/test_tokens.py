@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.errors import UsageError
-from swift.security import tokens
-from swift.security.roles import Role
-from swift.security.tokens import Authority, Grant, NotAuthenticated, SigningKey, new_key
+from swift_ft import tokens
+from swift_ft.errors import UsageError
+from swift_ft.tokens import Authority, Grant, NotAuthenticated, Role, SigningKey, new_key
 from tests.unit.security.world import JOB, RANK, Keys
 
 

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import grpc
 
-from services.logserver.engine import LogEngine
-from services.logserver.servicer import make_server
-from services.logserver.state import EngineConfig
-from services.security.gate import CallLimits
-from services.security.listening import Protection, bind
-from swift.security.certificates import PrivateCA
-from swift.security.channel import Credentials
-from swift.security.files import write_file
-from swift.security.roles import COORDINATOR, LOG, Role
-from swift.security.tokens import SigningKey, new_key
+from swift_ft.credentials import Credentials
+from swift_ft.lab.drill.cluster import PrivateCA
+from swift_ft.tokens import COORDINATOR, LOG, Role, SigningKey, new_key, write_file
+from swift_ft_services.authorization import CallLimits
+from swift_ft_services.listening import Protection, bind
+from swift_ft_services.logserver.engine import LogEngine
+from swift_ft_services.logserver.service import make_server
+from swift_ft_services.logserver.state import EngineConfig
 from tests.unit.log.memory_storage import MemoryStorage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"

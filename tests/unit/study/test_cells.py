@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from swift.errors import UsageError
-from swift.study import command, running
-from swift.study.cells import Store
-from swift.study.settings import Cell, Settings, failures_spec
-from swift.study.strategies import PLAIN
+from swift_ft.errors import UsageError
+from swift_ft.lab.study import command, running
+from swift_ft.lab.study.command import Store
+from swift_ft.lab.study.settings import PLAIN, Cell, Settings, failures_spec
 
 GOOD: dict[str, Any] = {
     "tasks": ("bytes",),
@@ -81,8 +80,8 @@ def test_flags() -> None:
 def test_a_task_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.missing("bytes") == ""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert command.missing("digits") == "it needs sklearn; pip install 'swift-ft[study]'"
-    monkeypatch.setattr("swift.study.trainers.corpus.sources", list)
+    assert command.missing("digits") == "it needs sklearn; pip install 'swift-ft[lab]'"
+    monkeypatch.setattr("swift_ft.lab.study.trainers.corpus.sources", list)
     assert "standard library are not installed" in command.missing("bytes")
 
 
@@ -142,11 +141,14 @@ def test_a_directory_that_cannot_be(where: str, tmp_path: Path) -> None:
 
 def test_the_place_of_a_run_is_removed(tmp_path: Path) -> None:
     with Store(tmp_path).opened(settings()) as store:
-        (tmp_path / "run-1").mkdir()
-        (tmp_path / "run-1" / "left").touch()
+        left, others = tmp_path / "run-0123abcd", tmp_path / "run-1"
+        for directory in (left, others):
+            directory.mkdir()
+            (directory / "file").touch()
         with store.place() as place:
             assert list(place.iterdir()) == []
-            assert not (tmp_path / "run-1").exists()
+            assert not left.exists()
+            assert others.exists()
         assert not place.exists()
 
 

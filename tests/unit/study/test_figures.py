@@ -7,9 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from swift.study import drawing, figures, page
-from swift.study.settings import TASKS, Cell, Settings
-from swift.study.strategies import PLAIN, STRATEGIES
+from swift_ft.lab.study import drawing, figures, page
+from swift_ft.lab.study.settings import PLAIN, STRATEGIES, TASKS, Cell, Settings
 
 SETTINGS = Settings(
     tasks=("bytes", "digits"),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift.study.statistics import Estimate, estimate, t
+from swift_ft.lab.study.figures import Estimate, estimate, t
 
 stats = pytest.importorskip("scipy.stats", reason="scikit-learn is not installed")
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from swift.plan.goodput import figures, ways
-from swift.plan.goodput.cluster import Cluster, Faults
+from swift_ft.lab.goodput import figures, ways
+from swift_ft.lab.goodput.cluster import Cluster, Faults
 
 HOUR, DAY = 3600.0, 86400.0
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from swift.plan.command import main
-from swift.plan.goodput import figures, plot, report, ways
+from swift_ft.lab.goodput import command, figures, report, ways
+from swift_ft.lab.plan.command import main
 
 SMALL = ["--goodput", "--ranks", "64", "--replicas", "4", "--stages", "2", "--machine-mtbf", "20d"]
 
@@ -154,8 +155,8 @@ def test_a_preset_is_a_published_cluster(tmp_path: Path) -> None:
         (["--cv", "2", "--weibull-shape", "2"], "give one of --weibull-shape and --cv"),
         (["--together", "1"], "--together 1: give a share of 0 to 0.9"),
         (["--trace-nodes", "4"], "--trace-nodes is the number of nodes of --trace FILE"),
-        (["--trace", "/no/such/file"], "--trace /no/such/file: No such file or directory; give a file"),
-        (["--measured", "/no/such/file"], "--measured /no/such/file: No such file or directory; give a file"),
+        (["--trace", "/no/such/file"], "--trace /no/such/file: No such file or directory; name a file"),
+        (["--measured", "/no/such/file"], "--measured /no/such/file: No such file or directory; name a file"),
         (["--measured", "/"], "--measured /: Is a directory"),
         (["--set", "load_s"], "--set load_s: write NAME=VALUE"),
         (["--set", "speed=4"], "--set speed=4: there is no figure speed"),
@@ -221,19 +222,17 @@ def test_a_trace_needs_the_number_of_nodes(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_what_cannot_be_written_leaves_what_was_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
     out.write_text("before")
-
-    def full(self: Path, content: str) -> int:
-        with self.open("w") as file:
-            file.write(content[:10])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    assert main([*SMALL, "--json", str(out)]) == 2
-    assert f"cannot write {out}: No space left on device; give another place" in capsys.readouterr().err
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        assert main([*SMALL, "--json", str(out)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"cannot write {out}: File too large; give another place" in capsys.readouterr().err
     assert out.read_text() == "before"
     assert list(tmp_path.iterdir()) == [out]
 
@@ -254,7 +253,7 @@ def test_the_picture_has_a_line_for_each_strategy_where_the_formula_is(
     names = [row["name"] for row in document["strategies"]]
     lines = {line[0].text: line.get("points") or "" for line in parts(markup, "polyline", "line")}
     assert set(lines) == set(names)
-    bottom, top = plot.HEIGHT - plot.BOTTOM, plot.TOP
+    bottom, top = command.HEIGHT - command.BOTTOM, command.TOP
     for name, points in lines.items():
         found = [tuple(map(float, point.split(","))) for point in points.split()]
         shares = [
@@ -262,7 +261,7 @@ def test_the_picture_has_a_line_for_each_strategy_where_the_formula_is(
         ]
         assert [(bottom - y) / (bottom - top) for _, y in found] == pytest.approx(shares, abs=0.001)
         assert [x for x, _ in found] == sorted(x for x, _ in found)
-        assert found[-1][0] == pytest.approx(plot.WIDTH - plot.RIGHT)
+        assert found[-1][0] == pytest.approx(command.WIDTH - command.RIGHT)
     dots = parts(markup, "circle", "dot")
     assert len(dots) == sum(len(point["strategies"]) for point in document["sweep"])
 
@@ -272,24 +271,24 @@ def test_its_labels_are_inside_and_apart(written: tuple[dict[str, Any], str]) ->
     labels = parts(markup, "text", "label")
     assert {label.text for label in labels} == {row["name"] for row in document["strategies"]}
     heights = sorted(float(label.attrib["y"]) for label in labels)
-    assert all(b - a >= plot.LABEL - 0.2 for a, b in pairwise(heights))
-    assert heights[0] > plot.TOP
-    assert heights[-1] <= plot.HEIGHT - plot.BOTTOM + 6
+    assert all(b - a >= command.LABEL - 0.2 for a, b in pairwise(heights))
+    assert heights[0] > command.TOP
+    assert heights[-1] <= command.HEIGHT - command.BOTTOM + 6
     # A bold letter of 16 pixels is 10 wide at most, on average.
-    assert all(float(label.attrib["x"]) + 10 * len(label.text or "") <= plot.WIDTH + 8 for label in labels)
+    assert all(float(label.attrib["x"]) + 10 * len(label.text or "") <= command.WIDTH + 8 for label in labels)
     ends = [float(size.attrib["x"]) for size in parts(markup, "text", "size")]
     assert all(b - a > 40 for a, b in pairwise(ends))
 
 
 def test_every_strategy_has_a_look_of_its_own() -> None:
-    assert set(plot.STYLES) == set(ways.NAMES)
-    assert len(set(plot.STYLES.values())) == len(ways.NAMES)
+    assert set(command.STYLES) == set(ways.NAMES)
+    assert len(set(command.STYLES.values())) == len(ways.NAMES)
 
 
 def test_names_of_a_document_cannot_break_the_picture(written: tuple[dict[str, Any], str]) -> None:
     """All words in it are ours, but for the numbers; it is XML whatever they are."""
     document, _ = written
-    ElementTree.fromstring(plot.draw(document))
+    ElementTree.fromstring(command.draw_goodput(document))
 
 
 @pytest.mark.parametrize(

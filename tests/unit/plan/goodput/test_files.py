@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.errors import UsageError
-from swift.plan.goodput import measured, trace, ways
+from swift_ft.errors import UsageError
+from swift_ft.lab.goodput import cluster, command, ways
 
 HEAD = "node,start_h,end_h\n"
 
@@ -23,7 +23,7 @@ TEN = [(f"n{k % 3}", float(k * k), k * k + 2.0) for k in range(10)]
 
 
 def test_a_table_gives_times_outages_and_nodes() -> None:
-    read = trace.parse(table(TEN))
+    read = cluster.parse(table(TEN))
     assert read.gaps_s == tuple(3600.0 * (2 * k + 1) for k in range(9))
     assert read.outages_s == (7200.0,) * 9
     assert read.nodes == 3
@@ -34,7 +34,7 @@ def test_a_table_gives_times_outages_and_nodes() -> None:
 
 def test_columns_have_any_order_and_their_own_units() -> None:
     text = "end_days,what,node,start_s\n" + "".join(f"{k + 2},disk,n{k},{86400 * k}\n\n" for k in range(12))
-    read = trace.parse(text)
+    read = cluster.parse(text)
     assert read.gaps_s == (86400.0,) * 11
     assert read.outages_s == (172800.0,) * 11
 
@@ -66,7 +66,7 @@ def test_both_formats_say_the_same(drawn: list[tuple[str, float, float]]) -> Non
     faults = [(node, start, start + length) for node, start, length in drawn]
     if len({start for _, start, _ in faults}) < 2:
         return
-    one, other = trace.parse(table(faults)), trace.parse(json.dumps(events(faults)))
+    one, other = cluster.parse(table(faults)), cluster.parse(json.dumps(events(faults)))
     assert one.gaps_s == pytest.approx(other.gaps_s)
     assert one.nodes == other.nodes
     assert sum(one.gaps_s) == pytest.approx(3600 * (max(f[1] for f in faults) - min(f[1] for f in faults)))
@@ -89,9 +89,9 @@ def test_both_formats_say_the_same(drawn: list[tuple[str, float, float]]) -> Non
         (HEAD + '"a,1,2\n', "write CSV"),
         (table(TEN[:9]), "has 9 faults: give 10 or more"),
         (table([("a", 1.0, 2.0)] * 12), "has all its faults at the same moment"),
-        ("[", "is no JSON"),
+        ("[", "not JSON: line 1, column 2"),
         ("{}", "is no list of events"),
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "nested too deeply"),
         ('[{"node_id": "a"}]', "event 1: write node_id, event_type and event_time"),
         ("[7]", "event 1: write node_id"),
         (
@@ -107,14 +107,14 @@ def test_both_formats_say_the_same(drawn: list[tuple[str, float, float]]) -> Non
 )
 def test_a_trace_that_is_none_is_refused_in_one_line(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=re.escape(words)) as refused:
-        trace.parse(text)
+        cluster.parse(text)
     assert len(str(refused.value).splitlines()) == 1
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.one_of(st.text(max_size=200), st.text(max_size=80).map(lambda text: HEAD + text)))
 def test_no_text_does_worse_than_that(text: str) -> None:
-    for parse in (trace.parse, lambda text: measured.parse(text, "file")):
+    for parse in (cluster.parse, lambda text: command.parse_figures(text, "file")):
         with contextlib.suppress(UsageError):
             parse(text)
 
@@ -142,7 +142,7 @@ def test_a_recovery_bench_gives_stops_and_what_a_session_adds() -> None:
             case("swift-replay", failed="it never went on"),
         ],
     }
-    read = measured.parse(json.dumps(document), "recovery.json")
+    read = command.parse_figures(json.dumps(document), "recovery.json")
     assert read.stops == pytest.approx(
         {ways.RESTART: 3 - 17 * 0.02, ways.AUTO: 0.5, ways.REPLICA: 0.5, ways.SHRINK: 0.01}
     )
@@ -151,11 +151,10 @@ def test_a_recovery_bench_gives_stops_and_what_a_session_adds() -> None:
 
 
 def test_what_the_recovery_bench_says_fits_what_the_bench_writes() -> None:
-    """The names are those of `swift.bench.peers.marks.summary`."""
-    from swift.bench.peers import marks as read_marks
-    from swift.bench.peers import systems
+    """The names are those of `swift_ft.lab.bench.peers.report.summary`."""
+    from swift_ft.lab.bench.peers import report, systems
 
-    assert set(measured.SYSTEMS) <= set(systems.SYSTEMS)
+    assert set(command.SYSTEMS) <= set(systems.SYSTEMS)
     marks = [{"what": "killed", "at": 10.0, "step": 5, "replica": 1, "pid": 2}]
     for replica in (0, 1):
         marks += [
@@ -165,21 +164,23 @@ def test_what_the_recovery_bench_says_fits_what_the_bench_writes() -> None:
             {"what": "stepped", "at": 12.0 + k, "step": 4 + k, "replica": replica, "pid": 1} for k in range(3)
         ]
         marks.append({"what": "ended", "at": 20.0, "replica": replica, "pid": 1, "digest": "d"})
-    row = read_marks.summary("torchrun", [read_marks.judge(marks, "d")], {"step_s": 0.5, "peak_mib": 3.0})
-    read = measured.parse(json.dumps({"bench": "recovery", "cases": [row]}), "f")
+    row = report.summary("torchrun", [report.judge(marks, "d")], {"step_s": 0.5, "peak_mib": 3.0})
+    read = command.parse_figures(json.dumps({"bench": "recovery", "cases": [row]}), "f")
     # Step 6 is done 4 s after the kill. Three of them are steps, of 1 s each: one is done again, and two are new.
     assert read.stops == pytest.approx({ways.RESTART: 1.0})
 
 
 def test_a_coordinator_gives_its_seconds_for_each_member() -> None:
     cases = [{"members": 64, "recovery_s": 0.2}, {"members": 1024, "recovery_s": 2.3}]
-    read = measured.parse(json.dumps({"members": [64, 1024], "cases": cases}), "c.json")
+    read = command.parse_figures(json.dumps({"members": [64, 1024], "cases": cases}), "c.json")
     assert read.figures["coordinate_s_per_rank"][0] == pytest.approx(2.3 / 1024)
     assert read.stops == {}
 
 
 def test_names_and_values_are_taken_as_they_are() -> None:
-    read = measured.parse('{"load_s": 40, "stop_s": {"restart": 300, "replay, shared": 2.5}}', "mine.json")
+    read = command.parse_figures(
+        '{"load_s": 40, "stop_s": {"restart": 300, "replay, shared": 2.5}}', "mine.json"
+    )
     assert read.figures == {"load_s": (40.0, "mine.json")}
     assert read.stops == {"restart": 300.0, "replay, shared": 2.5}
 
@@ -188,7 +189,7 @@ def test_names_and_values_are_taken_as_they_are() -> None:
     ("document", "words"),
     [
         ("[]", "is no object"),
-        ("nope", "is no JSON"),
+        ("nope", "not JSON: line 1, column 1"),
         ('{"bench": "recovery"}', "has no cases"),
         ('{"bench": "recovery", "cases": [3]}', "has no cases"),
         ('{"bench": "recovery", "cases": [{"system": "torchft"}]}', "has no case that went on"),
@@ -209,7 +210,7 @@ def test_names_and_values_are_taken_as_they_are() -> None:
         ('{"cases": [{"stages": 4}]}', "it: there is no figure cases"),
         ('{"speed": 4}', "it: there is no figure speed; there are step_s"),
         ('{"load_s": true}', "it: load_s must be a number"),
-        ('{"load_s": NaN}', "it: load_s must be a number"),
+        ('{"load_s": NaN}', "NaN is no number"),
         ('{"step_s": 0}', "it: step_s is 0; give more than 0"),
         ('{"stop_s": 4}', "stop_s: give strategies and seconds"),
         ('{"stop_s": {"teleport": 4}}', "stop_s: there is no strategy 'teleport'"),
@@ -218,7 +219,7 @@ def test_names_and_values_are_taken_as_they_are() -> None:
 )
 def test_measures_that_are_none_are_refused_in_one_line(document: str, words: str) -> None:
     with pytest.raises(UsageError, match=re.escape(words)) as refused:
-        measured.parse(document, "f.json")
+        command.parse_figures(document, "f.json")
     assert len(str(refused.value).splitlines()) == 1
 
 
@@ -235,4 +236,4 @@ def test_measures_that_are_none_are_refused_in_one_line(document: str, words: st
     ],
 )
 def test_durations(text: str, seconds: float | None) -> None:
-    assert measured.duration(text) == seconds
+    assert command.duration(text) == seconds

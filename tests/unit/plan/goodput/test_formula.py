@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.plan.goodput import formula, ways
+from swift_ft.lab.goodput import report, ways
 from tests.unit.plan.goodput.cases import DAY, HOUR, cluster, faults, made, way
 
 
@@ -18,13 +18,13 @@ def test_the_poisson_sum_is_the_sum_of_its_terms(mean: float, most: int) -> None
     for k in range(most + 1):
         exact += term
         term *= Fraction(mean) / (k + 1)
-    assert formula.cdf(most, mean) == pytest.approx(float(exact) * math.exp(-mean), rel=1e-12)
+    assert report.cdf(most, mean) == pytest.approx(float(exact) * math.exp(-mean), rel=1e-12)
 
 
 def test_a_large_mean_has_its_mass_where_it_should() -> None:
-    assert formula.cdf(10_000, 10_000) == pytest.approx(0.5, abs=0.01)
-    assert formula.cdf(9_000, 10_000) < 1e-12
-    assert formula.cdf(11_000, 10_000) == pytest.approx(1.0, abs=1e-12)
+    assert report.cdf(10_000, 10_000) == pytest.approx(0.5, abs=0.01)
+    assert report.cdf(9_000, 10_000) < 1e-12
+    assert report.cdf(11_000, 10_000) == pytest.approx(1.0, abs=1e-12)
 
 
 def by_quadrature(stop_s: float, back_s: float, work_s: float, mtbf_s: float, together: float) -> float:
@@ -65,27 +65,27 @@ def test_a_job_that_goes_on_has_the_share_of_its_attempts(
     one = way(
         stop_parts=(("stop", stop_s),), back_s=back_s, work_s=work_s, every_s=1.0, speeds=(1.0, 1.0, 0.0)
     )
-    assert formula.running(one, 2000.0, together) == pytest.approx(
+    assert report.running(one, 2000.0, together) == pytest.approx(
         by_quadrature(stop_s, back_s, work_s, 2000.0, together), rel=1e-8
     )
 
 
 def test_a_job_that_finishes_its_step_does_nothing_again() -> None:
     one = way(back_s=100.0, work_s=50.0, ratio=0.0, speeds=(1.0, 0.0))
-    assert formula.running(one, 1000.0, 0.0) == pytest.approx(math.exp(-2 * 100.0 / 1000.0))
+    assert report.running(one, 1000.0, 0.0) == pytest.approx(math.exp(-2 * 100.0 / 1000.0))
 
 
 def test_without_faults_only_what_is_always_paid_is_lost() -> None:
     seldom = faults(mtbf_s=1e12)
     one = way(stall_s=50.0, by_checkpoint=True, overhead=0.25)
-    assert formula.share(one, cluster(), seldom, HOUR) == pytest.approx(1000 / 1050 / 1.25, rel=1e-6)
+    assert report.useful_share(one, cluster(), seldom, HOUR) == pytest.approx(1000 / 1050 / 1.25, rel=1e-6)
     other = way(work_s=6.0, every_s=900.0, save_s=100.0)
-    assert formula.share(other, cluster(), seldom, HOUR) == pytest.approx(0.9, rel=1e-6)
+    assert report.useful_share(other, cluster(), seldom, HOUR) == pytest.approx(0.9, rel=1e-6)
 
 
 def test_the_mean_speed_is_that_of_so_many_missing_nodes() -> None:
     straight = way(speeds=tuple(1 - k / 200 for k in range(201)))
-    assert formula.mean_speed(straight, cluster(), 7.5) == pytest.approx(1 - 7.5 / 200, rel=1e-9)
+    assert report.mean_speed(straight, cluster(), 7.5) == pytest.approx(1 - 7.5 / 200, rel=1e-9)
 
 
 def test_the_mean_speed_by_part_is_that_of_the_part_that_lacks_most() -> None:
@@ -94,14 +94,14 @@ def test_the_mean_speed_by_part_is_that_of_the_part_that_lacks_most() -> None:
     one = way(speeds=(1.0, 0.5, 0.0), by_part=True)
     none, at_most_one = math.exp(-8.0), math.exp(-8.0) * (1 + 0.5) ** 16
     expected = none + 0.5 * (at_most_one - none)
-    assert formula.mean_speed(one, size, 8.0) == pytest.approx(expected, rel=1e-9)
+    assert report.mean_speed(one, size, 8.0) == pytest.approx(expected, rel=1e-9)
 
 
 def test_a_way_that_waits_has_the_share_of_time_in_which_nobody_is_missing() -> None:
     one = way(stop_parts=(), work_s=1e-3, spares=2)
     # 128 nodes, a fault each 30 days: 4 in 22.5 hours.
     missing = 22.5 * HOUR / (30 * DAY / 128)
-    assert formula.share(one, cluster(), faults(), 22.5 * HOUR) == pytest.approx(
+    assert report.useful_share(one, cluster(), faults(), 22.5 * HOUR) == pytest.approx(
         math.exp(-missing) * (1 + missing + missing**2 / 2), rel=1e-3
     )
 
@@ -123,17 +123,17 @@ def test_shares_are_shares_and_more_faults_are_never_better(
     )
     often, seldom = made(size, more), made(size, fewer)
     for name in often:
-        low = formula.share(often[name], size, more, repair_h * HOUR)
-        high = formula.share(seldom[name], size, fewer, repair_h * HOUR)
+        low = report.useful_share(often[name], size, more, repair_h * HOUR)
+        high = report.useful_share(seldom[name], size, fewer, repair_h * HOUR)
         assert 0 <= low <= high + 1e-9 <= 1 + 1e-9, name
 
 
 def test_the_published_share_is_within_reach() -> None:
     """Llama 3 (section 3.3.4) reports more than 90 % effective training time, restarting from checkpoints."""
-    from swift.plan.goodput.figures import PRESETS
+    from swift_ft.lab.goodput.figures import PRESETS
 
     preset = PRESETS["llama3"]
     size = cluster(ranks=preset.ranks, replicas=128)
     fault = faults(mtbf_s=preset.mtbf_s)
-    share = formula.share(made(size, fault)[ways.RESTART], size, fault, DAY)
+    share = report.useful_share(made(size, fault)[ways.RESTART], size, fault, DAY)
     assert 0.90 < share < 0.97

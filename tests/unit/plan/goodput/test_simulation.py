@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.plan.goodput import formula, simulation, ways
-from swift.plan.goodput.cluster import Cluster, shape_of
-from swift.plan.goodput.simulation import Sample, sample, simulate
-from swift.plan.goodput.trace import Trace
+from swift_ft.lab.goodput import report, simulation, ways
+from swift_ft.lab.goodput.cluster import Cluster, Trace, shape_of
+from swift_ft.lab.goodput.simulation import Sample, sample, simulate
 from tests.unit.plan.goodput.cases import DAY, HOUR, cluster, faults, made, way
 
 
@@ -158,7 +157,7 @@ def test_formula_and_simulation_agree_where_the_formula_holds(ranks: int, days: 
         if name == ways.WAIT:  # it waits, and faults go on meanwhile
             continue
         outcome = simulate(one, size, drawn)
-        off = outcome.useful - formula.share(one, size, of, repair_s)
+        off = outcome.useful - report.useful_share(one, size, of, repair_s)
         bound = 4 * outcome.error / simulation.SIGMA_95 + 1e-4
         if one.speeds:  # missing nodes and stops are not quite independent
             bound += 2e-3
@@ -174,7 +173,7 @@ def test_they_agree_in_small_clusters_of_whole_models(ranks: int, hours: float) 
     assert {ways.DROP, ways.LOSSY} <= found.keys()
     for name in (ways.RESTART, ways.REINIT, ways.REPLICA, ways.SHRINK, ways.ADAPTIVE, ways.DROP, ways.LOSSY):
         outcome = simulate(found[name], size, drawn)
-        off = outcome.useful - formula.share(found[name], size, of, 4 * HOUR)
+        off = outcome.useful - report.useful_share(found[name], size, of, 4 * HOUR)
         assert abs(off) < 4 * outcome.error / simulation.SIGMA_95 + 1e-3, name
 
 
@@ -185,7 +184,7 @@ def test_they_agree_where_nodes_are_lost_together() -> None:
     found = made(size, of)
     for name in (ways.RESTART, ways.CHECKPOINT, ways.REPLICA, ways.AUTO, ways.REPLAY):
         outcome = simulate(found[name], size, drawn)
-        off = outcome.useful - formula.share(found[name], size, of, HOUR)
+        off = outcome.useful - report.useful_share(found[name], size, of, HOUR)
         # A hundredth of the faults takes a neighbour on which the replay depends.
         assert abs(off) < 4 * outcome.error / simulation.SIGMA_95 + 1e-4, name
 
@@ -258,7 +257,7 @@ def test_spares_needed_is_the_quantile_of_the_missing() -> None:
     size, of = cluster(), faults()
     missing = 50 * HOUR / of.job_mtbf_s(size)
     needed = simulation.spares_needed(sample(of, size, 50 * HOUR, seed=1, trials=2000))
-    assert formula.cdf(needed - 2, missing) < 0.999 < formula.cdf(needed + 2, missing)
+    assert report.cdf(needed - 2, missing) < 0.999 < report.cdf(needed + 2, missing)
 
 
 def test_faults_that_follow_each_other_closely_cost_less_of_a_long_recovery() -> None:

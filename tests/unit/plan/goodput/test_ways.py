@@ -2,11 +2,11 @@
 
 import pytest
 
-from swift.plan import rerouted
-from swift.plan.goodput import figures, ways
-from swift.plan.goodput.cluster import cv_of, shape_of
-from swift.plan.interval import best_work_s
-from swift.recovery.adaptive import Costs
+from swift_ft.lab.goodput import figures, ways
+from swift_ft.lab.goodput.cluster import cv_of, shape_of
+from swift_ft.lab.plan import rerouted
+from swift_ft.lab.plan.interval import best_work_s
+from swift_ft.planner.schedule import Costs
 from tests.unit.plan.goodput.cases import HOUR, cluster, faults, made
 
 
@@ -22,7 +22,7 @@ def test_adaptive_has_the_throughput_that_the_planner_finds_with_whole_backwards
         cap_factor=1.0,
         losses=replicas - 1,
     )
-    document, _ = rerouted.build(request)
+    document, _ = rerouted.build_rerouted(request)
     size = cluster(
         ranks=stages * replicas, ranks_per_node=1, replicas=replicas, stages=stages, microbatches=microbatches
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from swift.recovery.adaptive import Action, Costs, Step, Timed, Work, plan_step, problems
+from swift_ft.planner.schedule import Action, Costs, Step, Timed, Work, plan_step, problems
 from tests.unit.recovery.adaptive.works import one_each
 
 

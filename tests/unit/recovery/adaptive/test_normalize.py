@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.recovery.adaptive import Costs, JobShape, Plans, canonical, move, one_f_one_b, plan_step, problems
-from swift.recovery.adaptive.normalize import all_counts
+from swift_ft.planner.canonical_plans import JobShape, Plans, all_counts, canonical, move, one_f_one_b
+from swift_ft.planner.schedule import Costs, plan_step, problems
 from tests.unit.recovery.adaptive.works import losses
 
 

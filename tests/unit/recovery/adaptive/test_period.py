@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from swift.recovery.adaptive import Costs, Step, Work, period, plan_step, shortest_period
+from swift_ft.planner.schedule import Costs, Step, Work, period, plan_step, shortest_period
 from tests.unit.recovery.adaptive.works import one_each, one_f_one_b_length, works
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.recovery.adaptive import Action, Costs, Step, Work, out_of_order, plan_step, problems, shared
+from swift_ft.planner.schedule import Action, Costs, Step, Work, out_of_order, plan_step, problems, shared
 from tests.unit.recovery.adaptive.works import losses, one_each, one_f_one_b_length, works
 
 

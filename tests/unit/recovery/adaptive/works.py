@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from swift.recovery.adaptive import Costs, Work, shared
+from swift_ft.planner.schedule import Costs, Work, shared
 
 UNIT = Costs()
 """Each part takes 1, a transfer nothing."""

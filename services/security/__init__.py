@@ -1,1 +1,0 @@
-"""The servers' side of security: where they listen and how, and who gets in. Both services use it."""

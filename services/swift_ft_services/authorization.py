@@ -1,0 +1,704 @@
+"""The gate in front of a service: token, role, job and generation of every call, and how many there are.
+
+(interceptor)  `Gate.admit`: token and role, from the call's metadata, before a message is read
+(handler)      `Visit.enter`: the number of calls of this peer; then the request is parsed here, so that bytes that
+               are none get INVALID_ARGUMENT, and its job and generation are compared with the token's. A token that
+               is bound to a generation is good while the job is there: `Gate.generation_of`
+(streams)      `Visit.check` for every Open; `Visit.still_good` for every message: a token that has expired, was
+               revoked or is bound to a generation that is over ends the call
+
+What is refused looks the same whether the job is there or not: nothing was looked up yet.
+"""
+
+import errno
+import json
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from swift_ft import events
+from swift_ft.credentials import AUTHORIZATION, BEARER
+from swift_ft.errors import UsageError
+from swift_ft.files import open_regular
+from swift_ft.log.protocol import REASON_KEY, Reason
+from swift_ft.tokens import EVERY_JOB, MAY_CALL, Authority, Grant, NotAuthenticated
+from swift_ft_services.threads import Threads
+
+# Who changed something, or was refused: one JSON object a line, appended to a file that only its owner reads.
+#
+# What is said is what the gate knows when a call comes: `who` (the token's subject and id; empty without tokens), from
+# where, which call of which job, and whether it was let in. What came of it is in the service's own log.
+#
+# ``FILE`` grows to half of the bound and then becomes ``FILE.1``, in the place of the one before. A line is one
+# write, so a kill tears no line but the last. A trail that cannot be written stops no call, and is told once (event
+# `audit_failed`).
+
+# The servers' side of security: where they listen and how, and who gets in. Both services use it.
+
+
+# How often something may happen, by name: a bucket that fills steadily and holds twice what a second brings.
+
+_NAMES_MAX = 4096
+
+
+class Rates:
+    """Thread-safe. ``per_s`` of 0: as often as it likes."""
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s = per_s
+        self._lock = threading.Lock()
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def takes(self, name: str, now: float) -> bool:
+        """False: too often."""
+        if not self._per_s:
+            return True
+        most = max(2 * self._per_s, 1.0)
+        with self._lock:
+            left, at = self._left.get(name, (most, now))
+            left = min(most, left + (now - at) * self._per_s)
+            if len(self._left) >= _NAMES_MAX and name not in self._left:
+                self._left.clear()  # everybody begins anew
+            self._left[name] = (left - 1 if left >= 1 else left, now)
+            return left >= 1
+
+
+AUDITED = frozenset(
+    {
+        *("Fence", "Trim", "Reset", "Drop"),
+        *("Fail", "Stop", "MemberExited", "ChangeLogServers"),
+    }
+)
+"""Calls that change or end what others have. Denials of every call are audited as well."""
+BYTES_MAX = 128 << 20
+_DENIALS_PER_S = 50.0
+_FIELD_MAX = 200
+
+
+class Audit:
+    """One file. Thread-safe."""
+
+    def __init__(self, path: Path, service: str, bytes_max: int = BYTES_MAX) -> None:
+        """UsageError: it cannot be written."""
+        self._path = path
+        self._service = service
+        self._half = bytes_max // 2
+        self._lock = threading.Lock()
+        self._denials = Rates(_DENIALS_PER_S)
+        self._unsaid = 0
+        self._failed = False
+        try:
+            self._fd = self._open()
+        except OSError as error:
+            raise UsageError(f"--audit {path}: {error.strerror}: name a file that can be written") from None
+
+    def _open(self) -> int:
+        fd = open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.fchmod(fd, 0o600)
+        return fd
+
+    def allowed(self, call: str, *, job: str, peer: str, subject: str, token: str) -> None:
+        if call.rpartition("/")[2] in AUDITED:
+            self._write(call, "allowed", job=job, peer=peer, subject=subject, token=token)
+
+    def denied(self, call: str, *, job: str, peer: str, subject: str, token: str, reason: str) -> None:
+        """So many a second: a flood of refusals is not to push everything else out. The rest is counted."""
+        if self._denials.takes("", time.monotonic()):
+            others, self._unsaid = self._unsaid, 0
+            more = {"others": others} if others else {}
+            self._write(
+                call, "denied", job=job, peer=peer, subject=subject, token=token, reason=reason, **more
+            )
+        else:
+            self._unsaid += 1
+
+    def _write(self, call: str, outcome: str, **fields: object) -> None:
+        line = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "service": self._service,
+            "call": call.rpartition("/")[2],
+            "outcome": outcome,
+            **{
+                name: value[:_FIELD_MAX] if isinstance(value, str) else value
+                for name, value in fields.items()
+            },
+        }
+        data = json.dumps(line).encode() + b"\n"
+        with self._lock:
+            try:
+                if os.fstat(self._fd).st_size + len(data) > self._half or not self._is_there():
+                    self._turn()
+                self._append(data)
+                self._failed = False
+                return
+            except OSError as error:
+                reason = error.strerror or str(error)
+            failed_before, self._failed = self._failed, True
+        if not failed_before:
+            events.emit("audit_failed", path=str(self._path), reason=reason)
+
+    def _append(self, data: bytes) -> None:
+        """All of the line, or none. OSError."""
+        written = os.write(self._fd, data)
+        if written < len(data):  # the space was out in the middle of it
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _is_there(self) -> bool:
+        try:
+            there, ours = os.stat(self._path, follow_symlinks=False), os.fstat(self._fd)
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+    def _turn(self) -> None:
+        """Another file: this one is full, or was taken away by who keeps such files."""
+        if self._is_there():
+            os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
+        fd = self._open()
+        with suppress(OSError):
+            os.close(self._fd)
+        self._fd = fd
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self._fd)
+
+
+# What one request may hold: a limit on every text and on every list of the protocol, by the field's name.
+#
+# A list costs more than its bytes: each entry becomes an object, and code that is written for a few of them walks over
+# all. So entries are counted, those of one name over the whole request, before anything looks at them. What depends
+# on a job, such as how many ranks have joined it, is for the service to check.
+
+NAME = 1 << 7
+WORDS = 1 << 19
+"""For people; a service keeps the beginning of it."""
+RANKS = 1 << 16
+
+LENGTHS: Mapping[str, int] = {
+    **dict.fromkeys(("job", "from_job", "stream", "incarnation", "run", "address", "fsync"), NAME),
+    **dict.fromkeys(("host", "add", "add_host", "lost", "label", "key"), 1 << 10),
+    **dict.fromkeys(("reason", "unfit", "over", "difference", "why_not"), WORDS),
+    **dict.fromkeys(("set", "expected", "desired"), 1 << 18),
+    "frames": 1 << 30,  # a writer's credit is what bounds them
+}
+"""Name -> characters of a text, bytes of what is none."""
+
+ENTRIES: Mapping[str, tuple[int, int]] = {
+    "config": (1 << 10, 1 << 16),
+    "fingerprint": (1 << 10, 1 << 16),
+    "stages": (1 << 10, 0),
+    "sent": (1 << 12, 0),
+    "snapshots": (1 << 10, 0),
+    "acknowledged": (RANKS, 0),
+    "machines": (1 << 12, 0),
+    "changes": (1 << 14, 0),
+    "until": (1 << 14, 1 << 19),
+    "opens": (1 << 12, 0),
+}
+"""Name of a list or a map -> its entries, and the characters of all of them if they are texts."""
+
+
+def problem(request: Message) -> str:
+    """In words; empty: all is within its limit."""
+    return _problem(request, Counter())
+
+
+def _problem(message: Message, entries: Counter[str]) -> str:
+    for field, value in message.ListFields():
+        if field.is_repeated:
+            wrong = _list_problem(field, value, entries)
+        elif field.message_type is not None:
+            wrong = _problem(value, entries)
+        elif field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+            wrong = _too_long(field.name, len(value), LENGTHS.get(field.name, 0))
+        else:
+            wrong = ""
+        if wrong:
+            return wrong
+    return ""
+
+
+def _list_problem(field: FieldDescriptor, value: Any, entries: Counter[str]) -> str:
+    name = field.name
+    entries[name] += len(value)
+    most, length = ENTRIES.get(name, (0, 0))
+    if entries[name] > most:
+        return f"{name} has {entries[name]} entries: at most {most} are taken"
+    if field.message_type is None:
+        texts = field.type == FieldDescriptor.TYPE_STRING
+        return _too_long(name, sum(map(len, value)), length) if texts else ""
+    if field.message_type.GetOptions().map_entry:
+        return _too_long(name, sum(len(key) + len(word) for key, word in value.items()), length)
+    return next(filter(None, (_problem(one, entries) for one in value)), "")
+
+
+def _too_long(name: str, length: int, most: int) -> str:
+    return f"{name} is {length} long: at most {most} are taken" if length > most else ""
+
+
+# How many calls of each kind are under way, and how long one may keep a thread waiting. For a server of threads.
+#
+# Every call has a thread, from its beginning until its last answer was taken. So each kind of call has a lane of its
+# own: whoever fills the one of health checks keeps no writer out, and whoever fills the writers' keeps no fence out.
+# In a lane a token of one job gets a part only. A call for which no thread can be had is refused. A client that
+# begins a call and does not go on with it is ended:
+#
+#     a request that does not come     after ``request_s``; at once if the lane is full and somebody else waits
+#     an answer that is not taken      after ``reply_s``
+#
+# Call sequence: ``Lane.take`` (gRPC's own thread, before the call gets one), then of the `Call` in its thread
+# ``begin``, ``first``, ``sending`` and ``sent`` around every answer; it leaves its lane when gRPC says that the call
+# is over.
+
+LOOK_EVERY_S = 0.5
+_AHEAD = 4
+"""Threads that a lane has from the start: fences and health checks are answered when no more can be had."""
+_PROMPT_S = 0.2
+"""A request that is not there by then gives way if there is no other place."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneLimits:
+    calls: int
+    """Under way at once."""
+    part: float
+    """... with tokens of one job."""
+    request_s: float = 10.0
+    reply_s: float = 60.0
+
+
+LIMITS: Mapping[str, LaneLimits] = {
+    "health": LaneLimits(calls=24, part=1.0, request_s=2.0, reply_s=5.0),
+    "watch": LaneLimits(calls=32, part=1.0, request_s=2.0, reply_s=5.0),
+    "control": LaneLimits(calls=128, part=0.5),
+    "query": LaneLimits(calls=64, part=0.5),
+    "append": LaneLimits(calls=512, part=0.5),
+    # A rank that replays may take a while over what it has got.
+    "read": LaneLimits(calls=512, part=0.5, reply_s=300.0),
+}
+LANE_OF: Mapping[str, str] = {
+    "Check": "health",
+    "Watch": "watch",
+    "Append": "append",
+    "Read": "read",
+    "Digests": "query",
+    "Inventory": "query",
+}
+"""By the method's name; all others are control."""
+
+
+def forget_frames(error: BaseException) -> None:
+    """What gRPC raises it keeps with the call, and the frames in which it was raised hold the call. So the call would
+    have its place on its connection until somebody looks for cycles."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+
+
+class Call:
+    """One call in its lane."""
+
+    def __init__(self, lane: "Lane", holder: str) -> None:
+        self.holder = holder
+        self.lane = lane.name
+        self.context: Any = None
+        self.waits_since: float | None = None
+        """For its request."""
+        self.sends_since: float | None = None
+        """An answer that was not taken yet."""
+        self.ending = False
+        self._lane = lane
+
+    def begin(self, context: Any) -> None:
+        self.context = context
+        if not context.add_callback(self.leave):
+            self.leave()
+
+    def leave(self) -> None:
+        self._lane.leave(self)
+
+    def first(self, requests: Iterator[bytes]) -> bytes | None:
+        """The request of a call that has one; None: there is none, or the call is over."""
+        self.waits_since = self._lane.clock()
+        try:
+            return next(requests, None)
+        except grpc.RpcError as over:
+            forget_frames(over)
+            return None
+        finally:
+            self.waits_since = None
+
+    def sending(self) -> None:
+        self.sends_since = self._lane.clock()
+
+    def sent(self) -> None:
+        self.sends_since = None
+
+    def end(self) -> None:
+        """Ends it, whatever its thread waits for."""
+        self.ending = True
+        if self.context is not None:
+            self.context.cancel()
+
+
+class Lane:
+    """All calls of one kind."""
+
+    def __init__(self, name: str, limits: LaneLimits, clock: Callable[[], float]) -> None:
+        self.name = name
+        self.limits = limits
+        self.clock = clock
+        self.threads = Threads(limits.calls, name, ahead=_AHEAD)
+        self._lock = threading.Lock()
+        self._calls: dict[Call, None] = {}
+        """In the order in which they came."""
+        self._of: Counter[str] = Counter()
+
+    @property
+    def share(self) -> int:
+        """Calls with tokens of one job."""
+        return max(1, round(self.limits.part * self.limits.calls))
+
+    def take(self, holder: str) -> Call | None:
+        """None: there is no room. ``holder``: the one job that its token is of, if there is one."""
+        late = None
+        with self._lock:
+            if holder and self._of[holder] >= self.share:
+                return None
+            if sum(not call.ending for call in self._calls) >= self.limits.calls:
+                late = self._late()
+                if late is None:
+                    return None
+                late.ending = True
+            call = Call(self, holder)
+            self._calls[call] = None
+            self._of[holder] += 1
+        if late is not None:
+            late.end()
+        return call
+
+    def _late(self) -> Call | None:
+        now = self.clock()
+        for call in self._calls:
+            if not call.ending and call.waits_since is not None and now - call.waits_since > _PROMPT_S:
+                return call
+        return None
+
+    def leave(self, call: Call) -> None:
+        with self._lock:
+            if call in self._calls:
+                del self._calls[call]
+                self._of[call.holder] -= 1
+                if not self._of[call.holder]:
+                    del self._of[call.holder]
+
+    def look(self) -> None:
+        """Ends who keeps its thread waiting for too long."""
+        now, limits = self.clock(), self.limits
+        with self._lock:
+            calls = list(self._calls)
+        for call in calls:
+            waits, sends = call.waits_since, call.sends_since
+            if (waits is not None and now - waits > limits.request_s) or (
+                sends is not None and now - sends > limits.reply_s
+            ):
+                call.end()
+
+
+class Lanes:
+    """All lanes of a server, and a thread that looks after them."""
+
+    def __init__(
+        self, limits: Mapping[str, LaneLimits] = LIMITS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.lanes = {name: Lane(name, its, clock) for name, its in limits.items()}
+        self.refusals = Threads(_AHEAD, "refusal", ahead=_AHEAD)
+        threading.Thread(target=_look_after, args=(weakref.ref(self),), name="lanes", daemon=True).start()
+
+    def of(self, method: str) -> Lane:
+        return self.lanes[LANE_OF.get(method.rpartition("/")[2], "control")]
+
+
+def _look_after(lanes: "weakref.ref[Lanes]") -> None:
+    while (there := lanes()) is not None:
+        for lane in there.lanes.values():
+            lane.look()
+        del there
+        time.sleep(LOOK_EVERY_S)
+
+
+HEALTH = "/grpc.health.v1.Health/"
+_EVENT_EVERY_S = 1.0
+
+Metadata = Sequence[tuple[str, "str | bytes"]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallLimits:
+    per_peer: int = 128
+    """Calls of one kind (see `swift_ft_services.authorization`) under way from one address."""
+    per_token_s: float = 2000.0
+    """Calls a second that one token may begin (all ranks of a job may have one); of a peer, without tokens. 0: any."""
+    request_bytes_max: int = 1 << 20
+    """Of a call that sends one message."""
+
+
+class Denied(Exception):
+    """The call is refused. Holds nothing of the token."""
+
+    def __init__(self, code: grpc.StatusCode, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.tell: Callable[[str], None] = lambda peer: None
+        """Is called with the peer, once it is known."""
+        self.code = code
+        self.reason = reason
+        self.message = message
+
+    @property
+    def trailers(self) -> tuple[tuple[str, str], ...]:
+        return ((REASON_KEY, self.reason.value),)
+
+
+def _unauthenticated(why: str) -> Denied:
+    return Denied(grpc.StatusCode.UNAUTHENTICATED, Reason.UNAUTHENTICATED, why)
+
+
+_NOT_ALLOWED = "the token does not allow this: it is of another job or role"
+
+
+def _left_behind(bound: int) -> str:
+    """What the bearer's own token says, and nothing of what the server has."""
+    return (
+        f"the token is bound to generation {bound}, which this is not: put one that is not bound into its file "
+        "(swift-ft token without --generation)"
+    )
+
+
+class Gate:
+    """One for each server. Without an authority everybody may do everything. Thread-safe."""
+
+    def __init__(
+        self,
+        authority: Authority | None,
+        limits: CallLimits | None = None,
+        shown: str = "",
+        audit: Audit | None = None,
+    ) -> None:
+        self.limits = limits or CallLimits()
+        self.shown = shown
+        self._authority = authority
+        self._audit = audit
+        self._rates = Rates(self.limits.per_token_s)
+        self._lock = threading.Lock()
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._said_at = -_EVENT_EVERY_S
+        self._unsaid = 0
+        self.on_denied: Callable[[str], None] = lambda reason: None
+        """(whatever thread) Is told why, each time."""
+        self.generation_of: Callable[[str], int] = lambda job: 0
+        """(whatever thread) The generation that the job is in; 0: nobody knows the job."""
+
+    def admit(self, method: str, metadata: Metadata) -> "Visit":
+        """Raises Denied: no token that counts here, or one whose roles may not call this."""
+        if self._authority is None:
+            return Visit(self, method, "")
+        visit = Visit(self, method, _bearer(metadata))
+        grant = visit.grant()
+        if not grant.roles & MAY_CALL.get(method, frozenset()):
+            denied = Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, _NOT_ALLOWED)
+            raise self.noted(method, denied, grant)
+        return visit
+
+    def grant(self, method: str, token: str, peer: str = "") -> Grant:
+        assert self._authority is not None
+        if not token:
+            words = "a token is needed: name its file in SWIFT_TOKEN_FILE"
+            raise self.noted(method, _unauthenticated(words), peer=peer)
+        try:
+            return self._authority.grant(token)
+        except NotAuthenticated as error:
+            raise self.noted(method, _unauthenticated(str(error)), error.grant, peer) from None
+
+    @property
+    def is_open(self) -> bool:
+        return self._authority is None
+
+    def noted(
+        self, method: str, denied: Denied, grant: Grant | None = None, peer: str = "", job: str = ""
+    ) -> Denied:
+        """Leaves an event, one a second at most: a flood of refusals is not to become a flood of lines. The audit
+        trail has its own bound."""
+        self.on_denied(denied.reason.value)
+        if self._audit is not None:
+            tell = partial(self._tell_denied, self._audit, method, denied, grant, job)
+            if peer:
+                tell(peer)
+            else:
+                denied.tell = lambda peer: tell(peer_address(peer))
+        with self._lock:
+            now = time.monotonic()
+            if now - self._said_at < _EVENT_EVERY_S:
+                self._unsaid += 1
+                return denied
+            self._said_at = now
+            unsaid, self._unsaid = self._unsaid, 0
+        events.emit("denied", call=method, reason=denied.reason.value, others=unsaid)
+        return denied
+
+    @staticmethod
+    def _tell_denied(
+        audit: Audit, method: str, denied: Denied, grant: Grant | None, job: str, peer: str
+    ) -> None:
+        audit.denied(
+            method,
+            job=job or (grant.job if grant else ""),
+            peer=peer,
+            subject=grant.subject if grant else "",
+            token=grant.token_id if grant else "",
+            reason=denied.reason.value,
+        )
+
+    def let_in(self, method: str, job: str, grant: Grant | None, peer: str) -> None:
+        """For the audit trail."""
+        if self._audit is not None:
+            subject, token = (grant.subject, grant.token_id) if grant else ("", "")
+            self._audit.allowed(method, job=job, peer=peer, subject=subject, token=token)
+
+    def is_too_often(self, grant: Grant | None, peer: str) -> bool:
+        """A call begins."""
+        who = (grant.token_id or f"{grant.subject} {grant.job}") if grant else peer
+        return not self._rates.takes(who, time.monotonic())
+
+    def came(self, peer: str, kind: str) -> bool:
+        with self._lock:
+            if self._calls[kind, peer] >= self.limits.per_peer:
+                return False
+            self._calls[kind, peer] += 1
+            return True
+
+    def went(self, peer: str, kind: str) -> None:
+        with self._lock:
+            self._calls[kind, peer] -= 1
+            if self._calls[kind, peer] <= 0:
+                del self._calls[kind, peer]
+
+
+class Visit:
+    """One call that was admitted."""
+
+    def __init__(self, gate: Gate, method: str, token: str) -> None:
+        self._gate = gate
+        self._method = method
+        self._token = token
+        self._peer = self._kind = ""
+        self._jobs: set[str] = set()  # that this call is about
+
+    def grant(self) -> Grant:
+        return self._gate.grant(self._method, self._token, self._peer)
+
+    @property
+    def holder(self) -> str:
+        """The one job that its token is of; empty: it has none, or one of every job."""
+        job = "" if self._gate.is_open else self.grant().job
+        return "" if job == EVERY_JOB else job
+
+    def enter(self, peer: str, kind: str = "") -> None:
+        """Counts the call among those of its kind. Raises Denied if its peer has too many."""
+        address = peer_address(peer)
+        if self._gate.is_too_often(None if self._gate.is_open else self.grant(), address):
+            limit = self._gate.limits.per_token_s
+            message = f"more than {limit:g} calls a second with one token: --calls-per-token-s allows no more"
+            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT, message)
+        if not self._gate.came(address, kind):
+            limit = self._gate.limits.per_peer
+            message = f"{limit} calls are under way from this address: --calls-per-peer allows no more"
+            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT, message)
+        self._peer, self._kind = address, kind
+
+    def leave(self) -> None:
+        if self._peer:
+            self._gate.went(self._peer, self._kind)
+            self._peer = ""
+
+    def parse(self, data: bytes, deserialize: Any) -> Any:
+        """The request. Raises Denied if it is none, it or a part is too large, or it names what the token does not
+        cover."""
+        limit = self._gate.limits.request_bytes_max
+        if len(data) > limit:
+            message = f"a request of {len(data)} bytes: at most {limit} are taken"
+            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.OVERSIZE, message)
+        try:
+            request = deserialize(data)
+        except DecodeError:
+            raise Denied(
+                grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID, "not a request of this call"
+            ) from None
+        self.check_limits(request)
+        job = getattr(request, "job", "")
+        if hasattr(request, "job"):  # else it is about all that the token may see: see `covers`
+            self.check(job, max(getattr(request, "generation", 0), self._now(job)))
+        self._gate.let_in(self._method, job, None if self._gate.is_open else self.grant(), self._peer)
+        return request
+
+    @staticmethod
+    def check_limits(request: Message) -> None:
+        """Raises Denied if anything in it is longer than it may be."""
+        if wrong := problem(request):
+            raise Denied(grpc.StatusCode.INVALID_ARGUMENT, Reason.OVERSIZE, wrong)
+
+    def check(self, job: str, generation: int = 0) -> None:
+        """Raises Denied unless the token is of this job and reaches this generation."""
+        if self._gate.is_open:
+            return
+        grant = self.grant()
+        if not grant.covers(job):
+            raise self._denied(_NOT_ALLOWED, grant, job)
+        if not grant.covers(job, generation):
+            raise self._denied(_left_behind(grant.generation_max or 0), grant, job)
+        if grant.generation_max is not None:
+            self._jobs.add(job)
+
+    def covers(self, job: str) -> bool:
+        """Whether the token is of this job, as it is now."""
+        return self._gate.is_open or self.grant().covers(job, self._now(job))
+
+    def still_good(self) -> None:
+        """Raises Denied once the token has expired, was revoked, or has been left behind by the job."""
+        if self._gate.is_open:
+            return
+        grant = self.grant()
+        for job in self._jobs:
+            if not grant.covers(job, self._now(job)):
+                raise self._denied(_left_behind(grant.generation_max or 0), grant, job)
+
+    def _now(self, job: str) -> int:
+        return self._gate.generation_of(job)
+
+    def _denied(self, why: str, grant: Grant, job: str) -> Denied:
+        denied = Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, why)
+        return self._gate.noted(self._method, denied, grant, self._peer, job)
+
+
+def _bearer(metadata: Metadata) -> str:
+    for key, value in metadata or ():
+        if key == AUTHORIZATION and isinstance(value, str) and value.startswith(BEARER):
+            return value.removeprefix(BEARER)
+    return ""
+
+
+def peer_address(peer: str) -> str:
+    """The host of "ipv4:10.0.0.1:4567" or "ipv6:[::1]:4567"."""
+    return peer.rpartition(":")[0] or peer

@@ -1,0 +1,443 @@
+"""Runs the coordinator: membership, generations and recovery of training jobs.
+
+python -m swift_ft_services.coordinator --directory DIR --log-servers HOST:PORT[,HOST:PORT]
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from swift_ft import events, logs
+from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
+from swift_ft.cli_parser import Parser, add_metrics_arguments, metrics_address, write_address
+from swift_ft.errors import ServiceError, SwiftError, UsageError
+from swift_ft.files import port_number
+from swift_ft.log.placement import COPIES_MAX, machines, parse_server
+from swift_ft.logs import end_process_on_uncaught
+from swift_ft_services import listening
+from swift_ft_services.authorization import Gate
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.driver import JOBS_MAX, Driver
+from swift_ft_services.coordinator.job_record import JobRow, LogServer, State
+from swift_ft_services.coordinator.log_calls import LogServers
+from swift_ft_services.coordinator.service import Servicer
+from swift_ft_services.coordinator.store import MetadataStore, SqliteStore, StoreFailed, StoreHeld
+from swift_ft_services.coordinator.timeouts import LEASE_HEARTBEATS, Timing, usual_log_lost_s
+from swift_ft_services.health import AioHealth
+from swift_ft_services.interceptors import AsyncGate
+from swift_ft_services.listening import Protection
+
+# QuietSelector: whether an event loop has caught up with what has come.
+#
+# A lease must not expire while the heartbeat that renews it lies unread. If the loop blocked in select() for
+# QUIET_S, its inbox was empty. A loop that never blocks may lag by any time, and so may one that waits for a
+# processor; /proc/thread-self/schedstat tells the two apart.
+
+QUIET_S = 0.002
+"""Longer than it takes a thread of gRPC to hand over what it has read."""
+BUSY = 0.9
+"""Part of the time in which a thread ran, or waited for a processor: it was never idle for long."""
+_SCHEDULED = Path("/proc/thread-self/schedstat")
+
+
+class QuietSelector(selectors.DefaultSelector):
+    """(the loop's thread) `asyncio.SelectorEventLoop(QuietSelector())`; nothing of the loop is touched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._was_quiet = True
+        self._asked_at, self._ready_s = time.monotonic(), _ready_s()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout <= 0:
+            return super().select(timeout)
+        began = time.monotonic()
+        found = super().select(timeout)
+        self._was_quiet = self._was_quiet or time.monotonic() - began >= QUIET_S
+        return found
+
+    def caught_up(self) -> bool:
+        """Whether it has been so since this was asked last."""
+        was_quiet, self._was_quiet = self._was_quiet, False
+        before_at, before_s = self._asked_at, self._ready_s
+        self._asked_at, self._ready_s = time.monotonic(), _ready_s()
+        return was_quiet and self._ready_s - before_s <= BUSY * (self._asked_at - before_at)
+
+
+def _ready_s() -> float:
+    """How long this thread has run or waited for a processor, ever; 0 where the kernel does not say."""
+    try:
+        return sum(map(int, _SCHEDULED.read_text().split()[:2])) * 1e-9
+    except (OSError, ValueError):
+        return 0.0
+
+
+# gRPC's own lines about a port in use would stand beside ours.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+SERVICES = ("", "swift.coordinator.v1.Coordinator")
+STOP_GRACE_S = 2.0
+SNAPSHOT_TIMEOUT_S = 5.0
+SERVER_OPTIONS = (
+    # A second coordinator on the port must be refused, not given half of the calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 5000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Clients ping every 5 s to find a dead machine; that is wanted.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.max_receive_message_length", 1 << 20),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    events.configure("coordinator")
+    log = logs.Log("coordinator", logs.TEXT, logging.WARNING)
+    try:
+        arguments = parse(argv)
+        log = logs.from_arguments("coordinator", arguments)
+        log.start()
+        end_process_on_uncaught(log.uncaught)
+        metrics = metrics_address(arguments.metrics_listen, insecure=arguments.insecure)
+        timing = checked_timing(arguments)
+        log_servers = checked_log_servers(arguments.log_servers, arguments.copies)
+        protection = listening.protection_of(arguments, "coordinator")
+        gate = protection.gate()
+        store = open_directory(arguments.directory)
+        die = killer(arguments.directory, arguments.die_at)
+        if arguments.jobs_max < 1:
+            raise UsageError("--jobs-max must be at least 1")
+        watch = Watch(metrics, arguments.metrics_address_file, log.format == logs.TEXT) if metrics else None
+
+        def after_durable(row: JobRow, persist: m.Persist) -> None:
+            die(row, persist)
+            if watch is not None:
+                watch.metrics.after_durable(row, persist)
+
+        selector = QuietSelector()
+        control = LogServers(timing.log_call_s)
+
+        def make_driver() -> Driver:
+            return Driver(
+                store,
+                control,
+                timing,
+                log_servers,
+                copies=arguments.copies,
+                caught_up=selector.caught_up,
+                after_durable=after_durable,
+                jobs_max=arguments.jobs_max,
+            )
+
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+            runner.run(serve(make_driver, store, protection, gate, arguments.address_file, watch))
+    except SwiftError as error:
+        log.fatal(str(error))
+        return error.exit_code
+    except OSError as error:
+        log.fatal(str(error))
+        return ServiceError.exit_code
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="swift-ft coordinator",
+        description="Runs the coordinator: membership, generations and recovery of training jobs.",
+    )
+    parser.add_argument("--directory", type=Path, required=True, help="the directory of its durable state")
+    parser.add_argument(
+        "--log-servers",
+        default="",
+        metavar="[MACHINE=]HOST:PORT,...",
+        help="the log servers, best one on each machine. MACHINE is the host name that the ranks there see (default: "
+        "HOST, or this machine if HOST is loopback). A rank's records are kept on its own machine first. Without log "
+        "servers every recovery restores the checkpoint",
+    )
+    parser.add_argument(
+        "--copies",
+        type=int,
+        default=1,
+        metavar="C",
+        help="the number of log servers, on different machines, that must have a record before it counts as durable "
+        "(default %(default)s). Applies to new jobs; others keep their number",
+    )
+    parser.add_argument(
+        "--log-lost-s",
+        type=float,
+        help="a log server that has not answered for this long is lost, if another one is left: its streams move, and "
+        "it is not used again. 0: only an operator gives a server up, with swift-ft logs (default: 30 s, at least "
+        "two calls to it)",
+    )
+    parser.add_argument("--address-file", type=Path, help="host:port is written to this file once it serves")
+    parser.add_argument(
+        "--heartbeat-s",
+        type=float,
+        default=0.5,
+        help="seconds between two heartbeats of a rank; default %(default)s",
+    )
+    parser.add_argument(
+        "--lease-s",
+        type=float,
+        help=f"a rank that is silent for this long is fenced; default: {LEASE_HEARTBEATS} heartbeats",
+    )
+    parser.add_argument(
+        "--step-bound-s",
+        type=float,
+        help="a step that takes longer than this, and 10 times as long as the longest of the last 32, is shown as "
+        "hung; default: 30 s, at least 2 leases",
+    )
+    parser.add_argument(
+        "--die-at",
+        choices=[state.value for state in State],
+        help="fault injection: it kills itself (SIGKILL) once its first transition into this state, in a generation "
+        "above 1, is durable and before anything else happens; once per directory",
+    )
+    parser.add_argument(
+        "--jobs-max",
+        type=int,
+        default=JOBS_MAX,
+        metavar="N",
+        help="limit of jobs under way (default %(default)s)",
+    )
+    listening.add_flags(parser)
+    add_metrics_arguments(parser)
+    logs.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def checked_timing(arguments: argparse.Namespace) -> Timing:
+    """Times out of the command line, with defaults that follow from each other. UsageError: they do not fit."""
+    lease_s = arguments.lease_s if arguments.lease_s is not None else LEASE_HEARTBEATS * arguments.heartbeat_s
+    bound_s = arguments.step_bound_s if arguments.step_bound_s is not None else max(30.0, 2 * lease_s)
+    try:
+        return Timing(
+            heartbeat_s=arguments.heartbeat_s,
+            lease_s=lease_s,
+            step_bound_s=bound_s,
+            log_lost_s=usual_log_lost_s(arguments.heartbeat_s)
+            if arguments.log_lost_s is None
+            else arguments.log_lost_s,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def checked_log_servers(text: str, copies: int) -> list[LogServer]:
+    """The servers that --log-servers names. UsageError: one named twice, or too few machines for the copies."""
+    servers = [parse_server(word.strip(), "--log-servers") for word in text.split(",") if word.strip()]
+    addresses = [address for _, address in servers]
+    if len(set(addresses)) < len(addresses):
+        raise UsageError(f"--log-servers {text}: the same address twice")
+    if not 1 <= copies <= COPIES_MAX:
+        raise UsageError(f"--copies must be 1 to {COPIES_MAX}, not {copies}")
+    there = machines([host for host, _ in servers])
+    if copies > 1 and there < copies:
+        raise UsageError(
+            f"--copies {copies} needs log servers on {copies} machines, --log-servers names {there}: a machine that "
+            "is lost must not take all copies with it; name more, say where they are (MACHINE=HOST:PORT), or take fewer"
+        )
+    return [LogServer(address=address, host=host) for host, address in servers]
+
+
+def split_address(text: str, flag: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    number = port_number(port)
+    if not colon or not host or number is None:
+        raise UsageError(f"{flag} {text[:80]}: write HOST:PORT")
+    return host, number
+
+
+def open_directory(directory: Path) -> SqliteStore:
+    """The store in `directory`. UsageError: there can be none."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UsageError(
+            f"--directory {directory}: {error.strerror}; give one that can be read and written"
+        ) from None
+    return SqliteStore(directory / "coordinator.sqlite")
+
+
+async def hold(store: MetadataStore) -> None:
+    """Before anything is read or served. ServiceError: another coordinator has it, or it is damaged."""
+    try:
+        await store.hold()
+    except (StoreHeld, StoreFailed) as error:
+        raise ServiceError(f"--directory: {error}") from None
+
+
+def killer(directory: Path, die_at: str | None) -> Callable[[JobRow, m.Persist], None]:
+    """What --die-at does."""
+
+    def die(row: JobRow, persist: m.Persist) -> None:
+        if persist.entered is None or persist.entered.value != die_at or row.generation < 2:
+            return
+        try:
+            os.close(os.open(directory / f"died-at-{die_at}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        except FileExistsError:
+            return
+        events.emit("die_at", job=row.job, generation=row.generation, state=die_at)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+class Watch:
+    """The metrics of a coordinator, if they were asked for."""
+
+    def __init__(self, listen: tuple[str, int], address_file: Path | None, as_text: bool) -> None:
+        # Imported here: without --metrics-listen nothing of it is there.
+        from swift_ft_services.coordinator.metrics import CoordinatorMetrics
+
+        self.metrics = CoordinatorMetrics()
+        self._listen = listen
+        self._address_file = address_file
+        self._as_text = as_text
+
+    def show(self, driver: Driver) -> Callable[[], None]:
+        """(on the driver's loop) Shows them; the result ends that."""
+        from swift_ft.metrics import Exposition, Samples
+        from swift_ft_services.coordinator.metrics import FAMILIES
+
+        loop = asyncio.get_running_loop()
+
+        def samples() -> Samples:
+            taken = asyncio.run_coroutine_threadsafe(driver.snapshot(), loop).result(SNAPSHOT_TIMEOUT_S)
+            return self.metrics.samples(taken)
+
+        shown = Exposition(*self._listen, FAMILIES, samples)
+        shown.announce(self._address_file, as_text=self._as_text)
+        return shown.close
+
+
+async def serve(
+    make_driver: Callable[[], Driver],
+    store: MetadataStore,
+    protection: Protection,
+    gate: Gate,
+    address_file: Path | None,
+    watch: Watch | None,
+) -> None:
+    """Serves until SIGTERM. ServiceError: the store failed."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        loop.call_soon_threadsafe(stopped.set)
+
+    take_signals(stop)  # before any other thread begins
+    driver = make_driver()  # it belongs to this loop
+    gate.generation_of = driver.generation_of
+    if watch is None:
+        servicer = Servicer(driver)
+    else:
+        servicer = Servicer(driver, watch.metrics.refused)
+        gate.on_denied = watch.metrics.refused
+    await hold(store)
+    server = grpc.aio.server(interceptors=(AsyncGate(gate),), options=SERVER_OPTIONS)
+    checks = AioHealth(gate.shown)
+    hide = None
+    try:
+        port = await started(server, driver, servicer, checks, protection)
+        if watch is not None:
+            hide = watch.show(driver)
+        address = f"{protection.listen.rpartition(':')[0]}:{port}"
+        if address_file is not None:
+            write_address(address_file, address)
+        events.emit("serving", address=address, **protection.fields())
+        await until_stopped(server, driver, stopped)
+    finally:
+        events.emit("draining")
+        await checks.shut_down(STOP_GRACE_S)
+        driver.stop()
+        await server.stop(grace=STOP_GRACE_S)
+        if hide is not None:
+            await asyncio.to_thread(hide)  # a scrape under way waits for this loop
+        await store.close()
+        events.emit("stopped")
+
+
+def take_signals(stop: Callable[[], None]) -> None:
+    """From now on the first SIGTERM or SIGINT calls `stop` (in a thread), and the next one kills.
+
+    A thread of its own waits for them, because the main one may hang in the store with the loop; and the kill is the
+    kernel's. Whatever was answered is durable.
+    """
+    numbers = {signal.SIGTERM, signal.SIGINT}
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # here, and in every thread that begins later
+
+    def wait() -> None:
+        number = signal.sigwait(numbers)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        events.emit("signal", number=int(number))
+        stop()
+        threading.Event().wait()  # the one thread that a second signal can be given to
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
+async def started(
+    server: grpc.aio.Server,
+    driver: Driver,
+    servicer: Servicer,
+    checks: AioHealth,
+    protection: Protection,
+) -> int:
+    """Brings up services and jobs; the port. Raises ServiceError for a directory that cannot hold the state."""
+    pb_grpc.add_CoordinatorServicer_to_server(servicer, server)
+    server.add_generic_rpc_handlers((checks.handlers(),))
+    for service in SERVICES:
+        checks.statuses.set(service, serving=False)
+    port = listening.bind(server, protection)
+    try:
+        await driver.start()
+    except StoreFailed as error:
+        raise ServiceError(f"--directory: {error}") from None
+    await server.start()
+    for service in SERVICES:
+        checks.statuses.set(service, serving=True)
+    return port
+
+
+async def until_stopped(server: grpc.aio.Server, driver: Driver, stopped: asyncio.Event) -> None:
+    """Looks after leases until a signal comes. ServiceError: this process must not go on. Raises what ends the ticks or
+    the server: without either it would live and be of no use."""
+    ticks = asyncio.create_task(driver.run_ticks())
+    serving = asyncio.create_task(server.wait_for_termination())
+    stop = asyncio.create_task(stopped.wait())
+    ends: list[asyncio.Future[Any]] = [ticks, serving, stop, driver.failed]
+    try:
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ticks.cancel()
+        stop.cancel()  # (and not the other: the server would be cancelled with it)
+    if driver.failed.done():
+        raise ServiceError(driver.failed.result())
+    for ended in done:
+        ended.result()
+
+
+if __name__ == "__main__":
+    os.umask(0o077)  # its files are nobody else's
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: it would wait for a call to a log server that hangs. All that matters is durable.
+    os._exit(exit_code)

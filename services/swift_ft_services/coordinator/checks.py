@@ -1,0 +1,150 @@
+"""May this process say this now? Functions of the row that raise Refusal, and change nothing."""
+
+from collections.abc import Mapping
+
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.commands import Refusal, Refused
+from swift_ft_services.coordinator.job_record import JobRow, State, count_of, replicas_of
+from swift_ft_services.coordinator.planning import config_of
+from swift_ft_services.coordinator.restarts import comes_back, ended_words
+
+
+def check_holder(row: JobRow, sender: m.Sender) -> None:
+    """Only the live holder of a rank speaks for it. Raises Refusal for any other."""
+    holder = row.holders.get(sender.rank)
+    if holder is None or holder.incarnation != sender.incarnation:
+        raise Refusal(
+            Refused.FENCED,
+            f"this process does not hold rank {sender.rank} of job {row.job} "
+            f"in generation {row.generation}: it is fenced and must stop",
+        )
+
+
+def is_stale(row: JobRow, sender: m.Sender, generation: int) -> bool:
+    """True: said in an older generation, to be ignored. Raises Refusal as `check_holder`, and for a generation that
+    is yet to come."""
+    check_holder(row, sender)
+    if generation > row.generation:
+        raise Refusal(Refused.INVALID, f"generation {generation} is not there yet: it is {row.generation}")
+    return generation < row.generation
+
+
+def check_rank(row: JobRow, rank: int) -> None:
+    """There is such a rank. Raises Refusal if there is not."""
+    if not 0 <= rank < row.world_size:
+        raise Refusal(Refused.INVALID, f"rank {rank} is not one of 0 to {row.world_size - 1}")
+
+
+def check_join(row: JobRow, join: m.Join) -> None:
+    """Raises Refusal unless this process may take its rank: the job is under way and alike, and the rank is free."""
+    if row.state.is_over and not (comes_back(row, join) or _has_joined(row, join)):
+        ended = ended_words(row).replace("had ", "has ", 1)
+        raise Refusal(Refused.MISMATCH, f"job {row.job} {ended}: start it again with swift-ft run")
+    if join.world_size != row.world_size:
+        raise Refusal(
+            Refused.MISMATCH,
+            f"rank {join.rank} says world size {join.world_size}, job {row.job} has {row.world_size}",
+        )
+    check_rank(row, join.rank)
+    for what, mine, theirs in (
+        ("configuration", row.config, join.config),
+        ("fingerprint", row.fingerprint, join.fingerprint),
+    ):
+        for key in sorted({*mine, *theirs}):
+            if mine.get(key) != theirs.get(key):
+                raise Refusal(
+                    Refused.MISMATCH,
+                    f"{what} of rank {join.rank} differs: {key} is {_value(theirs, key)} there and "
+                    f"{_value(mine, key)} in job {row.job}: make them equal",
+                )
+    if any(holder.incarnation == join.incarnation for holder in row.fenced):
+        raise Refusal(Refused.FENCED, f"this process held rank {join.rank} before and was fenced")
+    if any(
+        holder.incarnation == join.incarnation for rank, holder in row.holders.items() if rank != join.rank
+    ):
+        raise Refusal(Refused.INVALID, f"this process holds another rank than {join.rank} already")
+    holder = row.holders.get(join.rank)
+    if holder is not None and holder.incarnation != join.incarnation:
+        raise Refusal(
+            Refused.TAKEN,
+            f"rank {join.rank} of job {row.job} has a live holder: process {holder.pid} on {holder.host}",
+        )
+
+
+def _has_joined(row: JobRow, join: m.Join) -> bool:
+    """After a job has finished it may have to say so again."""
+    holder = row.holders.get(join.rank)
+    return row.state is State.FINISHED and holder is not None and holder.incarnation == join.incarnation
+
+
+def check_first(join: m.Join) -> None:
+    """Validates the first Join of a job or of a restart. Raises Refusal if world size or configuration is invalid.
+
+    A Join that passes becomes durable, so nothing may fail because of it later.
+    """
+    if join.world_size < 1:
+        raise Refusal(Refused.INVALID, f"world size {join.world_size}: a job has at least one rank")
+    try:
+        config_of(join.config)
+        counts = {"replicas": replicas_of(join.config), "shards": count_of(join.config, "shards", 1)}
+    except ValueError as error:
+        raise Refusal(Refused.INVALID, str(error)) from None
+    for name, count in counts.items():
+        if count < 1 or join.world_size % count:
+            raise Refusal(
+                Refused.INVALID, f"{name} {count}: a world of {join.world_size} ranks cannot be divided so"
+            )
+
+
+def check_change(row: JobRow, change: m.ChangeLogServers) -> None:
+    """Of the log servers, by an operator. What was done already may be said again. Raises Refusal for what cannot be
+    done now, or names no server of the job."""
+    if row.state is State.FORMING or row.state.is_over:
+        raise Refusal(Refused.INVALID, f"job {row.job} is {row.state}: its log servers cannot be changed now")
+    known = {server.address: server for server in row.log_servers}
+    if change.lost and change.lost not in known:
+        raise Refusal(Refused.INVALID, f"{change.lost} is none of the log servers: {', '.join(known)}")
+    if change.lost == change.add and not change.why:
+        raise Refusal(Refused.INVALID, "name a log server that is lost, one that has come, or one of each")
+
+
+def check_ready(row: JobRow, ready: m.Ready) -> None:
+    """Raises Refusal unless it may be said now, of the plan's target, with stages that fit."""
+    if row.state not in (State.FORMING, State.RECOVERING):
+        raise Refusal(Refused.INVALID, f"ready in state {row.state}: wait for RECOVERING")
+    if row.plan is not None and ready.version != row.plan.target_version:
+        raise Refusal(
+            Refused.INVALID,
+            f"rank {ready.sender.rank} is ready at version {ready.version}, the plan says {row.plan.target_version}",
+        )
+    check_stages(row, ready)
+
+
+def check_stages(row: JobRow, ready: m.Ready) -> None:
+    """Raises Refusal unless the stages and the shard that a rank says it has fit what is known of the job."""
+    rank = ready.sender.rank
+    if any(not 0 <= stage < ready.num_stages for stage in ready.stages):
+        stages = ", ".join(map(str, ready.stages))
+        raise Refusal(Refused.INVALID, f"rank {rank} runs stages {stages} of {ready.num_stages}")
+    if ready.shard < 0:
+        raise Refusal(Refused.INVALID, f"rank {rank} holds shard {ready.shard}: shards are numbered from 0")
+    others = [other for other in row.ready if other != rank]
+    if row.state is State.FORMING and others and row.num_stages != ready.num_stages:
+        raise Refusal(
+            Refused.INVALID,
+            f"rank {rank} says there are {ready.num_stages} stages, rank {others[0]} says {row.num_stages}",
+        )
+    if row.state is State.RECOVERING and ready.stages and list(ready.stages) != row.stages[rank]:
+        raise Refusal(
+            Refused.INVALID,
+            f"rank {rank} runs stages {list(ready.stages)}, its predecessor ran {row.stages[rank]}",
+        )
+    if row.state is State.RECOVERING and ready.stages and ready.shard != row.stage_shards[rank]:
+        raise Refusal(
+            Refused.INVALID,
+            f"rank {rank} holds shard {ready.shard}, its predecessor held {row.stage_shards[rank]}",
+        )
+
+
+def _value(values: Mapping[str, str], key: str) -> str:
+    return repr(values[key]) if key in values else "not set"

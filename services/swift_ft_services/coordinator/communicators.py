@@ -1,0 +1,316 @@
+"""CommunicatorJob: the members of a `swift_ft.Communicator`, and what they decide together.
+
+::
+
+    FORMING ──groups are built──> RUNNING ──all that are left have finished──> FINISHED
+     ^  │                         │     ^
+     └──┘ death, generation + 1   │     │ groups are built
+                        shrink,   v     │
+                        grow     RECOVERING ─┐
+                                     ^       │ death, or groups that could not be built: generation + 1
+                                     └───────┘
+
+Another job makes a generation of each death. Here a death is shown (`View.lost`), and the members say what follows:
+they are like the processes of an MPI program with ULFM (User-Level Failure Mitigation), whose words these are.
+
+Every decision is made in one place, here, once each member that takes part and lives has voted. So it is the same for
+all, whoever dies meanwhile: it is durable before anybody sees it. Votes are not: they are said again.
+
+A process that joins while the job runs waits until the members call `grow`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import and_
+
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.checks import check_holder, is_stale
+from swift_ft_services.coordinator.commands import Effect, Refusal, Refused
+from swift_ft_services.coordinator.endings import launcher_code
+from swift_ft_services.coordinator.job import Job
+from swift_ft_services.coordinator.job_record import (
+    Decision,
+    IllegalTransition,
+    JobRow,
+    LogServer,
+    State,
+    VoteKind,
+)
+from swift_ft_services.coordinator.timeouts import Timing
+
+CONFIG = "communicator"
+"""The entry of a job's configuration."""
+REVOKED_MAX = 256
+"""Groups of one generation. Who has more of them may revoke all."""
+DECISIONS_KEPT = 2
+"""Nobody votes for a decision before it has seen the one before it."""
+_TAKEN_BY_ALL = (m.Tick, m.Heartbeat, m.Join, m.MemberExited, m.Fail, m.Stop, m.LogHeard)
+_LEGAL: Mapping[State, frozenset[State]] = {
+    State.FORMING: frozenset({State.FORMING, State.RUNNING, State.FAILED, State.STOPPED}),
+    State.RUNNING: frozenset({State.RECOVERING, State.FORMING, State.FINISHED, State.FAILED}),
+    State.RECOVERING: frozenset({State.RECOVERING, State.RUNNING, State.FORMING, State.FAILED}),
+    State.FINISHED: frozenset({State.FORMING}),
+    State.FAILED: frozenset({State.FORMING}),
+    State.STOPPED: frozenset({State.FORMING}),
+}
+
+
+def job_class(config: Mapping[str, str]) -> type[Job]:
+    """The core of a job with this configuration."""
+    return CommunicatorJob if config.get(CONFIG) == "1" else Job
+
+
+def present(row: JobRow) -> list[int]:
+    """The slots that take part in this generation and are still there, ascending."""
+    return [slot for slot in sorted(row.taking_part) if _is_there(row, slot)]
+
+
+def lost_slots(row: JobRow) -> list[int]:
+    """Those that take part in this generation and are not there any more, ascending."""
+    return [slot for slot in sorted(row.taking_part) if not _is_there(row, slot)]
+
+
+def _is_there(row: JobRow, slot: int) -> bool:
+    holder = row.holders.get(slot)
+    return holder is not None and holder.member == row.taking_part[slot] and slot not in row.finished
+
+
+class CommunicatorJob(Job):
+    """The core of such a job. It has no log, no checkpoints and no plan: what members hold is their own affair.
+
+    Invariants: whoever is told of a decision of a generation is told the same; a generation is made only of members
+    that live as far as is known; nobody takes part that has not joined.
+    """
+
+    @classmethod
+    def create(
+        cls, job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
+    ) -> "Job":
+        """Without the coordinator's log servers, of which it has no need."""
+        return super().create(job, [], join, timing, now, copies)
+
+    def __init__(
+        self,
+        row: JobRow,
+        timing: Timing,
+        now: float,
+        log_servers: Sequence[LogServer] = (),
+        stored: bool = False,
+    ) -> None:
+        super().__init__(row, timing, now, log_servers, stored)
+        self._votes: dict[int, m.Vote] = {}
+        """slot -> its vote for the next decision."""
+
+    def _take(self, command: m.Command, now: float) -> list[Effect]:
+        match command:
+            case m.Vote():
+                return self._vote(command)
+            case m.Revoke():
+                return self._revoke(command)
+            case m.Finish():
+                return self._finish(command)
+            case m.AskCheckpoint(sender=None):
+                return []  # a launcher that is told to stop asks every job for one
+            case _ if isinstance(command, _TAKEN_BY_ALL):
+                return super()._take(command, now)
+        what = type(command).__name__
+        raise Refusal(Refused.INVALID, f"job {self.row.job} is a communicator's, which knows no {what}")
+
+    def resume(self) -> list[Effect]:
+        return []
+
+    # --- members come and go ---
+
+    def _join(self, join: m.Join, now: float) -> list[Effect]:
+        if join.rank in self.row.finished and join.rank not in self.row.holders:
+            del self.row.finished[join.rank]  # it was another process that has left
+        return [*super()._join(join, now), *self._form()]
+
+    def _form(self) -> list[Effect]:
+        """All are there: they connect."""
+        row = self.row
+        if row.state is not State.FORMING or row.taking_part or len(row.holders) < row.world_size:
+            return []
+        row.taking_part = {slot: holder.member for slot, holder in sorted(row.holders.items())}
+        return [m.PublishView(at_once=True)]
+
+    def _exited(self, exited: m.MemberExited) -> list[Effect]:
+        """Whoever exits without having left is lost; a mistake in how it is used ends the job."""
+        row, rank = self.row, exited.rank
+        holder = row.holders.get(rank)
+        held = holder is not None and holder.is_process(exited.incarnation, exited.pid)
+        if exited.exit_code == 2 and held and not row.state.is_over:
+            return self.become_failed(f"rank {rank} exited with code 2", launcher_code(2))
+        return super()._exited(exited)
+
+    def _deaths(self, dead: Mapping[int, str], lost: Mapping[int, str]) -> list[Effect]:
+        row = self.row
+        reason = "; ".join(f"rank {rank} {why}" for rank, why in sorted(dead.items()))
+        if row.state is State.FORMING:
+            return [*self.become_forming(dead, reason), *self._form()]
+        took_part = any(row.holders[rank].member == row.taking_part.get(rank) for rank in dead)
+        left = [slot for slot in present(row) if slot not in dead]
+        if not left and row.finished and row.state is State.RUNNING:
+            return [*self._bury(dead), *self._finish_if_all(reason)]
+        if not left:  # nobody has anything any more: those that wait begin anew
+            return [*self.become_forming(dead, f"nobody is left: {reason}"), *self._form()]
+        if row.state is State.RECOVERING and took_part:  # nobody has been told that it was built
+            return self._rebuild(left, reason, dead)
+        events = self._bury(dead)
+        self._votes = {slot: vote for slot, vote in self._votes.items() if slot not in dead}
+        return [*events, m.PublishView(at_once=True), *self._decide()]
+
+    def _bury(self, dead: Mapping[int, str]) -> list[m.Emit]:
+        events = []
+        for rank, why in sorted(dead.items()):
+            holder = self.row.holders.pop(rank)
+            self.row.fenced.append(holder)
+            self.leases.forget(rank)
+            self.steps.forget(rank)
+            events.append(self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why))
+        return events
+
+    def _new_generation(self, dead: Mapping[int, str], reason: str) -> list[m.Emit]:
+        events = super()._new_generation(dead, reason)
+        row = self.row
+        row.taking_part, row.decisions, row.revoked = {}, {}, {}
+        row.granted = row.generation  # by all its log servers: it has none
+        self._votes.clear()
+        return events
+
+    def _fence_logs(self) -> list[Effect]:
+        self.row.granted = self.row.generation
+        return []
+
+    def _enter(self, state: State) -> None:
+        if state not in _LEGAL[self.row.state]:
+            raise IllegalTransition(f"{self.row.job}: {self.row.state} -> {state}")
+        self.row.state = state
+
+    # --- what they decide ---
+
+    def _revoke(self, revoke: m.Revoke) -> list[Effect]:
+        row = self.row
+        if is_stale(row, revoke.sender, revoke.generation) or row.state.is_over:
+            return []
+        if revoke.label in row.revoked or len(row.revoked) >= REVOKED_MAX:
+            return []
+        row.revoked = {**row.revoked, revoke.label: f"rank {revoke.sender.rank}: {revoke.reason}"}
+        said = {"rank": revoke.sender.rank, "label": revoke.label, "reason": revoke.reason}
+        return [self._event("revoked", **said), m.PublishView(at_once=True)]
+
+    def _vote(self, vote: m.Vote) -> list[Effect]:
+        row, slot = self.row, vote.sender.rank
+        if is_stale(row, vote.sender, vote.generation) or row.state.is_over:
+            return []
+        if row.holders[slot].member != row.taking_part.get(slot):
+            raise Refusal(Refused.INVALID, f"rank {slot} takes no part in generation {row.generation} yet")
+        if vote.number > self._next:
+            raise Refusal(Refused.INVALID, f"decision {vote.number} comes after {self._next}, which is open")
+        if vote.number < self._next or slot in self._votes:
+            return []  # said again
+        if vote.kind is VoteKind.BUILT and row.state is State.RUNNING:
+            raise Refusal(Refused.INVALID, f"the groups of generation {row.generation} are built already")
+        self._votes[slot] = replace(vote, acknowledged=vote.acknowledged.intersection(row.taking_part))
+        if vote.kind is VoteKind.BUILT and not vote.value:
+            return self._not_built(vote.reason)
+        return self._decide()
+
+    def _not_built(self, why: str) -> list[Effect]:
+        """Another generation at once: the others may wait long for this member's connections, and none of them has
+        been told that the groups are built."""
+        reason = f"groups could not be built: {why}"
+        if ends := self.setbacks.refuse(reason):
+            return self.become_failed(ends)
+        return self._rebuild(present(self.row), reason)
+
+    @property
+    def _next(self) -> int:
+        """The number of the decision that is open."""
+        return max(self.row.decisions, default=-1) + 1
+
+    def _decide(self) -> list[Effect]:
+        """Makes the decision that all who are there have voted for."""
+        row, voters = self.row, present(self.row)
+        if not voters or any(slot not in self._votes for slot in voters):
+            return []
+        votes = [self._votes[slot] for slot in voters]
+        kinds = {vote.kind for vote in votes}
+        if len(kinds) > 1:
+            return self._decided(Decision(kind=VoteKind.MISMATCH, words=_called(votes)))
+        value = reduce(and_, (vote.value for vote in votes))
+        match kinds.pop():
+            case VoteKind.AGREE:
+                known = frozenset.intersection(*(vote.acknowledged for vote in votes))
+                failed = tuple(slot for slot in lost_slots(row) if slot not in known)
+                return self._decided(Decision(kind=VoteKind.AGREE, value=value, failed=failed))
+            case VoteKind.SHRINK:
+                return self._rebuild(voters, f"shrunk to {len(voters)} members")
+            case VoteKind.GROW:
+                waiting = [
+                    slot for slot, holder in row.holders.items() if self._waits(slot) and not holder.gone
+                ]
+                if not waiting:
+                    return self._decided(Decision(kind=VoteKind.GROW))
+                return self._rebuild([*voters, *waiting], f"grown by {len(waiting)} members")
+        return self._built()
+
+    def _waits(self, slot: int) -> bool:
+        """It has come since this generation was made, and has not left."""
+        row = self.row
+        return slot not in row.finished and row.taking_part.get(slot) != row.holders[slot].member
+
+    def _decided(self, decision: Decision) -> list[Effect]:
+        row, number = self.row, self._next
+        row.decisions = {
+            **{known: made for known, made in row.decisions.items() if known > number - DECISIONS_KEPT},
+            number: decision,
+        }
+        self._votes.clear()
+        event = self._event("decided", number=number, kind=str(decision.kind), value=decision.value)
+        return [event, m.PublishView(at_once=True)]
+
+    def _built(self) -> list[Effect]:
+        row = self.row
+        row.refusals, row.setbacks, row.exits = 0, 0, {}
+        decided = self._decided(Decision(kind=VoteKind.BUILT, value=1))
+        self._enter(State.RUNNING)
+        return [*self._transition(), *decided]
+
+    def _rebuild(
+        self, slots: Sequence[int], reason: str, dead: Mapping[int, str] | None = None
+    ) -> list[Effect]:
+        """A new generation of these. Those that have finished have left."""
+        row = self.row
+        self._enter(State.FORMING if row.state is State.FORMING else State.RECOVERING)
+        finished = row.finished
+        events = self._new_generation(dead or {}, reason)
+        row.finished = finished
+        row.taking_part = {slot: row.holders[slot].member for slot in sorted(slots)}
+        return [*self._transition(), *events]
+
+    # --- the end ---
+
+    def _finish(self, finish: m.Finish) -> list[Effect]:
+        row, slot = self.row, finish.sender.rank
+        check_holder(row, finish.sender)
+        if slot in row.finished or row.state.is_over:
+            return []
+        row.finished[slot] = finish.version
+        self._votes.pop(slot, None)
+        ends = self._finish_if_all()
+        return ends or [self._event("rank_finished", rank=slot), m.PublishView(at_once=True), *self._decide()]
+
+    def _finish_if_all(self, reason: str = "") -> list[Effect]:
+        """All that took part have left, or were lost (`reason`) when all others had left."""
+        row = self.row
+        if row.state is not State.RUNNING or present(row):
+            return []
+        self._enter(State.FINISHED)
+        row.reason = reason
+        return self._transition()
+
+
+def _called(votes: Sequence[m.Vote]) -> str:
+    return ", ".join(f"rank {vote.sender.rank} has called {vote.kind.lower()}" for vote in votes)

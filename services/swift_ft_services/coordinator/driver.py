@@ -1,0 +1,1072 @@
+"""Driver: carries out the effects of all jobs, on one asyncio loop.
+
+It works in turns: the commands that have come since the last one are taken, what they have changed is made durable in
+one transaction, and then it is published, log servers are asked, and all commands are answered. A turn ends with a
+transition, so each state is durable and seen by itself. Nothing is taken while the store writes.
+
+Log servers are asked beside it (`questions`); what they answer comes back as commands.
+
+An error in the core of one job is that job's trouble. Its memory may be half-way, so what a turn has changed in it is
+dropped, and the job is read again from the store, as after a restart.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import secrets
+from bisect import bisect
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import UsageError
+from swift_ft.text import LASTING_KEYS
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator import restarts
+from swift_ft_services.coordinator.checks import is_stale
+from swift_ft_services.coordinator.commands import Refusal, Refused
+from swift_ft_services.coordinator.communicators import job_class
+from swift_ft_services.coordinator.job import Job
+from swift_ft_services.coordinator.job_record import ROOT, JobRow, LogServer, by_job, decode, key_of, row_key
+from swift_ft_services.coordinator.log_calls import LogControl, Questions, Unavailable
+from swift_ft_services.coordinator.restarts import starts_again
+from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, Stored, StoreFailed, Transaction
+from swift_ft_services.coordinator.text import waiting_for
+from swift_ft_services.coordinator.timeouts import Timing
+from swift_ft_services.coordinator.views import JobSnapshot, measurements_of, status_of, summary_of, view_of
+
+# Jobs that are a trouble of their own: others are served all the same.
+#
+# A row in the store may be damaged. Or the coordinator makes an error with a job: then its memory of it may be
+# half-way, and it goes back to what is durable (`Driver`). If that comes again and again, the job is set apart:
+# nothing is done for it until the coordinator is started again.
+
+ERRORS_MAX = 3
+"""Errors with one job within `WITHIN_S`. The last of them sets it apart."""
+WITHIN_S = 60.0
+
+
+class JobApart(Exception):
+    """Nothing is done for this job."""
+
+
+class Apart:
+    """Those that were found."""
+
+    def __init__(self) -> None:
+        self._why: dict[str, str] = {}
+        self._errors: dict[str, deque[float]] = {}
+        """When, of the last ones."""
+
+    def row_of(self, name: str, parts: Mapping[str, str]) -> JobRow | None:
+        """None: what these parts say cannot be believed, and the job is set apart."""
+        try:
+            row = decode(name, parts)
+            if row.job == name:
+                return row
+            why = f"it is of job {row.job}, and stands for {name}"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            why = f"it cannot be read: {error!r}"
+        words = f"the coordinator's row of it is damaged ({why}); put a copy of the whole directory back"
+        self._set(name, f"{words}, or start the job under another name", why)
+        return None
+
+    def is_repeated(self, name: str, error: str, now: float) -> bool:
+        """The coordinator has made an error with it. True: once too often, and the job is set apart."""
+        times = self._errors.setdefault(name, deque(maxlen=ERRORS_MAX))
+        times.append(now)
+        if len(times) < ERRORS_MAX or now - times[0] > WITHIN_S:
+            return False
+        self.put(name, error)
+        return True
+
+    def put(self, name: str, error: str) -> None:
+        """Sets it apart for an error that would come again."""
+        words = (
+            f"the coordinator makes an error with it ({error}), which is a bug; its state is kept, report it"
+        )
+        self._set(name, f"{words}, and start the coordinator again, or the job under another name", error)
+
+    def _set(self, name: str, words: str, why: str) -> None:
+        self._why[name] = f"job {name} is set apart, others are served: {words}"
+        events.emit("job_set_apart", job=name, reason=why)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._why
+
+    def check(self, name: str) -> None:
+        """Raises JobApart."""
+        if name in self._why:
+            raise JobApart(self._why[name])
+
+    def summaries(self, may_see: Callable[[str], bool]) -> list[pb.JobSummary]:
+        return [
+            pb.JobSummary(job=name, state=pb.FAILED, reason=why)
+            for name, why in sorted(self._why.items())
+            if may_see(name)
+        ]
+
+
+# What watchers are shown of each job: its View, as it was durable at some moment not long ago.
+
+SOON_S = 0.05
+"""How long what is new is not shown, if the state is as it was: n ranks that join are not n Views for each."""
+TOLD_PER_S = 1024
+"""... and longer, if so many watchers would be told of it in a second."""
+SHOWN_S = 5.0
+"""How long a View may name a rank as waited for that has reported, or is ready: to show each at once would wake all."""
+
+
+class Published:
+    """The Views of all jobs. On the driver's loop alone."""
+
+    def __init__(self, clock: Callable[[], float], soon: Callable[[str], None]) -> None:
+        """`soon`: has the job of that name shown, as it is durable."""
+        self._clock = clock
+        self._soon = soon
+        self._views: dict[str, pb.View] = {}
+        self._shown_at: dict[str, float] = {}
+        self._unshown: set[str] = set()
+        """Jobs of which there is something new, that will be shown soon."""
+        self._watchers: dict[str, set[asyncio.Event]] = {}
+
+    def publish(self, row: JobRow) -> None:
+        """Another state or generation is shown at once; the rest a little later, with whatever has come by then."""
+        shown = self._views.get(row.job)
+        if shown is None or (row.generation, pb.State.Value(row.state)) != (
+            shown.generation,
+            shown.state,
+        ):
+            self.show(row)
+        elif row.job not in self._unshown:
+            self._unshown.add(row.job)
+            watchers = len(self._watchers.get(row.job, ()))
+            asyncio.get_running_loop().call_later(max(SOON_S, watchers / TOLD_PER_S), self._if_due, row.job)
+
+    def _if_due(self, name: str) -> None:
+        if name in self._unshown:
+            self._soon(name)
+
+    def show(self, row: JobRow) -> None:
+        """The View is made, and all that watch the job look at it."""
+        self._unshown.discard(row.job)
+        self._views[row.job] = view_of(row)
+        self._shown_at[row.job] = self._clock()
+        self.wake(row.job)
+
+    def wake(self, name: str) -> None:
+        for changed in self._watchers.get(name, ()):
+            changed.set()
+
+    def wake_all(self) -> None:
+        for name in self._watchers:
+            self.wake(name)
+
+    def is_outdated(self, row: JobRow) -> bool:
+        """It has named others as waited for, for some time."""
+        at = self._shown_at.get(row.job, -math.inf)
+        return self._clock() - at >= SHOWN_S and self._views[row.job].waiting_for != waiting_for(row)
+
+    async def views(self, name: str, over: Callable[[], bool]) -> AsyncGenerator[pb.View, None]:
+        """The published View at once, then newer ones, until it is over; a slow reader skips to the newest."""
+        changed = asyncio.Event()
+        self._watchers.setdefault(name, set()).add(changed)
+        try:
+            changed.set()
+            while not over():
+                await changed.wait()
+                changed.clear()
+                view = self._views.get(name)
+                if view is not None:
+                    yield view
+        finally:
+            self._watchers[name].discard(changed)
+            if not self._watchers[name]:
+                del self._watchers[name]
+
+
+# What the ranks of a job tell each other: a few keys, in memory.
+#
+# Process groups are built by it. So it is neither on a machine that trains, nor durable: a coordinator that begins anew
+# has an empty one, under another `epoch`. Ranks that still need it notice that, say that a connection is lost, and
+# build the next generation.
+#
+#     (servicer)  `change` makes a member's changes, `wait` waits for others', `news` is what is new to it
+#     (driver)    `begin` at a new generation: all keys are dropped but those that are about the job (`LASTING_KEYS`),
+#                 and whoever waits is answered; `end` once the job is over
+#
+# Every rank has a copy of all keys and asks for what it lacks: a group of n ranks takes each of them a few calls, not
+# n.
+
+ENTRY_BYTES = 512
+"""What a key takes besides its own bytes and its value's: objects, and places in tables."""
+NEWS_BYTES_MAX = 1 << 20
+"""Of one answer; the rest comes with the next."""
+BYTES_MAX = 1 << 22
+BYTES_PER_RANK = 1 << 20
+"""Of the ranks that have joined: how many a job says that it has costs it nothing."""
+BYTES_EVER_MAX = 1 << 27
+DELETED_MAX = 1 << 10
+"""Deleted keys that are remembered, for ranks that have not heard of it."""
+OBJECT_BYTES = 64
+"""What a value takes besides its own bytes."""
+_INT64 = 1 << 63
+
+
+class Sharing:
+    """The keys of one job. On the driver's loop alone."""
+
+    def __init__(self, generation: int, members: int) -> None:
+        self.generation = generation
+        self.members = members
+        """Ranks that have joined, at this moment."""
+        self.epoch = secrets.randbits(63) + 1
+        self.revision = 0
+        self._bytes = 0
+        """Of all that is kept."""
+        self._shared: dict[str, _Entry] = {}
+        self._order: list[tuple[int, str]] = []
+        """(revision, key) of every change; of a key that has changed since, the older ones stay until half are such."""
+        self._answered: dict[str, tuple[int, list[bytes | None]]] = {}
+        """By incarnation: the number of the last request with changes, and what came of those that are no `set`."""
+        self._deleted: dict[str, None] = {}
+        self._waiting: set[asyncio.Event] = set()
+        self.ended = False
+
+    def begin(self, generation: int) -> None:
+        """Keys of older generations are gone, but for those about the job."""
+        self.generation = generation
+        for key in [key for key in self._shared if not key.startswith(LASTING_KEYS)]:
+            self._bytes -= _size(key, self._shared.pop(key).value)
+            self._deleted.pop(key, None)
+        for _, results in self._answered.values():
+            self._bytes -= _results_size(results)
+        self._answered.clear()
+        self._order = sorted((entry.revision, key) for key, entry in self._shared.items())
+        self._wake()
+
+    def end(self) -> None:
+        self.ended = True
+        self._wake()
+
+    def change(self, incarnation: str, number: int, changes: Sequence[pb.SharedChange]) -> list[pb.Shared]:
+        """Makes them, all or none. Each key as it is right after its change. Refusal."""
+        before, results = self._answered.get(incarnation, (0, []))
+        if number <= before:  # said again, because the answer was lost
+            return _answer(changes, results) if number == before else []
+        made: dict[str, bytes | None] = {}
+        freed, results = _results_size(results), []
+        for change in changes:
+            value = made[change.key] = _changed(change, made.get(change.key, self._value(change.key)))
+            if not change.HasField("set"):
+                results.append(value)
+        kept = _results_size(results) - freed
+        self._check_room(made, kept)
+        for key, value in made.items():
+            self._put(key, value)
+        self._answered[incarnation] = (number, results)
+        self._bytes += kept
+        return _answer(changes, results)
+
+    def news(self, seen: int) -> tuple[list[pb.Shared], int, bool]:
+        """What has changed since that revision, the revision up to which that is all, and whether there is more."""
+        found: list[pb.Shared] = []
+        size = 0
+        for at in range(bisect(self._order, (seen + 1,)), len(self._order)):
+            revision, key = self._order[at]
+            entry = self._shared.get(key)
+            if entry is None or entry.revision != revision:
+                continue
+            size += OBJECT_BYTES + len(key) + len(entry.value or b"")
+            if found and size > NEWS_BYTES_MAX:
+                return found, found[-1].revision, True
+            found.append(pb.Shared(key=key, value=entry.value, revision=revision))
+        return found, self.revision, False
+
+    async def wait(self, keys: Sequence[str], wait_s: float) -> None:
+        """Until all of them are there, or this is over."""
+        changed, generation = asyncio.Event(), self.generation
+        missing = 0
+        """Of the first so many it is not known whether they are there: each is looked at once, however often something
+        changes, and once more in the end."""
+        self._waiting.add(changed)
+        try:
+            async with asyncio.timeout(wait_s):
+                while self.is_in(generation):
+                    missing = self._missing(keys, missing) or self._missing(keys, len(keys))
+                    if not missing:
+                        return
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._waiting.discard(changed)
+
+    def _missing(self, keys: Sequence[str], count: int) -> int:
+        """How many there are up to the last of the first `count` that is not there."""
+        while count and self._value(keys[count - 1]) is not None:
+            count -= 1
+        return count
+
+    def is_in(self, generation: int) -> bool:
+        return not self.ended and self.generation == generation
+
+    def _value(self, key: str) -> bytes | None:
+        entry = self._shared.get(key)
+        return None if entry is None else entry.value
+
+    def _check_room(self, made: Mapping[str, bytes | None], more: int) -> None:
+        size = self._bytes + more
+        for key, value in made.items():
+            if not key:
+                raise Refusal(Refused.INVALID, "a key without a name")
+            old = self._shared.get(key)
+            if old is not None:
+                size -= _size(key, old.value)
+            if old is not None or value is not None:
+                size += _size(key, value)
+        most = min(BYTES_EVER_MAX, BYTES_MAX + BYTES_PER_RANK * self.members)
+        if size > max(most, self._bytes):
+            raise Refusal(
+                Refused.INVALID,
+                f"{size} bytes of keys, each with {ENTRY_BYTES} more than it has: the {self.members} ranks of this job "
+                f"share at most {most}",
+            )
+
+    def _put(self, key: str, value: bytes | None) -> None:
+        if key in self._shared:
+            if self._value(key) == value:
+                return
+            self._bytes -= _size(key, self._shared.pop(key).value)
+        elif value is None:
+            return
+        self.revision += 1
+        self._shared[key] = _Entry(value, self.revision)
+        self._order.append((self.revision, key))
+        self._bytes += _size(key, value)
+        self._deleted.pop(key, None)
+        if value is None:
+            self._deleted[key] = None
+            if len(self._deleted) > DELETED_MAX:
+                oldest = next(iter(self._deleted))
+                del self._deleted[oldest]
+                self._bytes -= _size(oldest, self._shared.pop(oldest).value)
+        if len(self._order) > 2 * len(self._shared) + DELETED_MAX:
+            self._order = sorted((entry.revision, key) for key, entry in self._shared.items())
+        self._wake()
+
+    def _wake(self) -> None:
+        for changed in self._waiting:
+            changed.set()
+
+
+class _Entry(NamedTuple):
+    value: bytes | None
+    """None: it was deleted."""
+    revision: int
+
+
+def _size(key: str, value: bytes | None) -> int:
+    return ENTRY_BYTES + len(key) + len(value or b"")
+
+
+def _results_size(results: Sequence[bytes | None]) -> int:
+    return sum(OBJECT_BYTES + len(value) for value in results if value is not None)
+
+
+def _answer(changes: Iterable[pb.SharedChange], results: Iterable[bytes | None]) -> list[pb.Shared]:
+    """Each change's key as it was right after it, from what came of those that are no `set`."""
+    came = iter(results)
+    return [
+        pb.Shared(key=change.key, value=change.set if change.HasField("set") else next(came, None))
+        for change in changes
+    ]
+
+
+def _changed(change: pb.SharedChange, value: bytes | None) -> bytes | None:
+    """The key's next value; None: it has none."""
+    match change.WhichOneof("what"):
+        case "set":
+            return change.set
+        case "add":
+            return _sum(change, value)
+        case "swap":
+            swaps = change.swap.expected == (value or b"")
+            return change.swap.desired if swaps else value
+        case "delete":
+            return None
+    raise Refusal(Refused.INVALID, f"nothing is to be done with {change.key}")
+
+
+def _sum(change: pb.SharedChange, value: bytes | None) -> bytes:
+    digits = (value or b"0").removeprefix(b"-")
+    if digits.isdigit() and len(digits) < 20:
+        total = int(value or b"0") + change.add
+        if -_INT64 <= total < _INT64:
+            return b"%d" % total
+    raise Refusal(Refused.INVALID, f"{change.key} is no number that {change.add} can be added to")
+
+
+# Where the machines of a job meet that were given no number (`swift-ft run` without `--node-rank`).
+#
+# The place where they meet must be on none of them: whichever is lost, another one that comes with the same command
+# gets its place, and the others notice nothing. It is in memory, and level-triggered: every launcher says again and
+# again what it holds, so a coordinator that begins anew knows it within seconds.
+#
+#     (launcher)  ``say`` every few seconds: the answer has its place, or how many are here
+#     (driver)    `Meetings`: of all jobs
+#
+# Places are given when all machines are there (or enough, and no other one has come for a while). Then there are so
+# many as long as a single one of them is held: a job's world size does not change.
+
+MACHINES_MAX = 1 << 13
+"""That are heard of at once."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Launcher:
+    request: pb.MeetRequest
+    came_at: float
+    seen_at: float
+    spare: bool = False
+    """It came while the job was under way, and there was no place."""
+    over: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Place:
+    machine: pb.Machine
+    run: str | None
+    """Whose it is; None: it was lost."""
+
+
+class Meeting:
+    """The machines of one job. No clock, no I/O."""
+
+    def __init__(self, *, quiet_until: float = 0.0) -> None:
+        """`quiet_until`: before that nobody gets a place that it did not have; of a job that is under way, whose
+        machines may not have spoken yet."""
+        self._quiet_until = quiet_until
+        self._places: list[_Place] = []
+        self._launchers: dict[str, _Launcher] = {}
+        self._looked_at = quiet_until
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._launchers
+
+    def look(self, now: float, stall_s: float) -> None:
+        """Forgets who was silent for too long. Nobody was, if this coordinator itself was away (`stall_s`)."""
+        away, self._looked_at = now - self._looked_at > stall_s, now
+        for run, launcher in list(self._launchers.items()):
+            if away:
+                launcher.seen_at = now
+            elif now - launcher.seen_at > launcher.request.lease_s:
+                self.leave(run)
+
+    def leave(self, run: str) -> None:
+        """Its place is free."""
+        self._launchers.pop(run, None)
+        for place in self._places:
+            if place.run == run:
+                place.run = None
+        if all(place.run is None for place in self._places):
+            self._places = []  # nobody waits for the others: what comes is a new beginning
+
+    def say(self, request: pb.MeetRequest, now: float, *, job_is_over: bool) -> pb.MeetReply:
+        """A launcher is there. Refusal: what it wants is not what the others want."""
+        launcher = self._launchers.get(request.run)
+        if launcher is None:
+            self._check(request)
+            launcher = _Launcher(request=request, came_at=now, seen_at=now)
+            self._launchers[request.run] = launcher
+            if request.HasField("held"):
+                launcher.over = self._reclaim(request)
+        request.ClearField("held")  # known by now, and long
+        launcher.request, launcher.seen_at = request, now
+        place = self._place_of(request.run)
+        if place is None and not launcher.over:
+            if job_is_over and launcher.spare:
+                launcher.over = "the job is over"
+            elif not (job_is_over and self._places) and now >= self._quiet_until:
+                self._settle(now)
+                place = self._place_of(request.run)
+                launcher.spare = place is None and bool(self._places)
+        if place is None:
+            return pb.MeetReply(here=len(self._launchers), over=launcher.over)
+        machines = [held.machine for held in self._places]
+        return pb.MeetReply(place=place, machines=machines, here=len(self._launchers))
+
+    # --- ---
+
+    def _place_of(self, run: str) -> int | None:
+        return next((number for number, place in enumerate(self._places) if place.run == run), None)
+
+    def _check(self, request: pb.MeetRequest) -> None:
+        if len(self._launchers) >= MACHINES_MAX:
+            raise Refusal(Refused.INVALID, f"{MACHINES_MAX} machines are here: no more")
+        for other in self._launchers.values():
+            wanted = (other.request.machines_min, other.request.machines_max)
+            mine = (request.machines_min, request.machines_max)
+            if mine != wanted:
+                raise Refusal(
+                    Refused.INVALID,
+                    f"--nnodes is {_range(mine)} here and {_range(wanted)} on another machine",
+                )
+            break
+        free = {place.machine.ranks for place in self._places if place.run is None}
+        if free and request.machine.ranks not in free and not request.HasField("held"):
+            ranks = ", ".join(map(str, sorted(free)))
+            raise Refusal(
+                Refused.INVALID,
+                f"--nproc-per-node is {request.machine.ranks} here, and was {ranks} on the machine that was lost",
+            )
+
+    def _reclaim(self, request: pb.MeetRequest) -> str:
+        """It has had a place: of before this coordinator began, or of before it was silent. Why it has lost it."""
+        held = request.held
+        if not self._places:
+            self._places = [_Place(machine=machine, run=None) for machine in held.machines]
+        if held.place < len(self._places):
+            place = self._places[held.place]
+            if place.run is None:
+                place.machine, place.run = request.machine, request.run
+                return ""
+        return f"this machine was silent for more than {request.lease_s:g} s, and another one has its place"
+
+    def _settle(self, now: float) -> None:
+        waiting = {run: one for run, one in self._launchers.items() if self._waits(run, one)}
+        if not self._places:
+            self._begin(waiting, now)
+            return
+        for run, launcher in waiting.items():
+            machine = launcher.request.machine
+            free = (p for p in self._places if p.run is None and p.machine.ranks == machine.ranks)
+            if place := next(free, None):
+                place.machine, place.run = machine, run
+
+    def _waits(self, run: str, launcher: _Launcher) -> bool:
+        return not launcher.over and self._place_of(run) is None
+
+    def _begin(self, waiting: Mapping[str, _Launcher], now: float) -> None:
+        """Who came first is the first."""
+        any_request = next(iter(waiting.values())).request
+        count = min(any_request.machines_max, len(waiting))
+        last_came = max(launcher.came_at for launcher in waiting.values())
+        last_call = now - last_came < max(launcher.request.last_call_s for launcher in waiting.values())
+        if count < any_request.machines_min or (count < any_request.machines_max and last_call):
+            return
+        for run, launcher in list(waiting.items())[:count]:
+            self._places.append(_Place(machine=launcher.request.machine, run=run))
+
+
+class Meetings:
+    """Of all jobs, by name. One ends when nobody is there any more."""
+
+    def __init__(self, now: float) -> None:
+        self._began_at = now
+        self._meetings: dict[str, Meeting] = {}
+
+    def __len__(self) -> int:
+        return len(self._meetings)
+
+    def __contains__(self, job: str) -> bool:
+        return job in self._meetings
+
+    def look(self, now: float, stall_s: float) -> None:
+        for job, meeting in list(self._meetings.items()):
+            meeting.look(now, stall_s)
+            if meeting.is_empty:
+                del self._meetings[job]
+
+    def say(self, request: pb.MeetRequest, now: float, *, over: bool | None) -> pb.MeetReply:
+        """`over`: whether the job is; None: it has not begun yet. Refusal."""
+        meeting = self._meetings.get(request.job)
+        if meeting is None:
+            # Of a job that is under way: its machines say what they hold, before others get it.
+            meeting = Meeting(quiet_until=self._began_at + request.lease_s if over is False else 0.0)
+        if request.leaves:
+            meeting.leave(request.run)
+            return pb.MeetReply()
+        reply = meeting.say(request, now, job_is_over=bool(over))
+        self._meetings[request.job] = meeting
+        return reply
+
+
+def _range(counts: Sequence[int]) -> str:
+    return str(counts[0]) if counts[0] == counts[1] else f"{counts[0]}:{counts[1]}"
+
+
+logger = logging.getLogger(__name__)
+
+JOBS_MAX = 1024
+JOBS_SHOWN_MAX = 4096
+"""In one answer, which gRPC's clients take up to 4 MiB of."""
+
+STOPS = "the coordinator is shutting down"
+
+T = TypeVar("T")
+
+
+class TooMany(Exception):
+    """A limit of this coordinator would be passed."""
+
+
+class NoSuchJob(Exception):
+    """Nobody has joined a job of that name."""
+
+
+class _Error(Exception):
+    """An error was made with a job."""
+
+
+class _Show:
+    """An effect of the driver's own: what was not shown yet."""
+
+
+class Driver:
+    """All jobs of one coordinator. Everything runs on the loop that called `start`."""
+
+    def __init__(
+        self,
+        store: MetadataStore,
+        logs: LogControl,
+        timing: Timing,
+        log_servers: list[LogServer],
+        *,
+        copies: int = 1,
+        clock: Callable[[], float] = events.now,
+        caught_up: Callable[[], bool] = lambda: True,
+        after_durable: Callable[[JobRow, m.Persist], None] = lambda row, persist: None,
+        jobs_max: int = JOBS_MAX,
+    ) -> None:
+        self.timing = timing
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why this process must end: its memory is ahead of its disk."""
+        self._store = store
+        self._log_servers = log_servers
+        self._copies = copies
+        self._clock = clock
+        self._caught_up = caught_up
+        """Whether all that had come was read, at some moment since this was asked last."""
+        self._after_durable = after_durable
+        self._jobs_max = jobs_max
+        self._questions = Questions(logs, self.apply, self._spoil)
+        self._jobs: dict[str, Job] = {}
+        self._revisions: dict[str, int] = {}
+        """Of the part of each job that is written with all others: the store's."""
+        self._queue: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
+        """Work that waits for a turn, and who waits for it."""
+        self._effects: list[tuple[Job, m.Effect | _Show]] = []
+        """Of this turn, once it is durable."""
+        self._turn_ends = False
+        """A state was entered in it, or an error was made."""
+        self._touched: set[str] = set()
+        """Jobs that the work under way has given a command to."""
+        self._spoilt: dict[str, str] = {}
+        """Jobs with which an error was made in this turn, and which."""
+        self._going_back: dict[str, int] = {}
+        """Jobs that are read again from the store at this moment, and their generations."""
+        self._turns: asyncio.Task[None] | None = None
+        self._published = Published(clock, self._show_soon)
+        self._stopping = False
+        self._looked_at_logs: dict[str, float] = {}
+        self._sharing: dict[str, Sharing] = {}
+        self.apart = Apart()
+        self._meetings = Meetings(clock())
+
+    async def start(self) -> None:
+        """Loads all jobs and says their effects again. A row that is damaged is that job's trouble: it is set apart.
+        StoreFailed; UsageError: the log servers do not fit."""
+        for name, parts in by_job(await self._store.read(ROOT)).items():
+            self._load(name, parts)
+        await self._in_turn(lambda: None)
+
+    def _load(self, name: str, parts: Mapping[str, Stored]) -> None:
+        """The job that these are all parts of goes on, or is set apart. Raises UsageError as `_relocated`."""
+        values = {key: stored.value for key, stored in parts.items()}
+        row = self.apart.row_of(name, values)
+        if row is None:
+            return
+        try:
+            kind = job_class(row.config)
+            job = kind(row, self.timing, self._clock(), self._log_servers, stored=True)
+            effects = [*self._relocated(job), *job.resume()]
+            self._published.show(row)
+        except UsageError:
+            raise
+        except Exception as error:
+            logger.exception("job %s, as it is stored", name)
+            self.apart.put(name, f"{type(error).__name__}: {error}")
+            return
+        self._jobs[name], self._revisions[name] = job, parts[row_key(name)].revision
+        events.emit("resumed", job=name, generation=row.generation, state=str(row.state), reason=row.reason)
+        self._effects += [(job, effect) for effect in effects]
+
+    def _job(self, name: str) -> Job:
+        """NoSuchJob, JobApart; Unavailable: it is being read again."""
+        self.apart.check(name)
+        if name in self._going_back:
+            raise Unavailable(f"job {name} goes back to what is durable of it")
+        job = self._jobs.get(name)
+        if job is None:
+            raise NoSuchJob(name)
+        return job
+
+    def _relocated(self, job: Job) -> list[m.Effect]:
+        """Log servers may come back under other addresses; a stream's place is a position in their list."""
+        row = job.row
+        named = {server.address for server in self._log_servers}
+        known = {server.address: number for number, server in enumerate(row.log_servers)}
+        if row.state.is_over or set(row.addresses()) <= named <= set(known):
+            return []
+        # Those that are lost may be left out. One that came for another one is named in its place, or as it came.
+        for numbers in (job.places.by_origin(), row.living(), range(len(row.log_servers))):
+            moved = dict(zip(numbers, self._log_servers, strict=False))
+            others = [known.get(server.address, number) for number, server in moved.items()]
+            if len(named) == len(numbers) and others == list(moved):
+                return job.relocate(moved)
+        kept = ",".join(row.log_servers[number].address for number in job.places.by_origin())
+        raise UsageError(
+            f"--log-servers names {','.join(sorted(named))}, job {row.job} is kept on {kept}: "
+            "name as many, in the same order; those that are lost may be left out"
+        )
+
+    async def run_ticks(self) -> None:
+        while True:
+            await asyncio.sleep(self.timing.tick_s)
+            with contextlib.suppress(Unavailable):  # `failed`, or `stop`, says so
+                await self.tick()
+
+    async def tick(self) -> None:
+        """Leases may have run out: it is looked at once all that had come before was taken. The log servers are asked
+        how they are."""
+        await self._in_turn(self._tick)
+
+    def _tick(self) -> None:
+        tick = m.Tick(behind=not self._caught_up())
+        for job in [job for job in self._jobs.values() if not job.row.state.is_over]:
+            with contextlib.suppress(_Error):
+                self._step(job, tick)
+                self._look_at_logs(job)
+                if self._published.is_outdated(job.row):
+                    self._effects.append((job, m.PublishView()))
+        self._meetings.look(self._clock(), self.timing.stall_s)
+
+    def _look_at_logs(self, job: Job) -> None:
+        """Whether the log servers are there, and how much room they have: asked all the time."""
+        name, now = job.row.job, self._clock()
+        due = now - self._looked_at_logs.get(name, -math.inf) >= self.timing.space_s
+        if due and not self._questions.under_way(name, "space"):
+            self._looked_at_logs[name] = now
+            self._questions.ask(job, "space", self._questions.space(job, job.row.generation))
+
+    def stop(self) -> None:
+        """Ends the views under way and the questions to log servers."""
+        self._stopping = True
+        self._published.wake_all()
+        for sharing in self._sharing.values():
+            sharing.end()
+        self._questions.stop()
+        for _, answer in self._queue:
+            if not answer.done():
+                answer.set_exception(Unavailable(STOPS))
+        self._queue.clear()
+
+    # --- for the servicer ---
+
+    async def join(self, name: str, join: m.Join, may_see: Callable[[str], bool] = lambda _job: True) -> int:
+        """The generation that the rank is in. `may_see`: whether the caller may know of another job. Raises as `apply`,
+        and TooMany."""
+        return await self._in_turn(lambda: self._join(name, join, may_see))
+
+    def _join(self, name: str, join: m.Join, may_see: Callable[[str], bool]) -> int:
+        self.apart.check(name)
+        job = self._jobs.get(name)
+        if job is None or starts_again(job.row, join):
+            live = sum(not other.row.state.is_over for other in self._jobs.values())
+            if live >= self._jobs_max:
+                raise TooMany(f"{live} jobs are under way here: no more (--jobs-max)")
+            if origin := restarts.wanted(None if job is None else job.row, join):
+                other = self._jobs.get(origin) if may_see(origin) else None
+                chosen = restarts.chosen(name, origin, None if other is None else other.row, join)
+                join = replace(join, origin=chosen)
+        if job is None:
+            kind = job_class(join.config)
+            job = kind.create(name, self._log_servers, join, self.timing, self._clock(), self._copies)
+            self._step(job, join)
+            self._jobs[name] = job
+        else:
+            self._step(job, join)
+        return job.row.generation
+
+    async def apply(self, name: str, command: m.Command) -> Job:
+        """Takes a command; when it returns, all that it changed is durable. Refusal, NoSuchJob, Unavailable."""
+
+        def work() -> Job:
+            job = self._job(name)
+            self._step(job, command)
+            return job
+
+        return await self._in_turn(work)
+
+    async def status(self, name: str) -> pb.StatusReply:
+        """In a turn: it shows nothing that is not durable."""
+        return await self._in_turn(lambda: status_of(self._job(name), self._clock()))
+
+    async def jobs(self, may_see: Callable[[str], bool]) -> pb.JobsReply:
+        """Those that the asker may see, as many as an answer takes. In a turn, as `status`."""
+        return await self._in_turn(lambda: self._listed(may_see))
+
+    def _listed(self, may_see: Callable[[str], bool]) -> pb.JobsReply:
+        seen = [job for name, job in sorted(self._jobs.items()) if may_see(name)]
+        seen.sort(key=lambda job: job.row.state.is_over)
+        shown = [summary_of(job) for job in seen]
+        shown += self.apart.summaries(may_see)
+        return pb.JobsReply(jobs=shown[:JOBS_SHOWN_MAX], left_out=max(0, len(shown) - JOBS_SHOWN_MAX))
+
+    def measurements(self, name: str) -> pb.MeasurementsReply:
+        return measurements_of(self._job(name))
+
+    def sharing(self, name: str, sender: m.Sender, generation: int, *, changes: bool) -> Sharing | None:
+        """What the members of that generation share; None: it is over. Who is no member and says so (a spare) may only
+        ask. Refusal, NoSuchJob."""
+        job = self._job(name)
+        asks = not (changes or sender.incarnation)
+        stale = generation != job.row.generation if asks else is_stale(job.row, sender, generation)
+        if stale or job.row.state.is_over:
+            return None
+        if name not in self._sharing:
+            self._sharing[name] = Sharing(generation, 0)
+        sharing = self._sharing[name]
+        sharing.members = len(job.row.holders)
+        return sharing
+
+    def meet(self, name: str, request: pb.MeetRequest) -> pb.MeetReply:
+        """A launcher without a number. Refusal, TooMany."""
+        job = self._jobs.get(name)
+        if name not in self._meetings and len(self._meetings) >= self._jobs_max:
+            raise TooMany(f"machines of {self._jobs_max} jobs are here: no more (--jobs-max)")
+        return self._meetings.say(request, self._clock(), over=None if job is None else job.row.state.is_over)
+
+    def generation_of(self, name: str) -> int:
+        """0: nobody knows the job."""
+        job = self._jobs.get(name)
+        return self._going_back.get(name, 0) if job is None else job.row.generation
+
+    async def snapshot(self) -> list[JobSnapshot]:
+        """What every job stands at. In a turn, as `status`: what became durable before has been told of as well."""
+        return await self._in_turn(
+            lambda: [JobSnapshot.of(job, self._clock()) for job in self._jobs.values()]
+        )
+
+    def views(self, name: str) -> AsyncGenerator[pb.View, None]:
+        """As `Published.views`, until this coordinator goes down, or the job is set apart."""
+        return self._published.views(name, lambda: self._stopping or name in self.apart)
+
+    # --- turns ---
+
+    async def _in_turn(self, work: Callable[[], T]) -> T:
+        """What `work` gives, or raises, once all that it has changed is durable."""
+        self._check_up()
+        return await self._enqueue(work)
+
+    def _enqueue(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._queue.append((work, answer))
+        if self._turns is None:
+            self._turns = asyncio.create_task(self._take_turns())
+        return answer
+
+    def _check_up(self) -> None:
+        """Raises Unavailable."""
+        if self.failed.done():
+            raise Unavailable(self.failed.result())
+        if self._stopping:
+            raise Unavailable(STOPS)
+
+    async def _take_turns(self) -> None:
+        try:
+            while self._queue:
+                await self._take_turn()
+        except Exception as error:
+            logger.exception("in a turn")
+            self._fail(f"{type(error).__name__} in a turn: {error}")
+        finally:
+            self._turns = None
+
+    async def _take_turn(self) -> None:
+        done: list[tuple[asyncio.Future[Any], Any, Exception | None, set[str]]] = []
+        self._turn_ends = False
+        while self._queue and not self._turn_ends:
+            work, answer = self._queue.popleft()
+            self._touched = set()
+            try:
+                done.append((answer, work(), None, self._touched))
+            except Exception as error:  # noqa: BLE001  (for whoever waits for the answer)
+                done.append((answer, None, error, self._touched))
+        spoilt, self._spoilt = self._spoilt, {}
+        answers = [
+            (answer, result, why_not)
+            if touched.isdisjoint(spoilt)
+            else (answer, None, Unavailable(f"job {', '.join(touched)} goes back to what is durable of it"))
+            for answer, result, why_not, touched in done
+        ]
+        effects = [(job, effect) for job, effect in self._effects if job.row.job not in spoilt]
+        self._effects = []
+        try:
+            await self._make_durable({job.row.job: job for job, effect in effects if _persists(effect)})
+        except Unavailable as unavailable:
+            # Whatever was decided in this turn, a refusal as well, is as if it had not been.
+            answers = [
+                (answer, None, unavailable if bug is None or isinstance(bug, Refusal) else bug)
+                for answer, _, bug in answers
+            ]
+        else:
+            spoilt |= self._carry_out(effects)
+        for name, why in spoilt.items():
+            await self._go_back(name, why)
+        for answer, result, why_not in answers:
+            if answer.done():  # nobody waits for it any more
+                continue
+            if why_not is None:
+                answer.set_result(result)
+            else:
+                answer.set_exception(why_not)
+
+    async def _go_back(self, name: str, error: str) -> None:
+        """To what is durable of a job with which an error was made."""
+        self._going_back[name] = self.generation_of(name)
+        self._jobs.pop(name, None)
+        self._questions.forget(name)
+        events.emit("job_error", job=name, reason=error)
+        try:
+            parts = await self._store.read(key_of(name, ""))
+        except StoreFailed as failure:
+            self._fail(str(failure))
+            return
+        finally:
+            del self._going_back[name]
+        if parts and not self.apart.is_repeated(name, error, self._clock()):
+            self._load(name, parts)
+            self._enqueue(lambda: None).cancel()  # its effects are of the next turn
+        if name in self.apart:
+            if name in self._sharing:
+                self._sharing.pop(name).end()
+            self._published.wake(name)
+
+    def _step(self, job: Job, command: m.Command) -> None:
+        """(in a turn) Refusal; _Error: the job is spoilt."""
+        self._check_up()
+        name = job.row.job
+        self._touched.add(name)
+        if name in self._spoilt:
+            raise _Error
+        try:
+            effects = job.step(command, self._clock())
+        except Refusal:
+            raise
+        except Exception as error:
+            logger.exception("job %s, at %s", name, type(command).__name__)
+            self._spoilt[name] = f"{type(error).__name__} at {type(command).__name__}: {error}"
+            self._turn_ends = True
+            raise _Error from error
+        self._effects += [(job, effect) for effect in effects]
+        self._turn_ends = self._turn_ends or any(
+            isinstance(effect, m.Persist) and effect.entered is not None for effect in effects
+        )
+
+    async def _make_durable(self, jobs: Mapping[str, Job]) -> None:
+        """Unavailable: it cannot be, and this process must end."""
+        self._check_up()
+        puts, deletes = dict[str, str](), list[str]()
+        for job in jobs.values():
+            changed, gone = job.changes.take()
+            puts |= changed
+            deletes += gone
+        if not puts:
+            return
+        expected = {row_key(name): self._revisions.get(name, 0) for name in jobs}
+        try:
+            revision = await self._store.commit(Transaction(expected=expected, puts=puts, deletes=deletes))
+        except (StoreConflict, StoreFailed) as error:
+            reason = f"job {', '.join(jobs)} cannot be made durable: {error}"
+            self._fail(reason)
+            raise Unavailable(reason) from error
+        self._revisions.update(dict.fromkeys(jobs, revision))
+
+    def _fail(self, reason: str) -> None:
+        if not self.failed.done():
+            self.failed.set_result(reason)
+
+    # --- effects ---
+
+    def _spoil(self, name: str, error: str) -> None:
+        """An error was made with this job, outside of a turn."""
+        if name in self._jobs and not self._stopping and not self.failed.done():
+            self._enqueue(lambda: self._spoilt.setdefault(name, error)).cancel()
+
+    def _carry_out(self, effects: Sequence[tuple[Job, m.Effect | _Show]]) -> dict[str, str]:
+        """(all of a turn, once it is durable) Jobs that cannot be shown, and why."""
+        spoilt: dict[str, str] = {}
+        if self._stopping:
+            return spoilt
+        published: set[str] = set()
+        for job, effect in effects:
+            try:
+                self._carry_out_one(job, effect, published)
+            except Exception as error:
+                logger.exception("job %s, at %s", job.row.job, type(effect).__name__)
+                spoilt[job.row.job] = f"{type(error).__name__} at {type(effect).__name__}: {error}"
+        return spoilt
+
+    def _carry_out_one(self, job: Job, effect: m.Effect | _Show, published: set[str]) -> None:
+        asks = self._questions
+        match effect:
+            case m.Persist():
+                self._after_durable(job.row, effect)
+            case m.PublishView():
+                if job.row.job not in published:
+                    self._publish(job.row)
+                    published.add(job.row.job)
+                if effect.at_once:
+                    self._published.show(job.row)
+            case _Show():
+                self._published.show(job.row)
+            case m.Emit():
+                events.emit(effect.event, **effect.fields)
+            case m.FenceLogs():
+                asks.ask(job, "fence", asks.fence(job, effect.generation))
+            case m.FetchInventory():
+                asks.ask(job, "inventory", asks.inventory(job, effect.generation))
+            case m.ResetLogs():
+                asks.ask(job, "reset", asks.reset(job, effect.generation))
+            case m.TrimLogs():
+                asks.ask(job, "trim", asks.trim(job, effect.below_step))
+
+    def _publish(self, row: JobRow) -> None:
+        sharing = self._sharing.get(row.job)
+        if sharing is not None and row.state.is_over:
+            self._sharing.pop(row.job).end()
+        elif sharing is not None and sharing.generation < row.generation:
+            sharing.begin(row.generation)
+        self._published.publish(row)
+
+    def _show_soon(self, name: str) -> None:
+        """In a turn: what is under way in memory may not be durable yet."""
+
+        def show() -> None:
+            if name in self._jobs:
+                self._effects.append((self._jobs[name], _Show()))
+
+        if not self._stopping and not self.failed.done():
+            self._enqueue(show).cancel()
+
+
+def _persists(effect: m.Effect | _Show) -> bool:
+    return isinstance(effect, m.Persist)

@@ -1,0 +1,802 @@
+"""Job: the state machine of one job. Commands and a clock reading in, effects out; no I/O.
+
+    FORMING ──all ready──> RUNNING ──all finished──> FINISHED ──started again──> FENCING
+     ^   │                  │    ^
+     └───┘            death │    │ all ready at the target
+    death,                  v    │
+    generation + 1    FENCING ──> PLANNING ──> RECOVERING
+                         ^  logs fenced  all reported  │
+                         └─ death, refusal, a broken ──┘   (from all four: generation + 1)
+                            connection of the living
+    (no rank is left) ──all launchers told to stop──> STOPPED ──started again──> FENCING
+    (any) ──no plan, no progress, an error──> FAILED ──started again──> FENCING (FORMING: no checkpoint is complete)
+
+Each `become_x` makes one transition. `step` makes at most one of them; what it has changed in the row is found by
+comparing (`Changes`), and then its effects begin with Persist. After a crash, `resume` says the effects of the
+state again: all are idempotent.
+
+Invariants: the generation only grows, and with every death or refusal; granted <= generation; RUNNING only
+with all ranks ready at one version; a View is a function of the row, so it shows only what is durable; so many
+generations at most without a death and without a new version (`setbacks`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from swift_ft.planner import RankMeasured, Report
+from swift_ft_services.coordinator import checkpoints, endings, planning
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.checkpoints import GIVEN_UP, CheckpointTracker
+from swift_ft_services.coordinator.checks import (
+    check_change,
+    check_first,
+    check_holder,
+    check_join,
+    check_rank,
+    check_ready,
+    is_stale,
+)
+from swift_ft_services.coordinator.commands import Effect, Refusal, Refused
+from swift_ft_services.coordinator.endings import (
+    UNLIKE_CODE,
+    Setbacks,
+    ends_next,
+    is_ready,
+    launcher_code,
+    leave_recovering,
+)
+from swift_ft_services.coordinator.job_record import (
+    LEGAL,
+    Changes,
+    Holder,
+    IllegalTransition,
+    JobRow,
+    LogServer,
+    State,
+)
+from swift_ft_services.coordinator.liveness import Leases, StepClock, Suspicions
+from swift_ft_services.coordinator.log_placement import Places
+from swift_ft_services.coordinator.planning import (
+    count_refusal,
+    decide,
+    forget_recovery,
+    give_up_log,
+    stages_problem,
+)
+from swift_ft_services.coordinator.restarts import (
+    begin_again,
+    begin_at_checkpoint,
+    check_origin,
+    check_start,
+    first_row,
+    note_run,
+    note_stop,
+    starts_again,
+)
+from swift_ft_services.coordinator.text import exit_words, plan_fields, report_fields, versions_words
+from swift_ft_services.coordinator.timeouts import Timing
+
+# What a job's core is made of, and its transitions: one `become_x` for each state (`core` draws them).
+#
+# Each changes the row; `Job.step` finds what has changed.
+
+
+class Transitions:
+    """The parts of one job, and how it gets from state to state."""
+
+    def __init__(
+        self,
+        row: JobRow,
+        timing: Timing,
+        now: float,
+        log_servers: Sequence[LogServer] = (),
+        stored: bool = False,
+    ) -> None:
+        """`log_servers`: those there are now, for a job that is started again; none: those it had. `stored`: all of the
+        row is durable; not: nothing of it is."""
+        self.row = row
+        self.changes = Changes(row, stored=stored)
+        """What of the row is not durable yet."""
+        self._entered = (row.state, row.generation) if stored else None
+        self._log_servers = log_servers
+        self.steps = StepClock(timing)
+        self.checkpoints = CheckpointTracker(row, self.steps, timing)
+        self.places = Places(row, timing, now)
+        self.endings = endings.Endings(row, self.steps, timing)
+        self.setbacks = Setbacks(row, self.steps)
+        self.leases = Leases([rank for rank, holder in row.holders.items() if not holder.gone], now)
+        self._timing = timing
+        self._looked = now
+        self.measured: dict[int, RankMeasured] = {}
+        """rank -> what it, or its predecessor, has said last; not durable: it is said again."""
+        self.suspicions = Suspicions(self.steps)
+        self._awaited = planning.Awaited()
+        self.replays: dict[int, m.Replaying] = {}
+        """rank -> how far its replay is, while there is one."""
+
+    def become_running(self, now: float) -> list[Effect]:
+        """All ranks are ready: the recovery, if there was one, is over and forgotten."""
+        self._enter(State.RUNNING)
+        progress = self._progress()  # by a checkpoint that was complete while they recovered
+        inexact = self._inexact(checkpoints.record_plan_exactness(self.row))
+        planning.settle(self.row, max(self.row.ready.values()))
+        forget_recovery(self.row)
+        self.suspicions.clear()
+        self.steps.restart(self.row.ready, now)
+        version = max(self.row.ready.values())
+        self.checkpoints.run_on(version)
+        asked = self._asked(version, self.places.settle(version) or planning.wants_checkpoint(self.row))
+        begun = [*self._transition(), *progress, *inexact, *asked, *self._trim()]
+        return [*begun, *self._fail_inexact(self.row.inexact_since is not None)]
+
+    def become_forming(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
+        """A new generation of a job that has not run yet: all begin anew, at version 0."""
+        self._enter(State.FORMING)
+        events = self._new_generation(dead, reason)
+        self._forget_formed()
+        return [*self._transition(), *events, *self._fence_logs()]
+
+    def _forget_formed(self) -> None:
+        """(FORMING) What was saved so far is of weights that nobody may have later, and of stages that may not fit."""
+        row = self.row
+        if row.state is State.FORMING:
+            row.rolled_back_in = row.generation
+            row.checkpoints, row.shards, row.shards_from = [], {}, 0
+
+    def become_fencing(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
+        """A new generation without the holders of the `dead` ranks (rank -> why)."""
+        leave_recovering(self.row)
+        self._enter(State.FENCING)
+        events = self._new_generation(dead, reason)
+        return [*self._transition(), *events, *self._fence_logs()]
+
+    def _new_generation(self, dead: Mapping[int, str], reason: str) -> list[m.Emit]:
+        row = self.row
+        self.setbacks.begin_generation()
+        row.generation += 1
+        row.reason = reason
+        row.reports, row.ready, row.finished, row.blocked, row.plan, row.sources = {}, {}, {}, {}, None, {}
+        row.called = {}
+        events = []
+        for rank in sorted({*dead, *(rank for rank, holder in row.holders.items() if holder.gone)}):
+            holder = row.holders.pop(rank)
+            row.fenced.append(holder)
+            self.leases.forget(rank)
+            self.steps.forget(rank)
+            self.checkpoints.forget(rank)
+            why = dead.get(rank, "had finished and exited")
+            events.append(self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why))
+        checkpoints.forget(row)
+        return events
+
+    def _anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
+        vacant = planning.vacate(self.row, dead)
+        events = [self._event("left_vacant", rank=slot) for slot in vacant]
+        return [*self._begin_anew(dead, reason), *events]
+
+    def _deaths(self, dead: Mapping[int, str], lost: Mapping[int, str]) -> list[Effect]:
+        """Of ranks, and the loss of log servers, found together."""
+        reason = "; ".join(f"rank {rank} {why}" for rank, why in sorted(dead.items()))
+        words = self.places.lose(lost)
+        events = [self._event("log_server_lost", **self.places.named(n), reason=words[n]) for n in lost]
+        return [*self._anew(dead, "; ".join(filter(None, [reason, *words.values()]))), *events]
+
+    def overdue(self, now: float) -> list[int]:
+        """The lost ranks for which to wait longer costs more than to go on without them."""
+        timing, row = self._timing, self.row
+        if not planning.shrinks_late(row.config):
+            return []
+        known = self.measured.values()
+        limit_s = planning.patience_s(row, known, timing.lease_s, timing.replaced_within_s)
+        return self._awaited.overdue(row, limit_s, now)
+
+    def give_up(self, ranks: Sequence[int]) -> list[Effect]:
+        """No process comes for these, which nobody holds."""
+        row = self.row
+        waits = row.state in (State.FENCING, State.PLANNING, State.RECOVERING)
+        missing = [rank for rank in ranks if rank not in row.holders and rank not in row.vacant]
+        if not missing or not waits or not planning.shrinks_late(row.config):
+            return []
+        if ends := planning.give_up(row, missing):
+            return self.become_failed(ends)
+        return self._anew({}, f"no process takes the place of rank {', '.join(map(str, missing))}")
+
+    def _begin_anew(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
+        if self.row.state is State.FORMING:
+            return self.become_forming(dead, reason)
+        return self.become_fencing(dead, reason)
+
+    def _without_death(self, reason: str, what: str = "") -> list[Effect]:
+        """A new generation in which all keep what they hold; as often as `setbacks` allows."""
+        if ends := self.setbacks.refuse(what or reason):
+            return self.become_failed(ends)
+        return self._anew({}, reason)
+
+    def _fence_logs(self) -> list[Effect]:
+        """Nothing, if all log servers are lost: then it is waited for another one."""
+        return [] if self.row.lacks_log_server() else [m.FenceLogs(generation=self.row.generation)]
+
+    def become_planning(self) -> list[Effect]:
+        self._enter(State.PLANNING)
+        return self._transition()
+
+    def become_recovering(self) -> list[Effect]:
+        """The plan is made: what it gives up, or makes inexact, is taken back first."""
+        self._enter(State.RECOVERING)
+        row = self.row
+        assert row.plan is not None
+        if row.plan.restores:
+            # What was saved after that version belongs to a history that is given up.
+            row.rolled_back_in = row.generation
+            self.checkpoints.roll_back(row.plan.target_version)
+        elif not row.plan.exact:
+            # What is saved from now on has other bits: no checkpoint is made of both.
+            row.rolled_back_in = row.generation
+            row.shards = {}
+        return [*self._transition(), self._plan_event()]
+
+    def _plan_event(self) -> m.Emit:
+        """The plan in the trace. Said again after a restart: the drill's report cannot do without it."""
+        assert self.row.plan is not None
+        return self._event("plan", **plan_fields(self.row.plan))
+
+    def become_finished(self) -> list[Effect]:
+        self._enter(State.FINISHED)
+        row = self.row
+        version = max(row.finished.values())
+        row.reason = endings.reason(row, version)
+        row.final = version if version in row.checkpoints else None
+        return self._transition()
+
+    def become_failed(self, reason: str, exit_code: int = 0) -> list[Effect]:
+        self._forget_formed()
+        self._enter(State.FAILED)
+        self.row.reason = reason
+        self.row.exit_code = exit_code
+        self.row.blocked = {}
+        return self._transition()
+
+    def become_stopped(self, reason: str) -> list[Effect]:
+        """Nobody is left, on purpose."""
+        self._forget_formed()
+        self._enter(State.STOPPED)
+        self.row.reason = f"its launcher was told to stop: {reason}"
+        self.row.blocked = {}
+        self.suspicions.clear()
+        return self._transition()
+
+    def _enter(self, state: State) -> None:
+        if state not in LEGAL[self.row.state]:
+            raise IllegalTransition(f"{self.row.job}: {self.row.state} -> {state}")
+        self.row.state = state
+        self.replays.clear()
+
+    def _transition(self) -> list[Effect]:
+        state = self._event("state", state=str(self.row.state), reason=self.row.reason)
+        return [state, m.PublishView()]
+
+    # --- what is told ---
+
+    def _asked(self, after_version: int, reason: str) -> list[m.Emit]:
+        if not reason or not self.checkpoints.ask(after_version, reason):
+            return []
+        return [self._event("checkpoint_asked", version=self.row.checkpoint_at, reason=reason)]
+
+    def _trim(self) -> list[Effect]:
+        """Only while RUNNING: a replay under way must not lose its records."""
+        if self.row.state is not State.RUNNING or not any(self.row.checkpoints):
+            return []
+        return [m.TrimLogs(below_step=checkpoints.trim_below(self.row))]
+
+    def _progress(self) -> list[m.Emit]:
+        """(a rank has told its version, or a checkpoint is complete)"""
+        if not self.setbacks.made_progress():
+            return []
+        return [
+            self._event("progress", version=max([self.checkpoints.newest_known(), *self.row.checkpoints]))
+        ]
+
+    def _told(self, events: Sequence[m.Emit]) -> list[Effect]:
+        """The row has changed, of which these tell; nothing without any."""
+        return [*events, m.PublishView()] if events else []
+
+    def _not_exact(self, news: bool) -> list[Effect]:
+        """The job is not exact from now on; `news`: it was until now."""
+        return [*self._told(self._inexact(news)), *self._fail_inexact(news)]
+
+    def _fail_inexact(self, is_so: bool) -> list[Effect]:
+        if not (is_so and checkpoints.requires_exact(self.row)):
+            return []
+        return self.become_failed(f"not exact, and --require-exact was given: {self.row.inexact_reason}")
+
+    def _inexact(self, news: bool) -> list[m.Emit]:
+        return [self._event("not_exact", **checkpoints.exactness_fields(self.row))] if news else []
+
+    def _persist(self) -> list[m.Persist]:
+        """Whatever has changed since the last time has to be durable."""
+        row, now = self.row, (self.row.state, self.row.generation)
+        if not self.changes.look():
+            return []
+        row.revision += 1
+        entered, self._entered = (row.state if now != self._entered else None), now
+        return [m.Persist(entered=entered)]
+
+    def _event(self, event: str, **fields: object) -> m.Emit:
+        return m.Emit(event=event, fields={"job": self.row.job, "generation": self.row.generation, **fields})
+
+
+class Job(Transitions):
+    """One job. Not thread-safe; `now` is monotonic seconds and never goes back."""
+
+    @classmethod
+    def create(
+        cls, job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
+    ) -> "Job":
+        """The job that a first Join makes. `step` it with that Join."""
+        check_first(join)
+        row = first_row(job, log_servers, join, copies)
+        begin_at_checkpoint(row, join.origin)
+        return cls(row, timing, now, log_servers)
+
+    def step(self, command: m.Command, now: float) -> list[Effect]:
+        """The effects of a command. Refusal: it was not taken, and nothing has changed."""
+        effects = self._take(command, now)
+        return [*self._persist(), *effects]
+
+    def _take(self, command: m.Command, now: float) -> list[Effect]:
+        match command:
+            case m.Tick():
+                return self._tick(now, behind=command.behind)
+            case m.Heartbeat():
+                return self._heartbeat(command, now)
+            case m.Join():
+                return self._join(command, now)
+            case m.MemberReport():
+                return self._report(command, now)
+            case m.Ready():
+                return self._ready(command, now)
+            case m.Refuse():
+                return self._refuse(command)
+            case m.CheckpointDurable():
+                return self._checkpoint(command)
+            case m.AskCheckpoint():
+                return self._ask_checkpoint(command)
+            case m.Measure():
+                check_holder(self.row, command.sender)
+                self.measured[command.sender.rank] = command.measured
+                return []
+            case m.MemberExited():
+                return self._exited(command) if command.is_of_process else self._place(command, now)
+            case m.Suspect():
+                return self._suspect(command, now)
+            case m.Differs():
+                return self._not_exact(checkpoints.note_difference(self.row, command))
+            case m.Rehearsed():
+                return self._rehearsed(command)
+            case m.Finish():
+                return self._finish(command)
+            case m.Fail():
+                return self._fail(command)
+            case m.Stop():
+                return self._stop(command)
+            case m.LogsFenced():
+                return self._logs_fenced(command, now)
+            case m.LogsBlocked():
+                return self._logs_blocked(command)
+            case m.LogsRefused():
+                return self._logs_refused(command)
+            case m.InventoryTaken():
+                return self._inventory(command)
+            case m.LogsReset():
+                return self._logs_reset(command)
+            case m.LogsPressed():
+                return self._logs_pressed(command)
+            case m.LogHeard():
+                self.places.hear(command.address, now)
+                return []
+            case m.ChangeLogServers():
+                return self._change_log_servers(command, now)
+            case m.Revoke() | m.Vote():
+                raise Refusal(Refused.INVALID, f"job {self.row.job} is a session's, not a communicator's")
+
+    def resume(self) -> list[Effect]:
+        """The effects of the state this row is in, said again after a restart."""
+        row = self.row
+        match row.state:
+            case State.FORMING | State.FENCING if row.granted < row.generation:
+                return self._fence_logs()
+            case State.PLANNING if row.plan is not None:
+                return [m.ResetLogs(generation=row.generation)]
+            case State.PLANNING if self._all_reported():
+                return [m.FetchInventory(generation=row.generation)]
+            case State.RECOVERING:
+                return [self._plan_event()]
+            case State.RUNNING:
+                return self._trim()
+        return []
+
+    def relocate(self, log_servers: Mapping[int, LogServer]) -> list[Effect]:
+        """These are the same ones under other addresses."""
+        row = self.row
+        row.log_servers = [
+            replace(known, address=moved.address, host=moved.host)
+            if (moved := log_servers.get(number))
+            else known
+            for number, known in enumerate(row.log_servers)
+        ]
+        row.blocked = {}
+        return [*self._persist(), m.PublishView()]
+
+    # --- commands of members ---
+
+    def _join(self, join: m.Join, now: float) -> list[Effect]:
+        row = self.row
+        if starts_again(row, join):
+            check_first(join)
+            check_start(row, join)
+            if row.checkpoints:
+                check_origin(row, join)
+            return [*self._start_again(join, now), *self._join(join, now)]
+        check_join(row, join)
+        check_origin(row, join)
+        if join.rank in row.holders:
+            return []
+        first = row.revision == 0
+        note_run(row, join.run, join.rank)
+        row.members += 1
+        row.holders[join.rank] = Holder(
+            rank=join.rank,
+            incarnation=join.incarnation,
+            pid=join.pid,
+            host=join.host,
+            since_generation=row.generation,
+            member=row.members,
+        )
+        self.leases.hear(join.rank, now)
+        self.places.seat(join.rank, join.host)
+        # After the end it is only there for what comes behind it.
+        row.given_up = [slot for slot in row.given_up if slot != join.rank]
+        fills = join.rank in row.vacant and not row.state.is_over
+        back = planning.fill(row, join.rank) if fills else ""
+        joined = self._event("joined", rank=join.rank, incarnation=join.incarnation, member_pid=join.pid)
+        if first:
+            return [*self._transition(), joined, *self._fence_logs()]
+        if back:
+            return [joined, *self._anew({}, back)]
+        return [joined, m.PublishView()]
+
+    def _start_again(self, join: m.Join, now: float) -> list[Effect]:
+        row = self.row
+        if self._log_servers:
+            self.places.forget_all()
+        if not row.checkpoints:
+            begin_at_checkpoint(row, join.origin)
+        reason = begin_again(row, join, self._log_servers)
+        note_run(row, join.run, join.rank)
+        self.places.start_afresh(now)
+        self.measured.clear()
+        self.suspicions.clear()
+        dead = dict.fromkeys(row.holders, "its job was started again")
+        begun = self.become_fencing(dead, reason) if row.checkpoints else self.become_forming(dead, reason)
+        row.setbacks = 0
+        return begun
+
+    def _heartbeat(self, heartbeat: m.Heartbeat, now: float) -> list[Effect]:
+        rank = heartbeat.sender.rank
+        check_holder(self.row, heartbeat.sender)
+        if heartbeat.kept:
+            self.leases.keep(rank, now, self._timing.kept_s)
+            return []
+        self.leases.hear(rank, now)
+        self.steps.see(rank, heartbeat.version, now, running=self.row.state is State.RUNNING)
+        self.replays.pop(rank, None)
+        if heartbeat.replay is not None and self.row.state is State.RECOVERING:
+            self.replays[rank] = heartbeat.replay
+        said = self.checkpoints.hear(rank, heartbeat.unsaved)
+        told, progress = [self._event(name, **fields) for name, fields in said], self._progress()
+        changed = progress or any(name == GIVEN_UP for name, _ in said)
+        return self._told([*told, *progress]) if changed else [*told]
+
+    def _suspect(self, suspect: m.Suspect, now: float) -> list[Effect]:
+        row, rank = self.row, suspect.sender.rank
+        check_holder(row, suspect.sender)
+        if not self.suspicions.say(rank, suspect.reason, now, suspect.generation):
+            return []
+        event = self._event("suspect", rank=rank, reason=suspect.reason)
+        waits = row.state in (State.FORMING, State.RECOVERING, State.RUNNING)
+        if suspect.again and suspect.generation == row.generation and waits:
+            return [event, *self._without_death(f"rank {rank}: {suspect.reason}")]
+        return [event]
+
+    def _report(self, said: m.MemberReport, now: float) -> list[Effect]:
+        row = self.row
+        if self._is_stale(said, now) or row.state in (State.RECOVERING, State.RUNNING) or row.state.is_over:
+            return []
+        if row.state is not State.PLANNING:
+            raise Refusal(Refused.INVALID, f"a report in state {row.state}: wait for PLANNING")
+        holder = row.holders[said.sender.rank]
+        report = Report(
+            rank=holder.rank,
+            version=said.version,
+            undo_to=said.undo_to,
+            undo_exact=said.undo_exact,
+            forward_to=said.forward_to,
+            forward_by_all=said.forward_by_all,
+            finish_to=said.finish_to,
+            since_generation=holder.since_generation,
+            host=holder.host,
+            can_help=said.can_help,
+            off_log=said.off_log,
+            snapshots=said.snapshots,
+        )
+        if row.plan is not None or row.reports.get(holder.rank) == report:
+            return []
+        row.reports[holder.rank] = report
+        fetch = [m.FetchInventory(generation=row.generation)] if self._all_reported() else []
+        return [self._event("reported", **report_fields(report)), *fetch]
+
+    def _ready(self, ready: m.Ready, now: float) -> list[Effect]:
+        row = self.row
+        rank = ready.sender.rank
+        if self._is_stale(ready, now) or row.state is State.RUNNING or row.state.is_over:
+            return []
+        check_ready(row, ready)
+        if row.ready.get(rank) == ready.version:
+            return []
+        if row.state is State.FORMING:
+            row.num_stages = ready.num_stages
+            row.stages[rank] = list(ready.stages)
+            row.stage_shards[rank] = ready.shard
+        is_ready(row, ready)
+        return self._run_if_ready(now)
+
+    def _is_stale(self, said: m.MemberReport | m.Ready, now: float) -> bool:
+        """Whoever says this is alive, and does not beat beside it: thousands would, while they recover."""
+        stale = is_stale(self.row, said.sender, said.generation)
+        self.leases.hear(said.sender.rank, now)
+        return stale
+
+    def _run_if_ready(self, now: float) -> list[Effect]:
+        row = self.row
+        if row.lacks(row.ready) or row.granted < row.generation:
+            return []
+        if len(set(row.ready.values())) > 1:
+            return self.become_failed(f"ranks begin at different versions: {versions_words(row.ready)}")
+        problem = stages_problem(row)
+        if problem:
+            return self.become_failed(problem)
+        if why := ends_next(row):
+            return self.become_fencing({}, why) if row.log_ends else self._without_death(why)
+        return self.become_running(now)
+
+    def _refuse(self, refuse: m.Refuse) -> list[Effect]:
+        row = self.row
+        if is_stale(row, refuse.sender, refuse.generation) or row.state.is_over:
+            return []
+        rank = refuse.sender.rank
+        refused = self._event("refused", rank=rank, reason=refuse.reason)
+        if row.state is State.FORMING:
+            reason = f"rank {rank} refused, before the job was formed: {refuse.reason}"
+            return [refused, *self.become_failed(reason)]
+        if refuse.differs:
+            checkpoints.note_refused_difference(row, rank, refuse.reason)
+        count_refusal(row, rank, refuse.reason)
+        return [*self._without_death(row.refused.reason), refused]
+
+    def _checkpoint(self, durable: m.CheckpointDurable) -> list[Effect]:
+        check_holder(self.row, durable.sender)
+        complete = self.checkpoints.count(durable)
+        if not (checkpoints.recorded(self.row, durable) or complete):
+            return []
+        done = self._event("checkpoint_complete", version=durable.version)
+        event = [done, *self._progress()] if complete else []
+        return [*event, m.PublishView(), *(self._trim() if complete else [])]
+
+    def _rehearsed(self, said: m.Rehearsed) -> list[Effect]:
+        row = self.row
+        check_rank(row, said.rank)
+        if row.state.is_over:
+            return []
+        fields: dict[str, object] = {"rank": said.rank, "version": said.version}
+        if said.under_way:
+            checkpoints.begin_rehearsal(row, said)
+            return self._told([self._event("rehearsal_begun", **fields)])
+        event = "not_rehearsed" if said.why_not else "rehearsed"
+        fields |= {"steps": said.steps, "difference": said.difference, "why_not": said.why_not}
+        news = self._not_exact(checkpoints.end_rehearsal(row, said))
+        return [*self._told([self._event(event, **fields)]), *self._trim(), *news]
+
+    def _ask_checkpoint(self, ask: m.AskCheckpoint) -> list[Effect]:
+        if ask.sender is None:
+            newest = self.checkpoints.newest_known()
+            return self._told(self._asked(newest, ask.reason)) if self.row.state is State.RUNNING else []
+        if is_stale(self.row, ask.sender, ask.generation) or self.row.state.is_over:
+            return []
+        return self._told(self._asked(ask.after_version, f"rank {ask.sender.rank}: {ask.reason}"))
+
+    def _finish(self, finish: m.Finish) -> list[Effect]:
+        row = self.row
+        check_holder(self.row, finish.sender)
+        if row.state is State.FORMING:
+            raise Refusal(Refused.INVALID, "finish before the job runs")
+        if row.state is not State.RUNNING or finish.sender.rank in row.finished:
+            return []
+        rank = finish.sender.rank
+        if unlike := self.endings.unlike(finish):
+            return self.become_failed(unlike, UNLIKE_CODE)
+        row.finished[rank] = finish.version
+        if finish.called is not None:
+            row.called[rank] = finish.called
+        ends = self.endings.hear(finish)
+        if row.lacks(row.finished):
+            told = [self._event("rank_finished", rank=rank)]
+            if ends:
+                told.append(
+                    self._event("ends_early", rank=rank, version=finish.version, reason=finish.reason)
+                )
+            return [*told, *([m.PublishView()] if ends else [])]
+        if len(set(row.finished.values())) > 1:
+            return self.become_failed(f"ranks finished at different versions: {versions_words(row.finished)}")
+        return self.become_finished()
+
+    def _fail(self, fail: m.Fail) -> list[Effect]:
+        if fail.sender is not None:
+            check_holder(self.row, fail.sender)
+        if self.row.state.is_over:
+            return []
+        who = "" if fail.sender is None else f"rank {fail.sender.rank}: "
+        return self.become_failed(who + fail.reason)
+
+    def _stop(self, stop: m.Stop) -> list[Effect]:
+        """Late or unknown: nothing. A rank of theirs that nobody has told of is found dead as any other."""
+        row = self.row
+        if row.state.is_over or stop.run not in row.run_of.values():
+            return []
+        event = self._event("launcher_stopped", run=stop.run, reason=stop.reason)
+        all_are = note_stop(row, stop.run)
+        running = row.state in (State.RUNNING, State.RECOVERING)
+        stopped = [] if running or not all_are else self.become_stopped(stop.reason)
+        return [*stopped, event]
+
+    # --- deaths ---
+
+    def _exited(self, exited: m.MemberExited) -> list[Effect]:
+        row, rank = self.row, exited.rank
+        holder = row.holders.get(rank)
+        said = {"rank": rank, "member_pid": exited.pid, "exit_code": exited.exit_code}
+        event = self._event("member_exited", **said)
+        if row.state in (State.FAILED, State.STOPPED):
+            return [event]
+        if holder is None or not holder.is_process(exited.incarnation, exited.pid) or holder.gone:
+            return [self._event("member_exited", **said, held=False)]
+        why = exit_words(exited.exit_code)
+        if exited.exit_code == 0 and (rank in row.finished or row.state is State.FINISHED):
+            row.holders[rank] = replace(holder, gone=True)
+            self.leases.forget(rank)
+            return [event]
+        if row.state is State.FINISHED:
+            return [event, *self._lost_after_the_end(rank, why)]
+        if ends := self.setbacks.exit(rank, exited.exit_code):
+            return [event, *self.become_failed(ends, launcher_code(exited.exit_code))]
+        if exited.given_up and (ends := planning.give_up(row, [rank])):
+            return [event, *self.become_failed(f"rank {rank} {why}; {ends}")]
+        return [event, *self._deaths({rank: why}, {})]
+
+    def _place(self, place: m.MemberExited, now: float) -> list[Effect]:
+        """Of a rank without a process: not fit, which is shown, or given up."""
+        check_rank(self.row, place.rank)
+        if place.given_up:
+            return self.give_up([place.rank])
+        if not self.row.state.is_over:
+            self.suspicions.say(place.rank, place.unfit, now, 0, unfit=True)
+        return [self._event("place_unfit", rank=place.rank, reason=place.unfit)]
+
+    def _lost_after_the_end(self, rank: int, why: str) -> list[Effect]:
+        """It may have had files to save: its rank is free for another process, if that finds the state there."""
+        row = self.row
+        holder = row.holders.pop(rank)
+        row.fenced.append(holder)
+        self.leases.forget(rank)
+        return self._told([self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why)])
+
+    def _tick(self, now: float, *, behind: bool) -> list[Effect]:
+        looked, self._looked = self._looked, now
+        if now - looked > self._timing.stall_s:
+            # This process was stopped, or its disk was: the silence was not the ranks'.
+            self.leases.start_afresh(now)
+            self.places.start_afresh(now)
+        elif behind:
+            self.leases.stand_still(now - looked, now)
+            self.places.stand_still(now - looked, now)
+        if self.row.state.is_over:
+            return []
+        late = self.leases.overdue(self._timing.lease_s, now)
+        late = {rank: why for rank, why in late.items() if not self.row.holders[rank].gone}
+        lost = self.places.overdue(now) if self.row.state is not State.FORMING else {}
+        if not late and not lost:
+            why = self.suspicions.due(self.row, self._timing.suspicion_s, now) or self.endings.due(now)
+            if why:
+                return self._without_death(why)
+            return self.give_up(self.overdue(now))
+        events = [self._event("lease_expired", rank=rank, reason=why) for rank, why in sorted(late.items())]
+        return [*self._deaths(late, lost), *events]
+
+    # --- answers of the log servers ---
+
+    def _logs_fenced(self, fenced: m.LogsFenced, now: float) -> list[Effect]:
+        row = self.row
+        if fenced.generation != row.generation or row.state not in (State.FORMING, State.FENCING):
+            return []
+        row.granted = row.generation
+        came = [self._event("log_server_added", **self.places.came(n)) for n in self.places.granted()]
+        row.blocked = {}
+        if row.state is State.FENCING:
+            return [*self.become_planning(), *came]
+        return self._run_if_ready(now) or [m.PublishView()]
+
+    def _logs_blocked(self, blocked: m.LogsBlocked) -> list[Effect]:
+        row = self.row
+        waits = row.state in (State.FORMING, State.FENCING, State.PLANNING)
+        if blocked.generation != row.generation or not waits:
+            return []
+        if not self.places.block(blocked.address, blocked.reason):
+            return []
+        return self._told([self._event("log_server_blocked", address=blocked.address, reason=blocked.reason)])
+
+    def _logs_refused(self, refused: m.LogsRefused) -> list[Effect]:
+        if refused.generation != self.row.generation or self.row.state.is_over:
+            return []
+        lost = self.places.without(refused)
+        return self._deaths({}, lost) if lost else self.become_failed(refused.reason)
+
+    def _change_log_servers(self, change: m.ChangeLogServers, now: float) -> list[Effect]:
+        check_change(self.row, change)
+        added, lost = self.places.change(change, now)
+        if lost and change.why and (ends := self.setbacks.refuse(f"log server {change.lost} {change.why}")):
+            return self.become_failed(ends)
+        if lost:
+            return self._deaths({}, lost)
+        return self.become_fencing({}, f"log server {change.add} has come") if added else []
+
+    def _inventory(self, inventory: m.InventoryTaken) -> list[Effect]:
+        row = self.row
+        if (
+            inventory.generation != row.generation
+            or row.state is not State.PLANNING
+            or not self._all_reported()
+        ):
+            return []
+        row.blocked = {}
+        streams, sources = self.places.combined(inventory.servers)
+        row.plan, reason = decide(row, streams, self.measured)
+        row.sources = sources if row.plan is not None and row.plan.reads_log else {}
+        if row.plan is None:
+            return self.become_failed(reason)
+        row.plan = planning.named(row, checkpoints.with_reason(row, row.plan))
+        if not row.plan.gives_up_log:
+            return self.become_recovering()
+        give_up_log(row, row.plan)
+        return [m.ResetLogs(generation=row.generation)]
+
+    def _logs_reset(self, reset: m.LogsReset) -> list[Effect]:
+        row = self.row
+        if reset.generation != row.generation or row.state is not State.PLANNING or row.plan is None:
+            return []
+        row.blocked = {}
+        self.places.empty()
+        return self.become_recovering()
+
+    def _logs_pressed(self, pressed: m.LogsPressed) -> list[Effect]:
+        """A checkpoint that is complete already helps first: its trim is under way, or is tried again."""
+        if self.row.state is not State.RUNNING or self.row.checkpoint_at is not None:
+            return []
+        if pressed.trimmed_below_step < max(self.row.checkpoints, default=0):
+            ended = [m.PublishView()] if checkpoints.give_way(self.row) else []
+            return [*ended, *self._trim()]
+        reason = f"log server {pressed.address}: {pressed.reason}"
+        return self._told(self._asked(self.checkpoints.newest_known(), reason))
+
+    # --- ---
+
+    def _all_reported(self) -> bool:
+        return not self.row.lacks(self.row.reports)

@@ -1,0 +1,437 @@
+"""Questions: what a coordinator asks the log servers of a job, and how long it goes on asking.
+
+Calls block, so threads make them; what comes back is a command for the job.
+"""
+
+import asyncio
+import enum
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from swift_ft import events
+from swift_ft.credentials import Credentials
+from swift_ft.errors import (
+    AccessDenied,
+    JobSetApart,
+    LogUnavailable,
+    ServiceError,
+    StaleGeneration,
+    SwiftError,
+    UnknownJob,
+    UsageError,
+)
+from swift_ft.log import admin
+from swift_ft.planner import StreamSummary
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.job import Job
+from swift_ft_services.coordinator.job_record import State
+from swift_ft_services.threads import NONE_LEFT, Threads
+
+# LogControl: what the coordinator asks of a log server. Calls block; the driver runs them in threads.
+
+
+class GenerationRefused(ServiceError):
+    """The log server knows a higher generation of this job: asking again will not help."""
+
+    address = ""
+
+
+class Unfit(GenerationRefused):
+    """The log server can do nothing for this job, and says so: its files there are damaged, or each answer is an
+    error. Asking again will not help."""
+
+
+class Answered(ServiceError):
+    """The log server answered, and not what it was asked: it is not away."""
+
+
+class JobForgotten(ServiceError):
+    """A log server that held a generation of the job does not know it any more."""
+
+
+class LogControl(Protocol):
+    """One call to one log server. ServiceError: it did not answer; ask again. Unfit: that will not help."""
+
+    def fence(self, address: str, job: str, generation: int, held: bool = False) -> None:
+        """From now on it takes appends of `generation` only. Durable. GenerationRefused; JobForgotten if it is to have
+        `held` one of the job before."""
+        ...
+
+    def trim(self, address: str, job: str, below_step: int) -> None:
+        """It may drop the records of steps below `below_step`."""
+        ...
+
+    def reset(self, address: str, job: str, generation: int, number: int) -> None:
+        """It drops every record of the job, once for each number of a generation, which it holds. GenerationRefused,
+        JobForgotten."""
+        ...
+
+    def space(self, address: str, job: str, generation: int) -> admin.JobSpace:
+        """How far the job is trimmed, and whether it must be trimmed further soon. Cheap."""
+        ...
+
+    def inventory(self, address: str, job: str) -> list[StreamSummary]:
+        """What it has of every stream of the job; nothing of a job that it does not know."""
+        ...
+
+
+def check_address(address: str) -> None:
+    """Of a log server that a caller names: this process would connect there, with a token that is good for every job.
+    UsageError: it will not."""
+    try:
+        Credentials.from_environment().check_named(address)
+    except UsageError as error:
+        raise UsageError(f"the coordinator does not connect there: {error}") from None
+
+
+class LogServers:
+    """The log servers, over gRPC."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    def fence(self, address: str, job: str, generation: int, held: bool = False) -> None:
+        with _named_errors(address, job):
+            admin.fence(address, job, generation, self._timeout_s, held=held)
+
+    def trim(self, address: str, job: str, below_step: int) -> None:
+        with _named_errors(address, job):
+            admin.trim(address, job, below_step, self._timeout_s)
+
+    def reset(self, address: str, job: str, generation: int, number: int) -> None:
+        with _named_errors(address, job):
+            admin.reset(address, job, generation, self._timeout_s, number=number)
+
+    def space(self, address: str, job: str, generation: int) -> admin.JobSpace:
+        with _named_errors(address, job):
+            found = admin.space(address, job, generation, self._timeout_s)
+            if found.apart:
+                raise JobSetApart(found.apart)
+            return found
+
+    def inventory(self, address: str, job: str) -> list[StreamSummary]:
+        with _named_errors(address, job):
+            return [_summary(stream) for stream in admin.inventory(address, job, self._timeout_s)]
+
+
+@contextmanager
+def _named_errors(address: str, job: str) -> Iterator[None]:
+    """What the log's client raises, as one of the errors of LogControl."""
+    try:
+        yield
+    except StaleGeneration as error:
+        raise GenerationRefused(
+            f"log server {address} is ahead of this coordinator for job {job} ({error}): "
+            "start the job under another name, or with an empty log"
+        ) from error
+    except UnknownJob as error:
+        raise JobForgotten(f"log server {address}: {error}") from error
+    except JobSetApart as error:
+        raise Unfit(f"log server {address}: {error}") from error
+    except (AccessDenied, LogUnavailable, Unfit):
+        raise
+    except SwiftError as error:
+        where = "" if str(error).startswith("log server") else f"log server {address}: "
+        raise Answered(f"{where}{error}") from error
+
+
+def _summary(stream: admin.StreamInventory) -> StreamSummary:
+    return StreamSummary(
+        stream=stream.stream,
+        records=stream.records,
+        first_step=-1 if stream.first_step is None else stream.first_step,
+        last_step=-1 if stream.last_step is None else stream.last_step,
+        trimmed_below_step=stream.trimmed_below_step,
+        corrupt=stream.corrupt,
+        reason=stream.reason,
+        unlogged=stream.unlogged,
+        marks=stream.marks,
+    )
+
+
+# What log servers are asked so that a generation, or an empty log, comes to them, and what an answer means.
+#
+# Decided here, without I/O; the driver asks over gRPC, the simulation in simulated time.
+
+
+class Call(enum.Enum):
+    """To one server. Where it fails, its server is asked again from the first one on."""
+
+    FENCE = "it takes appends of this generation only"
+    FENCE_HELD = (
+        "the same, if it knows the job: once it is fenced nobody can tell any more that it came back empty"
+    )
+    EMPTY = "it drops what it has of the job: a new server's own records come later"
+    GIVE_UP = "it drops the job's records, also those that came to a new server since"
+
+
+# A generation's resets, by their numbers.
+EMPTIED_WHEN_NEW, GIVEN_UP = 0, 1
+RESETS: Mapping[Call, int] = {Call.EMPTY: EMPTIED_WHEN_NEW, Call.GIVE_UP: GIVEN_UP}
+
+
+def to_fence(job: Job) -> dict[str, tuple[Call, ...]]:
+    """Of every log server in use, by its address. One that does not know the job any more: see `used_anew`."""
+    fresh = job.places.fresh()
+    # Before a job runs nothing of it is in any log.
+    held = (Call.FENCE_HELD if job.row.granted and job.row.state is not State.FORMING else Call.FENCE,)
+    return {
+        job.row.log_servers[number].address: (Call.FENCE, Call.EMPTY) if number in fresh else held
+        for number in job.row.living()
+    }
+
+
+def to_give_up(job: Job) -> dict[str, tuple[Call, ...]]:
+    """All hold the generation, but for those that came back empty since. Fenced, these would take their writers on,
+    with a hole where the records are that they know to be acknowledged."""
+    return dict.fromkeys(job.row.addresses(), (Call.FENCE_HELD, Call.GIVE_UP))
+
+
+def used_anew(job: Job, generation: int, address: str) -> m.ChangeLogServers | None:
+    """That server held this generation, or one before, and does not know the job any more: it came back with
+    another disk, or an empty one. What it had is lost: it is used as a new one, in a new generation. None: that is
+    known, or over."""
+    row, number = job.row, job.places.number_of(address)
+    if number is None or row.generation != generation or row.state is State.FORMING or row.state.is_over:
+        return None
+    return m.ChangeLogServers(
+        lost=address,
+        add=address,
+        add_host=row.log_servers[number].host,
+        why="has come back without this job's records",
+    )
+
+
+logger = logging.getLogger(__name__)
+
+RETRY_FIRST_S = 0.05
+RETRY_LAST_S = 1.0
+TRIM_ATTEMPTS = 5
+ERRORS_MAX = 10
+"""So many errors in a row, and a log server is taken to be unable. One that does not answer is waited for."""
+
+T = TypeVar("T")
+
+
+class Unavailable(Exception):
+    """This coordinator is going down, and another one will answer; or a job goes back to what is durable of it."""
+
+
+class _Overtaken(Exception):
+    """Nobody waits for the answer: a newer generation asks anew, or the job is over."""
+
+
+class Questions:
+    """Of all jobs. Everything but the calls themselves runs on the loop."""
+
+    def __init__(
+        self,
+        logs: LogControl,
+        apply: Callable[[str, m.Command], Awaitable[Job]],
+        failed: Callable[[str, str], None],
+    ) -> None:
+        """`apply`: has the job of that name take a command. `failed`: hears of an error that nobody expects, with the
+        job's name before it."""
+        self._logs = logs
+        self._apply = apply
+        self._failed = failed
+        # Calls may hang until their timeout: what a recovery waits for does not queue behind a question about space.
+        self._threads = Threads(32, "logs")
+        self._pollers = Threads(8, "space")
+        self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """(job, kind) -> what is asked; a newer question replaces the older one."""
+
+    def stop(self) -> None:
+        """Ends all that are under way."""
+        for task in self._tasks.values():
+            task.cancel()
+        for pool in (self._threads, self._pollers):
+            pool.shutdown()
+
+    def forget(self, name: str) -> None:
+        """What is asked for this job matters no more."""
+        for (job, _), task in list(self._tasks.items()):
+            if job == name:
+                task.cancel()
+
+    def under_way(self, name: str, kind: str) -> bool:
+        return (name, kind) in self._tasks
+
+    def ask(self, job: Job, kind: str, question: Coroutine[None, None, None]) -> None:
+        key = (job.row.job, kind)
+        older = self._tasks.get(key)
+        if older is not None:
+            older.cancel()
+        task = asyncio.get_running_loop().create_task(question)
+        self._tasks[key] = task
+        task.add_done_callback(lambda done: self._done(key, done))
+
+    def _done(self, key: tuple[str, str], task: "asyncio.Task[None]") -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
+        if not task.cancelled():
+            error = task.exception()
+            if error is not None and not isinstance(error, Unavailable):
+                logger.error("asking the log servers (%s)", " ".join(key), exc_info=error)
+                self._failed(key[0], f"{type(error).__name__} in {key[1]}: {error}")
+
+    async def fence(self, job: Job, generation: int) -> None:
+        calls = self._calls(job, generation, to_fence(job))
+        if await self._ask_all(job, generation, calls) is not None:
+            await self._apply(job.row.job, m.LogsFenced(generation=generation))
+
+    async def reset(self, job: Job, generation: int) -> None:
+        trim = self._tasks.get((job.row.job, "trim"))
+        if trim is not None:
+            trim.cancel()  # behind the reset the steps below may come again
+        calls = self._calls(job, generation, to_give_up(job))
+        if await self._ask_all(job, generation, calls) is not None:
+            await self._apply(job.row.job, m.LogsReset(generation=generation))
+
+    def _calls(self, job: Job, generation: int, calls: Mapping[str, Sequence[Call]]) -> Callable[[str], None]:
+        name = job.row.job
+
+        def ask(address: str) -> None:
+            for call in calls[address]:
+                if call in RESETS:
+                    self._logs.reset(address, name, generation, RESETS[call])
+                else:
+                    self._logs.fence(address, name, generation, call is Call.FENCE_HELD)
+
+        return ask
+
+    async def inventory(self, job: Job, generation: int) -> None:
+        name = job.row.job
+
+        def inventory(address: str) -> list[StreamSummary]:
+            return self._logs.inventory(address, name)
+
+        answers = await self._ask_all(job, generation, inventory)
+        if answers is not None:
+            await self._apply(name, m.InventoryTaken(generation=generation, servers=answers))
+
+    async def _ask_all(self, job: Job, generation: int, call: Callable[[str], T]) -> dict[str, T] | None:
+        """The answer of every log server in use; None: nobody needs it any more, or one refused the generation, and the
+        job has heard of it."""
+        refusals: list[GenerationRefused] = []
+        overtaken = False
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {
+                    address: group.create_task(self._until_answered(job, generation, address, call))
+                    for address in job.row.addresses()
+                }
+        except* GenerationRefused as errors:
+            refusals = [error for error in errors.exceptions if isinstance(error, GenerationRefused)]
+        except* _Overtaken:
+            overtaken = True
+        for refusal in refusals[:1]:
+            unfit = isinstance(refusal, Unfit)
+            await self._refused(job, generation, refusal.address, str(refusal), unfit=unfit)
+        if refusals or overtaken:
+            return None
+        return {address: task.result() for address, task in tasks.items()}
+
+    async def _until_answered(self, job: Job, generation: int, address: str, call: Callable[[str], T]) -> T:
+        """Asks for as long as the generation lasts: without its log servers a job cannot recover, and they may come
+        back. _Overtaken: they need not any more. Unfit: it is there, and answers with nothing but errors."""
+        name = job.row.job
+        pause_s = RETRY_FIRST_S
+        errors = 0
+        while True:
+            if job.row.generation != generation or job.row.state.is_over:
+                raise _Overtaken
+            try:
+                answer = await self._in_thread(lambda: call(address))
+            except GenerationRefused as refusal:
+                refusal.address = address
+                raise
+            except JobForgotten:
+                await self._begin_anew(job, generation, address)
+                raise _Overtaken from None
+            except ServiceError as error:
+                await self._apply(
+                    name, m.LogsBlocked(generation=generation, address=address, reason=str(error))
+                )
+                errors = errors + 1 if isinstance(error, Answered) else 0
+                if errors >= ERRORS_MAX:
+                    unfit = Unfit(f"{error} ({errors} times in a row)")
+                    unfit.address = address
+                    raise unfit from None
+                await asyncio.sleep(pause_s)
+                pause_s = min(RETRY_LAST_S, 2 * pause_s)
+            else:
+                await self._apply(name, m.LogHeard(address=address))
+                await self._apply(name, m.LogsBlocked(generation=generation, address=address, reason=""))
+                return answer
+
+    async def _in_thread(self, call: Callable[[], T], pool: Threads | None = None) -> T:
+        """ServiceError: no thread can be started for it; ask again."""
+        pool = pool or self._threads
+        if not pool.ready():
+            raise ServiceError(NONE_LEFT)
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
+
+    async def space(self, job: Job, generation: int) -> None:
+        """A server that does not answer is asked again soon enough: nothing waits for this."""
+        name = job.row.job
+        granted = job.row.granted  # before it is asked: one that has just come may not know the job yet
+
+        async def one(address: str) -> None:
+            try:
+                space = await self._in_thread(
+                    lambda: self._logs.space(address, name, generation), self._pollers
+                )
+            except Unfit as unfit:
+                await self._refused(job, generation, address, str(unfit), unfit=True)
+                return
+            except ServiceError as error:
+                logger.info("log server %s does not say how much room it has: %s", address, error)
+                return
+            await self._apply(name, m.LogHeard(address=address))
+            if space.unknown and granted == generation:
+                await self._begin_anew(job, generation, address)
+            if space.wants_checkpoint:
+                await self._apply(
+                    name,
+                    m.LogsPressed(
+                        address=address,
+                        reason=space.wants_checkpoint,
+                        trimmed_below_step=space.trimmed_below_step,
+                    ),
+                )
+
+        async with asyncio.TaskGroup() as group:
+            for address in job.row.addresses():
+                group.create_task(one(address))
+
+    async def _refused(self, job: Job, generation: int, address: str, reason: str, *, unfit: bool) -> None:
+        await self._apply(
+            job.row.job,
+            m.LogsRefused(generation=generation, reason=reason, address=address, unfit=unfit),
+        )
+
+    async def _begin_anew(self, job: Job, generation: int, address: str) -> None:
+        change = used_anew(job, generation, address)
+        if change is not None:
+            await self._apply(job.row.job, change)
+
+    async def trim(self, job: Job, below_step: int) -> None:
+        """A few times only: the next checkpoint trims again, and records too many do no harm."""
+        name = job.row.job
+
+        async def one(address: str) -> None:
+            for attempt in range(TRIM_ATTEMPTS):
+                try:
+                    await self._in_thread(lambda: self._logs.trim(address, name, below_step))
+                except ServiceError as error:
+                    events.emit("trim_failed", job=name, address=address, reason=str(error))
+                    await asyncio.sleep(RETRY_FIRST_S * 2**attempt)
+                else:
+                    return
+
+        async with asyncio.TaskGroup() as group:
+            for address in job.row.addresses():
+                group.create_task(one(address))

@@ -1,0 +1,344 @@
+"""Log servers of a job: which are in use, where each rank's streams are kept, what is left when one is lost.
+
+::
+
+    (all ranks have joined)     place: durable, in the View; every rank opens its streams there
+    (a server is silent for log_lost_s, or an operator says so, or names another one)
+                                lose: never read or written again; what it had is placed anew
+    (RUNNING)                   settle: the new copies are whole from the version at which training goes on
+    (a plan)                    combined: what the copies of each stream hold, and which to read
+
+A server that comes back within log_lost_s was never lost. The last one in use is never given up for its silence, nor
+is any while none of them answers: it may be this process that is cut off.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from swift_ft.log import record
+from swift_ft.log.placement import Sender, place
+from swift_ft.planner.types import StreamSummary
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.job_record import Copy, JobRow, LogServer, RankLogs, State
+from swift_ft_services.coordinator.liveness import Leases
+from swift_ft_services.coordinator.planning import assignment_of
+from swift_ft_services.coordinator.timeouts import Timing
+
+# One stream on several log servers: what its copies hold together, and which of them to read.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamCopy:
+    """What one log server has of a stream."""
+
+    server: int
+    summary: StreamSummary
+    whole_from: int | None = 0
+    """It was written there from this step on. None: only since the recovery under way, so no step of it counts."""
+
+
+def combined(
+    copies: Sequence[StreamCopy], *, floor: int = 0, lost: str = ""
+) -> tuple[StreamSummary, tuple[int, ...]]:
+    """The stream as a plan may count on it, and the servers to read, the best first.
+
+    Copies are written together, record by record, each from the step on at which its server came to the stream; so
+    the one that begins first has what the others have, unless it is damaged. Those that begin as early are as good,
+    and go on where it fails. Nobody needs steps below `floor`. `lost`: why older records are gone, if they are.
+    At least one copy.
+    """
+    sound = [copy for copy in copies if not copy.summary.corrupt and _copies_begin(copy) is not None]
+    servers = tuple(copy.server for copy in copies)
+    trimmed = min(copy.summary.trimmed_below_step for copy in copies)
+    # Of all: one may not have got that far, and what is written again goes to those that count for nothing yet, too.
+    declared = [copy.summary.unlogged for copy in copies if copy.summary.unlogged is not None]
+    unlogged = (min(u[0] for u in declared), max(u[1] for u in declared)) if declared else None
+    if not sound:
+        damaged = [c for c in copies if c.summary.corrupt and c.whole_from is not None]
+        if damaged:
+            return damaged[0].summary, servers
+        empty = StreamSummary(
+            stream=copies[0].summary.stream,
+            records=0,
+            trimmed_below_step=trimmed,
+            reason=lost,
+            unlogged=unlogged,
+        )
+        return empty, servers
+    start = min(max(_copies_begin(copy) or 0, floor) for copy in sound)
+    chosen = [copy for copy in sound if max(_copies_begin(copy) or 0, floor) == start]
+    chosen.sort(key=lambda copy: (-copy.summary.last_step, -copy.summary.records))
+    first = min(_copies_begin(copy) or 0 for copy in chosen)
+    best = chosen[0].summary
+    whole = replace(
+        best,
+        first_step=first,
+        last_step=max(best.last_step, first),
+        trimmed_below_step=min(copy.summary.trimmed_below_step for copy in chosen),
+        reason=lost if first > floor else "",
+        unlogged=unlogged,
+    )
+    return whole, tuple(copy.server for copy in chosen)
+
+
+def _copies_begin(copy: StreamCopy) -> int | None:
+    """The first step that it has whole; None: it has none."""
+    summary = copy.summary
+    if copy.whole_from is None or not summary.records or summary.last_step < copy.whole_from:
+        return None
+    return max(summary.first_step, copy.whole_from)
+
+
+class Places:
+    """Changes the row; its caller makes that durable."""
+
+    def __init__(self, row: JobRow, timing: Timing, now: float) -> None:
+        self._row = row
+        self._timing = timing
+        self._leases = Leases(row.living(), now)
+
+    # --- who is there ---
+
+    def hear(self, address: str, now: float) -> None:
+        number = self.number_of(address)
+        if number is not None:
+            self._leases.hear(number, now)
+
+    def start_afresh(self, now: float) -> None:
+        self._leases.start_afresh(now)
+
+    def stand_still(self, seconds: float, now: float) -> None:
+        self._leases.stand_still(seconds, now)
+
+    def forget_all(self) -> None:
+        """The row is given other servers, by which their numbers begin anew."""
+        self._leases = Leases([], 0.0)
+
+    def overdue(self, now: float) -> dict[int, str]:
+        """Servers that are lost by their silence -> why."""
+        ages = {number: self._leases.age_s(number, now) for number in self._row.living()}
+        limit_s = self._timing.log_lost_s
+        if not limit_s or min(ages.values(), default=limit_s) >= limit_s / 2:
+            return {}
+        return {n: f"has not answered for {age:.1f} s" for n, age in ages.items() if age > limit_s}
+
+    def without(self, refused: m.LogsRefused) -> dict[int, str]:
+        """The server that is done without -> why; empty: the job cannot go on, as it has no other one."""
+        row, number = self._row, self.number_of(refused.address)
+        if number is None:
+            return {}
+        others = len(row.living()) > 1 and row.state is not State.FORMING
+        fits = others if refused.unfit else row.log_servers[number].fresh
+        return {number: f"cannot be used: {refused.reason}"} if fits else {}
+
+    def ages_s(self, now: float) -> dict[str, float]:
+        """Address -> seconds since it was heard; of those in use."""
+        row = self._row
+        return {row.log_servers[n].address: self._leases.age_s(n, now) for n in row.living()}
+
+    def number_of(self, address: str) -> int | None:
+        """Of those in use."""
+        servers = self._row.log_servers
+        return next((n for n in self._row.living() if servers[n].address == address), None)
+
+    def block(self, address: str, reason: str) -> bool:
+        """What is waited for at that server; empty: nothing any more. False: that is known."""
+        blocked = self._row.blocked
+        if blocked.get(address, "") == reason:
+            return False
+        if reason:
+            blocked[address] = reason
+        else:
+            del blocked[address]
+        return True
+
+    # --- where things are ---
+
+    def seat(self, rank: int, host: str) -> None:
+        """A process on `host` holds the rank. Its predecessor's records stay where they are."""
+        placement = self._row.placement
+        placement[rank] = replace(placement.get(rank, RankLogs(host=host)), host=host)
+        self._place()
+
+    def change(self, change: m.ChangeLogServers, now: float) -> tuple[bool, dict[int, str]]:
+        """What an operator says. (whether one has come, which are to be lost -> why); said again: neither."""
+        number = self.number_of(change.lost) if change.lost else None
+        lost = {number: change.why or "was given up by an operator"} if number is not None else {}
+        if not change.add or self.number_of(change.add) not in (None, *lost):
+            return False, lost
+        came = LogServer(
+            address=change.add, host=change.add_host, fresh=True, instead_of=self._gap(change.lost)
+        )
+        self._row.log_servers = [*self._row.log_servers, came]
+        self._leases.hear(len(self._row.log_servers) - 1, now)
+        if not lost:  # else it takes the place of those
+            self._place()
+        return True, lost
+
+    def lose(self, lost: Mapping[int, str]) -> dict[int, str]:
+        """Gives these servers up (number -> why). Returns what to tell people of each."""
+        row = self._row
+        for number, why in lost.items():
+            self._replace(number, lost=why)
+            self._leases.forget(number)
+        for rank, logs in row.placement.items():
+            gone = [copy.server for copy in logs.copies if copy.server in lost]
+            if not gone:
+                continue
+            left = replace(logs, copies=tuple(copy for copy in logs.copies if copy.server not in lost))
+            if _begins(left) > _begins(logs):
+                left = replace(left, lost="; ".join(self._lost_words(number) for number in gone))
+            row.placement[rank] = left
+        self._place()
+        return {number: self._lost_words(number) for number in lost}
+
+    def _place(self) -> None:
+        row = self._row
+        if row.lacks(row.placement):  # not all have joined yet
+            return
+        senders = [
+            Sender(rank=rank, host=logs.host, held=tuple(copy.server for copy in logs.copies))
+            for rank, logs in row.placement.items()
+        ]
+        servers = {number: row.log_servers[number].host for number in row.living()}
+        for rank, chosen in place(senders, servers, row.copies, row.job).items():
+            logs = row.placement[rank]
+            held = {copy.server: copy for copy in logs.copies}
+            copies = tuple(held.get(number) or Copy(server=number) for number in chosen)
+            if copies != logs.copies:
+                row.placement[rank] = replace(logs, copies=copies)
+
+    def _replace(self, number: int, **changes: Any) -> None:
+        servers = list(self._row.log_servers)
+        servers[number] = replace(servers[number], **changes)
+        self._row.log_servers = servers
+
+    def granted(self) -> list[int]:
+        """All hold the generation, and those that came are empty: from now on what is written there stays.
+        Gives those."""
+        came = self.fresh()
+        for number in came:
+            self._replace(number, fresh=False)
+        return came
+
+    def fresh(self) -> list[int]:
+        """Those that are to be emptied first. One that was lost before that is not: it may have come again."""
+        return [number for number in self._row.living() if self._row.log_servers[number].fresh]
+
+    def by_origin(self) -> list[int]:
+        """Those in use, each at the place of the one that it came for: as --log-servers named them."""
+        servers = self._row.log_servers
+
+        def origin(number: int) -> int:
+            while (before := servers[number].instead_of) is not None:
+                number = before
+            return number
+
+        return sorted(self._row.living(), key=origin)
+
+    def _gap(self, lost: str) -> int | None:
+        """Whose place one takes that comes now: of the one that is named with it, or of one lost before."""
+        servers = self._row.log_servers
+        taken = {server.instead_of for server in servers if not (server.lost and server.fresh)}
+        open_ = [n for n, server in enumerate(servers) if _was_lost(server) and n not in taken]
+        named = [n for n, server in enumerate(servers) if server.address == lost and n not in taken]
+        found = next(iter([*reversed(named), *open_]), None)
+        if found is not None and servers[found].fresh:
+            return servers[
+                found
+            ].instead_of  # that one never came into use, and leaves the place it was to take
+        return found
+
+    def named(self, number: int) -> dict[str, object]:
+        """For the trace."""
+        return {"server": number, "address": self._row.log_servers[number].address}
+
+    def came(self, number: int) -> dict[str, object]:
+        """Of one that is used from now on, for the trace."""
+        gap = self._row.log_servers[number].instead_of
+        return {**self.named(number), "replaces": "" if gap is None else self._row.log_servers[gap].address}
+
+    def settle(self, version: int) -> str:
+        """Training goes on at this version: its step is the first that new copies have whole.
+
+        Why the log cannot feed a replay from the newest complete checkpoint; empty: it can, for all that is known.
+        """
+        for rank, logs in self._row.placement.items():
+            if any(copy.whole_from is None for copy in logs.copies):
+                whole = tuple(
+                    replace(copy, whole_from=version) if copy.whole_from is None else copy
+                    for copy in logs.copies
+                )
+                self._row.placement[rank] = replace(logs, copies=whole)
+        newest = max(self._row.checkpoints, default=0)
+        late = {logs.lost for logs in self._row.placement.values() if logs.copies and _begins(logs) > newest}
+        return "; ".join(sorted(filter(None, late)))
+
+    def empty(self) -> None:
+        """The job's records are dropped everywhere: what is written from now on is whole."""
+        for rank, logs in self._row.placement.items():
+            copies = tuple(replace(copy, whole_from=0) for copy in logs.copies)
+            self._row.placement[rank] = replace(logs, copies=copies, lost="")
+
+    # --- what is left ---
+
+    def combined(
+        self, inventories: Mapping[str, Sequence[StreamSummary]]
+    ) -> tuple[dict[str, StreamSummary], dict[str, list[int]]]:
+        """(stream -> what its copies hold together, stream -> servers to read), from what each address has."""
+        row = self._row
+        there = {
+            number: {
+                summary.stream: summary for summary in inventories.get(row.log_servers[number].address, ())
+            }
+            for number in row.living()
+        }
+        writers = self._writers()
+        floor = min(row.checkpoints, default=0)
+        summaries: dict[str, StreamSummary] = {}
+        sources: dict[str, list[int]] = {}
+        for stream in sorted({*writers, *(name for found in there.values() for name in found)}):
+            logs = row.placement.get(writers.get(stream, -1))
+            placed = {copy.server: copy.whole_from for copy in logs.copies} if logs is not None else {}
+            nothing = StreamSummary(stream=stream, records=0)
+            copies = [
+                StreamCopy(server=number, summary=there[number].get(stream, nothing), whole_from=whole_from)
+                for number, whole_from in (placed or dict.fromkeys(there, 0)).items()
+            ]
+            if copies:
+                lost = logs.lost if logs is not None else ""
+                summaries[stream], servers = combined(copies, floor=floor, lost=lost)
+                sources[stream] = list(servers)
+        return summaries, sources
+
+    def _writers(self) -> dict[str, int]:
+        """stream -> the rank that writes it."""
+        assignment = assignment_of(self._row)
+        dp_size = assignment.dp_size
+        found = {record.collectives(rank): rank for rank in assignment.stages}
+        for rank, stages in assignment.stages.items():
+            for stage in stages:
+                for kind in record.KINDS:
+                    found[record.boundary(stage, kind, assignment.slots[rank].dp_rank, dp_size)] = rank
+        return found
+
+    def _lost_words(self, number: int) -> str:
+        server = self._row.log_servers[number]
+        return f"log server {server.address} is lost: it {server.lost}"
+
+
+def unreplaced(row: JobRow) -> list[int]:
+    """The lost servers that no other one has replaced yet. One that never came into use leaves no gap of its own."""
+    replaced = {server.instead_of for server in row.log_servers if not server.fresh}
+    return [n for n, server in enumerate(row.log_servers) if _was_lost(server) and n not in replaced]
+
+
+def _was_lost(server: LogServer) -> bool:
+    return bool(server.lost) and not server.fresh
+
+
+def _begins(logs: RankLogs) -> float:
+    """The first step that some copy has whole."""
+    return min((c.whole_from for c in logs.copies if c.whole_from is not None), default=math.inf)

@@ -1,0 +1,225 @@
+"""A job that is over, started again: what failed goes on at its newest complete checkpoint, what has finished at its
+last version, with as many steps more as its trainer asks for.
+
+::
+
+    (launcher)  names itself in the Join of its ranks: `Join.run`
+    (here)      a job that is over knows the launchers that it had: one of theirs is late, and refused; another one is
+                a new start. Nobody holds any state then: FENCING, and the plan restores the newest checkpoint and
+                empties the log; or FORMING, if the job had not come so far
+    (a rank)    of a job that has finished, lost while it saves its files: its successor joins, loads the final
+                checkpoint, and does what comes after `Session.run` again
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from swift_ft.planner import Refusals
+from swift_ft.rpc.views import STARTED_AGAIN
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator import planning
+from swift_ft_services.coordinator.commands import Refusal, Refused
+from swift_ft_services.coordinator.endings import RUNS_KEPT
+from swift_ft_services.coordinator.job_record import JobRow, LogServer, Origin, State
+
+LASTING = ("replicas", "shards")
+"""What a checkpoint's shards were made by: a new start cannot have it otherwise."""
+CHANGE_NO_BITS = ("groups", "require_exact")
+"""Settings that may be others at a new start: the job stays exact."""
+KINDS = ("communicator",)
+"""What a job is for good."""
+
+
+def first_row(job: str, log_servers: Sequence[LogServer], join: m.Join, copies: int) -> JobRow:
+    """What the Join that makes a job begins with."""
+    return JobRow(
+        job=job,
+        world_size=join.world_size,
+        config=dict(join.config),
+        fingerprint=dict(join.fingerprint),
+        log_servers=list(log_servers),
+        copies=copies,
+        groups=join.config.get("groups", ""),
+    )
+
+
+def starts_again(row: JobRow, join: m.Join) -> bool:
+    """A launcher that this job, which is over, has not had."""
+    return row.state.is_over and bool(join.run) and join.run not in row.runs
+
+
+def comes_back(row: JobRow, join: m.Join) -> bool:
+    """It is there for a rank that was lost after the job had finished."""
+    return row.state is State.FINISHED and row.final is not None and join.rank not in row.holders
+
+
+def check_start(row: JobRow, join: m.Join) -> None:
+    """Refusal: it is not the job that its checkpoints are of."""
+    wanted = [("world size", str(row.world_size), str(join.world_size))]
+    wanted += [(key, row.config.get(key, "1"), join.config.get(key, "1")) for key in LASTING]
+    wanted += [(key, row.config.get(key, "0"), join.config.get(key, "0")) for key in KINDS]
+    for name, before, now in wanted:
+        if before != now:
+            raise Refusal(
+                Refused.MISMATCH,
+                f"job {row.job} is over and cannot go on: its checkpoints are of {name} {before}, rank {join.rank} "
+                f"says {now}: make them equal, or start it under another name",
+            )
+    newest = max(row.checkpoints, default=-1)
+    if lacking := planning.lacking(row, newest, join.config):
+        raise Refusal(
+            Refused.MISMATCH,
+            f"job {row.job} is over and cannot go on from its checkpoint of version {newest}: {lacking}; start it "
+            "under another name",
+        )
+    if not 0 <= join.rank < row.world_size:
+        raise Refusal(Refused.INVALID, f"rank {join.rank} is not one of 0 to {row.world_size - 1}")
+    if any(holder.incarnation == join.incarnation for holder in (*row.fenced, *row.holders.values())):
+        raise Refusal(Refused.FENCED, f"this process was rank {join.rank} before job {row.job} was over")
+
+
+def note_run(row: JobRow, run: str, rank: int) -> None:
+    """A rank has joined that this launcher has started."""
+    if not run:
+        return
+    row.run_of[rank] = run
+    if run in row.runs:
+        return
+    runs = [*row.runs, run]
+    if len(runs) > RUNS_KEPT:
+        there = set(row.run_of.values())  # a launcher that is not named any more ends
+        gone = [other for other in runs if other not in there]
+        forgotten = set(gone[: len(runs) - RUNS_KEPT])
+        runs = [other for other in runs if other not in forgotten]
+    row.runs = runs
+
+
+def note_stop(row: JobRow, run: str) -> bool:
+    """That launcher was told to stop. True: so were all that had one of the last ranks, and none is left."""
+    row.run_of = {rank: other for rank, other in row.run_of.items() if other != run}
+    return not row.run_of and all(holder.gone for holder in row.holders.values())
+
+
+def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> str:
+    """The new start takes the settings of `join`, and its log begins anew. Returns the changes, for people."""
+    changed = [
+        f"{key} is {_value(now, key)} instead of {_value(before, key)}"
+        for before, now in ((row.config, join.config), (row.fingerprint, join.fingerprint))
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key) and key not in CHANGE_NO_BITS
+    ]
+    ended = ended_words(row)
+    at = f"at version {max(row.checkpoints)}" if row.checkpoints else "from its beginning"
+    if row.checkpoints and changed and row.inexact_since is None:
+        row.inexact_since, row.inexact_reason = max(row.checkpoints), f"started again: {'; '.join(changed)}"
+    row.config, row.fingerprint = dict(join.config), dict(join.fingerprint)
+    row.runs, row.run_of, row.exit_code, row.final = [], {}, 0, None
+    if row.state is not State.FINISHED:
+        row.end = None  # its trainer will come to it again
+    row.refused, row.distrusted, row.unloadable, row.differed = Refusals(), [], [], ""
+    row.refusals, row.setbacks, row.exits = 0, 0, {}
+    row.log_ends, row.off_log, row.checkpoint_at, row.checkpoint_reason = False, [], None, ""
+    row.groups = join.config.get("groups", "")
+    row.vacant, row.given_up, row.unlogged_below = {}, [], None
+    row.rehearsals = {}
+    if log_servers:
+        row.log_servers = [replace(server, fresh=True) for server in log_servers]
+        row.placement = {}
+    return "; ".join([f"{STARTED_AGAIN} {at}: it {ended}", *changed])
+
+
+def ended_words(row: JobRow) -> str:
+    """Of a job that is over: it ..."""
+    match row.state:
+        case State.FINISHED:
+            return "had finished"
+        case State.STOPPED:
+            return "was stopped"
+    return f"had failed ({row.reason})"
+
+
+def _value(values: Mapping[str, str], key: str) -> str:
+    return repr(values[key]) if key in values else "not set"
+
+
+# A job that begins with the checkpoint of another one, of the same coordinator.
+#
+# ::
+#
+#     (launcher)  --from-job NAME [--from-version V], which its ranks say in their Join
+#     (driver)    the first Join of the job: `chosen` looks at the other one's row; from then on it is in this job's own
+#     (every rank, FORMING) loads its part of that checkpoint, and saves it as this job's first one
+#
+# Until the job runs it has nothing but its origin: if it is started again, or loses a rank, before that, it begins
+# there again. After that it goes on from its own checkpoints, and the other one matters no more.
+
+
+def wanted(row: JobRow | None, join: m.Join) -> str:
+    """The job whose checkpoint is to be chosen now; empty: none is. `row`: None before the job has any."""
+    if row is None:
+        return join.from_job
+    if row.checkpoints:
+        return ""
+    return join.from_job or (row.origin.job if row.origin is not None else "")
+
+
+def chosen(name: str, other_name: str, other: JobRow | None, join: m.Join) -> Origin:
+    """What job `name` begins with. `other`: None if there is none, or none that the caller may know of. Refusal: it
+    cannot."""
+    if name == other_name:
+        raise _refusal(f"job {name} goes on from its own checkpoints: leave --from-job out")
+    if other is None:
+        raise _refusal(
+            f"--from-job {other_name}: this coordinator has no such job (swift-ft jobs lists them)"
+        )
+    if not other.checkpoints:
+        raise _refusal(f"--from-job {other_name}: no checkpoint of it is complete")
+    wanted = [("world size", str(other.world_size), str(join.world_size))]
+    wanted += [(key, other.config.get(key, "1"), join.config.get(key, "1")) for key in LASTING]
+    for what, theirs, ours in wanted:
+        if theirs != ours:
+            raise _refusal(
+                f"--from-job {other_name}: its checkpoints are of {what} {theirs}, job {name} has {ours}: "
+                "make them equal"
+            )
+    version = max(other.checkpoints) if join.from_version is None else join.from_version
+    if version not in other.checkpoints:
+        there = " and ".join(map(str, other.checkpoints))
+        raise _refusal(
+            f"--from-version {version}: the complete checkpoints of job {other_name} are of version {there}"
+        )
+    if lacking := planning.lacking(other, version, join.config):
+        raise _refusal(f"--from-job {other_name} --from-version {version}: {lacking}")
+    inexact = other.inexact_since is not None and other.inexact_since <= version
+    return Origin(job=other_name, version=version, inexact=other.inexact_reason if inexact else "")
+
+
+def begin_at_checkpoint(row: JobRow, origin: Origin | None) -> None:
+    """(a job without a checkpoint of its own begins) From there, or at version 0."""
+    row.origin = origin
+    row.inexact_since, row.inexact_reason = None, ""
+    if origin is not None and origin.inexact:
+        row.inexact_since = origin.version
+        row.inexact_reason = f"job {origin.job}, with whose checkpoint it began: {origin.inexact}"
+
+
+def check_origin(row: JobRow, join: m.Join) -> None:
+    """Raises Refusal if the rank asks for another seed checkpoint than that of the job."""
+    if not join.from_job:
+        return
+    origin = row.origin
+    same = origin is not None and origin.job == join.from_job
+    if same and join.from_version in (None, origin.version if origin is not None else None):
+        return
+    began = "at step 0" if origin is None else f"with version {origin.version} of job {origin.job}"
+    asked = (
+        join.from_job if join.from_version is None else f"{join.from_job} --from-version {join.from_version}"
+    )
+    raise _refusal(
+        f"rank {join.rank} says --from-job {asked}, and job {row.job} began {began}: say the same, leave it out, or "
+        "give the job another name"
+    )
+
+
+def _refusal(words: str) -> Refusal:
+    return Refusal(Refused.MISMATCH, words)

@@ -1,0 +1,506 @@
+"""gRPC in front of the driver: checks what comes in, turns messages into commands and refusals into codes."""
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
+from swift_ft.errors import UsageError
+from swift_ft.log.protocol import REASON_KEY, Reason
+from swift_ft.planner import HeldSnapshot
+from swift_ft.rpc import views
+from swift_ft.rpc.codec import from_message, of_view
+from swift_ft.text import WORLD_SIZE_MAX, check_job, text_of
+from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.commands import Refusal, Refused, number_problem
+from swift_ft_services.coordinator.driver import Driver, JobApart, NoSuchJob, TooMany
+from swift_ft_services.coordinator.job import Job
+from swift_ft_services.coordinator.job_record import VoteKind
+from swift_ft_services.coordinator.log_calls import Unavailable, check_address
+from swift_ft_services.interceptors import visit_of
+
+# What watchers are told of a View: made once for all that know the same one.
+
+
+class Updates:
+    """Of all jobs; of each only what leads to its newest View is kept."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, _Made] = {}
+
+    def to(self, view: pb.View, known: pb.View | None, rank: int | None) -> pb.ViewUpdate:
+        """For a watcher that knows `known`, of that rank; None: of none, who is told all."""
+        made = self._made.get(view.job)
+        if made is None or made.view is not view:
+            made = self._made[view.job] = _Made(view, made)
+        reads_log = rank is None or rank in made.readers
+        key = (0 if known is None else known.revision, reads_log)
+        if key not in made.updates:
+            made.updates[key] = (
+                views.whole(view, reads_log=reads_log)
+                if known is None
+                else views.between(known, view, reads_log=reads_log)
+            )
+        return made.updates[key]
+
+
+class _Made:
+    def __init__(self, view: pb.View, before: "_Made | None") -> None:
+        self.view = view
+        self.readers = _readers(view, before)
+        self.updates: dict[tuple[int, bool], pb.ViewUpdate] = {}
+
+
+def _readers(view: pb.View, before: _Made | None) -> frozenset[int]:
+    """Worked out once in a generation, which has one plan."""
+    if before is not None and before.view.plan == view.plan:
+        return before.readers
+    published = of_view(view)
+    return frozenset() if published is None else published.plan.log_readers
+
+
+# ruff: noqa: N802  (gRPC names its methods so)
+
+
+LONGEST_REASON = 2000
+LONGEST_ID = 128
+SHARE_WAIT_S_MAX = 2.0
+MACHINES_MAX = 1 << 12
+"""Of one job."""
+MEET_S_MAX = 3600.0
+CODES = {
+    Refused.FENCED: grpc.StatusCode.FAILED_PRECONDITION,
+    Refused.MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
+    Refused.TAKEN: grpc.StatusCode.ALREADY_EXISTS,
+    Refused.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+}
+
+_KINDS = {
+    pb.BUILT: VoteKind.BUILT,
+    pb.AGREE: VoteKind.AGREE,
+    pb.SHRINK: VoteKind.SHRINK,
+    pb.GROW: VoteKind.GROW,
+}
+"""What a member may vote for."""
+APART = ((REASON_KEY, Reason.APART.value),)
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Servicer(pb_grpc.CoordinatorServicer):
+    """Thin: every decision is the core's."""
+
+    def __init__(self, driver: Driver, refused: Callable[[str], None] = lambda reason: None) -> None:
+        """``refused(reason)`` is told of every call that is refused."""
+        self._driver = driver
+        self._refused = refused
+        self._updates = Updates()
+
+    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.JoinReply:
+        member = request.member
+        join = m.Join(
+            rank=member.rank,
+            incarnation=member.incarnation,
+            pid=member.pid,
+            host=_said(member.host, LONGEST_ID),
+            world_size=request.world_size,
+            config=dict(request.config),
+            fingerprint=dict(request.fingerprint),
+            run=_said(request.run, LONGEST_ID),
+            from_job=request.from_job,
+            from_version=request.from_version if request.HasField("from_version") else None,
+        )
+        if not member.incarnation:
+            await self._abort_invalid(context, "a member needs an incarnation")
+        if not 0 < request.world_size <= WORLD_SIZE_MAX:
+            wrong = f"world size {request.world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks"
+            await self._abort_invalid(context, wrong)
+        if wrong := number_problem(join):
+            await self._abort_invalid(context, wrong)
+        may_see = visit_of().covers
+        generation = await self._answer(
+            context, request.job, lambda: self._driver.join(request.job, join, may_see)
+        )
+        return pb.JoinReply(generation=generation)
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.ViewUpdate]:
+        await _check_name(context, request.job)
+        await self._check_apart(context, request.job)
+        rank = request.rank if request.HasField("rank") else None
+        known: pb.View | None = None
+        async for view in self._driver.views(request.job):
+            update = self._updates.to(view, known, rank)
+            known = view
+            yield update
+        await self._check_apart(context, request.job)
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
+        command = m.Heartbeat(
+            sender=_sender(request),
+            version=request.version,
+            replay=_replaying(request),
+            unsaved=_unsaved(request),
+            kept=request.kept,
+        )
+        job = await self._applied(context, request.job, command)
+        interval_s = self._driver.timing.interval_s(job.row.wanted)
+        return pb.HeartbeatReply(generation=job.row.generation, interval_s=interval_s)
+
+    async def Report(self, request: pb.ReportRequest, context: Context) -> pb.Ack:
+        return await self._ack(
+            context,
+            request.job,
+            m.MemberReport(
+                sender=_sender(request),
+                generation=request.generation,
+                version=request.version if request.has_state else None,
+                undo_to=request.undo_to if request.HasField("undo_to") else None,
+                undo_exact=request.undo_exact,
+                forward_to=request.forward_to if request.HasField("forward_to") else None,
+                forward_by_all=request.forward_by_all,
+                finish_to=request.finish_to if request.HasField("finish_to") else None,
+                can_help=request.can_help,
+                off_log=request.off_log,
+                snapshots=tuple(HeldSnapshot(held.rank, held.version) for held in request.snapshots),
+            ),
+        )
+
+    async def Ready(self, request: pb.ReadyRequest, context: Context) -> pb.Ack:
+        return await self._ack(
+            context,
+            request.job,
+            m.Ready(
+                sender=_sender(request),
+                generation=request.generation,
+                version=request.version,
+                stages=tuple(sorted(request.stages)),
+                num_stages=request.num_stages,
+                shard=request.shard,
+                off_log=request.off_log,
+            ),
+        )
+
+    async def Refuse(self, request: pb.RefuseRequest, context: Context) -> pb.Ack:
+        return await self._ack(
+            context,
+            request.job,
+            m.Refuse(
+                sender=_sender(request),
+                generation=request.generation,
+                reason=_said(request.reason, LONGEST_REASON),
+                differs=request.differs,
+            ),
+        )
+
+    async def Differs(self, request: pb.DiffersRequest, context: Context) -> pb.Ack:
+        command = m.Differs(
+            sender=_sender(request), version=request.version, reason=_said(request.reason, LONGEST_REASON)
+        )
+        return await self._ack(context, request.job, command)
+
+    async def Rehearsed(self, request: pb.RehearsedRequest, context: Context) -> pb.Ack:
+        command = m.Rehearsed(
+            rank=request.rank,
+            version=request.version,
+            under_way=request.under_way,
+            steps=request.steps,
+            difference=_said(request.difference, LONGEST_REASON),
+            why_not=_said(request.why_not, LONGEST_REASON),
+        )
+        return await self._ack(context, request.job, command)
+
+    async def CheckpointDurable(self, request: pb.CheckpointRequest, context: Context) -> pb.Ack:
+        return await self._ack(
+            context,
+            request.job,
+            m.CheckpointDurable(
+                sender=_sender(request),
+                version=request.version,
+                generation=request.generation,
+                recorded=request.recorded,
+            ),
+        )
+
+    async def AskCheckpoint(self, request: pb.AskCheckpointRequest, context: Context) -> pb.Ack:
+        return await self._ack(
+            context,
+            request.job,
+            m.AskCheckpoint(
+                sender=_sender(request) if request.incarnation else None,
+                generation=request.generation,
+                after_version=request.after_version,
+                reason=_said(request.reason, LONGEST_REASON),
+            ),
+        )
+
+    async def Measure(self, request: pb.MeasureRequest, context: Context) -> pb.Ack:
+        try:
+            measured = from_message(request.measured)
+        except ValueError as error:
+            await self._abort_invalid(context, f"a measurement: {error}")
+        return await self._ack(context, request.job, m.Measure(sender=_sender(request), measured=measured))
+
+    async def Share(self, request: pb.ShareRequest, context: Context) -> pb.ShareReply:
+        sender = _sender(request)
+        sharing = await self._answer_now(
+            context,
+            request.job,
+            lambda: self._driver.sharing(
+                request.job, sender, request.generation, changes=bool(request.changes)
+            ),
+        )
+        if sharing is None:
+            return pb.ShareReply(generation=self._driver.generation_of(request.job))
+        if request.epoch not in (0, sharing.epoch):
+            return pb.ShareReply(generation=sharing.generation, epoch=sharing.epoch)
+        after: list[pb.Shared] = []
+        if request.changes:
+            after = await self._answer_now(
+                context,
+                request.job,
+                lambda: sharing.change(sender.incarnation, request.number, request.changes),
+            )
+        if request.wait_s > 0:
+            await sharing.wait(request.until, min(request.wait_s, SHARE_WAIT_S_MAX))
+        if not sharing.is_in(request.generation):
+            return pb.ShareReply(generation=self._driver.generation_of(request.job))
+        news, revision, more = sharing.news(request.seen)
+        return pb.ShareReply(
+            generation=sharing.generation,
+            epoch=sharing.epoch,
+            revision=revision,
+            news=news,
+            after=after,
+            more=more,
+        )
+
+    async def Meet(self, request: pb.MeetRequest, context: Context) -> pb.MeetReply:
+        if wrong := _wrong_meeting(request):
+            await self._abort_invalid(context, wrong)
+        return await self._answer_now(context, request.job, lambda: self._driver.meet(request.job, request))
+
+    async def Measurements(self, request: pb.MeasurementsRequest, context: Context) -> pb.MeasurementsReply:
+        return await self._answer_now(context, request.job, lambda: self._driver.measurements(request.job))
+
+    async def MemberExited(self, request: pb.ExitRequest, context: Context) -> pb.Ack:
+        return await self._ack(
+            context,
+            request.job,
+            m.MemberExited(
+                rank=request.rank,
+                incarnation=request.incarnation,
+                pid=request.pid,
+                exit_code=request.exit_code,
+                unfit=_said(request.unfit, LONGEST_REASON),
+                given_up=request.given_up,
+            ),
+        )
+
+    async def ChangeLogServers(self, request: pb.ChangeLogServersRequest, context: Context) -> pb.Ack:
+        if request.add:
+            try:
+                check_address(request.add)
+            except UsageError as error:  # before the job is fenced for it
+                await self._abort_invalid(context, str(error))
+        return await self._ack(
+            context,
+            request.job,
+            m.ChangeLogServers(
+                lost=_said(request.lost, LONGEST_ID),
+                add=request.add,
+                add_host=_said(request.add_host, LONGEST_ID),
+            ),
+        )
+
+    async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.Ack:
+        command = m.Suspect(
+            sender=_sender(request),
+            reason=_said(request.reason, LONGEST_REASON),
+            generation=request.generation,
+            again=request.again,
+        )
+        return await self._ack(context, request.job, command)
+
+    async def Finish(self, request: pb.FinishRequest, context: Context) -> pb.Ack:
+        command = m.Finish(
+            sender=_sender(request),
+            version=request.version,
+            num_steps=request.num_steps,
+            called=request.called if request.HasField("called") else None,
+            reason=_said(request.reason, LONGEST_REASON),
+        )
+        return await self._ack(context, request.job, command)
+
+    async def Fail(self, request: pb.FailRequest, context: Context) -> pb.Ack:
+        sender = _sender(request) if request.incarnation else None
+        command = m.Fail(sender=sender, reason=_said(request.reason, LONGEST_REASON) or "no reason given")
+        return await self._ack(context, request.job, command)
+
+    async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.Ack:
+        command = m.Revoke(
+            sender=_sender(request),
+            generation=request.generation,
+            reason=_said(request.reason, LONGEST_ID) or "no reason given",
+            label=_said(request.label, LONGEST_ID),
+        )
+        return await self._ack(context, request.job, command)
+
+    async def Vote(self, request: pb.VoteRequest, context: Context) -> pb.Ack:
+        if request.kind not in _KINDS:
+            await self._abort_invalid(context, f"a vote for {request.kind}: there is no such")
+        command = m.Vote(
+            sender=_sender(request),
+            generation=request.generation,
+            number=request.number,
+            kind=_KINDS[request.kind],
+            value=request.value,
+            acknowledged=frozenset(request.acknowledged),
+            reason=_said(request.reason, LONGEST_REASON),
+        )
+        return await self._ack(context, request.job, command)
+
+    async def Stop(self, request: pb.StopRequest, context: Context) -> pb.Ack:
+        command = m.Stop(
+            run=_said(request.run, LONGEST_ID),
+            reason=_said(request.reason, LONGEST_REASON) or "no reason given",
+        )
+        return await self._ack(context, request.job, command)
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
+        return await self._answer(context, request.job, lambda: self._driver.status(request.job))
+
+    async def Jobs(self, request: pb.JobsRequest, context: Context) -> pb.JobsReply:
+        try:
+            return await self._driver.jobs(visit_of().covers)
+        except Unavailable as unavailable:
+            await self._abort_unavailable(context, unavailable)
+
+    async def _ack(self, context: Context, job: str, command: m.Command) -> pb.Ack:
+        await self._applied(context, job, command)
+        return pb.Ack()
+
+    async def _applied(self, context: Context, job: str, command: m.Command) -> Job:
+        """Its job, once it is durable."""
+        if wrong := number_problem(command):
+            await self._abort_invalid(context, wrong)
+        return await self._answer(context, job, lambda: self._driver.apply(job, command))
+
+    async def _abort_invalid(self, context: Context, wrong: str) -> NoReturn:
+        self._refused(Refused.INVALID.name.lower())
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong[:LONGEST_REASON])
+        raise AssertionError("abort has raised")
+
+    async def _abort_unavailable(self, context: Context, why: Unavailable) -> NoReturn:
+        self._refused("unavailable")
+        await context.abort(grpc.StatusCode.UNAVAILABLE, str(why))
+        raise AssertionError("abort has raised")
+
+    async def _check_apart(self, context: Context, job: str) -> None:
+        """Answers for a job that is set apart."""
+        try:
+            self._driver.apart.check(job)
+        except JobApart as apart:
+            self._refused(Reason.APART.value)
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(apart), APART)
+
+    async def _answer_now(self, context: Context, job: str, call: Callable[[], T]) -> T:
+        async def made() -> T:
+            return call()
+
+        return await self._answer(context, job, made)
+
+    async def _answer(self, context: Context, job: str, call: Callable[[], Awaitable[T]]) -> T:
+        await _check_name(context, job)
+        try:
+            return await call()
+        except Refusal as refusal:
+            self._refused(refusal.kind.name.lower())
+            await context.abort(CODES[refusal.kind], str(refusal))
+        except NoSuchJob:
+            self._refused("no_such_job")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no rank has joined a job {job} here")
+        except JobApart:
+            await self._check_apart(context, job)
+        except TooMany as limit:
+            self._refused(Reason.LIMIT.value)
+            trailers = ((REASON_KEY, Reason.LIMIT.value),)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(limit), trailers)
+        except Unavailable as unavailable:
+            await self._abort_unavailable(context, unavailable)
+        raise AssertionError("abort has raised")
+
+
+_FromMember = (
+    pb.HeartbeatRequest
+    | pb.ReportRequest
+    | pb.ReadyRequest
+    | pb.RefuseRequest
+    | pb.DiffersRequest
+    | pb.CheckpointRequest
+    | pb.AskCheckpointRequest
+    | pb.MeasureRequest
+    | pb.SuspectRequest
+    | pb.FinishRequest
+    | pb.FailRequest
+    | pb.RevokeRequest
+    | pb.VoteRequest
+    | pb.ShareRequest
+)
+
+
+def _sender(request: _FromMember) -> m.Sender:
+    return m.Sender(rank=request.rank, incarnation=request.incarnation)
+
+
+def _replaying(request: pb.HeartbeatRequest) -> m.Replaying | None:
+    if not request.HasField("replay"):
+        return None
+    replay = request.replay
+    known = replay.HasField("seconds_left") and 0.0 <= replay.seconds_left < math.inf
+    return m.Replaying(
+        version=replay.version, target=replay.target, seconds_left=replay.seconds_left if known else None
+    )
+
+
+def _unsaved(request: pb.HeartbeatRequest) -> m.Unsaved | None:
+    if not request.HasField("unsaved"):
+        return None
+    unsaved = request.unsaved
+    return m.Unsaved(
+        version=unsaved.version, generation=unsaved.generation, reason=_said(unsaved.reason, LONGEST_REASON)
+    )
+
+
+def _wrong_meeting(request: pb.MeetRequest) -> str:
+    """What nobody can mean; empty: nothing is wrong."""
+    if not request.run:
+        return "a launcher needs a name"
+    if request.leaves:
+        return ""
+    held = request.held
+    for machine in (request.machine, *held.machines):
+        if machine.port >= 1 << 16 or not 0 < machine.ranks <= WORLD_SIZE_MAX:
+            return f"a machine has a port, and 1 to {WORLD_SIZE_MAX} ranks"
+    if not 0 < request.machines_min <= request.machines_max <= MACHINES_MAX:
+        return f"machines {request.machines_min} to {request.machines_max}: a job has 1 to {MACHINES_MAX}"
+    if not 0 < request.lease_s <= MEET_S_MAX or not 0 <= request.last_call_s <= MEET_S_MAX:
+        return f"a lease and a last call of at most {MEET_S_MAX:g} s"
+    if request.HasField("held") and not held.place < len(held.machines) <= request.machines_max:
+        return "a place that it has had is one among machines"
+    return ""
+
+
+def _said(text: str, length_max: int) -> str:
+    """What is shown to people: no more than that, and nothing that moves their cursor."""
+    return text_of(text[:length_max])
+
+
+async def _check_name(context: Context, job: str) -> None:
+    try:
+        check_job(job)
+    except UsageError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

@@ -1,0 +1,93 @@
+"""What the coordinator says to people."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from itertools import islice
+
+from swift_ft.planner import Help, Plan, RankPlan, Report
+from swift_ft_services.coordinator.job_record import JobRow, State
+
+NAMED_MAX = 64
+"""Ranks that a sentence names."""
+
+
+def waiting_for(row: JobRow) -> str:
+    """What the state waits for, for people."""
+    waits = [f"log server {address}: {why}" for address, why in sorted(row.blocked.items())]
+    if row.lacks_log_server() and not row.state.is_over:
+        lost = "; ".join(f"{server.address} {server.lost}" for server in row.log_servers)
+        waits.append(f"a log server, since none is left ({lost}): name one with swift-ft logs --add")
+    if row.state in (State.FORMING, State.FENCING) and row.granted < row.generation and not waits:
+        waits.append(f"the log servers to hold generation {row.generation}")
+    if row.state in (State.FORMING, State.FENCING, State.PLANNING):
+        missing = (rank for rank in row.slots() if rank not in row.holders)
+        waits += _ranks(missing, row.wanted - len(row.holders), "to join")
+    if row.state is State.PLANNING:
+        silent = sorted(set(row.holders) - set(row.reports))
+        waits += _ranks(silent, len(silent), "to report")
+        if not waits:
+            waits.append("the log inventory" if row.plan is None else "the logs to be emptied")
+    if row.state in (State.FORMING, State.RECOVERING):
+        begun = sorted(set(row.holders) - set(row.ready))
+        waits += _ranks(begun, len(begun), "to be ready")
+    return "; ".join(waits)
+
+
+def exit_words(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+
+
+def versions_words(versions: Mapping[int, int]) -> str:
+    return ", ".join(f"rank {rank} at {version}" for rank, version in sorted(versions.items()))
+
+
+def report_fields(report: Report) -> dict[str, object]:
+    """A report in the trace: the version held, and what else there is to go to."""
+    fields: dict[str, object] = {"rank": report.rank, "version": report.version}
+    if report.undo_to is not None:
+        fields |= {"undo_to": report.undo_to, "undo_exact": report.undo_exact}
+    if report.forward_to is not None:
+        fields["forward_to"] = report.forward_to
+    if report.finish_to is not None:
+        fields["finish_to"] = report.finish_to
+    if report.snapshots:
+        fields["snapshots"] = [list(held) for held in report.snapshots]
+    return fields | ({"off_log": True} if report.off_log else {})
+
+
+def plan_fields(plan: Plan) -> dict[str, object]:
+    """A plan in the trace."""
+    return {
+        "target_version": plan.target_version,
+        "exact": plan.exact,
+        "ranks": [_rank_fields(r) for r in plan.ranks],
+        **({"help": [_help_fields(h) for h in plan.help]} if plan.help else {}),
+        **({"saves": True} if plan.saves else {}),
+        **({"predictions": [asdict(one) for one in plan.predictions]} if plan.predictions else {}),
+        "reason": plan.reason,
+    }
+
+
+def _help_fields(h: Help) -> dict[str, object]:
+    together = {"together": list(h.together)} if h.together else {}
+    return {"owner": h.owner, "helpers": list(h.helpers), "until": h.until, **together}
+
+
+def _rank_fields(r: RankPlan) -> dict[str, object]:
+    sources = {"sources": list(r.sources)} if r.sources else {}
+    return {
+        "rank": r.rank,
+        "strategy": str(r.strategy),
+        "from_version": r.from_version,
+        **sources,
+        "reason": r.reason,
+    }
+
+
+def _ranks(ranks: Iterable[int], count: int, what: str) -> list[str]:
+    """Of a large job the first ones: this is said with every view."""
+    if not count:
+        return []
+    names = ", ".join(map(str, islice(ranks, NAMED_MAX)))
+    more = f" and {count - NAMED_MAX} more" if count > NAMED_MAX else ""
+    return [f"{'rank' if count == 1 else 'ranks'} {names}{more} {what}"]

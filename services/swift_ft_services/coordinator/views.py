@@ -1,0 +1,252 @@
+"""From a record to the messages that show it, and a job's numbers at one moment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.planner import RecoveryGroups
+from swift_ft.rpc.codec import encoded, to_message
+from swift_ft_services.coordinator.commands import Replaying, Unsaved
+from swift_ft_services.coordinator.communicators import lost_slots
+from swift_ft_services.coordinator.job import Job
+from swift_ft_services.coordinator.job_record import Decision, Holder, JobRow, Rehearsal, State
+from swift_ft_services.coordinator.log_placement import unreplaced
+from swift_ft_services.coordinator.planning import job_shrinks, shrinks_late
+from swift_ft_services.coordinator.text import waiting_for
+
+# What a job stands at in one moment, as plain numbers, for those who watch.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSnapshot:
+    """One job in numbers."""
+
+    job: str
+    state: str
+    generation: int
+    world_size: int
+    live_ranks: int
+    oldest_lease_s: float
+    suspicions: int
+    blocked_log_servers: int
+    lost_log_servers: int
+    """... and not replaced; none once the job is over."""
+    newest_version: int
+    """Of all ranks, by their heartbeats."""
+    measured_ranks: int
+    """Of which it is known what their steps take."""
+    groups: int
+    """Recovery groups; 0: every rank is one by itself."""
+    checkpoint: int | None
+    """The newest complete checkpoint's version."""
+    unsaved_ranks: int = 0
+    """They cannot write their newest checkpoint."""
+    replay_steps_left: int = 0
+    """Of the rank that replays most; 0: none does."""
+    replay_seconds_left: float | None = 0.0
+    """Of the one that takes longest; None: nobody knows."""
+    exact: bool = True
+    """Nothing is known that makes the job's bits others than those of a run without failures."""
+    rehearsals: Mapping[int, Rehearsal] = field(default_factory=dict)
+    """Of the ranks that have had one."""
+
+    @classmethod
+    def of(cls, job: Job, now: float) -> Self:
+        """Takes it; `now` is in seconds of the monotonic clock."""
+        row = job.row
+        leased = (
+            [] if row.state.is_over else [rank for rank, holder in row.holders.items() if not holder.gone]
+        )
+        return cls(
+            job=row.job,
+            state=str(row.state),
+            generation=row.generation,
+            world_size=row.world_size,
+            live_ranks=len(row.holders),
+            oldest_lease_s=max((job.leases.age_s(rank, now) for rank in leased), default=0.0),
+            suspicions=len(job.suspicions.all(row, now)),
+            blocked_log_servers=len(row.blocked),
+            lost_log_servers=0 if row.state.is_over else len(unreplaced(row)),
+            newest_version=max((job.steps.version(rank) for rank in row.holders), default=0),
+            measured_ranks=len(job.measured),
+            groups=len(RecoveryGroups.parse(row.groups).starts),
+            checkpoint=row.checkpoints[-1] if row.checkpoints else None,
+            unsaved_ranks=0 if row.state.is_over else len(job.checkpoints.unsaved),
+            replay_steps_left=max((max(0, r.target - r.version) for r in job.replays.values()), default=0),
+            replay_seconds_left=_longest([r.seconds_left for r in job.replays.values()]),
+            exact=row.inexact_since is None,
+            rehearsals={rank: known for rank, known in row.rehearsals.items() if known.done},
+        )
+
+
+def _longest(seconds: list[float | None]) -> float | None:
+    return max((one for one in seconds if one is not None), default=None if seconds else 0.0)
+
+
+FENCED_SHOWN = 256
+"""So many of those that were fenced last, at least, and at most twice as many; or as many as there are ranks."""
+SUMMARY_WORDS_MAX = 200
+"""Characters of a reason in a list of jobs."""
+
+
+def view_of(row: JobRow) -> pb.View:
+    """What members see of a job."""
+    return pb.View(
+        job=row.job,
+        generation=row.generation,
+        state=pb.State.Value(row.state),
+        world_size=row.world_size,
+        members=[_member(row.holders[rank]) for rank in sorted(row.holders)],
+        vacant=sorted(row.vacant),
+        shrinks=job_shrinks(row.config),
+        shrinks_late=shrinks_late(row.config),
+        fenced=[_member(holder) for holder in _last_fenced(row)],
+        plan=_plan_of(row),
+        log_servers=row.addresses(),
+        log_places=[
+            pb.LogServerPlace(address=server.address, host=server.host, lost=server.lost)
+            for server in row.log_servers
+        ],
+        log_copies=[
+            pb.LogCopies(rank=rank, servers=_addresses(row, [copy.server for copy in logs.copies]))
+            for rank, logs in sorted(row.placement.items())
+        ],
+        copies_wanted=row.copies,
+        reason=row.reason,
+        revision=row.revision,
+        checkpoints=row.checkpoints,
+        waiting_for=waiting_for(row),
+        checkpoint_at=row.checkpoint_at,
+        checkpoint_reason=row.checkpoint_reason,
+        groups=row.groups,
+        checkpoints_from=row.shards_from,
+        inexact_since=row.inexact_since,
+        inexact_reason=row.inexact_reason,
+        runs=row.runs,
+        setbacks=row.setbacks,
+        exit_code=row.exit_code,
+        final_version=row.final,
+        ends_at=row.end.version if row.end is not None else None,
+        ends_of=row.end.num_steps if row.end is not None else 0,
+        from_job=row.origin.job if row.origin is not None else "",
+        from_version=row.origin.version if row.origin is not None else 0,
+        taking_part=[pb.Seat(slot=slot, member=id) for slot, id in sorted(row.taking_part.items())],
+        lost=lost_slots(row),
+        left=[slot for slot in lost_slots(row) if slot in row.finished],
+        revoked=row.revoked,
+        decisions=[_decision(number, made) for number, made in sorted(row.decisions.items())],
+        rehearsals=[_rehearsal(rank, known) for rank, known in sorted(row.rehearsals.items())],
+    )
+
+
+def _last_fenced(row: JobRow) -> list[Holder]:
+    """Who was fenced long before that is told by the answer to whatever it says. They go many at a time: what is left
+    out from the beginning of a list is told by the whole list."""
+    kept = max(FENCED_SHOWN, row.world_size)
+    return row.fenced[max(0, len(row.fenced) // kept - 1) * kept :]
+
+
+def _rehearsal(rank: int, known: Rehearsal) -> pb.Rehearsal:
+    return pb.Rehearsal(
+        rank=rank,
+        recorded=known.recorded,
+        under_way=known.under_way,
+        done=known.done,
+        version=known.version,
+        steps=known.steps,
+        difference=known.difference,
+        why_not=known.why_not,
+    )
+
+
+def _decision(number: int, made: Decision) -> pb.Decision:
+    return pb.Decision(
+        number=number,
+        kind=pb.VoteKind.Value(made.kind),
+        value=made.value,
+        failed=made.failed,
+        words=made.words,
+    )
+
+
+def _plan_of(row: JobRow) -> pb.Plan | None:
+    if row.plan is None or row.state not in (State.RECOVERING, State.RUNNING):
+        return None
+    sources = {stream: _addresses(row, numbers) for stream, numbers in row.sources.items()}
+    return encoded(row.plan, row.generation, sources)
+
+
+def status_of(job: Job, now: float) -> pb.StatusReply:
+    """What an operator sees: the View, and what is known of ranks and log servers at `now` (monotonic seconds)."""
+    ranks = [
+        pb.RankStatus(
+            rank=rank,
+            version=job.row.finished.get(rank, job.steps.version(rank)),
+            lease_age_s=job.leases.age_s(rank, now),
+            stages=job.row.stages.get(rank, []),
+            replay=_replay(job.replays.get(rank)),
+            unsaved=_unsaved(job.checkpoints.unsaved.get(rank)),
+        )
+        for rank in sorted(job.row.holders)
+    ]
+    suspicions = [
+        pb.Suspicion(rank=one.rank, reason=one.reason, age_s=one.age_s, told=one.told, unfit=one.unfit)
+        for one in job.suspicions.all(job.row, now)
+    ]
+    servers = [
+        pb.LogServerStatus(address=address, silent_s=age_s)
+        for address, age_s in job.places.ages_s(now).items()
+    ]
+    return pb.StatusReply(view=view_of(job.row), ranks=ranks, suspicions=suspicions, log_servers=servers)
+
+
+def summary_of(job: Job) -> pb.JobSummary:
+    """One line of a list of jobs; texts are cut to `SUMMARY_WORDS_MAX` characters."""
+    row = job.row
+    return pb.JobSummary(
+        job=row.job,
+        state=pb.State.Value(row.state),
+        generation=row.generation,
+        world_size=row.world_size,
+        live_ranks=0 if row.state.is_over else len(row.holders),
+        version=max([job.steps.version(rank) for rank in row.holders] + row.checkpoints, default=0),
+        checkpoint=max(row.checkpoints, default=None),
+        inexact_since=row.inexact_since,
+        reason=row.reason[:SUMMARY_WORDS_MAX],
+        waiting_for=waiting_for(row)[:SUMMARY_WORDS_MAX],
+    )
+
+
+def measurements_of(job: Job) -> pb.MeasurementsReply:
+    ranks = [
+        pb.RankMeasurement(rank=rank, host=job.row.placement[rank].host, measured=to_message(measured))
+        for rank, measured in sorted(job.measured.items())
+    ]
+    return pb.MeasurementsReply(world_size=job.row.world_size, config=job.row.config, ranks=ranks)
+
+
+def _replay(replay: Replaying | None) -> pb.ReplayProgress | None:
+    if replay is None:
+        return None
+    return pb.ReplayProgress(version=replay.version, target=replay.target, seconds_left=replay.seconds_left)
+
+
+def _unsaved(unsaved: Unsaved | None) -> pb.UnsavedCheckpoint | None:
+    if unsaved is None:
+        return None
+    return pb.UnsavedCheckpoint(version=unsaved.version, generation=unsaved.generation, reason=unsaved.reason)
+
+
+def _member(holder: Holder) -> pb.Member:
+    return pb.Member(
+        rank=holder.rank,
+        incarnation=holder.incarnation,
+        pid=holder.pid,
+        host=holder.host,
+        id=holder.member,
+    )
+
+
+def _addresses(row: JobRow, numbers: list[int]) -> list[str]:
+    return [row.log_servers[number].address for number in numbers]

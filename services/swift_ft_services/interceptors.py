@@ -1,0 +1,218 @@
+"""The gate as interceptors of gRPC's two kinds of servers.
+
+A handler gets bytes and is given to `Visit.parse`; one that takes a stream finds its visit in `visit_of`.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, closing, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+
+from swift_ft.log.protocol import Reason
+from swift_ft_services.authorization import HEALTH, Call, Denied, Gate, Lane, Lanes, Visit, forget_frames
+from swift_ft_services.threads import NONE_LEFT
+
+Handler = Any  # grpc.RpcMethodHandler: its types do not say what it has
+_visit: ContextVar[Visit] = ContextVar("visit")
+
+
+def visit_of() -> Visit:
+    """(in the handler of a stream of requests, before it gives anything, or of asyncio's single call) Its visit."""
+    return _visit.get()
+
+
+class SyncGate(grpc.ServerInterceptor):
+    """For a grpc.Server. Tokens, roles, and whether there is room are checked in gRPC's own thread, before the call
+    gets one: of its lane, so that calls of one kind cannot take what others need.
+
+    To gRPC every call is one of streams: so the request of a call that has one is waited for here, no longer than its
+    lane allows, and a thread is not held until the last answer has found a reader.
+    """
+
+    def __init__(self, gate: Gate, lanes: Lanes | None = None) -> None:
+        self._gate = gate
+        self._lanes = lanes or Lanes()
+
+    def intercept_service(self, continuation: Callable[[Any], Handler], details: Any) -> Handler:
+        handler = continuation(details)
+        if handler is None:
+            return None
+        method = details.method
+        visit, holder = None, ""
+        try:
+            if not method.startswith(HEALTH):
+                visit = self._gate.admit(method, details.invocation_metadata)
+                holder = visit.holder
+            lane = self._lanes.of(method)
+            if not lane.threads.ready():  # gRPC submits the call next, in this thread
+                raise self._gate.noted(method, Denied(grpc.StatusCode.UNAVAILABLE, Reason.BUSY, NONE_LEFT))
+            call = lane.take(holder)
+            if call is None:
+                raise self._gate.noted(method, _no_room(lane))
+        except Denied as denied:
+            forget_frames(denied)
+            return self._refusing(denied)
+        if handler.response_streaming:
+            behaviour: Any = _streaming(handler, visit, call)
+            behaviour.experimental_thread_pool = lane.threads
+            return grpc.stream_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
+        behaviour = _single(handler, visit, call)
+        behaviour.experimental_thread_pool = lane.threads
+        return grpc.stream_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
+
+    def _refusing(self, denied: Denied) -> Handler:
+        """Of streams, whatever the call is: so that no message of it is read."""
+
+        def refuse(_requests: Any, context: Any) -> Iterator[Any]:
+            _abort_sync(context, denied)
+            yield from ()
+
+        refuse.experimental_thread_pool = self._lanes.refusals  # type: ignore[attr-defined]
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _no_room(lane: Lane) -> Denied:
+    message = (
+        f"{lane.limits.calls} calls of this kind ({lane.name}) are under way, or with tokens of this job "
+        f"{lane.share}: no more are taken"
+    )
+    return Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT, message)
+
+
+@contextmanager
+def _refusals(context: Any) -> Iterator[None]:
+    try:
+        yield
+    except Denied as denied:
+        _abort_sync(context, denied)
+
+
+def _abort_sync(context: Any, denied: Denied) -> None:
+    denied.tell(context.peer())
+    context.set_trailing_metadata(denied.trailers)
+    context.abort(denied.code, denied.message)
+
+
+def _enter(visit: Visit | None, call: Call, context: Any) -> None:
+    call.begin(context)
+    if visit is not None:
+        visit.enter(context.peer(), call.lane)
+        if not context.add_callback(visit.leave):
+            visit.leave()
+
+
+def _request(handler: Handler, visit: Visit | None, call: Call, requests: Iterator[bytes]) -> Any:
+    """The one request of a call. Raises Denied."""
+    data = call.first(requests)
+    if data is None:
+        raise Denied(grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID, "not a request of this call")
+    return data if visit is None else visit.parse(data, handler.request_deserializer)
+
+
+def _single(handler: Handler, visit: Visit | None, call: Call) -> Callable[[Any, Any], Any]:
+    def answer(requests: Iterator[bytes], context: Any) -> Any:
+        with _refusals(context):
+            _enter(visit, call, context)
+            request = _request(handler, visit, call, requests)
+        reply = handler.unary_unary(request, context)
+        call.sending()  # until gRPC says that the call is over
+        return reply
+
+    return answer
+
+
+def _streaming(handler: Handler, visit: Visit | None, call: Call) -> Callable[[Any, Any], Iterator[Any]]:
+    def answer(requests: Iterator[bytes], context: Any) -> Iterator[Any]:
+        with _refusals(context):
+            _enter(visit, call, context)
+            if handler.request_streaming:
+                assert visit is not None
+                _visit.set(visit)
+                replies = handler.stream_stream(requests, context)
+            else:
+                request = _request(handler, visit, call, requests)
+                replies = handler.unary_stream(request, context)
+            with closing(replies):
+                for reply in replies:
+                    if visit is not None and not handler.request_streaming:
+                        visit.still_good()
+                    call.sending()
+                    yield reply
+                    call.sent()
+
+    return answer
+
+
+class AsyncGate(grpc.aio.ServerInterceptor):
+    """For a grpc.aio.Server."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Handler]], details: Any
+    ) -> Handler:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        if details.method.startswith(HEALTH):
+            return handler
+        try:
+            visit = self._gate.admit(details.method, details.invocation_metadata)
+        except Denied as denied:
+            return _async_refusing(denied)
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(
+                _async_unary(handler, visit), None, handler.response_serializer
+            )
+        return grpc.unary_stream_rpc_method_handler(
+            _async_stream(handler, visit), None, handler.response_serializer
+        )
+
+
+async def _abort(context: Any, denied: Denied) -> None:
+    forget_frames(denied)  # they hold the request, until all of this is collected
+    denied.tell(context.peer())
+    await context.abort(denied.code, denied.message, denied.trailers)
+
+
+def _async_unary(handler: Handler, visit: Visit) -> Callable[[bytes, Any], Awaitable[Any]]:
+    async def call(data: bytes, context: Any) -> Any:
+        try:
+            visit.enter(context.peer())
+            request = visit.parse(data, handler.request_deserializer)
+            _visit.set(visit)
+            return await handler.unary_unary(request, context)
+        except Denied as denied:
+            await _abort(context, denied)
+        finally:
+            visit.leave()
+
+    return call
+
+
+def _async_stream(handler: Handler, visit: Visit) -> Callable[[bytes, Any], AsyncIterator[Any]]:
+    async def call(data: bytes, context: Any) -> AsyncIterator[Any]:
+        try:
+            visit.enter(context.peer())
+            request = visit.parse(data, handler.request_deserializer)
+            async with aclosing(handler.unary_stream(request, context)) as replies:
+                async for reply in replies:
+                    visit.still_good()
+                    yield reply
+        except Denied as denied:
+            await _abort(context, denied)
+        finally:
+            visit.leave()
+
+    return call
+
+
+def _async_refusing(denied: Denied) -> Handler:
+    async def refuse(_requests: Any, context: Any) -> AsyncIterator[Any]:
+        await _abort(context, denied)
+        yield  # what makes it the stream that it stands for
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,0 +1,274 @@
+"""Flags of a server that say how it is protected, and the port that they make.
+
+Off loopback a server listens with TLS and tokens, or not at all, unless --insecure is said; then that is shown
+in its start event and by every health check.
+"""
+
+import argparse
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+
+from swift_ft import events
+from swift_ft.cli_parser import is_loopback
+from swift_ft.errors import UsageError
+from swift_ft.files import port_number
+from swift_ft.tokens import Authority, Revoked, Signature, read_file, read_secret, signature
+from swift_ft_services.authorization import Audit, CallLimits, Gate
+
+CALLS_PER_TOKEN_S_MIN = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Protection:
+    """What the command line says of security, checked together with the address."""
+
+    listen: str
+    certificate: Path | None = None
+    key: Path | None = None
+    client_ca: Path | None = None
+    """Clients must show a certificate that it signed."""
+    token_keys: Path | None = None
+    insecure_allowed: bool = False
+    revoked: Path | None = None
+    """Tokens that do not count any more."""
+    audit: Path | None = None
+    service: str = ""
+    """As the audit trail calls it."""
+    limits: CallLimits = field(default_factory=CallLimits)
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise UsageError("--tls-cert and --tls-key: give both, or neither")
+        if self.client_ca is not None and self.certificate is None:
+            raise UsageError("--tls-client-ca: needs --tls-cert and --tls-key as well")
+        if self.revoked is not None and self.token_keys is None:
+            raise UsageError("--revoked: revokes tokens, so give --token-keys as well")
+        host, colon, port = self.listen.rpartition(":")
+        if not colon or not host or port_number(port) is None:
+            raise UsageError(f"--listen {self.listen[:80]!r} is not HOST:PORT, such as 127.0.0.1:0")
+        if self.insecure and not self.insecure_allowed:
+            missing = [
+                flags
+                for given, flags in (
+                    (self.certificate, "--tls-cert and --tls-key"),
+                    (self.token_keys, "--token-keys"),
+                )
+                if given is None
+            ]
+            raise UsageError(
+                f"--listen {self.listen} is not loopback: give {' and '.join(missing)}, "
+                "or --insecure if the network is trusted"
+            )
+
+    @property
+    def insecure(self) -> bool:
+        """Whoever reaches the port from another machine can read or say something that he should not."""
+        loopback = is_loopback(self.listen.rpartition(":")[0])
+        return not loopback and (self.certificate is None or self.token_keys is None)
+
+    @property
+    def shown(self) -> str:
+        """For health checks: words separated by commas; empty on a plain loopback port."""
+        words = {
+            "tls": self.certificate is not None,
+            "mutual-tls": self.client_ca is not None,
+            "tokens": self.token_keys is not None,
+            "insecure": self.insecure,
+        }
+        return ",".join(word for word, given in words.items() if given)
+
+    def fields(self) -> Mapping[str, bool]:
+        """For the start event."""
+        return {
+            "tls": self.certificate is not None,
+            "mutual_tls": self.client_ca is not None,
+            "tokens": self.token_keys is not None,
+            "insecure": self.insecure,
+        }
+
+    def gate(self) -> Gate:
+        """UsageError: there is no key in --token-keys, or a file cannot be used."""
+        revoked = None if self.revoked is None else Revoked(self.revoked)
+        authority = None if self.token_keys is None else Authority(self.token_keys, revoked)
+        audit = None if self.audit is None else Audit(self.audit, self.service)
+        return Gate(authority, self.limits, self.shown, audit)
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """None: plain. UsageError: a file is missing, is no certificate, or is a key that others can read."""
+        if self.certificate is None:
+            return None
+        return _Certificates(self).credentials()
+
+
+class BindsPorts(Protocol):
+    """A grpc.Server or a grpc.aio.Server."""
+
+    def add_insecure_port(self, address: str) -> int: ...
+
+    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int: ...
+
+
+def bind(server: BindsPorts, protection: Protection) -> int:
+    """The port. UsageError: it is in use or not allowed."""
+    credentials = protection.credentials()
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(protection.listen)
+        else:
+            port = server.add_secure_port(protection.listen, credentials)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise UsageError(
+            f"--listen {protection.listen}: cannot listen there: the port is in use or not allowed; give another"
+        )
+    return port
+
+
+class _Certificates:
+    """Looks at the files at every handshake: who renews them writes them, and that is all."""
+
+    def __init__(self, protection: Protection) -> None:
+        self._protection = protection
+        self._lock = threading.Lock()
+        self._signature: Signature = ()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        self._signature = self._now()
+        return grpc.dynamic_ssl_server_credentials(
+            self._read(), self._changed, require_client_authentication=self._protection.client_ca is not None
+        )
+
+    def _now(self) -> Signature:
+        of = self._protection
+        return signature([path for path in (of.certificate, of.key, of.client_ca) if path is not None])
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        of = self._protection
+        assert of.certificate is not None
+        assert of.key is not None
+        certificate, key = read_file(of.certificate, "--tls-cert"), read_secret(of.key, "--tls-key")
+        _check_pair(certificate, key, of)
+        return grpc.ssl_server_certificate_configuration(
+            [(key, certificate)],
+            None if of.client_ca is None else read_file(of.client_ca, "--tls-client-ca"),
+        )
+
+    def _changed(self) -> Any:
+        """(gRPC, at a handshake) None: as before; so too if the new files do not fit, which may be half-way."""
+        with self._lock:
+            now = self._now()
+            if now == self._signature:
+                return None
+            self._signature = now
+            try:
+                made = self._read()
+            except UsageError as error:
+                events.emit("certificate_not_reloaded", reason=str(error))
+                return None
+            events.emit("certificate_reloaded")
+            return made
+
+
+def _check_pair(certificate: bytes, key: bytes, of: Protection) -> None:
+    """gRPC would take anything and refuse every handshake, without a word."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        public = x509.load_pem_x509_certificate(certificate).public_key()
+    except ValueError:
+        raise UsageError(f"--tls-cert {of.certificate}: not a certificate in PEM") from None
+    try:
+        private = load_pem_private_key(key, password=None)
+    except (ValueError, TypeError):
+        raise UsageError(f"--tls-key {of.key}: not a private key in PEM without a password") from None
+    if private.public_key() != public:
+        raise UsageError(f"--tls-key {of.key}: not the key of the certificate in {of.certificate}")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What every server takes."""
+    add = parser.add_argument
+    add(
+        "--listen",
+        default="127.0.0.1:0",
+        metavar="HOST:PORT",
+        help="address to listen on; port 0 takes any free one (default %(default)s)",
+    )
+    group = parser.add_argument_group("security", "see docs/security.md")
+    add = group.add_argument
+    add(
+        "--tls-cert",
+        type=Path,
+        metavar="FILE",
+        help="the server's certificate chain; reloaded when it changes",
+    )
+    add("--tls-key", type=Path, metavar="FILE", help="the certificate's private key, mode 0600")
+    add(
+        "--tls-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="clients must show a certificate that this CA has signed",
+    )
+    add(
+        "--token-keys",
+        type=Path,
+        metavar="DIR",
+        help="directory of public keys; every call needs a token that is signed with one of these keys",
+    )
+    add(
+        "--revoked",
+        type=Path,
+        metavar="FILE",
+        help="tokens that do not count any more, one per line: its id, or sub:NAME; read again when it changes",
+    )
+    add(
+        "--audit",
+        type=Path,
+        metavar="FILE",
+        help="append a JSON line for each change that a caller makes, and for each denied call (FILE.1: older lines)",
+    )
+    add("--insecure", action="store_true", help="allow --listen off loopback without TLS and tokens")
+    add(
+        "--calls-per-peer",
+        type=int,
+        default=CallLimits().per_peer,
+        metavar="N",
+        help="limit of calls under way from one address (default %(default)s)",
+    )
+    add(
+        "--calls-per-token-s",
+        type=float,
+        default=CallLimits().per_token_s,
+        metavar="N",
+        help="limit of calls that one token may begin in a second; 0: no limit (default %(default)g)",
+    )
+
+
+def protection_of(options: argparse.Namespace, service: str = "") -> Protection:
+    """From the parsed flags. UsageError."""
+    if options.calls_per_token_s < 0 or 0 < options.calls_per_token_s < CALLS_PER_TOKEN_S_MIN:
+        raise UsageError(
+            f"--calls-per-token-s must be 0, which is any number, or at least {CALLS_PER_TOKEN_S_MIN:g}: one token "
+            "is all that a job's ranks have"
+        )
+    if options.calls_per_peer < 1:
+        raise UsageError("--calls-per-peer must be at least 1")
+    return Protection(
+        listen=options.listen,
+        certificate=options.tls_cert,
+        key=options.tls_key,
+        client_ca=options.tls_client_ca,
+        token_keys=options.token_keys,
+        insecure_allowed=options.insecure,
+        revoked=options.revoked,
+        audit=options.audit,
+        service=service,
+        limits=CallLimits(per_peer=options.calls_per_peer, per_token_s=options.calls_per_token_s),
+    )

@@ -1,0 +1,354 @@
+"""Fence, trim, reset; the janitor, which unlinks what they drop; alarms and old logs."""
+
+import gc
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
+
+from swift_ft import events
+from swift_ft.log.manifest import JobMeta
+from swift_ft.log.protocol import Reason
+from swift_ft_services.logserver import procedures
+from swift_ft_services.logserver.append_session import refusal_of
+from swift_ft_services.logserver.committer import Committer
+from swift_ft_services.logserver.core import JobState, Refusal, StreamState
+from swift_ft_services.logserver.procedures import (
+    Clean,
+    Emit,
+    Forget,
+    Procedure,
+    Rest,
+    Save,
+    Settle,
+    Step,
+    meta_of,
+)
+from swift_ft_services.logserver.segments import JobDamaged, StorageError
+from swift_ft_services.logserver.state import Refused, ServerState, check_names
+
+# What the disk has left, asked of the system: the alarms follow it.
+
+
+class DiskWatch:
+    """(without the server's lock; any thread)"""
+
+    def __init__(
+        self, state: ServerState, free_bytes: Callable[[], int | None], clock: Callable[[], float]
+    ) -> None:
+        self.free_bytes = free_bytes
+        self._state = state
+        self._clock = clock
+
+    def look(self) -> None:
+        """Alarms begin and end by what the disk has left."""
+        free = self.free_bytes()
+        with self._state.changed:
+            news = self._state.look_at_disk(free, self._clock())
+        for notice in news:
+            events.emit(notice.event, **notice.fields)
+
+    def files_removed(self) -> None:
+        """There may be room again: no reason to wait any longer."""
+        with self._state.changed:
+            self._state.space.files_removed(self._clock())
+        self.look()
+
+
+_REST_S = 0.0002
+
+
+def rest(seconds: float | None = None) -> None:
+    """(without the server's lock) Between two pieces of a long piece of work: who waits for the lock gets it.
+    (One that is taken again at once goes to whoever has just given it back.)"""
+    time.sleep(_REST_S if seconds is None else seconds)
+
+
+T = TypeVar("T")
+_FREED_AT_ONCE = 2000
+ASKED_FOR = "asked for"
+"""Why a job is dropped that somebody wanted dropped."""
+
+
+class Administration:
+    """What changes a job as a whole. One such change at a time; each is durable before it is answered."""
+
+    def __init__(
+        self, state: ServerState, committer: Committer, watch: DiskWatch, clock: Callable[[], float]
+    ) -> None:
+        self._state = state
+        self._committer = committer
+        self._watch = watch
+        self._clock = clock
+        self._changed = state.changed
+        self._one_at_a_time = threading.Lock()
+        self._removing = threading.Lock()  # of a stream's files: never of a later job that has its name
+        self._janitor_work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._janitor = threading.Thread(target=self._janitor_loop, name="janitor", daemon=True)
+
+    def start(self) -> None:
+        self._janitor.start()
+
+    def stop(self) -> None:
+        """After what the janitor has to do already."""
+        self._janitor_work.put(None)
+        self._janitor.join()
+
+    def fence(self, job_name: str, generation: int, held: bool = False) -> None:
+        self._carry_out(procedures.fence(self._state, job_name, generation, self._clock(), held=held))
+
+    def trim(self, job_name: str, below_step: int) -> int:
+        """Gives the step below which everything is trimmed now."""
+        check_names(job_name)
+        with self._changed:
+            self._state.check_apart(job_name)
+            job = self._state.core.jobs.get(job_name)
+        return self._trim(job, below_step) if job is not None else 0
+
+    def trim_later(self, job: JobState) -> None:
+        """A reader has gone that may have held up a trim."""
+        self._janitor_work.put(partial(self._trim_waiting, job))
+
+    def _trim_waiting(self, job: JobState) -> None:
+        try:
+            self._trim(job, 0)
+        except Refused as refused:
+            events.emit("trim_failed", job=job.name, reason=str(refused))
+
+    def _trim(self, job: JobState, below_step: int) -> int:
+        return self._carry_out(procedures.trim(self._state, job, below_step))
+
+    def reset(self, job_name: str, generation: int, number: int) -> None:
+        self._carry_out(procedures.reset(self._state, job_name, generation, number))
+
+    def _carry_out(self, procedure: Procedure[T]) -> T:
+        """Raises Refused, also where a step could not be done."""
+        with self._one_at_a_time:
+            while True:
+                try:
+                    with self._changed:
+                        step = next(procedure)
+                        if isinstance(step, Settle):
+                            self._settle(step.job, procedure)
+                except StopIteration as done:
+                    result: T = done.value
+                    return result
+                try:
+                    self._do(step)
+                except Refused as refused:
+                    with self._changed:
+                        procedure.throw(refused)
+                    raise
+
+    def _do(self, step: Step) -> None:
+        match step:
+            case Save():
+                self._save(step.job, step.meta)
+            case Clean():
+                self._clean(step.streams)
+            case Forget():
+                self._forget(step.job)
+            case Emit():
+                events.emit(step.event, **step.fields)
+            case Rest():
+                rest()
+                for some in step.garbage:
+                    _empty(some)
+
+    def drop(self, job_name: str, *, force: bool, why: str = ASKED_FOR) -> tuple[int, int]:
+        """Gives how many (records, bytes) are forgotten."""
+        return self._carry_out(procedures.drop(self._state, job_name, self._clock(), force=force, why=why))
+
+    def _forget(self, job: str) -> None:
+        try:
+            with self._removing:
+                remove_files = self._state.storage.drop(job)
+        except StorageError as error:
+            raise Refused(refusal_of(error)) from None
+        self._janitor_work.put(partial(self._remove_files, job, remove_files))
+
+    def _remove_files(self, job_name: str, remove_files: Callable[[], None]) -> None:
+        try:
+            remove_files()
+        except OSError as error:  # the next start removes them
+            events.emit("not_removed", job=job_name, reason=str(error))
+        self._watch.files_removed()
+
+    def save_later(self, job: JobState) -> None:
+        """Something that the manifest keeps has changed."""
+        self._janitor_work.put(partial(self._save_now, job))
+
+    def _save_now(self, job: JobState) -> None:
+        with self._one_at_a_time:
+            with self._changed:
+                if self._state.core.jobs.get(job.name) is not job:
+                    return  # dropped meanwhile
+                meta = meta_of(job)
+            try:
+                self._save(job.name, meta)
+            except Refused as refused:
+                events.emit("manifest_not_saved", job=job.name, reason=str(refused))
+
+    def save_all(self) -> None:
+        """(at the end) What each stream must hold at the next start."""
+        for job in self._state.core.jobs.values():
+            if job.generation:
+                self._save_now(job)
+
+    def _settle(self, job: str, procedure: Procedure[T]) -> None:
+        self._committer.settle(job)
+        if self._state.failed:
+            procedure.throw(Refused(Refusal(Reason.CLOSED, self._state.failed)))
+
+    def _save(self, job: str, meta: JobMeta) -> None:
+        try:
+            self._state.storage.save(job, meta)
+        except JobDamaged as damaged:
+            with self._changed:
+                told = self._state.set_apart(job, str(damaged))
+            events.emit(told.event, **told.fields)
+            raise Refused(Refusal(Reason.APART, str(damaged))) from None
+        except StorageError as error:
+            raise Refused(refusal_of(error)) from None
+
+    def _clean(self, streams: Iterable[StreamState]) -> None:
+        for stream in streams:
+            self._janitor_work.put(partial(self._remove, stream, stream.first))
+
+    def _remove(self, stream: StreamState, first: int) -> None:
+        try:
+            with self._removing:
+                if not self._is_there(stream):
+                    return  # dropped meanwhile, with its files
+                freed = self._state.storage.remove(stream.job, stream.name, first)
+        except StorageError as error:
+            events.emit("not_removed", job=stream.job, stream=stream.name, reason=str(error))
+            return
+        if freed:
+            events.emit("freed", job=stream.job, stream=stream.name, bytes=freed)
+            self._watch.files_removed()
+
+    def _is_there(self, stream: StreamState) -> bool:
+        with self._changed:
+            job = self._state.core.jobs.get(stream.job)
+            return job is not None and job.streams.get(stream.name) is stream
+
+    def _janitor_loop(self) -> None:
+        while True:
+            work = self._janitor_work.get()
+            if work is None:
+                return
+            try:
+                work()
+            except Exception:  # a bug: what else there is to do is done
+                logging.getLogger(__name__).exception("the janitor failed")
+
+
+def _empty(garbage: dict[Any, Any]) -> None:
+    """A million records are freed in a third of a second, in which nobody else would run."""
+    while garbage:
+        for _ in range(min(_FREED_AT_ONCE, len(garbage))):
+            garbage.popitem()
+        rest()
+
+
+# What is done without being asked: alarms follow the space there is, and logs that nobody wants grow old.
+#
+# One thread. It looks at the disk twice a second. A job that nobody has wanted for a while (it has ended, or waits)
+# gives back the space that its files have taken ahead. With an age limit (off unless it is set) it drops jobs that
+# have been left alone for so long; a job that lives is never dropped by age.
+
+_EVERY_S = 0.5
+_AGES_EVERY_S = 60.0
+_LEFT_S = 10.0
+"""A job that nobody has wanted for so long is written no more, for now."""
+_FROZEN_EVERY = 20_000
+_SEEN_IDLE_S = (
+    3600.0  # the wall clock, which ages are told by, may be wrong: the server must have seen it idle too
+)
+
+
+class Retention:
+    """(main thread) ``start``, ``stop``."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        administration: Administration,
+        watch: DiskWatch,
+        age_s: Callable[[str], float | None],
+        clock: Callable[[], float],
+    ) -> None:
+        """``age_s(job)``: for how long its files were not touched."""
+        self._state = state
+        self._administration = administration
+        self._watch = watch
+        self._age_s = age_s
+        self._clock = clock
+        self._stop = threading.Event()
+        self._frozen = 0
+        self._left: set[str] = set()
+        """Jobs that have given back what they had taken ahead."""
+        self._thread = threading.Thread(target=self._loop, name="retention", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        keep_s = self._state.config.keep_s
+        ages_due_s = 0.0
+        while not self._stop.wait(_EVERY_S):
+            self._keep_records_out_of_collections()
+            ages_due_s -= _EVERY_S
+            drop_old = bool(keep_s) and ages_due_s <= 0
+            if drop_old:
+                ages_due_s = min(_AGES_EVERY_S, keep_s)
+            try:
+                self._watch.look()
+                self.give_back()
+                if drop_old:
+                    self.drop_old(keep_s)
+            except Exception:  # without it an alarm would never end
+                logging.getLogger(__name__).exception("looking at the disk, or for old jobs, failed")
+
+    def _keep_records_out_of_collections(self) -> None:
+        """Python's collector stops everything while it goes through all objects there are: half a second for half a
+        million records, which are in no cycle and need no collector. What is there by now is left out from now on."""
+        records = sum(job.tally.records for job in list(self._state.core.jobs.values()))
+        if abs(records - self._frozen) >= _FROZEN_EVERY:
+            self._frozen = records
+            gc.collect(1)
+            gc.freeze()
+
+    def give_back(self) -> None:
+        """What jobs have taken ahead that nobody writes or reads."""
+        with self._state.changed:
+            now = self._clock()
+            idle = {
+                name for name in self._state.core.jobs if (self._state.idle_s(name, now) or 0.0) >= _LEFT_S
+            }
+        for name in idle - self._left:
+            self._state.storage.give_back(name)
+        self._left = idle
+
+    def drop_old(self, keep_s: float) -> None:
+        """Jobs that nobody has touched for so long."""
+        for name in list(self._state.core.jobs):
+            age_s = self._age_s(name)
+            if age_s is None or age_s < keep_s:
+                continue
+            with self._state.changed:
+                idle_s = self._state.idle_s(name, self._clock())
+            if idle_s is None or idle_s < min(keep_s, _SEEN_IDLE_S):
+                continue
+            try:
+                self._administration.drop(name, force=False, why=f"not touched for {age_s:.0f} s")
+            except Refused as refused:
+                events.emit("not_dropped", job=name, reason=str(refused))

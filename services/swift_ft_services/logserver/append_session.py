@@ -1,0 +1,578 @@
+"""A writer's call: what it may open, which frames are taken, what is answered at once. No I/O, no clock, no threads."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from swift_ft._pb import log_pb2
+from swift_ft.errors import LogError, RecordCorrupt
+from swift_ft.log.frame import FrameHeader, FrameOversize
+from swift_ft.log.protocol import Fsync, Reason
+from swift_ft_services.logserver.core import Refusal, StreamState, cannot_be_mended
+from swift_ft_services.logserver.quotas import Notice
+from swift_ft_services.logserver.segments import (
+    JobDamaged,
+    SegmentGone,
+    StorageBusy,
+    StorageError,
+    StorageFull,
+)
+from swift_ft_services.logserver.state import AppendCall, Refused, ServerState, check_names
+from swift_ft_services.logserver.storage_interface import RecoveredJob, Write
+
+# What is on its way to the disk, when a sync is due, and what is acknowledged after it. No I/O, no clock.
+#
+# Each job has a line of its own, and lines take turns: a commit is of one job. While others write, a turn is short, so
+# that nobody waits for as many files as another one likes to write, and a file that a record begins is made ahead,
+# beside the commits of others. In a line::
+#
+#     settled <= accepted       frames that left the queue for good, and that ever entered it
+#     synced  <= settled        how many of these the last sync covers
+#
+# Call sequence (`swift_ft_services.logserver.committer` is the shell, and holds the server's lock around each)::
+#
+#     put(session, stream, write)               what the core accepted
+#     write = take_file(); file_made(write)     while file_wanted, beside commits of other jobs: it is made
+#     batch = take(); sync = sync_due(batch, now)   while work_to_do; then the storage writes and syncs it
+#     committed(batch, sync, now, unmended)     or gave_up(error, batch, now)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """How much a commit takes at most; of the last record, all."""
+
+    bytes: int
+    records: int
+    streams: int
+    """Each is a file of its own to write and to sync."""
+
+
+ALONE = Turn(bytes=16 << 20, records=1000, streams=1000)
+"""So much that a sync is shared, not so much that it is slow."""
+AMONG_OTHERS = Turn(bytes=4 << 20, records=64, streams=4)
+"""Each stream's file is there already: to begin one is several syncs, and a manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    session: AppendCall
+    stream: StreamState
+    write: Write
+    fsync: Fsync
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """A job's frames. It is there while something is owed to one of them."""
+
+    queue: deque[Queued] = field(default_factory=deque)
+    accepted: int = 0
+    settled: int = 0
+    synced: int = 0
+    promised: int = 0
+    """Up to here there are some that a sync is promised to, now or soon."""
+    sync_target: int = 0
+    """How many a sync is asked for."""
+    file_made: Write | None = None
+    """Its file was made ahead of it. If it could not be, its commit says why."""
+
+    @property
+    def over(self) -> bool:
+        return self.settled == self.accepted and self.synced >= self.promised
+
+    @property
+    def underway(self) -> bool:
+        """Some have been taken, and their commit is not over."""
+        return self.settled + len(self.queue) < self.accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is waited for: so many settled, and so many synced, of each line."""
+
+    job: str | None
+    lines: list[tuple[Line, int, int]]
+
+
+class Commits:
+    """Frames that the core accepted, on their way to the storage."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._lines: dict[str, Line] = {}
+        """By job; whose turn it is comes first."""
+        self._accepted = 0  # of all jobs together, for `progress`
+        self._settled = 0
+        self._synced = 0
+        self._making_file: Write | None = None
+        self._unsynced_since: float | None = None
+        self._unsynced: dict[int, StreamState] = {}
+        """Stream tag -> a stream with records that are acknowledged to who wanted no sync, and not synced."""
+        self._awaiting: dict[int, AppendCall] = {}
+        """Stream tag -> who has sent such records again, and wants them synced before it is told of them."""
+
+    def put(self, session: AppendCall, stream: StreamState, write: Write, fsync: Fsync) -> None:
+        line = self._lines.setdefault(stream.job, Line())
+        line.queue.append(Queued(session, stream, write, fsync))
+        line.accepted += 1
+        self._accepted += 1
+        if fsync is not Fsync.NEVER:
+            line.promised = line.accepted
+
+    def acknowledge_again(self, session: AppendCall, stream: StreamState, fsync: Fsync) -> None:
+        """What was sent again is there: to say so may take a sync, as it did not when it came first."""
+        if fsync is Fsync.NEVER or stream.tag not in self._unsynced:
+            session.acknowledge(stream)
+            return
+        self._awaiting[stream.tag] = session
+
+    def ask_to_settle(self, job: str | None = None) -> Target:
+        """What `is_settled` is to be asked with: everything accepted so far (of one job, or of all) is durable, or
+        was given up."""
+        lines = self._lines.values() if job is None else [self._lines[job]] if job in self._lines else []
+        for line in lines:
+            line.sync_target = max(line.sync_target, line.promised)
+        return Target(job, [(line, line.accepted, line.sync_target) for line in lines])
+
+    def is_settled(self, target: Target) -> bool:
+        """Whether all that was accepted before the target is on the disk, or never will be."""
+        if self._state.failed:
+            return True
+        making = self._making_file
+        # Who settles may be about to drop the job.
+        if making is not None and target.job in (None, making.job):
+            return False
+        return all(
+            line.settled >= settled and line.synced >= synced for line, settled, synced in target.lines
+        )
+
+    def progress(self) -> tuple[int, int, int]:
+        """Frames accepted so far; those that left the queue; those that a sync covers."""
+        return self._accepted, self._settled, self._synced
+
+    @property
+    def empty(self) -> bool:
+        return not any(line.queue for line in self._lines.values())
+
+    @property
+    def _sync_is_asked_for(self) -> bool:
+        return any(line.sync_target > line.synced for line in self._lines.values())
+
+    @property
+    def work_to_do(self) -> bool:
+        if self._awaiting or self._next() is not None:
+            return True
+        return any(line.sync_target > line.synced < line.settled for line in self._lines.values())
+
+    def _is_alone(self, job: str) -> bool:
+        # By who writes as well as by who waits: somebody's record may come while a long turn has just begun. And whose
+        # these are may have gone already.
+        return all(other == job for other in chain(self._state.writers, self._lines))
+
+    def _lacks_file(self, write: Write) -> bool:
+        return not (write.mends or self._state.storage.has_file(write.job, write.stream, write.sequence))
+
+    def _may_begin(self, write: Write, turn: Turn) -> bool:
+        return turn is ALONE or not self._lacks_file(write)
+
+    def _next(self) -> str | None:
+        """Whose turn it is."""
+        for job, line in self._lines.items():
+            if not line.queue or (self._making_file is not None and self._making_file.job == job):
+                continue
+            first = line.queue[0].write
+            if line.file_made is first or self._is_alone(job) or not self._lacks_file(first):
+                return job
+        return None
+
+    @property
+    def file_wanted(self) -> Write | None:
+        """The record whose file is to be made ahead, if there is one."""
+        if self._making_file is not None:
+            return None
+        for job, line in self._lines.items():
+            if not line.queue or line.underway or self._is_alone(job):
+                continue
+            first = line.queue[0].write
+            if line.file_made is not first and self._lacks_file(first):
+                return first
+        return None
+
+    def take_file(self) -> Write | None:
+        """What is wanted, if anything is still. Nothing of its job is taken until `file_made`."""
+        if self._making_file is None:
+            self._making_file = self.file_wanted
+            return self._making_file
+        return None
+
+    def file_made(self, write: Write) -> None:
+        """It is there, or could not be made."""
+        self._making_file = None
+        if write.job in self._lines:
+            self._lines[write.job].file_made = write
+
+    def take(self) -> list[Queued]:
+        """What goes into the next commit: of the job whose turn it is."""
+        job = self._next()
+        if job is None:
+            return []
+        line = self._lines[job]
+        turn = ALONE if self._is_alone(job) else AMONG_OTHERS
+        batch: list[Queued] = []
+        streams: set[int] = set()
+        size = 0
+        while line.queue and size < turn.bytes and len(batch) < turn.records:
+            queued = line.queue[0]
+            another = bool(batch) and queued.stream.tag not in streams
+            if another and (len(streams) == turn.streams or not self._may_begin(queued.write, turn)):
+                break
+            streams.add(queued.stream.tag)
+            batch.append(line.queue.popleft())
+            size += queued.write.size
+        return batch
+
+    def sync_due(self, batch: list[Queued], now: float) -> bool:
+        """Whether this commit ends with a sync."""
+        if any(queued.fsync is Fsync.ALWAYS for queued in batch) or self._sync_is_asked_for:
+            return True
+        if self._awaiting:
+            return True
+        return self.next_sync_s(now) == 0
+
+    def next_sync_s(self, now: float) -> float | None:
+        """How long what was written may wait for a sync yet; None: nothing does."""
+        if self._unsynced_since is None:
+            return None
+        return max(0.0, self._unsynced_since + self._state.config.fsync_interval_s - now)
+
+    def committed(
+        self, batch: list[Queued], sync: bool, now: float, unmended: Sequence[Write] = ()
+    ) -> list[Notice]:
+        """The storage has it, but for what could not be mended. What is to be told: there is space again, and what
+        was mended."""
+        self._leave(batch)
+        if batch:  # its turn is over: behind whoever has come meanwhile
+            job = batch[0].stream.job
+            self._lines[job] = self._lines.pop(job)
+        if sync:
+            self._unsynced_since = None
+            self._is_synced()
+            self._unsynced.clear()
+        elif self._unsynced_since is None and any(queued.fsync is Fsync.INTERVAL for queued in batch):
+            self._unsynced_since = now
+        news = self._mended([queued for queued in batch if queued.write.mends], unmended)
+        if not sync:
+            self._unsynced.update({queued.stream.tag: queued.stream for queued in batch})
+        self._acknowledge(batch)
+        if sync:
+            self._tell_awaiting()
+        self._forget_those_over()
+        return [*news, *(self._state.space.disk_took() if batch else [])]
+
+    def _leave(self, batch: Iterable[Queued]) -> None:
+        """These have left their queues for good."""
+        for queued in batch:
+            self._lines[queued.stream.job].settled += 1
+            self._settled += 1
+
+    def _is_synced(self) -> None:
+        """All that has left."""
+        for line in self._lines.values():
+            line.synced = line.settled
+        self._synced = self._settled
+
+    def _forget_those_over(self) -> None:
+        for job in [job for job, line in self._lines.items() if line.over]:
+            del self._lines[job]
+
+    def _tell_awaiting(self) -> None:
+        awaiting, self._awaiting = self._awaiting, {}
+        for tag, session in awaiting.items():
+            if tag in session.streams and self._state.holders.get(tag) is session:
+                session.acknowledge(session.streams[tag][0])
+
+    def _mended(self, batch: list[Queued], unmended: Sequence[Write]) -> list[Notice]:
+        news = []
+        for queued in batch:
+            stream, sequence = queued.stream, queued.write.sequence
+            if queued.write in unmended:
+                stream.mending.pop(sequence, None)
+                refusal = cannot_be_mended(stream, sequence)
+                queued.session.end(refusal)
+                self._state.send_again(stream, sequence, refusal)
+                continue
+            self._state.space.added(stream.job, self._state.core.mended(stream, sequence))
+            news.append(Notice("mended", {"job": stream.job, "stream": stream.name, "sequence": sequence}))
+        return news
+
+    def _acknowledge(self, batch: list[Queued]) -> None:
+        durable: dict[int, StreamState] = {}
+        credit: dict[AppendCall, int] = {}
+        for queued in batch:
+            if not queued.write.mends:
+                self._state.core.made_durable(queued.stream, queued.write.sequence + 1)
+            durable[queued.stream.tag] = queued.stream
+            credit[queued.session] = credit.get(queued.session, 0) + queued.write.size
+        for tag, stream in durable.items():
+            holder = self._state.holders.get(tag)
+            if holder is not None:
+                holder.acknowledge(stream)
+        for queued in batch:
+            queued.session.queued_records -= 1
+        for session, size in credit.items():
+            session.underway_bytes -= size
+            session.outbox.put(log_pb2.AppendReply(credit_bytes=size))
+
+    def gave_up(self, error: StorageError, batch: list[Queued], now: float) -> list[Notice]:
+        """Nothing of the batch, nor of what came after it, is in the log. Writers are told, and resend."""
+        state = self._state
+        if isinstance(error, StorageFull):
+            news = state.space.disk_is_full(str(error), now)
+        elif isinstance(error, StorageBusy):
+            news = [Notice("storage_busy", {"reason": str(error)})]
+        elif isinstance(error, JobDamaged):
+            news = [state.set_apart(error.job, str(error))]
+        elif isinstance(error, SegmentGone):
+            news = []
+        else:
+            state.failed = str(error)
+            news = [Notice("storage_failed", {"reason": str(error)})]
+        state.core.abandon()
+        if isinstance(error, SegmentGone):
+            news.append(self._lost(error))
+        state.space.recount(state.core, trimmed=False)
+        self._leave(batch)
+        for line in self._lines.values():
+            self._leave(line.queue)
+            line.queue.clear()
+        self._awaiting.clear()
+        if state.failed:  # no sync is tried any more
+            self._unsynced_since = None
+            self._is_synced()
+        self._forget_those_over()
+        state.end_sessions(refusal_of(error))
+        return news
+
+    def _lost(self, error: SegmentGone) -> Notice:
+        """What was in the file is a hole, acknowledged or not: who needs it is told. Its writer goes on behind it."""
+        stream = self._state.core.known(error.job).stream(error.stream)
+        self._state.core.lost(stream, error.first, str(error))
+        fields = {"job": stream.job, "stream": stream.name, "reason": str(error)}
+        return Notice("stream_corrupt", fields)
+
+
+def refusal_of(error: StorageError) -> Refusal:
+    """What those are told whose work it was, or was beside it."""
+    if isinstance(error, StorageFull):
+        return Refusal(Reason.FULL, str(error))
+    if isinstance(error, StorageBusy | SegmentGone | JobDamaged):
+        return Refusal(Reason.BUSY, str(error))
+    return Refusal(Reason.CLOSED, str(error))
+
+
+Frame = tuple[FrameHeader, list[memoryview]]
+"""A header, and the bytes of the frame in pieces."""
+
+
+class Gathered:
+    """Replies that go out together. Of each stream the newest word counts: a writer that does not read its
+    acknowledgements costs no more memory than one that does."""
+
+    def __init__(self) -> None:
+        self.empty = True
+        self._welcome: log_pb2.Welcome | None = None
+        self._opened: dict[str, int] = {}
+        self._acked: dict[str, int] = {}
+        self._credit_bytes = 0
+
+    def add(self, reply: log_pb2.AppendReply) -> None:
+        self.empty = False
+        self._credit_bytes += reply.credit_bytes
+        for opened in reply.opened:
+            self._opened[opened.stream] = opened.next_sequence
+        for acked in reply.acked:
+            self._acked[acked.stream] = acked.durable_sequence
+        if reply.HasField("welcome"):
+            self._welcome = reply.welcome
+
+    def take(self) -> log_pb2.AppendReply:
+        """The reply with all that was gathered, which is empty from then on."""
+        reply = log_pb2.AppendReply(credit_bytes=self._credit_bytes, welcome=self._welcome)
+        for stream, next_sequence in self._opened.items():
+            reply.opened.add(stream=stream, next_sequence=next_sequence)
+        for stream, durable_sequence in self._acked.items():
+            reply.acked.add(stream=stream, durable_sequence=durable_sequence)
+        self.empty, self._welcome, self._credit_bytes = True, None, 0
+        self._opened.clear()
+        self._acked.clear()
+        return reply
+
+
+def join(reply: log_pb2.AppendReply, more: log_pb2.AppendReply) -> None:
+    """Makes one message of two that go out together: ``reply``, with what ``more`` says."""
+    gathered = Gathered()
+    gathered.add(reply)
+    gathered.add(more)
+    reply.CopyFrom(gathered.take())
+
+
+class Quarantined(Refused):
+    """The stream takes nothing any more; its manifest is to say so."""
+
+    def __init__(self, refusal: Refusal, stream: StreamState) -> None:
+        super().__init__(refusal)
+        self.stream = stream
+
+
+class Appends:
+    """Who writes which stream. (All but `parse` while holding the server's lock.)"""
+
+    def __init__(self, state: ServerState, commits: Commits) -> None:
+        self._state = state
+        self._commits = commits
+
+    def take_over(self, recovered: RecoveredJob, now: float) -> None:
+        """What the storage has found at the start."""
+        job = self._state.core.job(recovered.name)
+        job.generation = recovered.meta.generation
+        job.reset_generation = recovered.meta.reset_generation
+        job.reset_number = recovered.meta.reset_number
+        job.trimmed_below_step = job.trim_wanted = job.trim_recorded = recovered.meta.trimmed_below_step
+        for recovered_stream in recovered.streams:
+            stream = job.stream(recovered_stream.name)
+            stream.first = recovered_stream.first
+            stream.durable = stream.appended = recovered_stream.next_sequence
+            stream.quarantined = recovered_stream.quarantined
+            for entry in recovered_stream.entries:
+                stream.add(entry)
+            stream.holes = [
+                hole for hole in recovered_stream.holes if hole.below_step > job.trimmed_below_step
+            ]
+            stream.check()
+            self._state.space.added(job.name, stream.bytes)
+        self._state.touch(job.name, now)
+
+    def attach(self, session: AppendCall) -> None:
+        """A writer has connected: welcome and the first credit."""
+        config = self._state.config
+        self._state.check_open()
+        self._state.sessions[session] = None
+        session.outbox.put(
+            log_pb2.AppendReply(
+                welcome=log_pb2.Welcome(body_bytes_max=config.body_bytes_max),
+                credit_bytes=config.credit_bytes,
+            )
+        )
+
+    def detach(self, session: AppendCall) -> None:
+        """A call is over: its streams may be opened by another one."""
+        session.end()
+        self._state.sessions.pop(session, None)
+        for job in session.oldest:
+            writers = self._state.writers.get(job, {})
+            writers.pop(session, None)
+            if not writers:
+                self._state.writers.pop(job, None)
+        for tag in session.streams:
+            if self._state.holders.get(tag) is session:
+                del self._state.holders[tag]
+
+    def open(self, session: AppendCall, request: log_pb2.Open, now: float) -> None:
+        """A call opens a stream to write it. Raises Refused, with nothing changed."""
+        check_names(request.job, request.stream)
+        self._state.check_apart(request.job)
+        try:
+            fsync = Fsync(request.fsync or self._state.config.fsync)
+        except ValueError:
+            message = f"fsync {request.fsync!r} is not known; there are {', '.join(Fsync)}"
+            raise Refused(Refusal(Reason.INVALID, message)) from None
+        self._state.check_open()
+        self._state.check_not_cut_off(request.job)
+        self._state.check_space(request.job)
+        _check_session(session)
+        self._state.check_writer(session, request.job, request.stream)
+        self._state.touch(request.job, now)
+        stream = self._state.core.open(
+            request.job, request.stream, request.generation, request.acked_sequence
+        )
+        if isinstance(stream, Refusal):
+            raise Refused(stream)
+        self._state.space.job(request.job)  # an account of its own, from now on
+        session.streams[stream.tag] = (stream, request.generation)
+        oldest = session.oldest.get(request.job, request.generation)
+        session.oldest[request.job] = min(oldest, request.generation)
+        self._state.writers.setdefault(request.job, {})[session] = None
+        session.fsync[stream.tag] = fsync
+        self._state.holders[stream.tag] = session
+        # No acknowledgement yet: what the writer is not sure of it sends again, and it is compared.
+        opened = log_pb2.Opened(stream=stream.name, next_sequence=stream.appended)
+        session.outbox.put(log_pb2.AppendReply(opened=[opened]))
+
+    @classmethod
+    def parse(cls, session: AppendCall, frames: memoryview | None) -> list[Frame]:
+        """The frames that a message ends, verified; None: no more will come. Raises Refused."""
+        return [frame for some in cls.parse_some(session, frames, 1 << 30) for frame in some]
+
+    @staticmethod
+    def parse_some(session: AppendCall, frames: memoryview | None, count: int) -> Iterator[list[Frame]]:
+        """The same, so many at a time. Raises Refused for a damaged, too large or unexpected one."""
+        if frames is not None and not session.streams:  # a frame that is begun takes memory until it is whole
+            raise Refused(Refusal(Reason.NOT_OPEN, "frames before any stream is open in this call"))
+        try:
+            if frames is not None:
+                fed = session.assembler.feed(frames)
+                while some := list(islice(fed, count)):
+                    yield some
+                return
+            session.assembler.finish()
+        except RecordCorrupt as error:
+            raise Refused(Refusal(Reason.CORRUPT, f"damaged on the way here: {error}")) from None
+        except FrameOversize as error:
+            raise Refused(Refusal(Reason.OVERSIZE, str(error))) from None
+        except LogError as error:
+            raise Refused(Refusal(Reason.INVALID, str(error))) from None
+
+    def accept(self, session: AppendCall, parsed: list[Frame]) -> None:
+        """Frames of streams that the session has opened. Raises Refused; what came before is kept."""
+        given_back = 0
+        try:
+            for header, frame in parsed:
+                given_back += self._accept(session, header, frame)
+        finally:
+            if given_back:
+                session.outbox.put(log_pb2.AppendReply(credit_bytes=given_back))
+
+    def _accept(self, session: AppendCall, header: FrameHeader, frame: list[memoryview]) -> int:
+        """Queues a frame; gives the credit to return at once."""
+        self._state.check_open()
+        _check_session(session)
+        opened = session.streams.get(header.stream_tag)
+        if opened is None or self._state.holders.get(header.stream_tag) is not session:
+            raise Refused(Refusal(Reason.NOT_OPEN, f"{header.key}: its stream is not open in this call"))
+        stream, generation = opened
+        if session.underway_bytes + header.frame_bytes > self._state.config.writer_bytes_max:
+            raise Refused(Refusal(Reason.INVALID, "more bytes under way than were granted"))
+        session.acked.setdefault(stream.tag, header.sequence)
+        if header.sequence == stream.appended:
+            self._state.check_room(stream.job, header.frame_bytes)
+            self._state.check_records(self._state.core.known(stream.job))
+        entry = self._state.core.append(stream, generation, header)
+        if isinstance(entry, Refusal):
+            raise Quarantined(entry, stream) if stream.quarantined else Refused(entry)
+        if entry is None:
+            self._commits.acknowledge_again(session, stream, session.fsync[stream.tag])
+            return header.frame_bytes
+        mends = stream.mending.get(header.sequence) is entry
+        if not mends:
+            self._state.space.added(stream.job, header.frame_bytes)
+        session.underway_bytes += header.frame_bytes
+        session.queued_records += 1
+        write = Write(stream.job, stream.name, header.sequence, frame, mends)
+        self._commits.put(session, stream, write, session.fsync[stream.tag])
+        return 0
+
+
+def _check_session(session: AppendCall) -> None:
+    if session.ended:
+        raise Refused(session.refusal or Refusal(Reason.CLOSED, "the call has ended"))

@@ -1,0 +1,118 @@
+"""The thread that writes: takes what waits, commits it as a group, then acknowledges it. One beside it makes the files
+which records begin, so that the commits of other jobs do not wait for that.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from swift_ft import events
+from swift_ft_services.logserver.append_session import Commits, Queued
+from swift_ft_services.logserver.quotas import Notice
+from swift_ft_services.logserver.segments import StorageError, StorageFailed
+from swift_ft_services.logserver.state import ServerState
+
+
+class Committer:
+    """The thread around `Commits`."""
+
+    def __init__(self, state: ServerState, clock: Callable[[], float]) -> None:
+        self.commits = Commits(state)
+        """(holding ``changed``, and notifying it afterwards)"""
+        self._state = state
+        self._clock = clock
+        self._changed = state.changed
+        self._file_wanted = state.new_condition()
+        self._stop = False
+        self._threads = [
+            threading.Thread(target=self._loop, name="committer", daemon=True),
+            threading.Thread(target=self._make_files, name="files", daemon=True),
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def settle(self, job: str | None = None) -> None:
+        """(holding ``changed``) Waits until everything accepted so far, of one job or of all, is durable, or was given
+        up."""
+        target = self.commits.ask_to_settle(job)
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: self.commits.is_settled(target))
+
+    def stop(self) -> None:
+        """After settle. Ends the threads."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+            self._file_wanted.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # -- the threads ----------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while True:
+            batch: list[Queued] = []
+            try:
+                with self._changed:
+                    timeout_s = self.commits.next_sync_s(self._clock())
+                    self._changed.wait_for(self._has_work, timeout_s)
+                    if self._stop and self.commits.empty:
+                        return
+                    batch = self.commits.take()
+                    sync = self.commits.sync_due(batch, self._clock())
+                if batch or sync:
+                    self._commit(batch, sync)
+            except Exception as error:  # a bug: writers and fences must not wait for it in silence
+                logging.getLogger(__name__).exception("commit failed")
+                self._give_up(StorageFailed(f"internal error: {error!r}; start the server again"), batch)
+
+    def _has_work(self) -> bool:
+        if self.commits.file_wanted:
+            self._file_wanted.notify_all()
+        return self._stop or self.commits.work_to_do
+
+    def _make_files(self) -> None:
+        while True:
+            with self._changed:
+                self._file_wanted.wait_for(lambda: self._stop or self.commits.file_wanted)
+                if self._stop:
+                    return
+                write = self.commits.take_file()
+            if write is None:  # the storage has it by now
+                continue
+            try:
+                self._state.storage.make_file(write.job, write.stream, write.sequence)
+            except StorageError:  # its commit meets the same, and says so
+                pass
+            except Exception:  # a bug: the commit makes the file itself
+                logging.getLogger(__name__).exception("a file could not be made ahead")
+            with self._changed:
+                self.commits.file_made(write)
+                self._changed.notify_all()
+
+    def _commit(self, batch: list[Queued], sync: bool) -> None:
+        try:
+            unmended = self._state.storage.commit([queued.write for queued in batch], sync)
+        except StorageError as error:
+            self._give_up(error, batch)
+            return
+        with self._changed:
+            news = self.commits.committed(batch, sync, self._clock(), unmended)
+            self._state.show_health()
+            self._state.wake_readers({queued.stream.job for queued in batch})
+            self._changed.notify_all()
+        self._tell(news)
+
+    def _give_up(self, error: StorageError, batch: list[Queued]) -> None:
+        with self._changed:
+            news = self.commits.gave_up(error, batch, self._clock())
+            self._state.show_health()
+            self._changed.notify_all()
+        self._tell(news)
+
+    @staticmethod
+    def _tell(news: list[Notice]) -> None:
+        for notice in news:
+            events.emit(notice.event, **notice.fields)

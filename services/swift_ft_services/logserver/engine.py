@@ -1,0 +1,223 @@
+"""The log server without gRPC: a writer's call, and the start and the end of it all.
+
+Call sequence of an append::
+
+    (pump of a session)  handle(): parse, check, core.append -> queue of the committer
+    (committer)          takes what waits: storage.commit (group commit), core.made_durable
+    (committer)          acknowledgements and credit into the sessions' outboxes, readers are woken
+    (handler)            Outgoing.replies(): what is in the outbox, merged into one message
+
+Memory is bounded by the credit: a session's frames that are not durable yet take at most ``credit_bytes``
+plus one frame.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from swift_ft import events
+from swift_ft._pb import log_pb2
+from swift_ft.log.frame import Assembler
+from swift_ft.log.protocol import Reason
+from swift_ft_services.logserver.administration import Administration, DiskWatch, Retention, rest
+from swift_ft_services.logserver.append_session import Appends, Frame, Gathered, Quarantined
+from swift_ft_services.logserver.committer import Committer
+from swift_ft_services.logserver.core import Refusal
+from swift_ft_services.logserver.reading import Reading
+from swift_ft_services.logserver.server_stats import EngineSnapshot, JobSnapshot
+from swift_ft_services.logserver.state import AppendCall, EngineConfig, ServerState
+from swift_ft_services.logserver.storage_interface import RecoveredJob, Storage
+
+_TAKEN_AT_ONCE = 16
+"""Frames of a call, before others have their turn. Nothing is lost by it where records are large, or of one job."""
+_OTHERS_TURN_S = 0.0005
+_QUEUED_MAX = 512
+_POLL_S = 0.1
+
+
+class Outgoing:
+    """What goes back to one writer, from any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._gathered = Gathered()
+        self._ended = False
+
+    def put(self, item: "log_pb2.AppendReply | None", /) -> None:
+        with self._changed:
+            if item is None:
+                self._ended = True
+            else:
+                self._gathered.add(item)
+            self._changed.notify()
+
+    def replies(self) -> Iterator[log_pb2.AppendReply]:
+        """Until the session ends. What has gathered meanwhile goes out as one message."""
+        while True:
+            with self._changed:
+                while self._gathered.empty and not self._ended:
+                    self._changed.wait()
+                reply = None if self._gathered.empty else self._gathered.take()
+                ended = self._ended
+            if reply is not None:
+                yield reply
+            if ended:
+                return
+
+
+class LogEngine:
+    """All that the gRPC servicer calls. Every public method may be called from any thread."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        config: EngineConfig,
+        free_bytes: Callable[[], int | None] = lambda: None,
+        age_s: Callable[[str], float | None] = lambda job: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``free_bytes``: what the disk has left, if anybody can tell; ``age_s(job)``: for how long its files
+        were not touched."""
+        self.config = config
+        self._clock = clock
+        lock = threading.RLock()
+        self.state = ServerState(storage, config, threading.Condition(lock))
+        self.state.new_condition = lambda: threading.Condition(lock)
+        self._committer = Committer(self.state, clock)
+        self._appends = Appends(self.state, self._committer.commits)
+        self.watch = DiskWatch(self.state, free_bytes, clock)
+        self.administration = Administration(self.state, self._committer, self.watch, clock)
+        self.reading = Reading(self.state, self.administration, clock)
+        self.retention = Retention(self.state, self.administration, self.watch, age_s, clock)
+        self._changed = self.state.changed
+
+    def start(self, jobs: list[RecoveredJob]) -> None:
+        """Takes over what the storage recovered, and begins to work."""
+        for recovered in jobs:
+            if recovered.apart:
+                told = self.state.set_apart(recovered.name, recovered.apart)
+                events.emit(told.event, **told.fields)
+                continue
+            self._appends.take_over(recovered, self._clock())
+            job = self.state.core.job(recovered.name)
+            for recovered_stream in recovered.streams:
+                stream = job.stream(recovered_stream.name)
+                if recovered_stream.torn_bytes:
+                    events.emit(
+                        "torn_tail",
+                        job=job.name,
+                        stream=recovered_stream.name,
+                        bytes=recovered_stream.torn_bytes,
+                    )
+                if stream.corrupt_reason:
+                    events.emit(
+                        "stream_corrupt",
+                        job=job.name,
+                        stream=recovered_stream.name,
+                        reason=stream.corrupt_reason,
+                    )
+            events.emit(
+                "recovered",
+                job=job.name,
+                generation=job.generation,
+                streams=len(job.streams),
+                records=job.tally.records,
+            )
+        self._committer.start()
+        self.administration.start()
+        self.watch.look()
+        self.retention.start()
+
+    # -- appending ------------------------------------------------------------------------------------
+
+    def attach(self) -> tuple[AppendCall, Outgoing]:
+        """A writer has connected. Its session, and what goes back to it."""
+        outgoing = Outgoing()
+        session = AppendCall(outgoing, Assembler(self.config.body_bytes_max))
+        with self._changed:
+            self._appends.attach(session)
+        return session, outgoing
+
+    def detach(self, session: AppendCall) -> None:
+        with self._changed:
+            self._appends.detach(session)
+
+    def open(self, session: AppendCall, request: log_pb2.Open) -> None:
+        with self._changed:
+            self._appends.open(session, request, self._clock())
+
+    def handle(self, session: AppendCall, frames: memoryview) -> None:
+        """Frames of streams that the session has opened. Raises Refused; what came before is kept."""
+        for some in self._appends.parse_some(session, frames, _TAKEN_AT_ONCE):
+            self._take(session, some)
+            if len(some) == _TAKEN_AT_ONCE and len(self.state.writers) > 1:
+                time.sleep(_OTHERS_TURN_S)
+
+    def _take(self, session: AppendCall, parsed: list[Frame]) -> None:
+        try:
+            with self._changed:
+                # Others' records stand behind these: a flood of small ones waits in its own call.
+                while session.queued_records >= _QUEUED_MAX and not session.ended:
+                    self._changed.wait(_POLL_S)
+                try:
+                    self._appends.accept(session, parsed)
+                except Quarantined as refused:
+                    self.administration.save_later(self.state.core.jobs[refused.stream.job])
+                    raise
+                finally:
+                    self._changed.notify_all()
+        except Quarantined as refused:
+            stream = refused.stream
+            events.emit("quarantined", job=stream.job, stream=stream.name, reason=stream.quarantined)
+            raise
+
+    def finish(self, session: AppendCall) -> None:
+        """The writer has sent its last message. Raises Refused if that ended within a frame."""
+        self._appends.parse(session, None)
+
+    # -- being watched ---------------------------------------------------------------------------------
+
+    def snapshot(self) -> EngineSnapshot:
+        """What the server does at this moment."""
+        with self._changed:
+            accepted, settled, synced = self._committer.commits.progress()
+            names = list(self.state.core.jobs)
+            taken = EngineSnapshot(
+                state=self.state.condition(),
+                queued_records=accepted - settled,
+                unsynced_records=accepted - synced,
+                sessions=len(self.state.sessions),
+                underway_bytes=sum(session.underway_bytes for session in self.state.sessions),
+                credit_bytes=self.config.credit_bytes * len(self.state.sessions),
+                space=self.state.space.snapshot(),
+                jobs=[],
+            )
+        for name in names:  # one by one: jobs may be large, and are written meanwhile
+            with self._changed:
+                job = self.state.core.jobs.get(name)
+                if job is not None:
+                    wants = self.state.wants_checkpoint(job)
+                    taken.jobs.append(JobSnapshot.of(job, self.state.space, wants))
+            if len(names) > 1:
+                rest()
+        return taken
+
+    # -- the end --------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Takes nothing more; everything accepted becomes durable and is acknowledged; calls end."""
+        with self._changed:
+            self.state.draining = True
+            self.state.on_health(False)
+            self._committer.settle()
+            self.state.end_sessions(Refusal(Reason.DRAINING, "the log server is shutting down"))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """After drain, and once no call runs any more."""
+        self.retention.stop()
+        self._committer.stop()
+        self.administration.stop()
+        if not self.state.failed:
+            self.administration.save_all()
+        self.state.storage.close()

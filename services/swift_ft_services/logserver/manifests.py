@@ -1,0 +1,199 @@
+"""Small files of a log server: a job's manifest, the registry of jobs, and acknowledgements.
+
+How far each stream was acknowledged, in a file that nobody waits for.
+
+The log's own files cannot tell that their last records are missing: cut on a boundary, they look as if nobody had
+written more. So the numbers are noted once more in `.acked`, after each commit and without a sync: whatever ends the
+process, the kernel has them; after a power cut they may be behind, and say less than was acknowledged, never more.
+The bytes are those of `swift_ft.log.directory`.
+"""
+
+import errno
+from contextlib import suppress
+from pathlib import Path
+
+from swift_ft.log.directory import FREE, NAME, PLACE_BYTES, Of, encode_place, places
+from swift_ft.log.manifest import (
+    GRANTED,
+    GRANTED_BYTES_MAX,
+    MANIFEST,
+    MANIFEST_BYTES_MAX,
+    Granted,
+    JobMeta,
+    ManifestDamaged,
+    decode_granted,
+    decode_manifest,
+    encode_granted,
+    encode_manifest,
+)
+from swift_ft.log.segment import padding
+from swift_ft_services.logserver.disk import Disk, File
+
+# Small files on the disk that are replaced whole, so that there is the old one or the new one: a job's manifest.
+
+
+def load_manifest(disk: Disk, folder: Path) -> JobMeta | None:
+    """None: there is none. ManifestDamaged; OSError."""
+    data = read_small_file(disk, folder / MANIFEST, MANIFEST_BYTES_MAX)
+    return None if data is None else decode_manifest(data)
+
+
+def read_small_file(disk: Disk, path: Path, size_max: int) -> bytes | None:
+    """None: it is not there. OSError; ManifestDamaged if it is larger than that."""
+    try:
+        file = disk.open(path)
+    except FileNotFoundError:
+        return None
+    try:
+        if file.size > size_max:
+            raise ManifestDamaged(f"it has {file.size} bytes, and none has more than {size_max}")
+        return file.read(0, file.size)
+    finally:
+        file.close()
+
+
+def replace_manifest(disk: Disk, folder: Path, data: bytes) -> None:
+    """Durably. OSError."""
+    disk.make_directory(folder)
+    replace_small_file(disk, folder / MANIFEST, data)
+
+
+def replace_small_file(disk: Disk, path: Path, data: bytes) -> None:
+    """Durably. OSError."""
+    aside = path.with_name(f"{path.name}.new")
+    disk.remove(aside)  # a kill may have left it
+    file = disk.create(aside)
+    try:
+        file.write(0, [data, padding(len(data))])
+        file.resize(len(data))
+        file.sync()
+    finally:
+        file.close()
+    disk.rename(aside, path)
+    disk.sync_names(path.parent)
+
+
+# What a server knows of each job outside of its directory: which job of that name it is, and its last generation.
+#
+# A manifest is inside of what can be swapped as a whole, and says nothing of being older than the one before. One
+# line a job is kept beside the jobs, in `.granted-<job>`: written when the job comes (before its manifest), and after
+# each manifest with a newer generation. So a manifest may be newer than its line, and never older.
+
+
+class Book:
+    """(one caller at a time) The lines of all jobs, and the manifests that go with them."""
+
+    def __init__(self, disk: Disk, directory: Path) -> None:
+        self._disk = disk
+        self._directory = directory
+        self.lines: dict[str, Granted] = {}
+
+    def path(self, job: str) -> Path:
+        return self._directory / f"{GRANTED}{job}"
+
+    def read(self, job: str) -> Granted | None:
+        """None: there is no line. ManifestDamaged; OSError."""
+        data = read_small_file(self._disk, self.path(job), GRANTED_BYTES_MAX)
+        return None if data is None else decode_granted(data)
+
+    def take(self, job: str, meta: JobMeta, granted: Granted) -> None:
+        """(at the start) The two fit. A kill may have come before the line had the manifest's generation."""
+        if granted.generation < meta.generation:
+            self._write(Granted(job, meta.uid, meta.generation))
+        self.lines[job] = Granted(job, meta.uid, meta.generation)
+
+    def save(self, job: str, meta: JobMeta, new_uid: str) -> None:
+        """The manifest, durably, and its line. ``meta`` gets the job's name and uid. OSError."""
+        line = self.lines.get(job)
+        if line is None:
+            line = Granted(job, new_uid, 0)
+            self._write(line)
+            self.lines[job] = line
+        meta.job, meta.uid = job, line.uid
+        replace_manifest(self._disk, self._directory / job, encode_manifest(meta))
+        if line.generation != meta.generation:
+            line = Granted(job, line.uid, meta.generation)
+            self._write(line)
+            self.lines[job] = line
+
+    def forget(self, job: str) -> None:
+        """A line that is left has no directory, and is the first thing that a new job of this name replaces."""
+        self.lines.pop(job, None)
+        try:
+            self._disk.remove(self.path(job))
+        except IsADirectoryError:
+            self._disk.remove_tree(self.path(job))
+
+    def _write(self, line: Granted) -> None:
+        replace_small_file(self._disk, self.path(line.job), encode_granted(line))
+
+
+_FREE_MAX = 1 << 16
+"""Free places in a row that are remembered."""
+
+
+class Acked:
+    """(one caller at a time) All streams of a server."""
+
+    def __init__(self, disk: Disk, directory: Path) -> None:
+        self._disk = disk
+        self._path = directory / NAME
+        self._file: File | None = None
+        self._places: dict[Of, int] = {}
+        self._free: list[int] = []
+        self._next_place = 0
+        self.sequences: dict[Of, int] = {}
+        """As noted; each is exclusive."""
+
+    def open(self) -> None:
+        """Reads what was noted. Something else in the file's place is done without, and so is a full disk."""
+        try:
+            self._file = self._disk.open(self._path)
+        except FileNotFoundError:
+            with suppress(OSError):
+                self._file = self._disk.create(self._path)
+            return
+        except OSError:
+            return
+        for at, of, sequence in places(self._file.size, self._file.read):
+            self._free.extend(range(self._next_place, min(at, self._next_place + _FREE_MAX)))
+            self._places[of] = at
+            self.sequences[of] = sequence
+            self._next_place = at + 1
+
+    def note(self, of: Of, sequence: int) -> None:
+        """Everything below was acknowledged, or is about to be."""
+        if self._file is None:
+            return
+        place = self._places.get(of)
+        if place is None:
+            place = self._free.pop() if self._free else self._next_place
+            self._next_place = max(self._next_place, place + 1)
+            self._places[of] = place
+        self.sequences[of] = sequence
+        self._put(place, encode_place(of, sequence))
+
+    def forget(self, uid: bytes) -> None:
+        """The job is dropped."""
+        for of in [of for of in self._places if of[0] == uid]:
+            place = self._places.pop(of)
+            self.sequences.pop(of, None)
+            self._put(place, FREE)
+            self._free.append(place)
+
+    def _put(self, place: int, data: bytes) -> None:
+        assert self._file is not None
+        try:
+            self._file.note(place * PLACE_BYTES, data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                self._close()  # nobody waits for it, and nobody fails for it
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def close(self) -> None:
+        self._close()

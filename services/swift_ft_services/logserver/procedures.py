@@ -1,0 +1,247 @@
+"""Fence, trim, reset and drop as sequences of steps: what is decided, and what must be durable before it goes on.
+
+A procedure is a generator. It runs while the server's lock is held; each step that it yields is done without it
+(`Settle`, `Save`), and it goes on once that has been done. Where a step fails, the procedure ends there: Refused is
+thrown into it. One procedure of a server runs at a time.
+"""
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from swift_ft.log.directory import LIVES_S
+from swift_ft.log.manifest import JobMeta, StreamMeta
+from swift_ft.log.protocol import Reason
+from swift_ft.log.record import STEP_MAX
+from swift_ft_services.logserver.core import SWEPT_AT_ONCE, JobState, Refusal, StreamState, too_high
+from swift_ft_services.logserver.state import Refused, ServerState, check_names
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Wait until everything accepted so far of the job is durable."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Make this the job's manifest, durably."""
+
+    job: str
+    meta: JobMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Clean:
+    """Some time: give back the space of what these streams have dropped."""
+
+    streams: list[StreamState]
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The job is no more, durably; some time: give back its space."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """An event for the trace."""
+
+    event: str
+    fields: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Let others have their turn. ``garbage`` may be emptied meanwhile, piece by piece."""
+
+    garbage: "list[dict[Any, Any]]" = field(default_factory=list)
+
+
+Step = Settle | Save | Clean | Forget | Emit | Rest
+T = TypeVar("T")
+Procedure = Generator[Step, None, T]
+
+
+def fence(
+    state: ServerState, job_name: str, generation: int, now: float, *, held: bool = False
+) -> Procedure[None]:
+    """Grants a generation; over when the grant is durable, and all that older generations appended (synced, but for
+    streams that nobody syncs). ``held``: only to a job that is known here, as one that had been granted one is.
+    Raises Refused for generation 0, one that is older than what is granted, and a job that is set apart."""
+    check_names(job_name)
+    state.check_apart(job_name)
+    if generation == 0:
+        raise Refused(Refusal(Reason.INVALID, "generation 0 cannot be granted; they start at 1"))
+    if held:
+        _check_known(state, job_name)
+    state.check_job(job_name)
+    is_new = generation > state.core.generation_of(job_name)
+    refusal = state.core.fence(job_name, generation)
+    if refusal is not None:
+        raise Refused(refusal)
+    job = state.core.job(job_name)
+    state.touch(job_name, now)
+    if is_new:
+        # Nothing is written under it before it is durable; if that fails, not before it was asked for again.
+        words = f"generation {generation} of job {job_name} is not durable yet"
+        state.cut_off[job_name] = Refusal(Reason.NOT_GRANTED, words)
+    # Writers of older generations are told now, not at their next frame.
+    for session in state.writers.get(job_name, ()):
+        opened_under = session.oldest[job_name]
+        if opened_under < generation:
+            session.end(state.core.check_generation(job, opened_under))
+    yield Settle(job_name)
+    yield Save(job_name, meta_of(job))
+    state.cut_off.pop(job_name, None)
+    yield Emit("fence", {"job": job_name, "generation": generation})
+
+
+def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
+    """Gives the step below which everything is trimmed, durably. Raises Refused for a step beyond all."""
+    if state.core.jobs.get(job.name) is not job:
+        return job.trimmed_below_step  # dropped meanwhile
+    refusal = too_high("step", below_step, STEP_MAX)
+    if refusal is not None:
+        raise Refused(refusal)
+    if state.core.begin_trim(job, below_step):
+        yield from _sweep(state, job)
+        state.space.recount(state.core)
+    trimmed = job.trimmed_below_step
+    if trimmed > job.trim_recorded:
+        yield Save(job.name, meta_of(job))
+        job.trim_recorded = trimmed
+        changed, job.uncleaned = list(job.uncleaned.values()), {}
+        yield Clean(changed)
+        yield Emit("trimmed", {"job": job.name, "below_step": trimmed})
+    return trimmed
+
+
+def _sweep(state: ServerState, job: JobState) -> Procedure[None]:
+    """(A job that is large is not to hold up others: records are appended and read between two pieces.)"""
+    looked = 0
+    for stream in list(job.streams.values()):
+        sequence: int | None = 0
+        while sequence is not None:
+            sequence = state.core.sweep(job, stream, sequence, SWEPT_AT_ONCE)
+            looked += SWEPT_AT_ONCE if sequence is not None else 1
+            if looked >= SWEPT_AT_ONCE:
+                looked = 0
+                yield Rest()
+        if state.core.end_trim(job, stream):
+            job.uncleaned[stream.name] = stream
+
+
+def reset(state: ServerState, job_name: str, generation: int, number: int = 0) -> Procedure[None]:
+    """Drops every record of the job, under its granted generation; once, however late or often it is asked for.
+    ``number`` counts the resets of one generation. Raises Refused for another generation than the granted one."""
+    check_names(job_name)
+    state.check_apart(job_name)
+    job = _check_known(state, job_name)
+    refusal = state.core.check_generation(job, generation)
+    if refusal is not None:
+        raise Refused(refusal)
+    if (job.reset_generation, job.reset_number) >= (generation, number):
+        return
+    yield from _cut_off(state, job, Refusal(Reason.NOT_OPEN, f"job {job_name} was reset"))
+    changed = state.core.reset(job)
+    state.space.recount(state.core)
+    yield from _free(state)
+    yield Save(job_name, replace(meta_of(job), reset_generation=generation, reset_number=number))
+    job.reset_generation, job.reset_number = generation, number
+    yield Clean(changed)
+    yield Emit("reset", {"job": job_name, "generation": generation})
+
+
+def _free(state: ServerState) -> Procedure[None]:
+    garbage = state.core.take_garbage()
+    if garbage:
+        yield Rest(garbage)
+
+
+def _check_known(state: ServerState, job_name: str) -> JobState:
+    job = state.core.jobs.get(job_name)
+    if job is None:
+        # Not which ones there are: who asks may have a right to one job only.
+        raise Refused(Refusal(Reason.UNKNOWN, f"there is no job {job_name} here"))
+    return job
+
+
+def drop(
+    state: ServerState, job_name: str, now: float, *, force: bool, why: str
+) -> Procedure[tuple[int, int]]:
+    """Forgets a job; gives (records, bytes). A job that lives is refused, unless by ``force``: then its writers
+    are cut off, and find no generation granted."""
+    check_names(job_name)
+    if job_name in state.apart:
+        yield Forget(job_name)
+        del state.apart[job_name]
+        state.cut_off.pop(job_name, None)
+        yield Emit("dropped", {"job": job_name, "records": 0, "bytes": 0, "reason": why})
+        return 0, 0
+    job = _check_droppable(state, job_name, now, force)
+    yield from _cut_off(state, job, Refusal(Reason.NOT_GRANTED, f"job {job_name} was dropped"))
+    records, size = job.tally.records, job.tally.bytes
+    del state.core.jobs[job_name]  # before its files: nothing is written to them from here on
+    state.space.recount(state.core, trimmed=False)
+    try:
+        yield Forget(job_name)
+    except Refused:
+        state.core.jobs[job_name] = job
+        state.space.recount(state.core, trimmed=False)
+        raise
+    state.cut_off.pop(job_name, None)
+    state.space.dropped_bytes += size
+    state.touched.pop(job_name, None)
+    for stream in job.streams.values():
+        state.core.empty(stream)
+    yield from _free(state)
+    yield Emit("dropped", {"job": job_name, "records": records, "bytes": size, "reason": why})
+    return records, size
+
+
+def _check_droppable(state: ServerState, job_name: str, now: float, force: bool) -> JobState:
+    job = _check_known(state, job_name)
+    idle_s = state.idle_s(job_name, now) or 0.0
+    if idle_s < LIVES_S and not force:
+        raise Refused(
+            Refusal(
+                Reason.LIVES,
+                f"job {job_name} was last spoken for {idle_s:.0f} s ago (generation {job.generation}): end it, "
+                f"wait {LIVES_S - idle_s:.0f} s, then drop it; or force it",
+            )
+        )
+    return job
+
+
+def _cut_off(state: ServerState, job: JobState, why: Refusal) -> Procedure[None]:
+    """Ends the job's writers, and lets none in; over when nothing of it is on its way to the disk any more."""
+    for session in state.writers.get(job.name, ()):
+        session.end(why)
+    before = state.cut_off.get(job.name)
+    state.cut_off[job.name] = why
+    try:
+        yield Settle(job.name)
+    finally:
+        if before is None:
+            del state.cut_off[job.name]
+        else:
+            state.cut_off[job.name] = before
+    assert all(stream.durable == stream.appended for stream in job.streams.values())
+
+
+def meta_of(job: JobState) -> JobMeta:
+    """What the job's manifest is to say."""
+    return JobMeta(
+        generation=job.generation,
+        trimmed_below_step=job.trimmed_below_step,
+        reset_generation=job.reset_generation,
+        reset_number=job.reset_number,
+        streams={
+            name: StreamMeta(stream.first, stream.durable, stream.quarantined)
+            for name, stream in job.streams.items()
+        },
+    )

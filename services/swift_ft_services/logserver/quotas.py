@@ -1,0 +1,279 @@
+"""How much is kept, of how much, and what follows from it. No I/O, no clock of its own.
+
+Each account (the server's, and one for every job) has three lines below its limit::
+
+    0 ........ low ........ high ....... taken again ....... limit
+               HIGH ends    HIGH begins  FULL ends           FULL begins
+
+HIGH is said, and makes a coordinator ask for an early checkpoint, whose trim gives the space back: the room between
+high and limit is for what is logged until then. FULL refuses what is new. The limit is the quota, or what the
+disk has room for if that is less.
+
+A disk that has said that it is full is another thing, since its word counts more than what anybody reckons::
+
+    OPEN ──a write found no space──> FULL ──space is back, and a while has passed──> TRYING
+      ^                                ^                                               │
+      └── a write went well, or none was tried for a while ───────────────────────────┤
+                                       └── no space again: the next while is longer ──┘
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from swift_ft.log.protocol import Reason
+from swift_ft_services.logserver.core import LogCore, Refusal
+
+HIGH_WATER = 0.8
+LOW_WATER = 0.6
+_TAKEN_AGAIN = 0.9
+_PAUSE_S = 1.0
+_PAUSE_S_MAX = 16.0
+_TRIAL_S = 2.0
+_FREE_BYTES_LEAST = 1 << 20
+
+
+class Alarm(IntEnum):
+    """As in the protocol."""
+
+    NONE = 0
+    HIGH = 1
+    FULL = 2
+
+
+class DiskState(IntEnum):
+    OPEN = 0
+    TRYING = 1
+    FULL = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpaceConfig:
+    """Quotas of 0 are none."""
+
+    quota_bytes: int = 0
+    job_quota_bytes: int = 0
+    high_water: float = HIGH_WATER
+    """Part of a limit at which the alarm begins."""
+    low_water: float = LOW_WATER
+    """... and below which it ends. After the disk was full, writes begin again once as much as lies between the
+    lines "taken again" and "limit" is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something to be told: an event."""
+
+    event: str
+    fields: Mapping[str, object]
+
+
+@dataclass(slots=True)
+class Account:
+    """used <= limit, but for one record that found room and a disk that shrank."""
+
+    name: str
+    quota_bytes: int
+    used_bytes: int = 0
+    limit_bytes: int = 0
+    """0: nobody can tell."""
+    alarm: Alarm = Alarm.NONE
+    told: Alarm = Alarm.NONE
+
+    def part(self) -> float:
+        return self.used_bytes / self.limit_bytes if self.limit_bytes else 0.0
+
+    def words(self) -> str:
+        return f"{self.name} keeps {self.used_bytes} bytes of the {self.limit_bytes} that it may"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccountSnapshot:
+    """Plain numbers, for metrics."""
+
+    used_bytes: int
+    limit_bytes: int
+    """0: nobody can tell; then there are no marks either."""
+    quota_bytes: int
+    high_mark_bytes: int
+    low_mark_bytes: int
+    alarm: str
+    """"none", "high" or "full"."""
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """The disk's own word."""
+
+    disk: DiskState = DiskState.OPEN
+    reason: str = ""
+    until: float = 0.0
+    pause_s: float = _PAUSE_S
+
+
+@dataclass(slots=True)
+class Space:
+    """(holding the server's lock) All accounts. What a method returns is to be told."""
+
+    config: SpaceConfig
+    server: Account = field(init=False)
+    jobs: dict[str, Account] = field(default_factory=dict)
+    free_bytes: int | None = None
+    """On the disk, as last seen; None: nobody can tell."""
+    trimmed: Counter[str] = field(default_factory=Counter)
+    """Bytes of records that trims and resets have given up, by job."""
+    dropped_bytes: int = 0
+    """... and those of jobs that were dropped."""
+    _trouble: _Trouble = field(default_factory=_Trouble)
+
+    def __post_init__(self) -> None:
+        quota = self.config.quota_bytes
+        self.server = Account("the server", quota, limit_bytes=quota)
+
+    # -- what is kept ---------------------------------------------------------------------------------
+
+    def job(self, name: str) -> Account:
+        account = self.jobs.get(name)
+        if account is None:
+            account = self.jobs[name] = self._account(name)
+        return account
+
+    def _account(self, name: str) -> Account:
+        """Of a job that nothing is kept of."""
+        quota = self.config.job_quota_bytes
+        return Account(f"job {name}", quota, limit_bytes=quota)
+
+    def refuses(self, job_name: str, frame_bytes: int) -> Refusal | None:
+        """May a new record of this size come in? With 0: may a writer begin?"""
+        if self._trouble.disk is DiskState.FULL:
+            return Refusal(Reason.FULL, self._trouble.reason)
+        for account in (self.jobs.get(job_name) or self._account(job_name), self.server):
+            over = account.used_bytes + frame_bytes > account.quota_bytes
+            if account.quota_bytes and (over or account.alarm is Alarm.FULL):
+                account.alarm = Alarm.FULL
+                return Refusal(Reason.OVER_QUOTA, f"{account.words()}; a checkpoint lets it be trimmed")
+        return None
+
+    def added(self, job_name: str, frame_bytes: int) -> None:
+        self.job(job_name).used_bytes += frame_bytes
+        self.server.used_bytes += frame_bytes
+
+    def recount(self, core: LogCore, *, trimmed: bool = True) -> None:
+        """Something was dropped. ``trimmed``: it was in the log; else it never was."""
+        before = {name: account.used_bytes for name, account in self.jobs.items()}
+        for name in [name for name in self.jobs if name not in core.jobs]:
+            del self.jobs[name]
+        for name, job in core.jobs.items():
+            self.job(name).used_bytes = job.tally.bytes
+        self.server.used_bytes = sum(account.used_bytes for account in self.jobs.values())
+        for name, used_bytes in before.items():
+            gone = used_bytes - (self.jobs[name].used_bytes if name in self.jobs else 0)
+            if trimmed and gone > 0:
+                self.trimmed[name] += gone
+
+    @property
+    def trimmed_bytes(self) -> int:
+        """Everything that was given up, by a trim, a reset or a drop."""
+        return self.trimmed.total() + self.dropped_bytes
+
+    # -- the disk -------------------------------------------------------------------------------------
+
+    def disk_is_full(self, reason: str, now: float) -> list[Notice]:
+        """A write found no space."""
+        trouble = self._trouble
+        if trouble.disk is DiskState.TRYING:
+            trouble.pause_s = min(2 * trouble.pause_s, _PAUSE_S_MAX)
+        news = [Notice("disk_full", {"reason": reason})] if trouble.disk is DiskState.OPEN else []
+        trouble.disk, trouble.reason, trouble.until = DiskState.FULL, reason, now + trouble.pause_s
+        return news
+
+    def disk_took(self) -> list[Notice]:
+        """A write went well."""
+        trouble = self._trouble
+        if trouble.disk is DiskState.OPEN:
+            return []
+        trouble.disk, trouble.reason, trouble.pause_s = DiskState.OPEN, "", _PAUSE_S
+        return [Notice("disk_has_space", {})]
+
+    def files_removed(self, now: float) -> None:
+        """Room was made: no reason to wait any longer."""
+        self._trouble.until = min(self._trouble.until, now)
+
+    def observe(self, free_bytes: int | None, now: float) -> list[Notice]:
+        """Every so often: what the disk has left. Alarms begin and end here."""
+        self.free_bytes = free_bytes
+        server, trouble = self.server, self._trouble
+        room = server.used_bytes + free_bytes if free_bytes is not None else 0
+        server.limit_bytes = min((x for x in (server.quota_bytes, room) if x), default=0)
+        if trouble.disk is DiskState.FULL and now >= trouble.until and self._space_is_back():
+            trouble.disk, trouble.until = DiskState.TRYING, now + _TRIAL_S
+        elif trouble.disk is DiskState.TRYING and now >= trouble.until:
+            return [*self.disk_took(), *self._alarms()]
+        return self._alarms()
+
+    def _space_is_back(self) -> bool:
+        free = self.free_bytes
+        if free is None:
+            return True
+        return free >= max(_FREE_BYTES_LEAST, round((1 - _TAKEN_AGAIN) * (self.server.used_bytes + free)))
+
+    def _alarms(self) -> list[Notice]:
+        news = []
+        for name, account in [("", self.server), *self.jobs.items()]:
+            account.alarm = self._alarm_of(account)
+            if account.told is not account.alarm:
+                account.told = account.alarm
+                job = {"job": name} if name else {}
+                fields = {"alarm": account.alarm.name, "reason": account.words(), **job}
+                news.append(Notice("space_alarm", fields))
+        return news
+
+    def _alarm_of(self, account: Account) -> Alarm:
+        part = account.part()
+        if account.alarm is Alarm.FULL and account.used_bytes > _TAKEN_AGAIN * account.quota_bytes:
+            return Alarm.FULL
+        if part >= (self.config.low_water if account.alarm else self.config.high_water):
+            return Alarm.HIGH
+        return Alarm.NONE
+
+    # -- what is told ---------------------------------------------------------------------------------
+
+    @property
+    def disk(self) -> DiskState:
+        return self._trouble.disk
+
+    @property
+    def disk_reason(self) -> str:
+        return self._trouble.reason
+
+    @property
+    def takes_appends(self) -> bool:
+        """Of any job at all."""
+        return self._trouble.disk is DiskState.OPEN and self.server.alarm is not Alarm.FULL
+
+    def wants_checkpoint(self, job_name: str) -> str:
+        """Why a trim of this job would help now; empty: there is no need."""
+        account = self.job(job_name)
+        if not account.used_bytes:
+            return ""
+        if self._trouble.disk is DiskState.FULL:
+            return f"its disk is full: {self._trouble.reason}"
+        for full in (account, self.server):
+            if full.alarm and full.part() >= self.config.high_water:
+                return full.words()
+        return ""
+
+    def snapshot(self, job_name: str = "") -> AccountSnapshot:
+        """Of a job, or of the server."""
+        account = self.job(job_name) if job_name else self.server
+        limit, config = account.limit_bytes, self.config
+        full = not job_name and self._trouble.disk is not DiskState.OPEN
+        return AccountSnapshot(
+            used_bytes=account.used_bytes,
+            limit_bytes=limit,
+            quota_bytes=account.quota_bytes,
+            high_mark_bytes=round(config.high_water * limit),
+            low_mark_bytes=round(config.low_water * limit),
+            alarm=(Alarm.FULL if full else account.alarm).name.lower(),
+        )

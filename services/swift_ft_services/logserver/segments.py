@@ -1,0 +1,256 @@
+"""Segment files as the storage knows them, and how a storage fails."""
+
+import errno
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+
+from swift_ft.errors import ServiceError
+from swift_ft.log.frame import Bytes
+from swift_ft.log.record import stream_tag
+from swift_ft.log.segment import (
+    BLOCK_BYTES,
+    SEGMENT_HEADER_BYTES,
+    Owner,
+    SegmentHeader,
+    encode_segment_header,
+    padding,
+)
+from swift_ft_services.logserver.disk import NO_SPACE, File
+
+# One segment file as the storage knows it: where its records are, and how it grows.
+
+_RESERVE_LEAST = 64 << 10
+_RESERVE_STEP = 32 << 20
+
+
+class Unsound(OSError):
+    """A write failed, and so did the way back from it: nobody knows what the file holds."""
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A file of one stream, and where each of its records begins (`offsets`, in bytes)."""
+
+    path: Path
+    first: int
+    size: int
+    """Where its frames end."""
+    owner: Owner
+    generation: int
+    """That it was made in."""
+    offsets: "array[int]" = field(default_factory=lambda: array("Q"))  # 0: damaged, and nobody knows where
+    file: File | None = None  # if it is the last one and not sealed
+    tail: bytes = b""
+    """Of the last block, what the frames fill: the next write begins with it."""
+    reserved: int = 0
+    ahead: bool = True
+    """The file may have taken more space than it fills: of one that was there at the start nobody knows."""
+    _end: int = SEGMENT_HEADER_BYTES
+    """Of the frames found so far."""
+
+    @property
+    def of(self) -> tuple[bytes, int]:
+        """Its stream, whatever job there is of that name."""
+        return bytes.fromhex(self.owner.uid), stream_tag(self.owner.job, self.owner.stream)
+
+    @property
+    def header(self) -> SegmentHeader:
+        of = self.owner
+        return SegmentHeader(of.job, of.stream, self.first, of.uid, self.generation)
+
+    @property
+    def next_sequence(self) -> int:
+        return self.first + len(self.offsets)
+
+    def found(self, sequence: int, offset: int, size: int) -> None:
+        """(at the start, in their order) A record's frame. Of those that are missing before it the first begins where
+        the last one ended."""
+        missing = sequence - self.next_sequence
+        self.offsets.extend([self._end, *[0] * missing][:missing])
+        self.offsets.append(offset)
+        self._end = offset + size
+
+    def mend(self, file: File, sequence: int, frame: Sequence[Bytes]) -> bool:
+        """Puts a record's frame where it is damaged. False: it does not fit there, or what shares its blocks cannot be
+        read; nothing was written. What is sound stays so, whenever this is cut off."""
+        index, size = sequence - self.first, sum(map(len, frame))
+        if index == len(self.offsets):  # the file ends with damage in which nothing was found
+            begin, frames = self.size, frame
+            if not self.size:  # and with its own header
+                head = encode_segment_header(self.header)
+                begin, frames = len(head), [head, *frame]
+            if not _overwrite(file, self.size, frames, last=True):
+                return False
+            self.offsets.append(begin)
+            self.size = begin + size
+            return True
+        offset = self.offsets[index]
+        behind = self.offsets[index + 1] if index + 1 < len(self.offsets) else self.size
+        return bool(offset) and behind == offset + size and _overwrite(file, offset, frame)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+    def offsets_of(self, sizes: Iterable[int]) -> list[int]:
+        """Where frames of these sizes will be."""
+        ends = accumulate(sizes, initial=self.size)
+        return list(ends)[:-1]
+
+    def write(self, parts: Sequence[Bytes]) -> None:
+        """Appends bytes. If it raises, the segment is as it was, unless it raises Unsound."""
+        assert self.file is not None
+        begin = self.size - len(self.tail)
+        end = self.size + sum(map(len, parts))
+        if end + BLOCK_BYTES > self.reserved:
+            self._reserve(end + BLOCK_BYTES)
+        try:
+            self.file.write(begin, [self.tail, *parts, padding(end)])
+        except OSError as error:
+            self._cut(self.size, error)
+            raise
+        self.tail = _last_bytes([self.tail, *parts], end % BLOCK_BYTES)
+        self.size = end
+
+    def _reserve(self, size: int) -> None:
+        assert self.file is not None
+        # As much again as it has: a file is extended a few times, and one that stays small takes little.
+        self.ahead = True
+        ample = size + min(max(size, _RESERVE_LEAST), _RESERVE_STEP)
+        try:
+            self.file.reserve(ample)
+            self.reserved = ample
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            self._cut(self.size, error)  # gives back a part that was taken
+            self.file.reserve(size)
+            self.reserved = size
+
+    def give_back(self) -> None:
+        """The space behind what is written. The next write takes some again."""
+        if self.file is not None and self.ahead:
+            self.file.resize(self.file.size)
+            self.reserved, self.ahead = 0, False
+
+    def go_back(self, size: int, tail: bytes) -> None:
+        """To before writes that shall not count. Raises Unsound."""
+        self._cut(size)
+        self.size, self.tail = size, tail
+
+    def _cut(self, size: int, why: OSError | None = None) -> None:
+        assert self.file is not None
+        try:
+            self.file.resize(size)
+        except OSError as error:
+            first = error if why is None else why
+            raise Unsound(first.errno, f"{first.strerror}, and then it could not be taken back") from error
+        self.reserved = 0
+
+
+def place_of(segments: Sequence[Segment], sequence: int) -> Segment | None:
+    """The one that has this record, or that ends with damage where it should be."""
+    for segment in reversed(segments):
+        if segment.first <= sequence < segment.next_sequence:
+            return segment
+        if sequence == segment.next_sequence and (segment.file is None or segment is not segments[-1]):
+            return segment
+    return None
+
+
+def _overwrite(file: File, offset: int, frame: Sequence[Bytes], *, last: bool = False) -> bool:
+    """What shares its first and its last block is written as it is there. ``last``: what is behind it is cut off. That
+    comes first: behind a frame that is sound it would be damage, of a record that never was. What is damaged itself
+    still says that something was there."""
+    begin, end = offset // BLOCK_BYTES * BLOCK_BYTES, offset + sum(map(len, frame))
+    try:
+        before = file.read(begin, offset - begin)
+        behind = b"" if last else file.read(end, -end % BLOCK_BYTES)
+    except OSError:
+        return False
+    if len(before) < offset - begin:
+        return False
+    if last and file.size > end:
+        file.resize(end)
+    file.write(begin, [before, *frame, behind, padding(end + len(behind))])
+    return True
+
+
+def _last_bytes(parts: Sequence[Bytes], size: int) -> bytes:
+    tail = b""
+    for part in reversed(parts):
+        if len(tail) == size:
+            break
+        tail = bytes(memoryview(part)[max(0, len(part) - (size - len(tail))) :]) + tail
+    return tail
+
+
+BUSY = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+IN_THE_WAY = {
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ENOTEMPTY,
+    errno.ENXIO,
+}
+"""Something else is where a job's file or directory should be: that is this job's trouble, and no disk's."""
+UNREADABLE = {errno.EACCES, errno.EPERM, errno.EIO, errno.EBADMSG, errno.EUCLEAN}
+"""What a file that was to be read may say: nobody else's files need be the same."""
+
+
+class StorageError(ServiceError):
+    """One of those below."""
+
+
+class StorageFull(StorageError):
+    """No space. Everything is back on the last record boundary; reads and trims still work."""
+
+
+class StorageBusy(StorageError):
+    """The process has no descriptor or no memory to spare. Everything is back on the last record boundary."""
+
+
+class StorageFailed(StorageError):
+    """A write or a sync failed for another reason. It is not tried again: what was written is unknown."""
+
+
+class JobDamaged(StorageError):
+    """A job's files make no sense, or something else is in their place. Nothing is done for it; others are served."""
+
+    def __init__(self, job: str, what: str) -> None:
+        super().__init__(
+            f"job {job} is set apart, others are served: {what}; drop it (swift-ft inspect --drop-job {job}), "
+            "or put its files right and start the server again"
+        )
+        self.job = job
+
+
+class SegmentGone(StorageError):
+    """A file that is written was removed, or replaced, by somebody else. Everything else is back on the last record
+    boundary; the stream goes on in another file."""
+
+    def __init__(self, job: str, stream: str, first: int, what: str) -> None:
+        super().__init__(what)
+        self.job = job
+        self.stream = stream
+        self.first = first
+        """Its records, and whatever was to follow, are gone."""
+
+
+def as_storage_error(error: OSError, job: str = "") -> StorageError:
+    """``job``: whose file it was about."""
+    if isinstance(error, Unsound):
+        return StorageFailed(f"a write failed: {error.strerror}; see to the disk, then start again")
+    if error.errno in BUSY:
+        return StorageBusy(f"cannot write now: {error.strerror}; raise what the process may have (ulimit -n)")
+    if error.errno in NO_SPACE:
+        return StorageFull(f"no space left: {error.strerror}; free some, or trim the log")
+    if job and error.errno in IN_THE_WAY:
+        return JobDamaged(job, f"{error.filename}: {error.strerror}")
+    return StorageFailed(f"a write failed: {error.strerror}; see to the disk, then start again")

@@ -1,0 +1,237 @@
+"""gRPC over the engine: messages in and out, refusals into status codes. No decision is taken here."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from swift_ft._pb import log_pb2
+from swift_ft.log.protocol import REASON_KEY, SERVICE, Reason, server_options, split_frames
+from swift_ft_services.authorization import Denied, Gate, Lanes, Visit, forget_frames
+from swift_ft_services.health import Health
+from swift_ft_services.interceptors import SyncGate, visit_of
+from swift_ft_services.logserver.core import Refusal
+from swift_ft_services.logserver.engine import LogEngine
+from swift_ft_services.logserver.state import AppendCall, Refused
+from swift_ft_services.threads import NONE_LEFT, Threads
+
+_STATUS = {
+    Reason.STALE_GENERATION: grpc.StatusCode.FAILED_PRECONDITION,
+    Reason.NOT_GRANTED: grpc.StatusCode.FAILED_PRECONDITION,
+    Reason.NOT_OPEN: grpc.StatusCode.FAILED_PRECONDITION,
+    Reason.GAP: grpc.StatusCode.OUT_OF_RANGE,
+    Reason.CONFLICT: grpc.StatusCode.ALREADY_EXISTS,
+    Reason.CORRUPT: grpc.StatusCode.DATA_LOSS,
+    Reason.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Reason.OVERSIZE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.OVER_QUOTA: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.LIVES: grpc.StatusCode.FAILED_PRECONDITION,
+    Reason.UNKNOWN: grpc.StatusCode.NOT_FOUND,
+    Reason.APART: grpc.StatusCode.DATA_LOSS,
+    Reason.INTERNAL: grpc.StatusCode.INTERNAL,
+    Reason.TRIMMED: grpc.StatusCode.NOT_FOUND,
+    Reason.BUSY: grpc.StatusCode.UNAVAILABLE,
+    Reason.CLOSED: grpc.StatusCode.UNAVAILABLE,
+    Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
+    Reason.LIMIT: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    Reason.DENIED: grpc.StatusCode.PERMISSION_DENIED,
+}
+_MESSAGE_CHARACTERS = 500
+"""Of a refusal: what it repeats of a request is not to be more than gRPC has room for."""
+
+Context = grpc.ServicerContext
+Reply = TypeVar("Reply", bound=Message)
+
+
+def _abort(context: Context, refusal: Refusal) -> None:
+    context.set_trailing_metadata(((REASON_KEY, refusal.reason.value),))
+    context.abort(_STATUS[refusal.reason], refusal.message[:_MESSAGE_CHARACTERS])
+
+
+@contextmanager
+def _answering(context: Context, call: str) -> Iterator[None]:
+    """Ends the call with a status, whatever is raised."""
+    try:
+        yield
+    except Refused as refused:
+        refusal = refused.refusal
+    except Exception as error:  # a bug: the caller gets one line, the log has the rest
+        logging.getLogger(__name__).exception("%s failed", call)
+        refusal = Refusal(
+            Reason.INTERNAL, f"internal error in {call}: {error!r}; see the log of the log server"
+        )
+    else:
+        return
+    _abort(context, refusal)
+
+
+class LogServicer:
+    """gRPC tells of a call's end in its own thread, which serves everybody: nothing in it may wait for a lock."""
+
+    def __init__(self, engine: LogEngine) -> None:
+        self.engine = engine
+        self._over = Threads(1, "over")
+
+    def append(self, requests: Iterator[bytes], context: Context) -> Iterator[log_pb2.AppendReply]:
+        """The Append rpc: a thread takes what the writer sends, this one gives the replies."""
+        try:
+            session, outgoing = self.engine.attach()
+        except Refused as refused:
+            _abort(context, refused.refusal)
+            return
+        if not context.add_callback(session.end):
+            self.engine.detach(session)  # the call is over already: nobody would call back
+            return
+        arguments = (session, requests, visit_of())
+        pump = threading.Thread(target=self._pump, args=arguments, name="pump", daemon=True)
+        try:
+            pump.start()
+        except RuntimeError:
+            self.engine.detach(session)
+            _abort(context, Refusal(Reason.BUSY, NONE_LEFT))
+        yield from outgoing.replies()
+        if session.refusal is not None:
+            _abort(context, session.refusal)
+
+    def _pump(self, session: AppendCall, requests: Iterator[bytes], visit: Visit) -> None:
+        """Takes the writer's messages until it ends or is refused."""
+        try:
+            for message in requests:
+                visit.still_good()
+                frames = split_frames(message)
+                if frames is None:
+                    request = log_pb2.AppendRequest.FromString(message)
+                    visit.check_limits(request)
+                    for opening in request.opens:
+                        visit.check(opening.job, opening.generation)
+                        self.engine.open(session, opening)
+                    frames = memoryview(request.frames)
+                if frames:
+                    self.engine.handle(session, frames)
+            self.engine.finish(session)
+            session.end()
+        except Refused as refused:
+            session.end(refused.refusal)
+        except Denied as denied:
+            session.end(Refusal(denied.reason, denied.message))
+        except DecodeError:
+            session.end(Refusal(Reason.INVALID, "not an AppendRequest"))
+        except grpc.RpcError as over:  # the call is gone; its handler ends by the callback
+            forget_frames(over)
+            session.end()
+        except Exception as error:  # a bug: the writer must not wait for it in silence
+            logging.getLogger(__name__).exception("append failed")
+            session.end(Refusal(Reason.CLOSED, f"internal error: {error!r}"))
+        finally:
+            self.engine.detach(session)
+
+    def read(self, request: log_pb2.ReadRequest, context: Context) -> Iterator[bytes]:
+        def over() -> None:
+            self._over.submit(self.engine.reading.wake, request.job)
+
+        context.add_callback(over)
+        with _answering(context, "Read"):
+            yield from self.engine.reading.read(request, context.is_active)
+
+    def digests(self, request: log_pb2.DigestsRequest, context: Context) -> Iterator[log_pb2.DigestsReply]:
+        with _answering(context, "Digests"):
+            for records in self.engine.reading.digests(request):
+                yield log_pb2.DigestsReply(records=records)
+
+    def inventory(self, request: log_pb2.InventoryRequest, context: Context) -> log_pb2.InventoryReply:
+        return self._unary(context, lambda: self.engine.reading.inventory(request.job))
+
+    def fence(self, request: log_pb2.FenceRequest, context: Context) -> log_pb2.FenceReply:
+        def work() -> log_pb2.FenceReply:
+            self.engine.administration.fence(request.job, request.generation, request.held)
+            return log_pb2.FenceReply(generation=request.generation)
+
+        return self._unary(context, work)
+
+    def trim(self, request: log_pb2.TrimRequest, context: Context) -> log_pb2.TrimReply:
+        return self._unary(
+            context,
+            lambda: log_pb2.TrimReply(
+                trimmed_below_step=self.engine.administration.trim(request.job, request.below_step)
+            ),
+        )
+
+    def reset(self, request: log_pb2.ResetRequest, context: Context) -> log_pb2.ResetReply:
+        def work() -> log_pb2.ResetReply:
+            self.engine.administration.reset(request.job, request.generation, request.number)
+            return log_pb2.ResetReply()
+
+        return self._unary(context, work)
+
+    def status(self, request: log_pb2.StatusRequest, context: Context) -> log_pb2.StatusReply:
+        return self._unary(context, lambda: self.engine.reading.status(request))
+
+    def drop(self, request: log_pb2.DropRequest, context: Context) -> log_pb2.DropReply:
+        def work() -> log_pb2.DropReply:
+            records, size = self.engine.administration.drop(request.job, force=request.force)
+            return log_pb2.DropReply(records=records, bytes=size)
+
+        return self._unary(context, work)
+
+    @staticmethod
+    def _unary(context: Context, work: Callable[[], Reply]) -> Reply:
+        with _answering(context, work.__qualname__.split(".")[1].capitalize()):
+            return work()
+        raise AssertionError("abort returned")
+
+
+def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:
+    """As the generated code would make them, but frames pass as bytes: see `swift_ft.log.protocol`."""
+
+    def serialize(message: Message) -> bytes:
+        return message.SerializeToString()
+
+    def unary(method: Any, request: type[Message]) -> "grpc.RpcMethodHandler[Any, Any]":
+        return grpc.unary_unary_rpc_method_handler(method, request.FromString, serialize)
+
+    return grpc.method_handlers_generic_handler(
+        SERVICE,
+        {
+            "Append": grpc.stream_stream_rpc_method_handler(servicer.append, None, serialize),
+            "Read": grpc.unary_stream_rpc_method_handler(servicer.read, log_pb2.ReadRequest.FromString, None),
+            "Digests": grpc.unary_stream_rpc_method_handler(
+                servicer.digests, log_pb2.DigestsRequest.FromString, serialize
+            ),
+            "Inventory": unary(servicer.inventory, log_pb2.InventoryRequest),
+            "Fence": unary(servicer.fence, log_pb2.FenceRequest),
+            "Trim": unary(servicer.trim, log_pb2.TrimRequest),
+            "Reset": unary(servicer.reset, log_pb2.ResetRequest),
+            "Status": unary(servicer.status, log_pb2.StatusRequest),
+            "Drop": unary(servicer.drop, log_pb2.DropRequest),
+        },
+    )
+
+
+def make_server(
+    engine: LogEngine, gate: Gate | None = None, watching: Sequence[grpc.ServerInterceptor] = ()
+) -> tuple[grpc.Server, Health]:
+    """A server that is not bound and not started yet, and its health service, NOT_SERVING. Without a gate
+    everybody may do everything. ``watching`` sees what the gate refuses, too."""
+    gate = gate or Gate(None)
+    gate.generation_of = engine.state.core.generation_of
+    lanes = Lanes()
+    server = grpc.server(
+        lanes.refusals, interceptors=[*watching, SyncGate(gate, lanes)], options=server_options()
+    )
+    checks = Health(gate.shown)
+    server.add_generic_rpc_handlers((checks.handlers(), _handlers(LogServicer(engine))))
+
+    def on_health(serving: bool) -> None:
+        serving = serving and engine.state.condition() == "serving"
+        for name in ("", SERVICE):
+            checks.statuses.set(name, serving=serving)
+
+    engine.state.on_health = on_health
+    on_health(False)
+    return server, checks

@@ -1,0 +1,779 @@
+"""Where records rest: `DirectoryStorage` keeps segment files in one directory, behind the seam `Storage`.
+What is in it: `swift_ft.log.directory`.
+
+Order of effects, so that a kill at any point loses nothing acknowledged: a segment is sealed before its
+successor is made; a new file's directory entry is synced before the first record in it is acknowledged; the
+manifest says what is dropped before files are unlinked; a manifest is written aside, synced, renamed, and its
+directory synced.
+
+A segment takes its space when it is made, and as much again as it holds whenever that is used up (32 MiB at most), so
+that few appends change metadata and a full disk is found before anything is written.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from swift_ft.errors import UsageError
+from swift_ft.log.directory import RESERVE, grave_of, is_grave
+from swift_ft.log.manifest import (
+    MANIFEST,
+    UID_BYTES,
+    Granted,
+    JobMeta,
+    ManifestDamaged,
+    StreamMeta,
+    problem_of,
+)
+from swift_ft.log.record import NAME_PATTERN, stream_tag
+from swift_ft.log.segment import (
+    BLOCK_BYTES,
+    FILE_BYTES_LEAST,
+    FOOTER_BYTES,
+    SEQUENCE_MAX,
+    SUFFIX,
+    Ending,
+    Owner,
+    SegmentScan,
+    encode_footer,
+    encode_segment_header,
+    padding,
+    segment_name,
+    walk,
+)
+from swift_ft_services.logserver import manifests
+from swift_ft_services.logserver.core import STEP_UNKNOWN, Hole, IndexEntry
+from swift_ft_services.logserver.disk import NO_SPACE, Disk, File, RealDisk
+from swift_ft_services.logserver.manifests import Acked, Book
+from swift_ft_services.logserver.segments import (
+    IN_THE_WAY,
+    UNREADABLE,
+    JobDamaged,
+    Segment,
+    SegmentGone,
+    StorageBusy,
+    StorageFailed,
+    StorageFull,
+    Unsound,
+    as_storage_error,
+    place_of,
+)
+from swift_ft_services.logserver.storage_interface import Place, RecoveredJob, RecoveredStream, Write
+
+# Where the files of dropped jobs wait until there is time to unlink them: under names that no job can have.
+
+
+def bury(disk: Disk, directory: Path, job: str) -> bool:
+    """Renames the job's directory for deletion and syncs the parent. Returns False if there is none.
+
+    If it raises OSError or StorageFailed, nothing has moved.
+    """
+    folder, grave = directory / job, grave_of(directory, job)
+    try:
+        disk.rename(folder, grave)
+    except FileNotFoundError:
+        return False
+    try:
+        disk.sync_names(directory)
+    except OSError as error:
+        with suppress(OSError):
+            disk.rename(grave, folder)
+        raise StorageFailed(f"a sync failed: {error.strerror}; replace the disk, then start again") from None
+    return True
+
+
+def empty(disk: Disk, directory: Path) -> None:
+    """Removes what is buried. OSError."""
+    for name, is_dir in disk.names(directory):
+        if is_dir and is_grave(name):
+            disk.remove_tree(directory / name)
+
+
+# The start: what a job's files hold, and whether they are this job's at all.
+#
+# Where a file is damaged, its records are holes and the rest is served. Where nobody can tell what the files mean
+# (another job's manifest, an older one, a pipe in a segment's place) the whole job is set apart: `JobDamaged`.
+
+_SEGMENT_NAME = re.compile(rf"[0-9]{{20}}{re.escape(SUFFIX)}")
+
+Take = Callable[[str, RecoveredStream, list[Segment]], None]
+"""Is given each stream as soon as it is known: its name, what it holds, its files."""
+
+
+class Recovery:
+    """Of one job. Raises JobDamaged; OSError."""
+
+    def __init__(
+        self, disk: Disk, directory: Path, job: str, book: Book, acked: Acked, segment_bytes: int
+    ) -> None:
+        self._disk = disk
+        self._folder = directory / job
+        self._job = job
+        self._book = book
+        self._acked = acked
+        # One record more than is wanted, and whatever an operator has set before.
+        self._file_bytes_max = max(FILE_BYTES_LEAST, 2 * segment_bytes)
+        self._meta = JobMeta()
+
+    def job(self, take: Take) -> RecoveredJob:
+        """Reads all files of the job; `take` gets each stream with its segments. Raises JobDamaged; OSError."""
+        with self._reading():
+            granted = self._granted()
+            meta = self._manifest(granted)
+        # A kill may have come before its name, or a folder's, was safe: nothing is built on it before it is.
+        self._disk.sync_names(self._folder)
+        names = self._folders()
+        if meta is None:
+            if any(self._segment_names(self._folder / name) for name in names):
+                raise self._damaged(f"{MANIFEST} is missing, so nobody knows which generation was granted")
+            return RecoveredJob(self._job)
+        assert granted is not None
+        self._meta = meta
+        self._book.take(self._job, meta, granted)
+        streams = []
+        for name in sorted({*names, *meta.streams}):
+            stream, segments = self._stream(name, meta.streams.get(name, StreamMeta()))
+            take(name, stream, segments)
+            streams.append(stream)
+        return RecoveredJob(self._job, meta, streams)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """A file that cannot be read is this job's trouble. (What cannot be written is the disk's.)"""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            raise self._damaged(str(error)) from None
+
+    def _damaged(self, what: str) -> JobDamaged:
+        return JobDamaged(self._job, f"{self._folder}: {what}")
+
+    def _granted(self) -> Granted | None:
+        try:
+            return self._book.read(self._job)
+        except ManifestDamaged as error:
+            raise JobDamaged(self._job, f"{self._book.path(self._job)} is damaged: {error}") from None
+
+    def _manifest(self, granted: Granted | None) -> JobMeta | None:
+        try:
+            meta = manifests.load_manifest(self._disk, self._folder)
+        except ManifestDamaged as error:
+            raise self._damaged(f"{MANIFEST} is damaged: {error}") from None
+        if meta is None:
+            if granted is not None and granted.generation:
+                raise self._damaged(f"{MANIFEST} is missing, and generation {granted.generation} was granted")
+            return None
+        problem = problem_of(self._job, meta, granted)
+        if problem:
+            raise self._damaged(f"{MANIFEST} is not to be believed: {problem}")
+        return meta
+
+    def _folders(self) -> list[str]:
+        names = []
+        for name, is_dir in self._disk.names(self._folder):
+            if not NAME_PATTERN.fullmatch(name):
+                continue
+            if not is_dir:
+                raise self._damaged(f"{name} is where a stream's directory belongs, and is none")
+            names.append(name)
+        return names
+
+    def _segment_names(self, folder: Path) -> list[str]:
+        names = [name for name, _ in self._disk.names(folder) if _SEGMENT_NAME.fullmatch(name)]
+        for name in names:
+            if int(name.removesuffix(SUFFIX)) > SEQUENCE_MAX:
+                raise self._damaged(f"{folder.name}/{name} is named after a record that there cannot be")
+        return names
+
+    def _stream(self, name: str, meta: StreamMeta) -> tuple[RecoveredStream, list[Segment]]:
+        folder = self._folder / name
+        paths = [folder / segment for segment in self._segment_names(folder)]
+        out = RecoveredStream(name, meta.first, meta.first, [], [], meta.quarantined)
+        segments: list[Segment] = []
+        if paths:
+            self._disk.sync_names(folder)
+        try:
+            for index, path in enumerate(paths):
+                segment = self._segment(path, out, last=index == len(paths) - 1)
+                if segment is not None:
+                    segments.append(segment)
+        except BaseException:
+            for segment in segments:
+                segment.close()
+            raise
+        acked = self._acked.sequences.get((bytes.fromhex(self._meta.uid), stream_tag(self._job, name)), 0)
+        for at_least, what in ((meta.next_at_least, "durable"), (acked, "acknowledged")):
+            if out.next_sequence < at_least:
+                reason = f"records {out.next_sequence} to {at_least - 1} were {what} and are gone"
+                _hole(out, out.next_sequence, at_least, reason)
+        return out, segments
+
+    def _segment(self, path: Path, out: RecoveredStream, *, last: bool) -> Segment | None:
+        with self._reading():
+            file = self._disk.open(path)
+        try:
+            if file.size > self._file_bytes_max:
+                raise self._damaged(
+                    f"{path.parent.name}/{path.name} has {file.size} bytes: no segment has so many"
+                )
+            owner = Owner(self._job, out.name, self._meta.uid)
+            with self._reading():
+                scanned = walk(path, verify_bodies=False, last=last, source=file, owner=owner)
+            self._check_generation(scanned)
+            if scanned.torn_bytes:
+                out.torn_bytes += scanned.torn_bytes
+            empty = scanned.header is None or (scanned.ending is Ending.SEALED and not scanned.records)
+            if empty and not scanned.damage:
+                file.close()
+                self._disk.remove(path)
+                self._disk.sync_names(path.parent)
+                return None
+            return self._take_segment(file, scanned, out, last)
+        except BaseException:
+            file.close()
+            raise
+
+    def _check_generation(self, scanned: SegmentScan) -> None:
+        """No file is newer than the manifest: a generation is durable before anybody may write under it."""
+        newest = max((record.header.generation for record in scanned.records), default=0)
+        if scanned.header is not None:
+            newest = max(newest, scanned.header.generation)
+        if newest > self._meta.generation:
+            raise self._damaged(
+                f"{MANIFEST} is not to be believed: it is of generation {self._meta.generation}, and "
+                f"{scanned.path.parent.name}/{scanned.path.name} of generation {newest}"
+            )
+
+    def _take_segment(self, file: File, scanned: SegmentScan, out: RecoveredStream, last: bool) -> Segment:
+        first = out.first
+        begin = int(scanned.path.name.removesuffix(SUFFIX))
+        if begin > out.next_sequence:
+            reason = f"records {out.next_sequence} to {begin - 1} are gone"
+            _hole(out, out.next_sequence, begin, reason)
+        generation = self._meta.generation if scanned.header is None else scanned.header.generation
+        segment = Segment(
+            scanned.path, begin, scanned.end, Owner(self._job, out.name, self._meta.uid), generation
+        )
+        for damage in scanned.damage:
+            end = damage.end_sequence
+            if end is None:  # nobody knows how far it goes: as far as the next segment, or to what is wanted
+                end = (max(damage.sequence, first) if last else damage.sequence) + 1
+            if end > first:
+                out.holes.append(Hole(damage.sequence, end, STEP_UNKNOWN, damage.reason))
+        for record in scanned.records:
+            header = record.header
+            segment.found(header.sequence, record.offset, header.frame_bytes)
+            for index, hole in enumerate(out.holes):
+                if hole.below_step == STEP_UNKNOWN and hole.sequence <= header.sequence:
+                    out.holes[index] = replace(hole, below_step=header.key.step + 1)
+            if header.sequence >= first and header.key.step >= self._meta.trimmed_below_step:
+                out.entries.append(
+                    IndexEntry(
+                        header.sequence, header.key, header.digest, header.generation, header.frame_bytes
+                    )
+                )
+        ends = [hole.end_sequence for hole in out.holes]
+        out.next_sequence = max(out.next_sequence, segment.next_sequence, *ends)
+        if scanned.torn_bytes:  # behind damage, too: records go on in the next file
+            file.resize(scanned.end)
+            file.sync()
+        if scanned.ending is Ending.SEALED or scanned.damage:
+            file.close()
+            return segment
+        segment.file = file
+        file.sync()
+        tail = scanned.end % BLOCK_BYTES
+        segment.tail = file.read(scanned.end - tail, tail)
+        return segment
+
+
+def is_nobodys(disk: Disk, book: Book, path: Path) -> bool:
+    """Whether this is a file that somebody has put into the server's directory, where no job was."""
+    try:
+        disk.open(path).close()
+    except OSError:
+        return False
+    return not any(name == book.path(path.name).name for name, _ in disk.names(path.parent))
+
+
+def _hole(out: RecoveredStream, begin: int, end: int, reason: str) -> None:
+    if end > out.first:
+        out.holes.append(Hole(begin, end, STEP_UNKNOWN, reason, gone=True))
+    out.next_sequence = end
+
+
+RESERVE_BYTES = 1 << 20
+
+
+class DirectoryStorage:
+    """Segment files under one directory, which it holds alone."""
+
+    def __init__(
+        self,
+        directory: Path,
+        segment_bytes: int,
+        disk: Disk | None = None,
+        open_max: int = 1 << 30,
+        new_uid: Callable[[], bytes] = lambda: os.urandom(UID_BYTES),
+    ) -> None:
+        """Takes the directory. UsageError: it cannot be used; ServiceError: another server holds it.
+
+        ``open_max``: segments that stay open; beyond it those that were not written for longest are sealed.
+        ``new_uid``: tells a new job from all others.
+        """
+        self.directory = directory
+        self.segment_bytes = segment_bytes
+        self.open_max = open_max
+        self._disk: Disk = RealDisk(directory) if disk is None else disk
+        self._new_uid = new_uid
+        self._book = Book(self._disk, directory)
+        self._acked = Acked(self._disk, directory)
+        self._metas: dict[str, JobMeta] = {}
+        """Job -> its manifest as it was saved last."""
+        self._streams: dict[tuple[str, str], list[Segment]] = {}
+        self._maps = threading.Lock()  # guards the lists; held for moments
+        self._open: dict[Segment, tuple[str, str]] = {}
+        """Not sealed, with their streams; what was written last is the last one."""
+        self._unsynced: dict[Segment, None] = {}
+        """Written since the last sync, in that order."""
+        self._begun: dict[str, dict[str, int]] = {}
+        """Job -> stream -> the first record of a file that its manifest does not know of."""
+        self._making = (
+            threading.Lock()
+        )  # (taken before `_writing`) one file ahead; no job is dropped meanwhile
+        self._writing = threading.RLock()  # one commit, roll or removal at a time
+        self._saving: dict[str, threading.Lock] = {}
+        """By job: it saves one manifest at a time, and nobody's commit waits for another job's."""
+        self._failed = ""  # what the files hold is unknown: no record is written any more, and none sealed
+
+    # -- start ----------------------------------------------------------------------------------------
+
+    def recover(self) -> list[RecoveredJob]:
+        """Once, at the start: what is there. Cuts torn tails, finishes removals that were interrupted. A job whose
+        files make no sense is set apart. Raises UsageError if the directory cannot be read."""
+        try:
+            self._disk.sync_names(self.directory)
+            self._remove_forgotten()
+            self._acked.open()
+            return [
+                self._recover_job(name, is_dir)
+                for name, is_dir in self._disk.names(self.directory)
+                if NAME_PATTERN.fullmatch(name)
+                and (is_dir or not is_nobodys(self._disk, self._book, self.directory / name))
+            ]
+        except OSError as error:
+            raise UsageError(f"cannot read directory {self.directory}: {error}") from None
+
+    def _recover_job(self, name: str, is_dir: bool) -> RecoveredJob:
+        of = Recovery(self._disk, self.directory, name, self._book, self._acked, self.segment_bytes)
+        try:
+            if not is_dir:
+                raise JobDamaged(name, f"{self.directory / name} is not a directory")
+            recovered = of.job(partial(self._take, name))
+            self._metas[name] = recovered.meta
+            return recovered
+        except JobDamaged as damaged:
+            reason = str(damaged)
+        except OSError as error:
+            if error.errno not in IN_THE_WAY:
+                raise
+            reason = str(JobDamaged(name, str(error)))
+        self._let_go(name)
+        return RecoveredJob(name, apart=reason)
+
+    def _take(self, job: str, name: str, stream: RecoveredStream, segments: list[Segment]) -> None:
+        """(at the start) A stream is ours from now on."""
+        self._streams[job, name] = segments
+        for segment in segments:
+            if segment.file is not None:
+                self._open[segment] = (job, name)
+        self.remove(job, name, stream.first)
+        try:
+            self._seal_idle({(job, name)})
+        except OSError as error:  # on a full disk they stay open
+            if error.errno not in NO_SPACE or isinstance(error, Unsound):
+                raise
+
+    def give_back(self, job: str) -> None:
+        with self._writing:
+            for segment, (whose, _) in self._open.items():
+                if whose == job:
+                    segment.give_back()
+
+    def _let_go(self, job: str) -> None:
+        """Its files are nobody's any more."""
+        with self._maps:
+            gone = [self._streams.pop(stream) for stream in list(self._streams) if stream[0] == job]
+        for segment in (segment for segments in gone for segment in segments):
+            self._close(segment)
+
+    def _reserve(self) -> None:
+        path = self.directory / RESERVE
+        there = any(name == RESERVE for name, _ in self._disk.names(self.directory))
+        try:
+            file = self._disk.open(path) if there else self._disk.create(path)
+            try:
+                file.reserve(RESERVE_BYTES)
+            finally:
+                file.close()
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            self._disk.remove(path)
+
+    # -- writing --------------------------------------------------------------------------------------
+
+    def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
+        """As `Storage.commit`. Raises StorageError; after StorageFailed nothing is written any more."""
+        groups: dict[tuple[str, str], list[Write]] = {}
+        for write in writes:
+            if not write.mends:
+                groups.setdefault((write.job, write.stream), []).append(write)
+        with self._writing:
+            if self._failed:
+                raise StorageFailed(self._failed)
+            try:
+                unmended = [write for write in writes if write.mends and not self._mend(write)]
+                placed = self._write(groups, sync)
+                if sync:
+                    self._sync()
+            except (StorageFull, StorageBusy, JobDamaged, SegmentGone):
+                raise
+            except Exception as error:  # whatever it was
+                self._failed = self._failed or str(error) or repr(error)
+                raise
+            with self._maps:
+                for segment, offsets in placed:
+                    segment.offsets.extend(offsets)
+            for segment, _ in placed:
+                self._acked.note(segment.of, segment.next_sequence)
+        return unmended
+
+    def _mend(self, write: Write) -> bool:
+        stream = (write.job, write.stream)
+        segment = place_of(self._streams.get(stream, []), write.sequence)
+        if segment is None:
+            return False
+        try:
+            if segment.file is not None:  # its last block is in memory, too
+                self._seal(stream, segment)
+            file = self._disk.open(segment.path)
+            try:
+                done = segment.mend(file, write.sequence, write.frame)
+                self._sync_file(file)
+            finally:
+                file.close()
+        except OSError as error:
+            raise as_storage_error(error) from None
+        return done
+
+    def _write(
+        self, groups: Mapping[tuple[str, str], list[Write]], sync: bool
+    ) -> list[tuple[Segment, list[int]]]:
+        """Where the frames are now. ``sync``: one follows."""
+        before: list[tuple[Segment, int, bytes]] = []
+        placed = []
+        job = ""
+        try:
+            self._seal_idle(groups.keys())
+            for stream, group in groups.items():
+                job = stream[0]
+                segment = self._segment_for(stream, group[0].sequence, sync)
+                before.append((segment, segment.size, segment.tail))
+                placed.append((segment, segment.offsets_of(write.size for write in group)))
+                segment.write([part for write in group for part in write.frame])
+                self._unsynced[segment] = None
+                self._open[segment] = self._open.pop(segment)
+                self._check_there(stream, segment)
+            for job in {stream[0] for stream in groups} & self._begun.keys():
+                self._note_begun(job, self._begun.pop(job))
+        except (OSError, SegmentGone) as error:
+            why: Exception = error
+            try:
+                for segment, size, tail in before:
+                    segment.go_back(size, tail)
+            except Unsound as unsound:
+                why = error if isinstance(error, Unsound) else unsound
+            raise (as_storage_error(why, job) if isinstance(why, OSError) else why) from None
+        return placed
+
+    def _check_there(self, stream: tuple[str, str], segment: Segment) -> None:
+        """Raises SegmentGone if somebody has removed or replaced the file: what is written to it goes with it."""
+        assert segment.file is not None
+        if segment.file.is_there():
+            return
+        with self._maps:
+            self._streams[stream].remove(segment)
+        self._unsynced.pop(segment, None)
+        self._open.pop(segment, None)
+        raise SegmentGone(
+            *stream, segment.first, f"{segment.path} was removed or replaced while it was written"
+        )
+
+    def _note_begun(self, job: str, begun: Mapping[str, int]) -> None:
+        """The manifest says which files of the job must be there: the first record of each. A full disk may do
+        without."""
+        with self._saves(job):
+            meta = self._metas[job]
+            for name, first in begun.items():
+                known = meta.streams.get(name, StreamMeta())
+                meta.streams[name] = replace(known, next_at_least=max(known.next_at_least, first))
+            try:
+                self._book.save(job, meta, "")
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+
+    def _sync(self) -> None:
+        for segment in self._unsynced:
+            assert segment.file is not None
+            self._sync_file(segment.file)
+        self._unsynced.clear()
+
+    def _sync_file(self, file: File) -> None:
+        """A failed sync is never tried again: the kernel may have dropped the pages (ATC'20)."""
+        try:
+            file.sync()
+        except OSError as error:
+            self._failed = f"a sync failed: {error.strerror}; replace the disk, then start again"
+            raise StorageFailed(self._failed) from None
+
+    def _segment_for(self, stream: tuple[str, str], sequence: int, sync: bool) -> Segment:
+        return self._open_for(stream, sequence) or self._new_segment(stream, sequence, sync)
+
+    def _open_for(self, stream: tuple[str, str], sequence: int) -> Segment | None:
+        segments = self._streams.get(stream, [])
+        last = segments[-1] if segments else None
+        if last is None or last.file is None:
+            return None
+        room = last.size < self.segment_bytes
+        return last if last.next_sequence == sequence and room else None
+
+    def _leave_last(self, stream: tuple[str, str]) -> None:
+        """Its last file gets no more."""
+        segments = self._streams.get(stream, [])
+        if not segments or segments[-1].file is None:
+            return
+        last = segments[-1]
+        if last.offsets:
+            self._seal(stream, last)
+        else:  # empty, it would be in the way of the record that it is named after, or of those before
+            self._disk.remove(last.path)
+            self._close(last)
+            with self._maps:
+                segments.pop()
+
+    def has_file(self, job: str, stream: str, sequence: int) -> bool:
+        with self._maps:
+            return self._open_for((job, stream), sequence) is not None
+
+    def make_file(self, job: str, stream: str, sequence: int) -> None:
+        """Makes the segment that begins with this sequence, unless it is there. Raises as `commit` does."""
+        of = (job, stream)
+        with self._making:
+            try:
+                with self._writing:
+                    known = job in self._book.lines
+                    if self._failed or not known or self._open_for(of, sequence) is not None:
+                        return
+                    self._seal_idle({of})
+                    self._leave_last(of)
+                segment = self._made(of, sequence, sync=False)
+                with self._writing:
+                    self._add(of, segment)
+                    begun = self._begun.pop(job)
+                self._note_begun(job, begun)
+            except OSError as error:
+                failure = as_storage_error(error, job)
+                if isinstance(failure, StorageFailed):
+                    self._failed = self._failed or str(failure)
+                raise failure from None
+
+    def _seal_idle(self, wanted: Set[tuple[str, str]]) -> None:
+        """Before these streams are written: a job that is over, or waits, keeps no descriptors that others need."""
+        if len(self._open) + len(wanted) <= self.open_max:
+            return
+        excess = len({*wanted, *self._open.values()}) - self.open_max
+        # An empty one stays open for the record that it is named after.
+        idle = [segment for segment, stream in self._open.items() if segment.offsets and stream not in wanted]
+        for segment in idle[: max(0, excess)]:
+            self._seal(self._open[segment], segment)
+
+    def _close(self, segment: Segment) -> None:
+        segment.close()
+        self._unsynced.pop(segment, None)
+        self._open.pop(segment, None)
+
+    def _seal(self, stream: tuple[str, str], segment: Segment) -> None:
+        assert segment.file is not None
+        size, tail = segment.size, segment.tail
+        footer = encode_footer(segment.header, len(segment.offsets), size)
+        try:
+            segment.write([padding(size, FOOTER_BYTES), footer])
+            segment.file.resize(segment.size)  # gives back what was reserved
+            self._sync_file(segment.file)
+        except OSError:
+            segment.go_back(size, tail)
+            raise
+        segment.size = size
+        self._close(segment)
+
+    def _new_segment(self, stream: tuple[str, str], sequence: int, sync: bool) -> Segment:
+        """``sync``: one of all that is written follows, before anything in it is acknowledged."""
+        self._leave_last(stream)
+        segment = self._made(stream, sequence, sync)
+        self._add(stream, segment)
+        return segment
+
+    def _add(self, stream: tuple[str, str], segment: Segment) -> None:
+        with self._maps:
+            self._streams.setdefault(stream, []).append(segment)
+        self._open[segment] = stream
+        job, name = stream
+        self._begun.setdefault(job, {})[name] = segment.first
+
+    def _made(self, stream: tuple[str, str], sequence: int, sync: bool) -> Segment:
+        job, name = stream
+        line = self._book.lines.get(job)
+        assert line is not None, "a generation is durable before anything is written under it"
+        folder = self.directory / job / name
+        self._disk.make_directory(folder)
+        path = folder / segment_name(sequence)
+        segment = Segment(
+            path, sequence, 0, Owner(job, name, line.uid), line.generation, file=self._disk.create(path)
+        )
+        assert segment.file is not None
+        try:
+            segment.write([encode_segment_header(segment.header)])
+            if not sync:
+                self._sync_file(segment.file)
+            self._disk.sync_names(folder)
+        except (OSError, StorageFailed) as error:
+            segment.file.close()
+            try:
+                self._disk.remove(path)
+            except OSError:  # the next one could not be made
+                raise Unsound(
+                    getattr(error, "errno", None), f"{error}, and {path} cannot be removed"
+                ) from None
+            raise
+        return segment
+
+    def _saves(self, job: str) -> threading.Lock:
+        """(With `_writing` that is taken first.)"""
+        return self._saving.setdefault(job, threading.Lock())
+
+    def save(self, job: str, meta: JobMeta) -> None:
+        """Replaces a job's manifest. On a full disk the reserve is given up for it. Raises as `commit` does."""
+        meta = replace(meta, streams=dict(meta.streams))
+        uid = self._new_uid().hex()
+        with self._saves(job):
+            try:
+                self._book.save(job, meta, uid)
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise as_storage_error(error, job) from None
+                try:
+                    self._disk.remove(self.directory / RESERVE)
+                    self._book.save(job, meta, uid)
+                except OSError as again:
+                    raise as_storage_error(again, job) from None
+            self._metas[job] = meta
+
+    # -- reading and removing -------------------------------------------------------------------------
+
+    def locate(self, job: str, stream: str, sequence: int) -> Place:
+        with self._maps:
+            for segment in reversed(self._streams.get((job, stream), [])):
+                if segment.first <= sequence < segment.next_sequence:
+                    offset = segment.offsets[sequence - segment.first]
+                    return Place(segment.path, offset, segment.next_sequence)
+        raise FileNotFoundError(f"record {sequence} of {job}/{stream} is in no segment")
+
+    def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
+        begin = place.offset // BLOCK_BYTES * BLOCK_BYTES
+        skip = place.offset - begin
+        file = self._disk.open(place.path)
+        try:
+            read = file.read_into(begin, buffer[: -(-(skip + size) // BLOCK_BYTES) * BLOCK_BYTES])
+        finally:
+            file.close()
+        return buffer[skip : min(skip + size, read)]
+
+    def remove(self, job: str, stream: str, below_sequence: int) -> int:
+        """Unlinks whole segments. The manifest tells where a stream goes on that has none left."""
+        with self._writing:
+            segments = self._streams.get((job, stream), [])
+            # An empty one at the end stays: the next record's file has its name.
+            dead = [
+                segment
+                for segment in segments
+                if segment.next_sequence <= below_sequence
+                and (segment.offsets or segment is not segments[-1])
+            ]
+            with self._maps:
+                for segment in dead:
+                    segments.remove(segment)
+                    self._unsynced.pop(segment, None)
+                    self._open.pop(segment, None)
+        freed = 0
+        try:
+            while dead:
+                dead[0].close()
+                self._disk.remove(dead[0].path)
+                freed += dead.pop(0).size
+            if freed:
+                self._reserve()
+        except OSError as error:
+            with self._maps:
+                segments[:0] = dead  # the next removal tries again
+            raise as_storage_error(error) from None
+        return freed
+
+    def drop(self, job: str) -> Callable[[], None]:
+        """Takes a job's directory out of the way at once. Returns what removes its files, which may take long."""
+        with self._making, self._writing, self._saves(job):
+            try:
+                there = bury(self._disk, self.directory, job)
+            except StorageFailed as failed:
+                self._failed = str(failed)
+                raise
+            except OSError as error:
+                raise as_storage_error(error) from None
+            self._let_go(job)
+            self._forget(job)
+        return self._remove_forgotten if there else lambda: None
+
+    def _forget(self, job: str) -> None:
+        """What is kept of it beside its directory. If it stays, nobody is misled: there is no such directory."""
+        line = self._book.lines.get(job)
+        if line is not None:
+            self._acked.forget(bytes.fromhex(line.uid))
+        self._metas.pop(job, None)
+        self._saving.pop(job, None)
+        self._begun.pop(job, None)
+        with suppress(OSError):
+            self._book.forget(job)
+
+    def _remove_forgotten(self) -> None:
+        empty(self._disk, self.directory)
+        self._reserve()
+
+    def close(self) -> None:
+        """Seals what can be sealed and closes all files; what fails is found by the next start."""
+        with self._writing:
+            for segment, stream in list(self._open.items()):
+                # Unsealed is sound too: the next start scans it. An empty one waits for the record it is named after.
+                with suppress(OSError, StorageFailed):
+                    if segment.offsets and not self._failed:
+                        self._seal(stream, segment)
+                self._close(segment)
+            self._acked.close()
+        self._disk.close()

@@ -1,5 +1,0 @@
-"""Imported by the ranks of a session (`swift-ft run --preload`): from then on their steps are recorded."""
-
-from swift.determinism import recorder
-
-recorder.install(session=True)

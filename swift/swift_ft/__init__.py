@@ -1,0 +1,64 @@
+"""Recovery for PyTorch training with pipeline and data parallelism.
+
+In a trainer::
+
+    import swift_ft
+
+    with swift_ft.Session.from_env() as session:
+        stage = session.pipeline_stage(module, stage_index, num_stages, device)
+        schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+        optimizer = session.optimizer(torch.optim.AdamW(module.parameters()))
+        session.register(schedule=schedule, scheduler=lr_scheduler, loader=loader)
+        session.run(train_step, num_steps=1000)
+
+`import swift_ft` is light: torch is imported when `swift_ft.Session` is first touched.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swift_ft.reinitialization import Reinitialize as Reinitialize
+    from swift_ft.reinitialization import reinit as reinit
+    from swift_ft.state.export import load_dcp as load_dcp
+    from swift_ft.train.communicator import Communicator as Communicator
+    from swift_ft.train.config import SessionConfig as SessionConfig
+    from swift_ft.train.session import Session as Session
+    from swift_ft.warm_up import is_warming_up as is_warming_up
+
+
+# Must be set before grpc is imported anywhere. Processes that a trainer forks (a DataLoader's workers) never call grpc.
+# Its fork handlers cannot run while our threads are in it, and would print a message at every fork.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+
+__all__ = ["Communicator", "Reinitialize", "Session", "SessionConfig", "is_warming_up", "load_dcp", "reinit"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Session":
+        from swift_ft.train.session import Session  # torch only when it is needed
+
+        return Session
+    if name == "SessionConfig":
+        from swift_ft.train.config import SessionConfig
+
+        return SessionConfig
+    if name == "Communicator":
+        from swift_ft.train.communicator import Communicator
+
+        return Communicator
+    if name == "load_dcp":
+        from swift_ft.state.export import load_dcp
+
+        return load_dcp
+    if name in ("Reinitialize", "reinit"):
+        from swift_ft import reinitialization
+
+        return getattr(reinitialization, name)
+    if name == "is_warming_up":
+        from swift_ft.warm_up import is_warming_up
+
+        return is_warming_up
+    raise AttributeError(f"module 'swift_ft' has no attribute {name!r}")

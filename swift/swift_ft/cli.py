@@ -1,0 +1,107 @@
+"""The command `swift-ft`: hands over to the program that does the work."""
+
+import importlib
+import os
+import sys
+from importlib import metadata
+
+from swift_ft.text import tell
+
+# Programs: the process becomes them, so that pids and signals are theirs.
+PROGRAMS = {
+    "run": ("swift_ft.launch", "start the ranks of a training job; a rank that dies is replaced"),
+    "logserver": ("swift_ft_services.logserver", "keep the tensors that cross boundaries, durably"),
+    "coordinator": ("swift_ft_services.coordinator", "watch the ranks, decide on recoveries"),
+}
+OTHERS = {
+    "drill": (
+        "lab.drill.command",
+        "kill ranks of a real training run and compare the recovered bits with a run that did not fail",
+    ),
+    "study": (
+        "lab.study.command",
+        "train two small tasks under failures: what each strategy costs in time and accuracy",
+    ),
+    "failures": (
+        "lab.failures.command",
+        "show which failures swift-ft run --failures would make happen; convert traces of failures",
+    ),
+    "verify-determinism": (
+        "lab.determinism.command",
+        "compare an interrupted run of a script with an uninterrupted one, and name what differs",
+    ),
+    "plan": (
+        "lab.plan.command",
+        "choose which boundaries to log: bytes, overhead and recovery time of every choice worth having",
+    ),
+    "bench": (
+        "lab.bench.command",
+        "measure one part against the limit of the machine: log, replay, undo, ...; soak the log",
+    ),
+    "token": ("tools.token", "make signing keys, and job tokens signed with them"),
+    "inspect": ("tools.inspect", "show, verify and export what is in the log; drop a job's log"),
+    "export": (
+        "tools.export",
+        "write a version of a job so that torch.distributed.checkpoint opens it without swift-ft",
+    ),
+    "status": (
+        "tools.status",
+        "show what a job does now: its state, each rank's version, how long a replay will still take",
+    ),
+    "jobs": ("tools.jobs", "list a coordinator's jobs: state, version, newest checkpoint of each"),
+    "logs": (
+        "tools.log_servers",
+        "show where a job's log is kept; give a log server up, or name another one",
+    ),
+    "doctor": ("tools.doctor", "check whether this machine is fit, and whether the services answer"),
+}
+
+
+def usage() -> str:
+    named = {**PROGRAMS, **OTHERS, "version": ("", "print the version")}
+    rows = [(name, what) for name, (_, what) in named.items()]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:<{width}}  {what}" for name, what in rows]
+    head = "Exact recovery for PyTorch training with pipeline and data parallelism."
+    return "\n".join(
+        [head, "", "usage: swift-ft COMMAND [ARGS...]", "", *lines, "", "swift-ft COMMAND --help says more."]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        return 130  # as a shell shows it
+
+
+def _main(argv: list[str] | None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command in PROGRAMS:
+        module = PROGRAMS[command][0]
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-P", "-m", module, *rest])
+    if command in OTHERS:
+        module = f"swift_ft.{OTHERS[command][0]}"
+        try:
+            program = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            extra = "lab" if ".lab." in module else "train"
+            tell(f"{command}: {error.name} is not installed: pip install 'swift-ft[{extra}]'")
+            return 2
+        return int(program.main(rest))
+    if command in ("version", "--version"):
+        print(f"swift-ft {metadata.version('swift-ft')}")
+        return 0
+    if command in ("help", "-h", "--help"):
+        print(usage())
+        return 0
+    known = ", ".join([*PROGRAMS, *OTHERS, "version"])
+    problem = f"there is no command {command!r}" if command else "a command is needed"
+    tell(f"{problem}; there are: {known}")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

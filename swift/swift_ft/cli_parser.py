@@ -1,0 +1,95 @@
+"""Command lines, the same for every program: help begins with what it does, errors are one line, exit code 2."""
+
+import argparse
+import importlib
+import ipaddress
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+from swift_ft.errors import UsageError
+from swift_ft.files import port_number, write_whole
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UsageError. `description` is the first line of its help."""
+
+    def __init__(self, *, prog: str, description: str, **options: Any) -> None:
+        super().__init__(prog=prog, allow_abbrev=False, **options)
+        only_finite(self)
+        self._first_line = description
+
+    def format_help(self) -> str:
+        return f"{self._first_line}\n\n{super().format_help()}"
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def only_finite(parser: argparse.ArgumentParser) -> None:
+    """``type=float`` takes no nan, which is neither too small nor too large for any check, and no infinity."""
+
+    def finite(text: str) -> float:
+        if not math.isfinite(value := float(text)):
+            raise ValueError(text)
+        return value
+
+    parser.register("type", float, finite)
+
+
+def host_and_port(text: str, flag: str) -> tuple[str, int]:
+    """Of HOST:PORT. UsageError names `flag`."""
+    host, colon, port = text.rpartition(":")
+    number = port_number(port)
+    if not colon or not host or number is None:
+        raise UsageError(f"{flag} {text[:80]!r} is not HOST:PORT, such as 127.0.0.1:0")
+    return host, number
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a service that shows metrics."""
+    parser.add_argument(
+        "--metrics-listen",
+        default="",
+        metavar="HOST:PORT",
+        help="show Prometheus metrics over HTTP at this address; port 0 takes any free one; default: no metrics",
+    )
+    parser.add_argument(
+        "--metrics-address-file", type=Path, help="host:port is written to this file once metrics are shown"
+    )
+
+
+def metrics_address(text: str, *, insecure: bool, flag: str = "--metrics-listen") -> tuple[str, int] | None:
+    """Where metrics are to be shown; None: nowhere. UsageError: off loopback without having said so."""
+    if not text:
+        return None
+    host, port = host_and_port(text, flag)
+    if not insecure and not is_loopback(host):
+        raise UsageError(
+            f"{flag} {text}: not a loopback address, and metrics are neither encrypted nor authenticated; give "
+            "127.0.0.1:PORT" + (", or --insecure if the network is trusted" if flag.startswith("--") else "")
+        )
+    return host, port
+
+
+def write_address(path: Path, address: str, flag: str = "--address-file") -> None:
+    """Whoever sees the file sees all of it. UsageError: it cannot be written."""
+    try:
+        write_whole(path, f"{address}\n", mode=0o644)  # whoever is to connect may be another user
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from None
+
+
+def laboratory(module: str, who: str) -> Any:
+    """A module of the laboratory, which a trainer's or a server's installation need not have. Raises UsageError."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{who}: {error.name} is not installed: pip install 'swift-ft[lab]'") from None

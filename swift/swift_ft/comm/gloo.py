@@ -1,0 +1,234 @@
+"""gloo: torch's library for CPUs, made to be left from outside.
+
+Facts, measured with torch 2.13, that this module is built on:
+
+- No call of torch unblocks a thread that waits in gloo: not abort, not shutdown, not destroy. Shutting the group's own
+  sockets down does, within milliseconds, on this side and on the peers'. So a fabric knows which sockets are its own:
+  those that came into being while it was built, less the ones that lead to swift's own services (`Sockets`).
+- A blocked thread may post its next operation on a socket that was made after a sweep. So sweeps are repeated.
+- gloo tells the operations that are queued on a connection when it breaks, but not the one whose payload is arriving:
+  that one waits for ever, and shutting the sockets again does not help, because they are gone (with a wait in gloo,
+  the reductions that `tests/integration/test_groups.py` cuts hung within a dozen trials). So the trainer's thread never
+  waits in gloo: a `Runner` does. The collectives are made of messages (`ordered`) for the same reason: gloo's own run
+  in threads that its groups join.
+- A group that is built waits for connections that a dying peer never makes, without a socket that could be shut, and
+  for five times its timeout: gloo tries again. So a runner waits for it, and is left behind on an abort.
+- gloo takes the bound of a group's construction for its messages too. A notice ends a wait, so they get a long one.
+- gloo ends the whole process if `accept` fails on its listening socket, and if a message is larger than the buffer that
+  waits for it.
+- gloo drops an operation with its Work: what is dropped writes nowhere any more.
+- Messages of 4 MiB and more move at a raw socket's speed, those of 1 MiB at half of it (`swift-ft bench replica`).
+"""
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as _c10d
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from swift_ft import torch_private
+from swift_ft.comm import LOOPBACK
+from swift_ft.comm.message_collectives import MessageCircuit
+from swift_ft.comm.worker_thread import Broken, Runner
+
+torch_private.require(
+    {"torch._C._distributed_c10d": (_c10d, ("AllreduceOptions", "HashStore", "ProcessGroupGloo"))}
+)
+torch_private.require({"torch's ProcessGroupGloo": (_c10d.ProcessGroupGloo, ("_set_default_timeout",))})
+
+# What a rank forks (a DataLoader's workers) has none of the threads that a process group waits for when it ends:
+# collecting one of an ended generation there would hang, or worse.
+os.register_at_fork(after_in_child=gc.freeze)
+
+_MESSAGE_TIMEOUT = timedelta(hours=24)
+_OPERATION_TIMEOUT = timedelta(minutes=30)  # of gloo's own collectives
+_RUNNER_END_S = 0.02  # an idle runner ends in microseconds; a lost one is not waited for
+# What gloo and torch say of a lost peer. Anything else that a step raises is the trainer's own error.
+_WORDS = ("gloo", "connection", "peer", "timed out", "timeout", "socket")
+
+
+class GlooBackend:
+    """See `base.Backend`."""
+
+    name = "gloo"
+    device = torch.device("cpu")
+
+    def __init__(self, service_ports: Callable[[], Iterable[int]] = tuple) -> None:
+        """`service_ports`: ports of swift's own services at this moment. Connections to them are never shut."""
+        self._service_ports = service_ports
+        if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
+            for name, value in LOOPBACK.items():  # closed by default: not on other interfaces
+                os.environ.setdefault(name, value)
+
+    def open(self) -> "GlooFabric":
+        return GlooFabric(Sockets(self._service_ports))
+
+    def placeholder(self) -> Any:
+        return _c10d.ProcessGroupGloo(_c10d.HashStore(), 0, 1, timedelta(seconds=1))
+
+    def is_lost_peer(self, error: RuntimeError) -> bool:
+        words = str(error).lower()
+        return any(word in words for word in _WORDS)
+
+
+class GlooFabric:
+    """See `base.Fabric`."""
+
+    def __init__(self, sockets: "Sockets") -> None:
+        self._sockets = sockets
+        self._lock = threading.Lock()
+        self._runners: list[Runner] = []
+        self._aborted = self._closed = False
+
+    def connect(self, store: Store, own: int, size: int, timeout: timedelta) -> "_Connections":
+        """As `Fabric.connect`. A runner builds the group, so that an abort frees whoever waits here."""
+        groups: list[Any] = []
+
+        def build() -> None:
+            group = _c10d.ProcessGroupGloo(PrefixStore(self._prefix, store), own, size, timeout)
+            group._set_default_timeout(_OPERATION_TIMEOUT)
+            groups.append(group)
+
+        builder = self.runner("build")
+        try:
+            builder.submit(build).wait()
+        finally:
+            self._end(builder)
+        return _Connections(self, groups[0], own)
+
+    _prefix = "gloo"
+
+    def settle(self) -> None:
+        self._sockets.settle()
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._aborted = True
+            for runner in self._runners:
+                runner.stop()
+            # Under the lock: once this is closed, the sockets of the process are another fabric's.
+            self._sockets.shut()
+
+    def close(self) -> None:
+        # The sockets go first: a group that ends with an operation in flight would wait for it.
+        self.abort()
+        with self._lock:
+            self._closed = True
+            runners, self._runners = self._runners, []
+        for runner in runners:
+            runner.join(_RUNNER_END_S)
+
+    def runner(self, label: str) -> Runner:
+        """A new one, which an abort stops. Raises Broken after an abort."""
+        with self._lock:
+            if self._aborted:
+                raise Broken("connection of an ended generation")
+            self._runners.append(Runner(f"swift-{label}"))
+            return self._runners[-1]
+
+    def _end(self, runner: Runner) -> None:
+        runner.stop()
+        with self._lock:
+            if runner in self._runners:
+                self._runners.remove(runner)
+
+
+class _Connections:
+    """See `base.Connections`."""
+
+    def __init__(self, fabric: GlooFabric, group: Any, own: int) -> None:
+        self._fabric = fabric
+        self._group = group
+        self._own = own
+
+    def circuit(self, places: Sequence[int], number: int, label: str) -> MessageCircuit:
+        wire = _Wire(self._group, tuple(places))
+        return MessageCircuit(wire, places.index(self._own), len(places), number, self._fabric.runner(label))
+
+
+class _Wire:
+    """See `ordered.SummingWire`: gloo's own messages, by places in a group of some of the members."""
+
+    def __init__(self, group: Any, places: tuple[int, ...]) -> None:
+        self._group = group
+        self._places = places
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> "_Message":
+        return _Message(self._group.send(tensors, self._places[to], tag))
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> "_Message":
+        return _Message(self._group.recv(tensors, self._places[source], tag))
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """gloo's own, over all members: this is no wire of some of them."""
+        assert len(self._places) == self._group.size()
+        self._group.allreduce([tensor], _c10d.AllreduceOptions()).wait()
+
+
+class _Message:
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait(_MESSAGE_TIMEOUT)
+
+
+class Sockets:
+    """Those of this process that one fabric has opened."""
+
+    def __init__(self, service_ports: Callable[[], Iterable[int]]) -> None:
+        self._service_ports = service_ports
+        self._outside = frozenset(_inodes().values())
+        self._inside: frozenset[int] | None = (
+            None  # None while the fabric is built: all that is new may be its own
+        )
+
+    def settle(self) -> None:
+        """What is opened from now on, by the trainer for example, is not the fabric's."""
+        self._inside = frozenset(_inodes().values()) - self._outside
+
+    def shut(self) -> None:
+        """Shuts all that are connected now. Those that are about to connect are left to the next call."""
+        ports = set(self._service_ports())
+        inside = self._inside
+        for descriptor, inode in _inodes().items():
+            if inode in self._outside or (inside is not None and inode not in inside):
+                continue
+            try:
+                own = socket.socket(fileno=os.dup(descriptor))
+            except OSError:
+                continue  # closed meanwhile
+            with own:
+                try:
+                    if own.family not in (socket.AF_INET, socket.AF_INET6):
+                        continue
+                    if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        continue  # gloo's own, and it would end the process
+                    if own.getpeername()[1] in ports:
+                        continue
+                    own.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue  # not connected (yet), or its peer was quicker
+
+
+def _inodes() -> dict[int, int]:
+    """Open sockets of this process: descriptor → inode (a descriptor number is used again, an inode is not)."""
+    inodes = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes[int(name)] = int(target[8:-1])
+    return inodes

@@ -1,0 +1,697 @@
+"""Process groups that outlive their generation.
+
+Pipelining stages, DistributedDataParallel, FSDP2 and device meshes hold the group that they were made with. A
+`ReconfigurableGroup` is that object: torch sees one group with a name and a rank in it, and the communicator puts the
+backend's group of the current generation (a `Circuit`) under it after every change of membership.
+
+DDP's reducer does not survive an error in the middle of a backward pass (it waits for a reduction that never ends).
+So with `swallow` a failed collective counts as done, and the session looks at `broken`, which keeps the error, before
+anything that came out of the collective is used: the step is dropped. FSDP2 does survive it, once it is reset
+(`torch_private.reset_sharded`), and must see it at once: it would compute with parameters that are half gathered.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from swift_ft import torch_private
+from swift_ft.comm.backend import (
+    Backend,
+    Circuit,
+    Collective,
+    Collectives,
+    Connections,
+    Op,
+    Pending,
+    group_number,
+)
+from swift_ft.comm.message_collectives import Alone, operation
+from swift_ft.comm.worker_thread import Task
+from swift_ft.errors import UsageError
+
+if TYPE_CHECKING:
+    from swift_ft.train.batch_redistribution import Answers
+    from swift_ft.train.tape import Tape
+
+
+# Who is told of what passes over a group, and who decides on it. `swift_ft.train.collective_policy` is both.
+
+
+class Step(Protocol):
+    """Is told of what passes over a group (`swift_ft.train.collective_policy`)."""
+
+    def used(self, group: "Group") -> None:
+        """Torch, or a trainer, carries out a collective over it."""
+
+    def messaged(self) -> None:
+        """Torch sends or receives over it."""
+
+    def reducing(self) -> None:
+        """A reduction that torch has asked for is under way."""
+
+
+class Group(Protocol):
+    """The group that it passes over."""
+
+    ranks: tuple[int, ...]
+    """In a full world."""
+
+    @property
+    def is_pipeline(self) -> bool: ...
+
+    def run_into(self, results: Sequence[torch.Tensor], run: Collective) -> None: ...
+
+
+class Gate(Protocol):
+    """Decides on what a trainer communicates over a group (`swift_ft.train.collective_policy`)."""
+
+    def collective(
+        self,
+        group: "Group",
+        name: str,
+        results: list[torch.Tensor],
+        run: Collective,
+        *,
+        alike: bool,
+    ) -> bool: ...
+
+    def message(self, name: str) -> None: ...
+
+    def new_group(self) -> None: ...
+
+
+# What torch waits for: a message or a collective that is under way, as torch's Work.
+
+
+class MessageWork(torch_private.Work):
+    """A point-to-point operation. `broke` hears of its error."""
+
+    def __init__(self, pending: Pending, broke: Callable[[Exception], None]):
+        super().__init__()
+        self._pending = pending
+        self._broke = broke
+
+    def wait(self, timeout: Any = None) -> bool:
+        try:
+            self._pending.wait()
+        except RuntimeError as error:
+            self._broke(error)
+            raise
+        return True
+
+
+class FinishedWork(torch_private.Work):
+    """A collective that is over: its result is there, or will not be used."""
+
+    def __init__(self, result: list[torch.Tensor]):
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+class CollectiveWork(torch_private.Work):
+    """A collective. `broke` hears of its error; with `swallow` torch does not."""
+
+    def __init__(
+        self,
+        task: Task,
+        result: list[torch.Tensor],
+        broke: Callable[[Exception], None],
+        *,
+        swallow: bool,
+    ):
+        super().__init__()
+        self._task = task
+        self._result = result
+        self._broke = broke
+        self._swallow = swallow
+
+    def wait(self, timeout: Any = None) -> bool:
+        try:
+            self._task.wait()
+        except RuntimeError as error:
+            self._broke(error)
+            if not self._swallow:
+                raise
+        return True
+
+    def is_completed(self) -> bool:
+        return self._task.done
+
+    def get_future(self) -> Any:
+        """A torch Future: of the result, or of the collective's error, unless that is swallowed."""
+        future: Any = torch.futures.Future()
+
+        def over() -> None:
+            error = self._task.error
+            if error is not None:
+                self._broke(error)
+            if error is None or self._swallow:
+                future.set_result(self._result)
+            else:
+                future.set_exception(error)
+
+        self._task.then(over)
+        return future
+
+
+# The collectives that torch calls on a process group, made of those that a backend has (`Collectives`).
+#
+# torch has a dozen calls, and several spellings of some; a backend has few (`swift_ft.comm.backend`). Memory is
+# handed on without autograd's view of it: a result is no computation (as in torch's own groups).
+
+ONE_PART_EACH = frozenset(
+    {
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_to_all",
+        "all_to_all_single",
+        "gather",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+    }
+)
+"""Collectives that have a part for every rank."""
+
+
+class TorchCollectives(torch_private.ProcessGroup):  # type: ignore[misc]
+    """The half of a group that torch sees; the other one (`ReconfigurableGroup`) carries out what it asks for."""
+
+    ranks: tuple[int, ...]
+    _own: int
+    """This rank's index in `ranks`."""
+
+    def _collective(
+        self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
+    ) -> Any:
+        """Starts `run`; gives torch's Work. `name`: of torch's function. `result`: what it fills in. `alike`: all ranks
+        get the same result."""
+        raise AssertionError("the group that is this class's other half carries it out")
+
+    def _reduction(
+        self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
+    ) -> Any:
+        """The same, of gradients or others that are summed up."""
+        raise AssertionError("the group that is this class's other half carries it out")
+
+    def _place(self, index: int) -> int:
+        """Of the rank at this index of the group, among those that are in this generation. Raises RuntimeError."""
+        raise AssertionError("the group that is this class's other half knows of generations")
+
+    def _operation(self, options: Any) -> tuple[Op, Callable[[torch.Tensor], Any]]:
+        """(what combines two tensors, what makes the result of all that are combined)."""
+        op = options.reduceOp if options is not None else None
+        if torch_private.reduction_name(op) != "AVG":
+            return operation(op), lambda total: total
+        return operation(None), lambda total: total.div_(len(self.ranks))
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        op, finish = self._operation(options)
+
+        def run(collectives: Collectives) -> None:
+            for tensor in tensors:
+                collectives.all_reduce(tensor.data, op)
+                finish(tensor.data)
+
+        return self._reduction("all_reduce", tensors, run)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        op, finish = self._operation(options)
+
+        def run(collectives: Collectives) -> None:
+            for tensor in tensors:
+                whole = tensor.data.clone()
+                collectives.all_reduce(whole, op)
+                if self._own == options.rootRank:
+                    tensor.data.copy_(finish(whole))
+
+        return self._reduction("reduce", tensors, run, alike=False)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any = None) -> Any:
+        root = options.rootRank if options is not None else 0
+
+        def run(collectives: Collectives) -> None:
+            for tensor in tensors:
+                collectives.broadcast(tensor.data, self._place(root))
+
+        return self._collective("broadcast", tensors, run)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._collective("barrier", [], lambda collectives: collectives.barrier())
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        self.barrier().wait()
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None
+    ) -> Any:
+        def run(collectives: Collectives) -> None:
+            for parts, own in zip(outputs, inputs, strict=True):
+                _gather(collectives, parts, own)
+
+        return self._collective("all_gather", [part for parts in outputs for part in parts], run)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
+    ) -> Any:
+        def run(collectives: Collectives) -> None:
+            for output, own in zip(outputs, inputs, strict=True):
+                collectives.all_gather(self._parts(output.data), own.data.reshape(-1))
+
+        return self._collective("all_gather_into_tensor", outputs, run)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def _allgather_base(self, output: torch.Tensor, own: torch.Tensor, options: Any = None) -> Any:
+        return self.allgather_into_tensor_coalesced([output], [own])
+
+    all_gather_single = _allgather_base
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> Any:
+        """`outputs` is empty but on the root."""
+
+        def run(collectives: Collectives) -> None:
+            for index, own in enumerate(inputs):
+                parts = outputs[index] if outputs else [torch.empty_like(own) for _ in self.ranks]
+                _gather(collectives, parts, own)
+
+        return self._collective("gather", [part for parts in outputs for part in parts], run, alike=False)
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any) -> Any:
+        """`inputs` is empty but on the root."""
+
+        def run(collectives: Collectives) -> None:
+            for index, output in enumerate(outputs):
+                for rank in range(len(self.ranks)):
+                    part = (inputs[index][rank] if inputs else torch.empty_like(output)).data.contiguous()
+                    collectives.broadcast(part, options.rootRank)
+                    if rank == self._own:
+                        output.data.copy_(part)
+
+        return self._collective("scatter", outputs, run, alike=False)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
+    ) -> Any:
+        op, finish = self._operation(options)
+
+        def run(collectives: Collectives) -> None:
+            for output, whole in zip(outputs, inputs, strict=True):
+                collectives.reduce_scatter(output.data, self._parts(whole.data.contiguous()), op)
+                finish(output.data)
+
+        return self._reduction("reduce_scatter_tensor", outputs, run, alike=False)
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, options: Any = None) -> Any:
+        return self.reduce_scatter_tensor_coalesced([output], [whole], options)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any = None
+    ) -> Any:
+        op, finish = self._operation(options)
+
+        def run(collectives: Collectives) -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                collectives.reduce_scatter(output.data, [part.data.contiguous() for part in parts], op)
+                finish(output.data)
+
+        return self._reduction("reduce_scatter", outputs, run, alike=False)
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None) -> Any:
+        def run(collectives: Collectives) -> None:
+            incoming = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
+            collectives.all_to_all(incoming, [each.data.contiguous() for each in inputs])
+            for output, room in zip(outputs, incoming, strict=True):
+                output.data.copy_(room)
+
+        return self._collective("all_to_all", outputs, run, alike=False)
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        whole: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        options: Any = None,
+    ) -> Any:
+        into, out_of = output.data, whole.data
+
+        def run(collectives: Collectives) -> None:
+            incoming = list(torch.split(into, output_sizes)) if output_sizes else self._parts(into)
+            outgoing = list(torch.split(out_of, input_sizes)) if input_sizes else self._parts(out_of)
+            collectives.all_to_all(incoming, outgoing)
+
+        return self._collective("all_to_all_single", [output], run, alike=False)
+
+    all_to_all_single = alltoall_base
+
+    def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """One piece for every rank; a contiguous tensor is not copied."""
+        return list(whole.view(len(self.ranks), -1).unbind())
+
+
+def _gather(collectives: Collectives, parts: list[torch.Tensor], own: torch.Tensor) -> None:
+    rooms = [part.data.contiguous() for part in parts]
+    collectives.all_gather(rooms, own.data.contiguous())
+    for part, room in zip(parts, rooms, strict=True):
+        if not part.is_contiguous():
+            part.data.copy_(room)
+
+
+class _Route(NamedTuple):
+    """What a group communicates over."""
+
+    circuit: Circuit | None
+    connections: Connections | None
+    present: tuple[int, ...]
+    parts: "dict[tuple[int, ...], _Route]"
+    """The same of the groups of some of its ranks."""
+
+
+class ReconfigurableGroup(TorchCollectives):
+    """A process group of `ranks` (global, ascending), seen from the one at index `rank`.
+
+    (communicator) ``attach(connections, present)``, ``register()`` in each new generation; ``detach()`` at its end
+    (torch, trainer) every collective and point-to-point operation, as on any group
+
+    In a generation in which ranks are missing, the others communicate without them; what has a part for every rank is
+    refused then (UsageError).
+
+    A pipeline that lacks a rank, but whose batches are computed (`Assignment.pipeline`), has a *route*: others sit in
+    the places of those that are missing. To torch they have the numbers of these. A rank that sits in several pipelines
+    has a route for each, by its origin, and is in one at a time (`on_route`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        backend: Backend,
+        *,
+        step: Step | None,
+        gate: Gate | None,
+        swallow: bool = False,
+    ):
+        """`step`: told what passes; None: only the session itself communicates over it. `gate`: of a group over which
+        trainers communicate, and torch beside them."""
+        super().__init__(rank, len(ranks))
+        self.label = name
+        self.ranks = tuple(ranks)
+        self.broken: Exception | None = None
+        self._step = step
+        self.gate = gate
+        self.backend = backend
+        self._swallow = swallow
+        self._quiet = False
+        self._own = rank
+        self._present = tuple(range(len(ranks)))
+        """Indices of the ranks that are in this generation, ascending: their places in the circuit."""
+        self._circuit: Circuit | None = None
+        self._between = "connection of an ended generation"
+        self._some: dict[tuple[int, ...], ReconfigurableGroup] = {}
+        self._connections: Connections | None = None
+        self._routes: dict[int, _Route] = {}
+        self.tape: Tape | None = None
+        """What sees the collectives of a step, if any does."""
+        self.answers: Answers | None = None
+        """(a pipeline) What collectives give where ranks are missing."""
+        torch_private.give_placeholder(self, name, backend)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Of stages, or of some of them."""
+        return self.answers is not None
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The ranks that are in this generation, ascending."""
+        return tuple(self.ranks[index] for index in self._present)
+
+    def attach(self, connections: Connections, present: Sequence[int]) -> None:
+        """`present`: the ranks of this group that are in the generation, in their order: the members of
+        `connections`."""
+        places = range(len(present))
+        self._routes.clear()
+        self._connect(connections, [self.ranks.index(rank) for rank in present], places)
+        for chosen, part in self._some.items():
+            self._attach_part(part, chosen)
+
+    def attach_routes(self, connections: Mapping[int, Connections], own: int) -> None:
+        """As `attach`, in a generation in which pipelines have routes. `connections`: by origin, of all places of each
+        that this rank sits in; `own`: the one that it is in as long as nothing else is said."""
+        self._routes.clear()
+        for origin, each in sorted(connections.items()):
+            everybody = range(len(self.ranks))
+            self._connect(each, everybody, everybody)
+            for chosen, part in self._some.items():
+                self._attach_part(part, chosen)
+            self._routes[origin] = self._route()
+        self._take(self._routes[own])
+
+    @contextmanager
+    def on_route(self, origin: int) -> Iterator[None]:
+        """It is the pipeline of that origin meanwhile, if this rank sits in it."""
+        if origin not in self._routes:
+            yield
+            return
+        before = self._route()
+        self._take(self._routes[origin])
+        try:
+            yield
+        finally:
+            if self._circuit is not None:  # its generation has not ended
+                self._take(before)
+
+    def _route(self) -> "_Route":
+        parts = {chosen: part._route() for chosen, part in self._some.items()}
+        return _Route(self._circuit, self._connections, self._present, parts)
+
+    def _take(self, route: "_Route") -> None:
+        self._circuit, self._connections, self._present = route.circuit, route.connections, route.present
+        for chosen, part in self._some.items():
+            if chosen not in route.parts:  # it was made after the route was
+                self._attach_part(part, chosen)
+                route.parts[chosen] = part._route()
+            part._take(route.parts[chosen])
+
+    def _connect(self, connections: Connections, present: Sequence[int], places: Sequence[int]) -> None:
+        """`present`: indices into `ranks`; `places`: those of the same ranks among the members of `connections`."""
+        self._circuit = connections.circuit(places, group_number(self.label), self.label)
+        self._connections = connections
+        self._present = tuple(present)
+        self.broken = None
+
+    def register(self) -> None:
+        """Tells torch of the group. Ending the default group makes torch forget it."""
+        for group in (self, *self._some.values()):
+            torch_private.register_group(group, group.label, group.ranks, self.backend)
+
+    def part(self, chosen: Sequence[int]) -> "ReconfigurableGroup":
+        """A group of some of these ranks, by their indices; over the same connections. Raises UsageError."""
+        indices = tuple(sorted(set(chosen)))
+        if not indices or indices[0] < 0 or indices[-1] >= len(self.ranks) or self._own not in indices:
+            raise UsageError(
+                f"ranks={list(chosen)}: give pipeline ranks from 0 to {len(self.ranks) - 1}, this one "
+                f"({self._own}) among them"
+            )
+        if len(indices) == len(self.ranks):
+            return self
+        part = self._some.get(indices)
+        if part is None:
+            label = f"{self.label}[{','.join(map(str, indices))}]"
+            ranks = [self.ranks[index] for index in indices]
+            own = indices.index(self._own)
+            part = ReconfigurableGroup(label, ranks, own, self.backend, step=None, gate=None)
+            part.answers, part.tape = self.answers, self.tape
+            self._some[indices] = part
+            if self._circuit is not None:
+                self._attach_part(part, indices)
+                for route in self._routes.values():
+                    if route.circuit is self._circuit:
+                        route.parts[indices] = part._route()
+                torch_private.register_group(part, part.label, part.ranks, self.backend)
+        return part
+
+    def _attach_part(self, part: "ReconfigurableGroup", indices: Sequence[int]) -> None:
+        assert self._connections is not None
+        there = [index for index in indices if index in self._present]
+        part._connect(
+            self._connections,
+            [indices.index(index) for index in there],
+            [self._present.index(index) for index in there],
+        )
+
+    def stand_alone(self) -> None:
+        """Nobody else is there any more."""
+        self._between = "the job has finished: no other rank is there to communicate with"
+
+    def detach(self) -> None:
+        for part in self._some.values():
+            part.detach()
+        self._routes.clear()
+        self._circuit = self._connections = None
+
+    def let_go(self) -> None:
+        """The session has ended, and is not asked about anything any more."""
+        self._step = self.gate = self.answers = None
+        for part in self._some.values():
+            part.let_go()
+        self._some.clear()
+
+    def submit(self, run: Collective) -> Task:
+        """Starts something over this group, in the order of the calls. Raises RuntimeError between generations."""
+        return self._attached().submit(run if self.tape is None else self.tape.around(self.label, run))
+
+    def _attached(self) -> Circuit:
+        circuit = self._circuit
+        if circuit is None:
+            raise RuntimeError(f"process group {self.label}: {self._between}")
+        return circuit
+
+    def run(self, run: Collective) -> None:
+        self.submit(run).wait()
+
+    def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Of all its ranks that are in this generation, in their order."""
+        own = tensor.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in self._present]
+        self.run_into(parts, lambda collectives: collectives.all_gather(parts, own))
+        return parts
+
+    def gathering(self, tensor: torch.Tensor) -> tuple[Task, list[torch.Tensor]]:
+        """As `gathered`, without waiting: the parts are there once the task is done."""
+        own = tensor.detach().contiguous().clone()
+        parts = [torch.empty_like(own) for _ in self._present]
+        return self.submit(lambda collectives: collectives.all_gather(parts, own)), parts
+
+    def run_into(self, results: Sequence[torch.Tensor], run: Collective) -> None:
+        """As `run`, of something that leaves its result there."""
+        if self.answers is None:
+            self.run(run)
+        else:
+            self.answers.into(results, lambda: self.run(run))
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Collectives of torch's are answered from this rank alone meanwhile (`Alone`).
+
+        A stage that infers its shapes runs its module once, in a replacement too, where no peer takes part.
+        """
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    # --- what torch calls ---
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+        return self.backend.name
+
+    # From torch 2.14 on a group without these asks its backend, and the placeholder has one member.
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._own
+
+    def getSize(self) -> int:  # noqa: N802
+        return len(self.ranks)
+
+    def shutdown(self) -> None:
+        """torch ends all groups together with the default one; this one stays, its inner group has ended."""
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Any:
+        circuit = self._messaging("send")
+        return MessageWork(circuit.send(tensors, self._place(to), tag), self._breaker())
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Any:
+        circuit = self._messaging("recv")
+        return MessageWork(circuit.recv(tensors, self._place(source), tag), self._breaker())
+
+    def _messaging(self, kind: str) -> Circuit:
+        if self.gate is not None:
+            self.gate.message(kind)
+        circuit = self._attached()
+        if self._step is not None:
+            self._step.messaged()
+        return circuit
+
+    def _place(self, index: int) -> int:
+        """Of the rank at this index of the group, among those that are in this generation. Raises RuntimeError."""
+        if index not in self._present:
+            raise RuntimeError(
+                f"process group {self.label}: rank {self.ranks[index]} is not in this generation"
+            )
+        return self._present.index(index)
+
+    def _collective(
+        self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
+    ) -> Any:
+        """`name`: of torch's function. `alike`: all ranks get the same result."""
+        if self._quiet:
+            run(Alone(self._own, len(self.ranks)))
+            return FinishedWork(result)
+        if self._circuit is not None and len(self._present) < len(self.ranks) and name in ONE_PART_EACH:
+            raise UsageError(
+                f"process group {self.label}: {name} has a part for ranks that are not there now"
+            )
+        if self._step is not None:
+            self._step.used(self)
+        gate = self.gate if len(self.ranks) > 1 else None
+        if gate is not None and gate.collective(self, name, result, run, alike=alike):
+            return FinishedWork(result)
+        broke = self._breaker()
+        if self.broken is not None and self._swallow:
+            return FinishedWork(result)
+        try:
+            task = self.submit(run)
+        except RuntimeError as error:
+            self.broken = error
+            if not self._swallow:
+                raise
+            return FinishedWork(result)
+        return CollectiveWork(task, result, broke, swallow=self._swallow)
+
+    def _breaker(self) -> Callable[[Exception], None]:
+        """What hears of an error of this generation. DDP may wait for a work of the last one in the next."""
+        circuit = self._circuit
+
+        def broke(error: Exception) -> None:
+            if self._circuit is circuit:
+                self.broken = self.broken or error
+
+        return broke
+
+    def _reduction(
+        self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
+    ) -> Any:
+        work = self._collective(name, result, run, alike=alike)
+        if not self._quiet and self._step is not None:
+            self._step.reducing()
+        return work
+
+    def new_group(self, *_: Any, **__: Any) -> Any:
+        """torch asks the default group for a new one. Raises RuntimeError: it makes none."""
+        if self.gate is not None:
+            self.gate.new_group()
+        raise RuntimeError(f"process group {self.label} makes no others")

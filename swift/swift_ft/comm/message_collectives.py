@@ -1,0 +1,258 @@
+"""Collectives made of messages, in the order of the members, for backends whose messages have tags.
+
+They need nothing else of a backend. Sums are taken in the members' order, so their bits depend on no layout, for the
+same bytes on the wire as a ring.
+
+Legend: n members of the group, `own` this process's place among them.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from swift_ft import torch_private
+from swift_ft.comm.backend import COLLECTIVES, Collective, Op, Pending, Wire, first_tag
+from swift_ft.comm.worker_thread import Runner, Task
+
+_SMALL_BYTES = 4096  # below, one exchange of everything is quicker than two of parts
+
+
+class SummingWire(Wire, Protocol):
+    """What a backend has to give."""
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """In place, in whatever order is quickest."""
+
+
+class MessageCircuit:
+    """See `base.Circuit`. Whatever waits for a message does so in `runner`."""
+
+    def __init__(self, wire: SummingWire, own: int, n: int, number: int, runner: Runner) -> None:
+        self._wire = wire
+        self._messages = Messages(wire, own, n, number)
+        self._runner = runner
+
+    def submit(self, run: Collective) -> Task:
+        messages = self._messages
+        return self._runner.submit(lambda: messages.carry_out(run))
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
+        return _InRunner(self._runner, self._wire.send(tensors, to, tag))
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending:
+        return _InRunner(self._runner, self._wire.recv(tensors, source, tag))
+
+
+class _InRunner:
+    """A message that a runner waits for."""
+
+    def __init__(self, runner: Runner, pending: Pending) -> None:
+        self._runner = runner
+        self._pending = pending
+
+    def wait(self) -> None:
+        self._runner.submit(self._pending.wait).wait()
+
+
+class Messages:
+    """See `base.Collectives`. Called by the group's runner (``carry_out``), in the same order on all members."""
+
+    def __init__(self, wire: SummingWire, own: int, n: int, number: int = 0):
+        """`number` keeps groups apart that lie over the same connections (`swift_ft.comm.backend`)."""
+        self._wire = wire
+        self._first_tag = first_tag(number)
+        self._own, self._n = own, n
+        self._sequence = 0
+        self._error: Exception | None = None
+        self._pool: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+
+    def carry_out(self, run: Collective) -> None:
+        """Some collectives. Raises RuntimeError if one has failed before.
+
+        A collective that fails has not counted all its messages. The next one would take the tags of those that are
+        missing, and a peer that waits for them would get something else: a wrong sum, or worse if the sizes differ.
+        """
+        if self._error is not None:
+            raise RuntimeError(f"connection: a collective failed here before: {self._error}")
+        try:
+            run(self)
+        except Exception as error:
+            self._error = error
+            raise
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op) -> None:
+        """In place, in rank order: op(op(x0, x1), x2) ... for every element."""
+        if self._n == 1 or not tensor.numel():
+            return
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1).clone()
+        if flat.numel() * flat.element_size() <= _SMALL_BYTES or flat.numel() < self._n:
+            parts = [torch.empty_like(flat) for _ in range(self._n)]
+            self.all_gather(parts, flat)
+            flat.copy_(_in_order(parts, op))
+        else:
+            whole = flat.numel() // self._n * self._n
+            self._all_reduce_parts(list(flat[:whole].view(self._n, -1).unbind()), op)
+            if whole < flat.numel():
+                self.all_reduce(flat[whole:], op)
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view_as(tensor))
+
+    def _all_reduce_parts(self, parts: list[torch.Tensor], op: Op) -> None:
+        received = self._take(parts[0], self._n * parts[0].numel())
+        incoming = list(received.view(self._n, -1).unbind())
+        self.all_to_all(incoming, parts)
+        parts[self._own].copy_(_in_order(incoming, op))
+        self.all_gather(parts, parts[self._own])
+        self._give(received)
+
+    def unordered_sum(self, tensor: torch.Tensor) -> None:
+        self._wire.sum(tensor)
+
+    def reduce_scatter(self, output: torch.Tensor, parts: list[torch.Tensor], op: Op) -> None:
+        incoming = [torch.empty_like(parts[self._own]) for _ in range(self._n)]
+        self.all_to_all(incoming, parts)
+        output.copy_(_in_order(incoming, op).view_as(output))
+
+    def all_gather(self, outputs: list[torch.Tensor], own: torch.Tensor) -> None:
+        """`own` of every rank, in `outputs` by rank."""
+        self.all_to_all(outputs, [own] * self._n)
+
+    def all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> None:
+        """`outgoing[r]` goes to rank r, `incoming[r]` comes from it. Contiguous tensors; empty ones are not sent."""
+        self.begin_all_to_all(incoming, outgoing).wait()
+
+    def begin_all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> Pending:
+        """As `all_to_all`, without waiting."""
+        tag = self._next_tag()
+        if incoming[self._own].data_ptr() != outgoing[self._own].data_ptr():
+            incoming[self._own].copy_(outgoing[self._own])
+        works = []
+        for source, target in self._peers():
+            if incoming[source].numel():
+                works.append(self._wire.recv([incoming[source]], source, tag))
+            if outgoing[target].numel():
+                works.append(self._wire.send([outgoing[target]], target, tag))
+        return _All(works)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Gives `tensor` of index `root` to all, in place."""
+        tag = self._next_tag()
+        whole = tensor.contiguous()
+        if self._own == root:
+            works = [self._wire.send([whole], peer, tag) for peer in range(self._n) if peer != root]
+        else:
+            works = [self._wire.recv([whole], root, tag)]
+        for work in works:
+            work.wait()
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+    def barrier(self, ballot: torch.Tensor | None = None) -> None:
+        """Returns once all have entered: after round k a rank knows of 2^k others (dissemination barrier).
+
+        `ballot`: what this rank gives; becomes, in place, the greatest in each place of what all have given.
+        """
+        distance = 1
+        ballot = torch.zeros(1) if ballot is None else ballot
+        while distance < self._n:
+            tag = self._next_tag()
+            token, other = ballot.clone(), torch.empty_like(ballot)
+            incoming = self._wire.recv([other], (self._own - distance) % self._n, tag)
+            outgoing = self._wire.send([token], (self._own + distance) % self._n, tag)
+            incoming.wait()
+            outgoing.wait()
+            torch.maximum(ballot, other, out=ballot)
+            distance *= 2
+
+    def _peers(self) -> Iterator[tuple[int, int]]:
+        """(from whom, to whom): each peer once, and no rank is sent to by all at once."""
+        for distance in range(1, self._n):
+            yield (self._own - distance) % self._n, (self._own + distance) % self._n
+
+    def _next_tag(self) -> int:
+        self._sequence += 1
+        return self._first_tag + self._sequence % COLLECTIVES
+
+    def _take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+        """Fresh memory of a bucket's size is dear (the kernel clears it page by page), so it is kept."""
+        kept = self._pool.get((like.dtype, numel))
+        return kept.pop() if kept else torch.empty(numel, dtype=like.dtype)
+
+    def _give(self, buffer: torch.Tensor) -> None:
+        self._pool.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
+
+
+class _All:
+    """Messages under way."""
+
+    def __init__(self, works: list[Pending]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class Alone(Messages):
+    """Collectives in which every rank's part is this one's: results of the right shape, and nobody is asked."""
+
+    def __init__(self, own: int, n: int):
+        super().__init__(_Nobody(), own, n)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Op) -> None:
+        tensor.copy_(_in_order([tensor.clone() for _ in range(self._n)], op))
+
+    def unordered_sum(self, tensor: torch.Tensor) -> None:
+        tensor.mul_(self._n)
+
+    def begin_all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> Pending:
+        for room in incoming:
+            room.copy_(outgoing[self._own])
+        return _All([])
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        pass
+
+    def barrier(self, ballot: torch.Tensor | None = None) -> None:
+        pass
+
+
+class _Nobody:
+    """The wire of `Alone`."""
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
+        raise AssertionError("nobody is there")
+
+    recv = send
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        raise AssertionError("nobody is there")
+
+
+def _in_order(parts: list[torch.Tensor], op: Op) -> torch.Tensor:
+    """The parts combined from the first to the last; overwrites the first."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = op(total, part)
+    return total
+
+
+def operation(op: Any) -> Op:
+    """What combines two tensors for a reduction of torch's. Raises ValueError for one that has no order."""
+    name = torch_private.reduction_name(op)
+    combine = _OPERATIONS.get(name)
+    if combine is None:
+        raise ValueError(f"reduction {name} over a group of the session; there are: {', '.join(_OPERATIONS)}")
+    return combine
+
+
+_OPERATIONS: dict[str, Op] = {
+    "SUM": lambda a, b: a.add_(b),
+    "PRODUCT": lambda a, b: a.mul_(b),
+    "MIN": lambda a, b: torch.minimum(a, b, out=a),
+    "MAX": lambda a, b: torch.maximum(a, b, out=a),
+    "BAND": lambda a, b: a.bitwise_and_(b),
+    "BOR": lambda a, b: a.bitwise_or_(b),
+    "BXOR": lambda a, b: a.bitwise_xor_(b),
+}

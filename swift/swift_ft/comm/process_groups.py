@@ -1,0 +1,256 @@
+"""The process groups of one rank, made anew in every generation, that a notice can break open.
+
+The groups that a trainer holds stay (`swift_ft.comm.groups`). Under them lies a fabric of the backend's, one for each
+generation (`swift_ft.comm`).
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from swift_ft import events, torch_private
+from swift_ft.comm.backend import Backend, Collective, Connections, Fabric, Pending, is_communication
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.comm.message_collectives import Alone
+from swift_ft.comm.worker_thread import Task
+from swift_ft.text import LASTING_KEYS
+
+# Connections to nobody: whatever a group does together is answered as if every member had what this one has.
+#
+# Results have the right shapes, and meaningless values. For a spare that computes a step to be warm
+# (`swift_ft.train.rehearsal`).
+
+
+class StandIn:
+    """See `base.Connections`."""
+
+    def __init__(self, own: int) -> None:
+        """`own`: this process's place among the members."""
+        self._own = own
+
+    def circuit(self, places: Sequence[int], number: int, label: str) -> "_Circuit":
+        """As `base.Connections.circuit`."""
+        return _Circuit(places.index(self._own), len(places), label)
+
+
+class _Circuit:
+    """See `base.Circuit`. What is submitted is done when the call returns."""
+
+    def __init__(self, own: int, n: int, label: str) -> None:
+        self._alone = Alone(own, n)
+        self._label = label
+
+    def submit(self, run: Collective) -> Task:
+        task = Task(lambda: run(self._alone))
+        task.carry_out()
+        return task
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
+        raise RuntimeError(f"process group {self._label}: nobody is there for a message, in a warm-up")
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending:
+        return self.send(tensors, source, tag)
+
+
+# A blocked thread may start its next operation after the first abort.
+_ABORT_INTERVAL_S = 0.02
+
+
+class Stores(Protocol):
+    """What the groups of each generation are built with: all its ranks see the same store."""
+
+    def __call__(self, generation: int) -> Store: ...
+
+    def built(self) -> None:
+        """The groups of the newest one are built: from now on its keys are the trainer's."""
+
+    def interrupt(self) -> None:
+        """(watcher thread) Whoever waits in the newest one gets an error."""
+
+
+class Interrupted(Exception):
+    """A newer generation was made: the step that is under way is dropped."""
+
+
+class ProcessGroups:
+    """The groups of the generation that this rank is in.
+
+    (main thread) ``build(generation)`` … communicate …
+    (watcher thread) ``interrupt(generation)`` when a newer generation is published
+    (main thread) gets an error out of its operation, unwinds, and calls ``build`` again
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        rank: int,
+        groups: Sequence[ReconfigurableGroup],
+        default: ReconfigurableGroup,
+        *,
+        stores: Stores,
+        build_timeout_s: float = 30.0,
+    ):
+        """`groups`: all that are built in a generation. `default`: the one of them that is the default group for torch
+        and the trainer. `stores`: those that the groups of a generation are built with.
+        """
+        self._backend = backend
+        self._rank = rank
+        self._groups = groups
+        self._default = default
+        # All ranks of a generation are known to live when it is built: building is bounded tightly.
+        self._build_timeout = timedelta(seconds=build_timeout_s)
+        self._stores = stores
+        self._generations_store: Store | None = None
+        self._fabric: Fabric | None = None
+        self._lock = threading.Lock()
+        self._newest = 0
+        self.generation = 0
+
+    @property
+    def store(self) -> Store:
+        """What ranks tell each other outside of every group: the shapes of what passes between stages. It outlives
+        generations. Raises RuntimeError before the first one."""
+        if self._generations_store is None:
+            raise RuntimeError("process group: there is no generation yet")
+        return PrefixStore(LASTING_KEYS.removesuffix("/"), self._generations_store)
+
+    def build(
+        self,
+        generation: int,
+        members: Sequence[int] | None = None,
+        routes: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
+        """(every member) The groups of `generation`, under the objects that torch and the trainer hold.
+
+        `members`: ranks that take part, ascending, this one among them; None: all of the default group's. `routes`: if
+        pipelines lack ranks: origin -> who sits in its pipeline, of those that this rank sits in, its own first. Raises
+        Interrupted if a newer generation is published meanwhile, RuntimeError if a member was lost.
+        """
+        present = tuple(self._default.ranks if members is None else members)
+        self.tear_down()
+        fabric = self._backend.open()
+        with self._lock:
+            self._fabric = fabric
+            self.generation = generation
+        self._check()
+        try:
+            # Kept as long as the groups are: torch keeps only the half of it that is in C++.
+            self._generations_store = self._stores(generation)
+            store = PrefixStore(f"g{generation}", self._generations_store)
+            whole = self._connect(fabric, PrefixStore("whole", store), present)
+            for group in self._groups:
+                ranks = [rank for rank in group.ranks if rank in present]
+                if routes and group.is_pipeline:
+                    # In the order of origins: who waits for a connection waits for nobody that waits for it.
+                    made = {
+                        origin: self._connect(fabric, PrefixStore(f"route-{origin}", store), routes[origin])
+                        for origin in sorted(routes)
+                    }
+                    group.attach_routes(made, own=next(iter(routes)))
+                elif len(ranks) == len(present):
+                    group.attach(whole, ranks)
+                else:  # ranks that share a group name it alike: by its kind and its first rank
+                    place = PrefixStore(f"{group.label}-{group.ranks[0]}", store)
+                    group.attach(self._connect(fabric, place, ranks), ranks)
+            # Nobody begins before all are connected: who dies in what comes next would leave those who still wait
+            # for a connection to it.
+            store.set(f"built-{self._rank}", "")
+            store.wait([f"built-{rank}" for rank in present], self._build_timeout)
+            self._stores.built()
+        except (RuntimeError, ValueError):
+            self._check()
+            raise
+        fabric.settle()
+        self._register()
+        self._check()
+        events.emit("group_built", rank=self._rank, generation=generation)
+
+    def _connect(self, fabric: Fabric, store: Store, ranks: Sequence[int]) -> Connections:
+        return fabric.connect(store, ranks.index(self._rank), len(ranks), self._build_timeout)
+
+    def stand_alone(self) -> None:
+        """(the job has finished without this process) Groups as torch and a trainer expect them, with nobody in them.
+
+        Whoever communicates over them gets a RuntimeError that says so.
+        """
+        for group in self._groups:
+            group.stand_alone()
+        self._register()
+
+    def stand_in(self, store: Store) -> None:
+        """(a warm-up) Groups in which this process answers for all others. `store`: what ranks have told each other
+        about the job."""
+        self.tear_down()
+        self._generations_store = store
+        for group in self._groups:
+            group.attach(StandIn(group.ranks.index(self._rank)), group.ranks)
+        self._register()
+
+    def _register(self) -> None:
+        """Tells torch of the groups. Ending the default group makes it forget them all."""
+        for group in self._groups:
+            group.register()
+        torch_private.make_default(self._default)
+
+    @property
+    def broken(self) -> Exception | None:
+        """The error of a collective that a group has swallowed in this generation."""
+        return next((group.broken for group in self._groups if group.broken is not None), None)
+
+    def lost_peer(self, error: BaseException) -> bool:
+        """Whether a lost peer or an interruption may be behind what a step raised."""
+        return is_communication(error, self._backend.is_lost_peer)
+
+    def check_whole(self) -> None:
+        """Raises RuntimeError if a collective was broken: nothing that came after it is applied or recorded."""
+        broken = self.broken
+        if broken is not None:
+            raise RuntimeError(f"process group: {broken}")
+
+    def tear_down(self) -> None:
+        """Ends the groups of this generation."""
+        with self._lock:
+            fabric, self._fabric = self._fabric, None
+        if fabric is not None:
+            fabric.close()
+        for group in self._groups:
+            group.detach()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def let_go(self) -> None:
+        """(the session ends) What holds a group does not hold the session: DDP's reducer and FSDP do so in C++, where
+        nobody sees that the model is free."""
+        self.tear_down()
+        for group in self._groups:
+            group.let_go()
+
+    def interrupt(self, generation: int, acknowledged: Callable[[], bool]) -> None:
+        """(watcher thread) Frees every thread that waits in an operation of an older generation.
+
+        Aborts until `acknowledged()`: a schedule may be starting operations on several groups.
+        """
+        with self._lock:
+            self._newest = max(self._newest, generation)
+        while True:
+            with self._lock:
+                fabric = self._fabric if self.generation < generation else None
+            if fabric is None:
+                return
+            self._stores.interrupt()
+            fabric.abort()
+            if acknowledged():
+                return
+            time.sleep(_ABORT_INTERVAL_S)
+
+    def _check(self) -> None:
+        with self._lock:
+            if self._newest > self.generation:
+                raise Interrupted(f"generation {self._newest} supersedes {self.generation}")

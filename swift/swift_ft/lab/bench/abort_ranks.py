@@ -1,0 +1,223 @@
+"""A member of groups that communicates as it is told: for `swift-ft bench abort` and the conformance suite of backends.
+
+Whoever tells it listens on a Unix socket. One line of JSON is a command, with its name in "do"; one line is the answer.
+What may wait for others is started (``start``), and asked for later (``outcome``), so that an abort can come between.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from swift_ft.comm import default_backend
+from swift_ft.comm.backend import Backend, Circuit, Collectives, Connections, Fabric
+from swift_ft.comm.message_collectives import operation
+
+CONNECT_TIMEOUT = timedelta(seconds=60)
+SMALL, LARGE = 10, 1 << 20
+"""Elements: of one exchange, and of several messages that are more than a socket holds."""
+
+
+def values(seed: int, numel: int) -> torch.Tensor:
+    """Of many magnitudes, so that the order of additions shows in the bits."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(numel, generator=generator) * 10 ** torch.randn(numel, generator=generator)
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+class Group:
+    """One that this member is in, or is about to be."""
+
+    def __init__(self, fabric: Fabric, meeting: tuple[str, int], name: str) -> None:
+        self.fabric = fabric
+        # One connection for each group: a wait in it that is given up keeps it.
+        self.store = PrefixStore(name, TCPStore(*meeting, is_master=False, timeout=CONNECT_TIMEOUT))
+        self.connections: Connections | None = None
+        self.circuit: Circuit | None = None
+        self.own = self.size = 0
+        self.entered = threading.Event()
+        """The backend is about to be called: what it is to be given has been computed."""
+
+    def connect(self, own: int, size: int) -> None:
+        self.own, self.size = own, size
+        self.entered.set()
+        self.connections = self.fabric.connect(self.store, own, size, CONNECT_TIMEOUT)
+        self.circuit = self.connections.circuit(range(size), 0, "all")
+        self.fabric.settle()
+
+    def half_connect(self, own: int, size: int) -> None:
+        """Others find this member in the store, and it never connects: it waits until it is lost."""
+        self.entered.set()
+        self.fabric.connect(_Halfway(self.store), own, size, CONNECT_TIMEOUT)
+
+    def collective(self, run: Callable[[Collectives], None]) -> None:
+        assert self.circuit is not None
+        self.entered.set()
+        self.circuit.submit(run).wait()
+
+    # --- operations: what each gives is digested ---
+
+    def send(self, to: int, tag: int, seed: int, numel: int) -> str:
+        assert self.circuit is not None
+        tensor = values(seed, numel)
+        self.entered.set()
+        self.circuit.send([tensor], to, tag).wait()
+        return ""
+
+    def recv(self, source: int, tag: int, numel: int) -> str:
+        assert self.circuit is not None
+        room = torch.empty(numel)
+        self.entered.set()
+        self.circuit.recv([room], source, tag).wait()
+        return digest(room)
+
+    def all_reduce(self, seed: int, numel: int) -> str:
+        tensor, add = values(seed, numel), operation(None)
+        self.collective(lambda collectives: collectives.all_reduce(tensor, add))
+        return digest(tensor)
+
+    def all_gather(self, seed: int, numel: int) -> str:
+        parts, own = [torch.empty(numel) for _ in range(self.size)], values(seed, numel)
+        self.collective(lambda collectives: collectives.all_gather(parts, own))
+        return digest(*parts)
+
+    def reduce_scatter(self, seed: int, numel: int) -> str:
+        output, add = torch.empty(numel), operation(None)
+        parts = [values(seed, numel) * (place + 1) for place in range(self.size)]
+        self.collective(lambda collectives: collectives.reduce_scatter(output, parts, add))
+        return digest(output)
+
+    def all_to_all(self, seed: int, numel: int) -> str:
+        incoming = [torch.empty(numel) for _ in range(self.size)]
+        outgoing = [values(seed, numel) * (place + 1) for place in range(self.size)]
+        self.collective(lambda collectives: collectives.all_to_all(incoming, outgoing))
+        return digest(*incoming)
+
+    def broadcast(self, seed: int, numel: int, root: int) -> str:
+        tensor = values(seed, numel)
+        self.collective(lambda collectives: collectives.broadcast(tensor, root))
+        return digest(tensor)
+
+    def barrier(self) -> str:
+        self.collective(lambda collectives: collectives.barrier())
+        return ""
+
+
+class _Halfway(Store):
+    """What a member says is heard; it stands still before it hears what others say."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        time.sleep(timedelta(days=1).total_seconds())
+        raise AssertionError(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.get(keys[0])
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.get(keys[0]))
+
+
+class Member:
+    """Answers one listener. `die`: how it is lost without a word."""
+
+    def __init__(self, backend: Backend, meeting: tuple[str, int], die: Callable[[], None]) -> None:
+        self._backend = backend
+        self._meeting = meeting
+        self._die = die
+        self._groups: dict[str, Group] = {}
+        self._thread = threading.Thread()
+        self._outcome: dict[str, Any] = {}
+        self._aborted_t: float | None = None
+
+    def serve(self, listener: str) -> None:
+        """Carries out commands until the listener hangs up, or one of them is to die."""
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(listener)
+            with line.makefile("rw") as lines:
+                for order in lines:
+                    command = json.loads(order)
+                    if command["do"] == "die":
+                        self._die()
+                        return
+                    answer = getattr(self, command.pop("do"))(**command)
+                    lines.write(json.dumps(answer) + "\n")
+                    lines.flush()
+
+    def open(self, group: str) -> None:
+        self._groups[group] = Group(self._backend.open(), self._meeting, group)
+
+    def start(self, group: str, operation: str, **arguments: Any) -> None:
+        """Begins an operation of `Group`, in a thread that stands for the trainer's. Returns once it is entered."""
+        self._aborted_t, self._outcome = None, {}
+        self._groups[group].entered.clear()
+        run = getattr(self._groups[group], operation)
+        self._thread = threading.Thread(target=self._run, args=(run, arguments), daemon=True)
+        self._thread.start()
+        self._groups[group].entered.wait()
+
+    def _run(self, run: Callable[..., str | None], arguments: dict[str, Any]) -> None:
+        outcome: dict[str, Any]
+        try:
+            outcome = {"gave": run(**arguments)}
+        except RuntimeError as error:
+            outcome = {"error": str(error).splitlines()[0], "lost_peer": self._backend.is_lost_peer(error)}
+        ended = time.monotonic()
+        self._outcome = {**outcome, "ended_t": ended}
+
+    def outcome(self, patience_s: float) -> dict[str, Any]:
+        """What the operation gave or raised, and how long after the abort; "waits" if it is not over."""
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            return {"waits": True}
+        ended = self._outcome.pop("ended_t", 0.0)
+        freed_s = ended - self._aborted_t if self._aborted_t is not None else None
+        return {**self._outcome, "freed_s": freed_s}
+
+    def abort(self, group: str) -> None:
+        self._aborted_t = time.monotonic()
+        self._groups[group].fabric.abort()
+
+    def close(self, group: str) -> None:
+        self._groups.pop(group).fabric.close()
+
+    def runners_left(self) -> int:
+        """Threads of backends that are still in an operation of a group that has ended."""
+        return sum(thread.name.startswith("swift-") for thread in threading.enumerate())
+
+    def store_works(self, group: str) -> bool:
+        """A connection of this process that is not the fabric's."""
+        store = self._groups[group].store
+        store.set("still", "here")
+        return bool(store.get("still") == b"here")
+
+
+def main() -> None:
+    listener, port = sys.argv[1:]
+    torch.set_num_threads(1)
+    Member(default_backend(), ("127.0.0.1", int(port)), lambda: os.kill(os.getpid(), signal.SIGKILL)).serve(
+        listener
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""`swift-ft bench checkpoint`: what a save costs training, in both modes and with torch's DCP, all in one run.
+
+One process trains a model with AdamW. In each round every way of saving has its turn: a save begins, and steps are done
+until it is durable. A busy machine slows all of them. Figures are medians over rounds.
+
+stall      how long `save` holds training up
+durable    from its call until the files are synced
+cost       the stall, and by how much the steps done meanwhile took longer than steps without a save
+limits     the same bytes copied in memory; the same bytes written to one file and synced, with nothing else
+
+``--formats`` measures something else: what each format of a checkpoint costs and loses (`swift_ft.lab.bench.formats`).
+"""
+
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from swift_ft.cli_parser import Parser
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.lab.bench import output
+from swift_ft.lab.bench.formats import command
+from swift_ft.state import MODES
+from swift_ft.state.checkpoint_store import CheckpointStore
+from swift_ft.state.export import Reading, alone
+from swift_ft.state.tree import split
+
+WIDTH, BATCH = 512, 64
+PARAMETERS, ROUNDS = 8_000_000, 7
+STEPS_PLAIN = 5
+"""Without a save, in each round: what the others are compared with."""
+STALL_GOAL = 3.0
+"""In mode "async", over a copy in memory."""
+WAYS = (*MODES, "dcp", "dcp async")
+
+State = dict[str, Any]
+Over = Callable[[], None]
+
+
+class Trainer:
+    """A model of about `elements` parameters, and steps of it."""
+
+    def __init__(self, elements: int) -> None:
+        torch.manual_seed(0)
+        layers = max(1, elements // (WIDTH * WIDTH))
+        self._module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        self._optimizer = torch.optim.AdamW(self._module.parameters())
+        self._x = torch.randn(BATCH, WIDTH)
+        self.parameters = sum(p.numel() for p in self._module.parameters())
+
+    def step(self) -> float:
+        """Its seconds."""
+        began = time.monotonic()
+        self._optimizer.zero_grad()
+        self._module(self._x).square().mean().backward()
+        self._optimizer.step()
+        return time.monotonic() - began
+
+    def state(self) -> State:
+        return {"module": self._module.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def tensors(self) -> list[torch.Tensor]:
+        return list(split(self.state())[0].values())
+
+
+class Saves:
+    """Each way to save, in a folder of its own. ``begin`` returns when training may go on; ``end`` once it is over."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._version = 0
+        self._stores = {mode: CheckpointStore(place / mode, 0, Reading()) for mode in MODES}
+        self._failed = ""
+
+    def begin(self, way: str, state: State, over: Over) -> None:
+        """`over`: called when it is durable, or has failed. ServiceError: it has."""
+        self._version += 1
+        if way in MODES:
+            self._begin_ours(way, state, over)
+            return
+        writer = FileSystemWriter(self._place / way / str(self._version), sync_files=True)
+        if way == "dcp":
+            try:
+                save(state, storage_writer=writer, no_dist=True)
+            except (OSError, CheckpointException) as error:
+                raise ServiceError(f"torch cannot save in {self._place}: {error}") from error
+            over()
+        else:
+            future: Any = async_save(state, storage_writer=writer, no_dist=True)
+            future.add_done_callback(lambda done: self._over(str(done.exception() or ""), over))
+
+    def _begin_ours(self, mode: str, state: State, over: Over) -> None:
+        self._stores[mode].save(
+            self._version,
+            state,
+            lambda _version: self._over("", over),
+            lambda unsaved: self._over(unsaved.reason, over),
+            sync=mode == "sync",
+        )
+
+    def _over(self, failed: str, over: Over) -> None:
+        self._failed = failed
+        over()
+
+    def end(self, way: str) -> None:
+        """Removes what was saved; ours is loaded before. ServiceError: it was not saved."""
+        if self._failed:
+            if way in MODES:
+                self._stores[way].close()  # nothing is tried again
+            raise ServiceError(f"nothing can be saved in {self._place}: {self._failed}")
+        if way in MODES:
+            self._stores[way].wait()
+            self._stores[way].load(self._version)
+        shutil.rmtree(self._place / way)
+
+
+class Bench:
+    """Rounds over the same trainer."""
+
+    def __init__(self, place: Path, elements: int) -> None:
+        self.trainer = Trainer(elements)
+        self._saves = Saves(place)
+        self._place = place
+        self.seconds: dict[str, list[float]] = {}
+        """What was measured, such as "async stall", in each round."""
+
+    def round(self) -> None:
+        plain = statistics.median(self.trainer.step() for _ in range(STEPS_PLAIN))
+        self._note("step", plain)
+        self._limits()
+        for way in WAYS:
+            self._save(way, plain)
+
+    def forget(self) -> None:
+        """What came so far was for warming up."""
+        self.seconds.clear()
+
+    def _save(self, way: str, plain: float) -> None:
+        ended: list[float] = []
+        began = time.monotonic()
+        with alone():
+            self._saves.begin(way, self.trainer.state(), lambda: ended.append(time.monotonic()))
+            stall = time.monotonic() - began
+            longer = 0.0
+            while not ended:
+                longer += self.trainer.step() - plain
+        self._note(f"{way} stall", stall)
+        self._note(f"{way} durable", ended[0] - began)
+        self._note(f"{way} cost", stall + longer)
+        self._saves.end(way)
+
+    def _limits(self) -> None:
+        tensors = self.trainer.tensors()
+        began = time.monotonic()
+        copies = [tensor.clone() for tensor in tensors]
+        self._note("copy", time.monotonic() - began)
+        path = self._place / "limit"
+        began = time.monotonic()
+        with path.open("wb", buffering=0) as file:
+            for tensor in copies:
+                left = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+                while left:
+                    left = left[file.write(left) :]
+            os.fsync(file)
+        self._note("write", time.monotonic() - began)
+        path.unlink()
+
+    def _note(self, what: str, seconds: float) -> None:
+        self.seconds.setdefault(what, []).append(seconds)
+
+    def result(self) -> dict[str, Any]:
+        """Medians in seconds, and their ratios, each the median of the rounds' ratios."""
+        sizes = [tensor.nbytes for tensor in self.trainer.tensors()]
+        return {
+            "parameters": self.trainer.parameters,
+            "state_bytes": sum(sizes),
+            **{f"{name}_s": statistics.median(self.seconds[name]) for name in ("step", "copy", "write")},
+            "ways": {
+                way: {
+                    **{
+                        f"{what}_s": statistics.median(self.seconds[f"{way} {what}"])
+                        for what in ("stall", "durable", "cost")
+                    },
+                    "stall_over_copy": self._ratio(f"{way} stall", "copy"),
+                    "durable_over_write": self._ratio(f"{way} durable", "write"),
+                    "cost_in_steps": self._ratio(f"{way} cost", "step"),
+                }
+                for way in WAYS
+            },
+        }
+
+    def _ratio(self, one: str, other: str) -> float:
+        pairs = zip(self.seconds[one], self.seconds[other], strict=True)
+        return statistics.median(mine / base for mine, base in pairs)
+
+
+HEAD = f"{'':<10} {'stall':>8} {'durable':>8} {'cost':>8}   {'stall':>9} {'durable':>10} {'cost':>8}\n" + (
+    f"{'':<10} {'ms':>8} {'ms':>8} {'ms':>8}   {'over copy':>9} {'over write':>10} {'in steps':>8}"
+)
+
+
+def row(way: str, case: dict[str, float]) -> str:
+    """One way as a line of text."""
+    times = " ".join(f"{1e3 * case[name]:8.1f}" for name in ("stall_s", "durable_s", "cost_s"))
+    return (
+        f"{way:<10} {times}   {case['stall_over_copy']:9.2f} {case['durable_over_write']:10.2f} "
+        f"{case['cost_in_steps']:8.2f}"
+    )
+
+
+def parser() -> Parser:
+    parsing = Parser(
+        prog="swift-ft bench checkpoint",
+        description="Measures what a save costs training: in both modes, beside torch's DCP; or its formats.",
+    )
+    output.add_json(parsing)
+    parsing.add_argument(
+        "--parameters", type=int, metavar="N", help=f"elements of the model ({PARAMETERS:,})"
+    )
+    parsing.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help=f"repetitions that are timed ({ROUNDS}; with --formats {command.ROUNDS})",
+    )
+    parsing.add_argument(
+        "--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)"
+    )
+    command.add_arguments(parsing)
+    return parsing
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`swift-ft bench checkpoint ...`; returns the exit code."""
+    arguments = parser().parse_args(sys.argv[1:] if argv is None else argv)
+    if any(number is not None and number < 1 for number in (arguments.parameters, arguments.rounds)):
+        raise UsageError("--parameters and --rounds must be positive")
+    if arguments.formats is not None:
+        if arguments.parameters is not None:
+            raise UsageError("--parameters is not for --formats; give --sizes")
+        return command.main(arguments)
+    command.check_unused(arguments)
+    rounds = arguments.rounds or ROUNDS
+    output.check_json(arguments.json)
+    print(f"{output.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}", flush=True)
+    with output.place(arguments.directory) as place:
+        bench = Bench(Path(place), arguments.parameters or PARAMETERS)
+        for index in range(rounds + 1):
+            if index == 1:
+                bench.forget()
+            bench.round()
+    result = bench.result()
+    print(
+        f"{result['parameters']} parameters, {result['state_bytes'] / 1e6:.0f} MB of state, medians of "
+        f"{rounds} rounds; a step takes {1e3 * result['step_s']:.1f} ms\n"
+        f"limits: a copy in memory {1e3 * result['copy_s']:.1f} ms, written and synced "
+        f"{1e3 * result['write_s']:.1f} ms\n{HEAD}"
+    )
+    for way, case in result["ways"].items():
+        print(row(way, case))
+    met = result["ways"]["async"]["stall_over_copy"] <= STALL_GOAL
+    print(f"async stall at most {STALL_GOAL} of a copy: {'met' if met else 'missed'}")
+    output.write_json(
+        arguments.json, result | {"goals": {"async_stall": {"at_most": STALL_GOAL, "met": met}}}
+    )
+    return 0

@@ -1,0 +1,248 @@
+"""(a process of `swift-ft bench coordinator`) Members of a job, without trainers: they do what each View says.
+
+    python -m swift_ft.lab.bench.coordinator_members ADDRESS MEMBERS REPLICAS FIRST STEP
+
+Ranks FIRST, FIRST + STEP, ... of so many members. Orders come on stdin, one a line, each answered by a line:
+
+    {"order": "join"}                      all join; answered once all have seen RUNNING
+    {"order": "checkpoint", "version": V}  all say that their shards are durable; once all have seen it complete
+    {"order": "recovery", "lost": RANK, "from": G}    that one's exit is told, and it comes again as another process;
+                                           once all have seen RUNNING in a generation above G
+"""
+
+import asyncio
+import json
+import math
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
+from swift_ft.lab.bench.coordinator import PHASE_S
+from swift_ft.rpc.client import ATTEMPT_TIMEOUT_S, CHANNEL_OPTIONS, RETRY_PAUSE_S
+
+JOB = "bench"
+CHANNELS = 4
+_FENCED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EXISTS)
+
+
+class _Fenced(Exception):
+    """This process does not hold its rank any more, or not yet."""
+
+
+class Fleet:
+    """The members of this process."""
+
+    def __init__(self, address: str, members: int, replicas: int, ranks: range) -> None:
+        self.world_size = members
+        self.replicas = replicas
+        self.channels = [grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for _ in range(CHANNELS)]
+        self.members = {rank: Member(self, rank) for rank in ranks}
+        self.version = 0
+        self.view_bytes = 0
+        self.seen = asyncio.Event()
+        """A member has seen another View."""
+
+    async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Carries out one order (see above) with all members of this process, and says what they have seen of it."""
+        match order["order"]:
+            case "join":
+                for member in self.members.values():
+                    member.start()
+                await self.until(lambda view: view.state == pb.RUNNING)
+            case "checkpoint":
+                self.version = order["version"]
+                await asyncio.gather(*(member.save(self.version) for member in self.members.values()))
+                await self.until(lambda view: self.version in view.checkpoints)
+            case "recovery":
+                if order["lost"] in self.members:
+                    await self.members[order["lost"]].die()
+                # What it was before is in the order: another process may have had its members recover by now.
+                await self.until(lambda view: view.state == pb.RUNNING and view.generation > order["from"])
+        newest = max(member.generation for member in self.members.values())
+        view_bytes, self.view_bytes = self.view_bytes, 0
+        return {"view_bytes": view_bytes, "generation": newest}
+
+    async def until(self, condition: Callable[[pb.View], bool]) -> None:
+        """Every member's View is such."""
+        async with asyncio.timeout(PHASE_S):
+            while not all(
+                member.view is not None and condition(member.view) for member in self.members.values()
+            ):
+                self.seen.clear()
+                await self.seen.wait()
+
+
+class Member:
+    """One of them, through its lives."""
+
+    def __init__(self, fleet: Fleet, rank: int) -> None:
+        self._fleet = fleet
+        self._rank = rank
+        channel = fleet.channels[rank // fleet.replicas % CHANNELS]
+        self._stub = pb_grpc.CoordinatorStub(channel)
+        self._watch = channel.unary_stream(
+            "/swift.coordinator.v1.Coordinator/Watch",
+            request_serializer=pb.WatchRequest.SerializeToString,
+            response_deserializer=bytes,
+        )
+        self._lives = 0
+        self._renewed_at = -math.inf
+        self._me: dict[str, Any] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self.view: pb.View | None = None
+        self.version: int | None = 0
+
+    @property
+    def generation(self) -> int:
+        return 0 if self.view is None else self.view.generation
+
+    def start(self) -> None:
+        self._lives += 1
+        self._me = {"job": JOB, "rank": self._rank, "incarnation": f"{self._rank:016x}{self._lives:016x}"}
+        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._live())]
+
+    async def die(self) -> None:
+        """It is gone, its launcher tells of it, and another process takes its place."""
+        me = self._me
+        self.stop()
+        await self._say(self._stub.MemberExited, pb.ExitRequest(**me, pid=self._rank + 1, exit_code=-9))
+        self.version = None
+        self.start()
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def save(self, version: int) -> None:
+        self.version = version
+        request = pb.CheckpointRequest(**self._me, version=version, generation=self.generation)
+        await self._say(self._stub.CheckpointDurable, request)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                known = 0
+                async for data in self._watch(pb.WatchRequest(job=JOB, rank=self._rank)):
+                    self._fleet.view_bytes += len(data)
+                    update = pb.ViewUpdate.FromString(data)
+                    if update.base not in (0, known):
+                        raise AssertionError("a change of a View that was not told")
+                    # What it acts by is in every update: hundreds of members need not be put together here.
+                    self.view, known = update.view, update.view.revision
+                    self._changed.set()
+                    self._fleet.seen.set()
+            except grpc.aio.AioRpcError:
+                pass  # it is on its way down, or up: as the watcher of a rank does
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _live(self) -> None:
+        try:
+            await self._join()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._beat())
+                group.create_task(self._act())
+        except* _Fenced:
+            self.stop()
+            self.version = None
+            self.start()
+
+    async def _join(self) -> None:
+        fleet, me = self._fleet, self._me
+        member = pb.Member(rank=self._rank, incarnation=me["incarnation"], pid=self._rank + 1, host="bench")
+        await self._say(
+            self._stub.Join,
+            pb.JoinRequest(
+                job=JOB,
+                member=member,
+                world_size=fleet.world_size,
+                config={"replicas": str(fleet.replicas), "seed": "7"},
+                fingerprint={"torch": "2.13.0"},
+            ),
+        )
+
+    async def _beat(self) -> None:
+        """As ranks do: a Report or a Ready stands for a heartbeat."""
+        loop = asyncio.get_running_loop()
+        while True:
+            version = self.version or 0
+            reply = await self._say(self._stub.Heartbeat, pb.HeartbeatRequest(**self._me, version=version))
+            pause_s = reply.interval_s
+            while pause_s > 0:
+                await asyncio.sleep(pause_s)
+                pause_s = self._renewed_at + reply.interval_s - loop.time()
+
+    async def _act(self) -> None:
+        answered = (0, 0)
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            view = self.view
+            if view is None or (view.generation, view.state) == answered:
+                continue
+            answered = (view.generation, view.state)
+            if view.state == pb.FORMING:
+                await self._ready(view.generation, 0)
+            elif view.state == pb.PLANNING:
+                request = pb.ReportRequest(
+                    **self._me,
+                    generation=view.generation,
+                    has_state=self.version is not None,
+                    version=self.version or 0,
+                )
+                await self._renew(self._stub.Report, request)
+            elif view.state == pb.RECOVERING:
+                await self._ready(view.generation, view.plan.target_version)
+
+    async def _ready(self, generation: int, version: int) -> None:
+        self.version = version
+        replicas = self._fleet.replicas
+        request = pb.ReadyRequest(
+            **self._me,
+            generation=generation,
+            version=version,
+            stages=[self._rank // replicas],
+            num_stages=self._fleet.world_size // replicas,
+        )
+        await self._renew(self._stub.Ready, request)
+
+    async def _renew(self, method: Callable[..., Awaitable[Any]], request: Any) -> None:
+        """Says what renews the lease."""
+        begun = asyncio.get_running_loop().time()
+        await self._say(method, request)
+        self._renewed_at = begun
+
+    async def _say(self, method: Callable[..., Awaitable[Any]], request: Any) -> Any:
+        """Again and again until it is answered; None: it was said too late. _Fenced."""
+        while True:
+            try:
+                return await method(request, timeout=ATTEMPT_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _FENCED:
+                    raise _Fenced from None
+                if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+                    return None  # its state is over: another View says what comes next
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+
+async def main(address: str, members: int, replicas: int, ranks: range) -> None:
+    fleet = Fleet(address, members, replicas, ranks)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        order = json.loads(line)
+        try:
+            answer = await fleet.obey(order)
+        except TimeoutError:
+            answer = {
+                "error": f"the members have not come to the end of {order['order']} within {PHASE_S:g} s"
+            }
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    address, members, replicas, first, step = sys.argv[1:]
+    asyncio.run(main(address, int(members), int(replicas), range(int(first), int(members), int(step))))

@@ -1,0 +1,309 @@
+"""The formats: how each saves a state in a folder of its own, and loads it.
+
+A format gets what it has a type for, as its users give it: safetensors tensors; npz and HDF5 arrays and numbers, and
+bf16, which numpy does not have, as fp32. What it takes no value of is left out. Nothing is restored by hand after
+a load: what that loses is measured (`swift_ft.lab.bench.formats.states`).
+
+What is loaded was saved by the same process. Even so, nothing is unpickled but tensors, arrays and plain values.
+"""
+
+import gzip
+import importlib.util
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lz4.frame
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from swift_ft.lab.bench.formats.states import State, leaves, nested
+from swift_ft.state.checkpoint_file import sync_folder
+from swift_ft.state.checkpoint_store import CheckpointStore
+from swift_ft.state.export import Reading, alone, load_dcp
+
+Wait = Callable[[], None]
+"""Returns when what was saved is there, and durable if that was asked for. Raises what the format raises."""
+LEVEL = 1
+"""Of zlib, wherever it is used: the quickest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format(ABC):
+    """One way to save and load."""
+
+    fsync: tuple[bool, ...] = (False, True)
+    """Whether it can be told not to sync, to sync, or both."""
+    collective: bool = False
+    """All ranks save into one folder together."""
+
+    @abstractmethod
+    def save(self, state: State, place: Path, fsync: bool, together: bool) -> Wait:
+        """Returns when the state may change again. `together`: every rank calls it, as `collective` says."""
+
+    @abstractmethod
+    def load(self, place: Path, like: State) -> State:
+        """`like`: the state that was saved; formats that load into a state get its form, and nothing of its content."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneFile(Format):
+    """A format with a function that writes a file, and one that reads it."""
+
+    write: Callable[[State, Path], None]
+    read: Callable[[Path], State]
+
+    def save(self, state: State, place: Path, fsync: bool, together: bool) -> Wait:
+        path = place / "state"
+        self.write(state, path)
+        if fsync:
+            with path.open("rb") as file:
+                os.fsync(file)
+            sync_folder(place)
+        return lambda: None
+
+    def load(self, place: Path, like: State) -> State:
+        return self.read(place / "state")
+
+
+@dataclass(frozen=True, slots=True)
+class Swift(Format):
+    """Ours, which is always durable: that is what it promises."""
+
+    sync: bool
+
+    def save(self, state: State, place: Path, fsync: bool, together: bool) -> Wait:
+        store = CheckpointStore(place, 0, Reading())
+        store.save(1, state, lambda _version: None, lambda _unsaved: None, sync=self.sync)
+        return store.wait
+
+    def load(self, place: Path, like: State) -> State:
+        loaded: State = CheckpointStore(place, 0, Reading()).load(1)
+        return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Dcp(Format):
+    """torch.distributed.checkpoint: by all ranks together, or by one process alone."""
+
+    asynchronous: bool
+
+    def save(self, state: State, place: Path, fsync: bool, together: bool) -> Wait:
+        writer = FileSystemWriter(place, sync_files=fsync)
+        with alone():
+            if not self.asynchronous:
+                save(state, storage_writer=writer, no_dist=not together)
+                return lambda: _sync_if(place, fsync)
+            future: Any = async_save(state, storage_writer=writer, no_dist=not together)
+
+        def wait() -> None:
+            future.result()
+            _sync_if(place, fsync)
+
+        return wait
+
+    def load(self, place: Path, like: State) -> State:
+        into: State = _blank(like)
+        with _arrays_too():
+            load_dcp(into, place)
+        return into
+
+
+def _sync_if(place: Path, fsync: bool) -> None:
+    if fsync:
+        sync_folder(place)
+
+
+def _blank(value: Any) -> Any:
+    """The same form, with nothing of its content."""
+    if isinstance(value, dict):
+        return {key: _blank(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_blank(item) for item in value]
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+
+@contextmanager
+def _arrays_too() -> Iterator[None]:
+    """torch's `weights_only` knows tensors and plain values; here it may make numpy's arrays of numbers, too."""
+    numbers = "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
+    known: list[Any] = [np.zeros(0).__reduce__()[0], np.ndarray, np.dtype, bytes]
+    known += {type(np.dtype(code)) for code in numbers}
+    with torch.serialization.safe_globals(known):
+        yield
+
+
+def _write_torch(state: State, path: Path) -> None:
+    torch.save(state, path)
+
+
+def _read_torch(path: "Path | io.BytesIO") -> State:
+    with _arrays_too():
+        loaded: State = torch.load(path, weights_only=True)
+    return loaded
+
+
+def _write_torch_lz4(state: State, path: Path) -> None:
+    with lz4.frame.open(path, "wb") as file:
+        torch.save(state, file)
+
+
+def _read_torch_lz4(path: Path) -> State:
+    return _read_torch(io.BytesIO(lz4.frame.decompress(path.read_bytes())))
+
+
+def _write_torch_gzip(state: State, path: Path) -> None:
+    file: Any
+    with gzip.open(path, "wb", compresslevel=LEVEL) as file:
+        torch.save(state, file)
+
+
+def _read_torch_gzip(path: Path) -> State:
+    return _read_torch(io.BytesIO(gzip.decompress(path.read_bytes())))
+
+
+def _tensors(state: State) -> dict[str, torch.Tensor]:
+    """safetensors takes no others; it wants them contiguous."""
+    found = ((path, value) for path, value in leaves(state) if isinstance(value, torch.Tensor))
+    return {"/".join(path): value.contiguous() for path, value in found}
+
+
+def _write_safetensors(state: State, path: Path) -> None:
+    import safetensors.torch
+
+    safetensors.torch.save_file(_tensors(state), path)
+
+
+def _read_safetensors(path: Path) -> State:
+    import safetensors.torch
+
+    return _of_names(safetensors.torch.load_file(path))
+
+
+def _write_safetensors_lz4(state: State, path: Path) -> None:
+    import safetensors.torch
+
+    path.write_bytes(lz4.frame.compress(safetensors.torch.save(_tensors(state))))
+
+
+def _read_safetensors_lz4(path: Path) -> State:
+    import safetensors.torch
+
+    return _of_names(safetensors.torch.load(lz4.frame.decompress(path.read_bytes())))
+
+
+def _of_names(flat: dict[str, Any]) -> State:
+    return nested({tuple(name.split("/")): value for name, value in flat.items()})
+
+
+def _array(value: Any) -> "np.ndarray[Any, Any] | None":
+    """As numpy has it; None: it has none."""
+    if isinstance(value, torch.Tensor):
+        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    try:
+        array = np.asarray(value)
+    except ValueError:  # a tuple of this and that
+        return None
+    return None if array.dtype.hasobject else array
+
+
+def _value(array: "np.ndarray[Any, Any]") -> Any:
+    """What a reader takes an array for, who knows nothing else: a tensor, if torch has its type."""
+    return torch.from_numpy(array) if array.dtype.kind in "biufc" else array
+
+
+def _arrays(state: State) -> dict[str, "np.ndarray[Any, Any]"]:
+    found = {"/".join(path): _array(value) for path, value in leaves(state)}
+    return {name: array for name, array in found.items() if array is not None}
+
+
+def _write_npz(state: State, path: Path) -> None:
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **_arrays(state))
+
+
+def _write_npz_zlib(state: State, path: Path) -> None:
+    with path.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **_arrays(state))
+
+
+def _read_npz(path: Path) -> State:
+    with np.load(path, allow_pickle=False) as found:
+        return _of_names({name: _value(found[name]) for name in found.files})
+
+
+class Hdf5:
+    """A dataset for each array; strings and numbers as attributes, as HDF5 has them."""
+
+    def __init__(self, compression: str | None) -> None:
+        self._options = {"compression": compression, "shuffle": True} if compression else {}
+        if compression == "gzip":
+            self._options["compression_opts"] = LEVEL
+
+    def write(self, state: State, path: Path) -> None:
+        """Leaves out what HDF5 has no type for."""
+        import h5py
+
+        with h5py.File(path, "w") as file:
+            for at, value in leaves(state):
+                name = "/".join(at)
+                if isinstance(value, bool | int | float | str):
+                    file.require_group("/".join(at[:-1])).attrs[at[-1]] = value
+                elif (array := _array(value)) is not None:
+                    file.create_dataset(name, data=array, **(self._options if array.ndim else {}))
+
+    def read(self, path: Path) -> State:
+        """As h5py gives it: numbers are numpy's."""
+        import h5py
+
+        flat: dict[str, Any] = {}
+
+        def visit(name: str, found: Any) -> None:
+            if isinstance(found, h5py.Dataset):
+                flat[name] = _value(np.asarray(found[()]))
+            else:
+                flat.update({f"{name}/{key}": value for key, value in found.attrs.items()})
+
+        with h5py.File(path, "r") as file:
+            file.visititems(visit)
+        return _of_names(flat)
+
+
+def _hdf5(compression: str | None) -> OneFile:
+    kind = Hdf5(compression)
+    return OneFile(kind.write, kind.read)
+
+
+FORMATS: dict[str, Format] = {
+    "swift sync": Swift(sync=True, fsync=(True,)),
+    "swift async": Swift(sync=False, fsync=(True,)),
+    "dcp": Dcp(asynchronous=False, collective=True),
+    "dcp async": Dcp(asynchronous=True, collective=True),
+    "torch": OneFile(_write_torch, _read_torch),
+    "torch lz4": OneFile(_write_torch_lz4, _read_torch_lz4),
+    "torch gzip": OneFile(_write_torch_gzip, _read_torch_gzip),
+    "safetensors": OneFile(_write_safetensors, _read_safetensors),
+    "safetensors lz4": OneFile(_write_safetensors_lz4, _read_safetensors_lz4),
+    "npz": OneFile(_write_npz, _read_npz),
+    "npz zlib": OneFile(_write_npz_zlib, _read_npz),
+    "hdf5": _hdf5(None),
+    "hdf5 lzf": _hdf5("lzf"),
+    "hdf5 gzip": _hdf5("gzip"),
+}
+"""By name: what writes, and the compression."""
+_NEEDS = {"safetensors": "safetensors", "hdf5": "h5py"}
+
+
+def lacking(name: str) -> str:
+    """Why a format cannot be measured here; nothing if it can."""
+    package = _NEEDS.get(name.split()[0])
+    if package is None or importlib.util.find_spec(package) is not None:
+        return ""
+    return f"{package} is not installed (pip install 'swift-ft[lab]')"

@@ -1,0 +1,415 @@
+"""`swift-ft bench log`: what the log moves, against what memory, the wire and the disk of this machine can.
+
+    memcpy · one TCP connection over loopback · O_DIRECT appends with one sync for every 64 MiB, and O_DIRECT reads
+    ring: what a trainer gives away, until a native thread has copied it into shared memory
+    gRPC: messages of as many bytes through gRPC for Python, with nothing done to them: what is under the log
+    wire: the log's messages, verified and dropped; --flight: the same bytes through Arrow Flight
+    append: writer process(es) → gRPC → log server → segment files, until every record is durable
+    read: log server → gRPC → a reader process, checksums verified, with the segments gone from the page cache
+
+Every round measures all cases once, in turn; a case's ratio is the median of its ratios in its own round.
+"""
+
+import ctypes
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from swift_ft.cli_parser import Parser
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.lab.bench import output
+from swift_ft.lab.bench.log_ranks import GENERATION, TIMEOUT_S
+from swift_ft.lab.bench.output import Worker
+from swift_ft.log import admin
+from swift_ft.log.frame import MESSAGE_BYTES
+from swift_ft.log.memory import page_aligned
+from swift_ft.log.record import RecordKey
+from swift_ft.log.ring import Consumer, Memory, header_of, producer
+
+# The log's wire without its disk: a writer, gRPC, and a process that verifies every frame and drops it; and the
+# same bytes through Arrow Flight, which moves them over gRPC in C++.
+
+SIZE = 4 << 20
+PYARROW = "pyarrow>=18"
+
+
+def over_log(total: int) -> float:
+    """Seconds for `total` bytes from a LogWriter to a server that acknowledges what it has verified."""
+    return _between("sink", "append", total)
+
+
+def over_grpc(total: int) -> float:
+    """Seconds for `total` bytes in one call of gRPC for Python, of messages as large as the log's: no checksum,
+    nothing done with them. What the log adds cannot make it quicker."""
+    return _between("drain", "pour", total, MESSAGE_BYTES)
+
+
+def _between(server_role: str, client_role: str, total: int, size: int = SIZE) -> float:
+    count = total // size
+    with Worker.of_log(server_role, "-", "-", size, count) as server:
+        address = f"127.0.0.1:{server.line()}"
+        with Worker.of_log(client_role, address, "bench/s0.F", size, count) as client:
+            client.begin()
+            timed = client.result()
+    return timed["ended"] - timed["began"]
+
+
+def over_flight(python: Path, total: int) -> float:
+    """Seconds for `total` bytes in one Arrow Flight DoPut."""
+    count = total // SIZE
+    script = str(Path(__file__).with_name("flight.py"))
+    with Worker([str(python), script, "serve"]) as server:
+        address = f"127.0.0.1:{server.line()}"
+        with Worker([str(python), script, "put", address, str(SIZE), str(count)]) as client:
+            client.begin()
+            timed = client.result()
+    return timed["ended"] - timed["began"]
+
+
+def flight_environment(directory: Path) -> Path:
+    """The interpreter of an environment that has Arrow Flight. ServiceError if it cannot be made."""
+    python = directory / "bin" / "python"
+    if not python.exists():
+        venv.create(directory, with_pip=True)
+    have = subprocess.run([python, "-c", "import pyarrow.flight"], capture_output=True, check=False)
+    if have.returncode:
+        done = subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", PYARROW], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or ["pip failed"]
+            raise ServiceError(f"--flight {directory}: {PYARROW} cannot be installed: {last[0]}")
+    return python
+
+
+SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
+WRITERS = 4
+SHARED_SIZE = "4 MiB"
+"""Of the records that several writers append together."""
+WIRE, DISK_WRITE, DISK_READ = "TCP loopback", "O_DIRECT append", "O_DIRECT read"
+OWN_WIRE, FLIGHT, RING = "our wire", "Arrow Flight", "trainer's ring"
+GRPC = "gRPC for Python, bytes only"
+GOALS = {"ring": 0.5, "append": 0.65, "read": 0.85, "writers": 1.0, "wire": 0.45, "flight": 0.85}
+CPU_GOALS = {"client_cpu": 0.45, "server_cpu": 0.60}
+"""At most; CPU seconds per GB of an append of SHARED_SIZE. The client stands for a trainer's sidecar."""
+WORDS = {
+    "ring": f"{RING} over memcpy",
+    "append": f"durable append of {SHARED_SIZE} over {DISK_WRITE}",
+    "read": f"cold read of {SHARED_SIZE} over {DISK_READ}",
+    "writers": f"{WRITERS} writers together over one",
+    "wire": f"{OWN_WIRE} over {WIRE}",
+    "flight": f"{OWN_WIRE} over {FLIGHT}",
+    "client_cpu": f"CPU s/GB of who appends {SHARED_SIZE}",
+    "server_cpu": f"CPU s/GB of the server that takes {SHARED_SIZE}",
+}
+_BLOCK = 8 << 20
+_SYNC_BYTES = 64 << 20
+
+
+# --- limits of the machine ---
+
+
+def memcpy(total: int) -> float:
+    """Seconds for a copy of `total` bytes between memories that have been written."""
+    source, target = memoryview(bytearray(os.urandom(1 << 20) * 64)), memoryview(bytearray(64 << 20))
+    target[:] = source
+    began = time.monotonic()
+    for _ in range(max(1, total // len(source))):
+        target[:] = source
+    return (time.monotonic() - began) * total / (max(1, total // len(source)) * len(source))
+
+
+def over_tcp(total: int) -> float:
+    """Seconds to send `total` bytes over one TCP connection on loopback, in pieces of 4 MiB."""
+    count = total // (4 << 20)
+    worker = Worker.of_log("receive", "-", "-", 4 << 20, count)
+    with worker, socket.create_connection(("127.0.0.1", int(worker.line()))) as connection:
+        body = memoryview(bytearray(4 << 20))
+        worker.begin()
+        began = time.monotonic()
+        for _ in range(count):
+            connection.sendall(body)
+        connection.recv(1)
+        took = time.monotonic() - began
+        worker.result()
+    return took
+
+
+def to_disk(path: Path, total: int) -> float:
+    """Aligned O_DIRECT writes into a file that grows, fdatasync for every 64 MiB."""
+    with page_aligned(_BLOCK) as block:
+        block.write(os.urandom(1 << 20) * (_BLOCK >> 20))
+        descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_DIRECT, 0o600)
+        try:
+            began = time.monotonic()
+            for at in range(0, total, _BLOCK):
+                os.pwrite(descriptor, block, at)
+                if (at + _BLOCK) % _SYNC_BYTES == 0:
+                    os.fdatasync(descriptor)
+            os.fdatasync(descriptor)
+            return time.monotonic() - began
+        finally:
+            os.close(descriptor)
+
+
+def from_disk(path: Path, total: int) -> float:
+    """Seconds to read `total` bytes of a file around the page cache (O_DIRECT)."""
+    with page_aligned(_BLOCK) as block:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            began = time.monotonic()
+            for at in range(0, total, _BLOCK):
+                os.preadv(descriptor, [block], at)
+            return time.monotonic() - began
+        finally:
+            os.close(descriptor)
+
+
+# --- the log ---
+
+
+def into_ring(total: int) -> float:
+    """Seconds until the ring has taken `total` bytes in records of SHARED_SIZE; it is emptied when it is full."""
+    size, wake = SIZES[SHARED_SIZE], os.eventfd(0, os.EFD_CLOEXEC)
+    memory = Memory.create(256 << 20)
+    taker, consumer = producer(memory, wake), Consumer(memory, wake)
+    source = bytearray(os.urandom(1 << 20) * 64)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(source))
+    header = header_of(0, RecordKey(0, 0, 0), "uint8", (size,), size)
+
+    def put(count: int) -> None:
+        for number in range(count):
+            while taker.push(header, address + number * size % len(source), size, False) < 0:
+                taker.wait(taker.reserved)
+                while consumer.next() is not None:
+                    pass
+                consumer.release(consumer.position)
+        taker.wait(taker.reserved)
+
+    put(memory.capacity // size)  # every page has been written
+    began = time.monotonic()
+    put(total // size)
+    took = time.monotonic() - began
+    taker.close()
+    memory.close()
+    os.close(wake)
+    return took
+
+
+class Server:
+    """A log server on a directory of its own."""
+
+    def __init__(self, directory: Path):
+        self.log = directory / "log"
+        address_file = directory / "address"
+        command = [sys.executable, "-P", "-m", "swift_ft_services.logserver", "--directory", str(self.log)]
+        self.process = subprocess.Popen(
+            [*command, "--address-file", str(address_file)], stdout=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 30
+        while not address_file.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                self.process.wait()
+                raise ServiceError("the log server of the benchmark did not start")
+            time.sleep(0.02)
+        self.address = address_file.read_text().strip()
+        self.job = ""
+        self._jobs = 0
+        self.next_job()
+
+    def next_job(self) -> None:
+        """Gives up what was logged so far, and begins a job without records."""
+        if self.job:
+            admin.drop(self.address, self.job, force=True, timeout_s=TIMEOUT_S)
+        self._jobs += 1
+        self.job = f"bench-{self._jobs}"
+        admin.fence(self.address, self.job, GENERATION, 10.0)
+
+    def cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def cool(self) -> None:
+        """Takes the segments out of the page cache."""
+        for path in self.log.rglob("*.seg"):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[Server]:
+    """(context manager) A log server on this directory, ended by SIGTERM; killed if that takes over 10 s."""
+    server = Server(directory)
+    try:
+        yield server
+    finally:
+        server.process.terminate()
+        try:
+            server.process.wait(10)
+        except subprocess.TimeoutExpired:
+            server.process.kill()
+            server.process.wait()
+
+
+def move(server: Server, role: str, streams: Sequence[str], size: int, total: int) -> dict[str, float]:
+    """Records of `size` in all `streams` at once, `total` bytes together."""
+    count = max(1, total // len(streams) // size)
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(Worker.of_log(role, server.address, f"{server.job}/{stream}", size, count))
+            for stream in streams
+        ]
+        before = server.cpu_seconds()
+        for worker in workers:
+            worker.begin()
+        results = [worker.result() for worker in workers]
+        gigabytes = count * size * len(streams) / 1e9
+        seconds = max(f["ended"] for f in results) - min(f["began"] for f in results)
+        rates = [count * size / 1e6 / (f["ended"] - f["began"]) for f in results]
+        return {
+            "rate": gigabytes * 1e3 / seconds,
+            "client_cpu": sum(f["cpu"] for f in results) / gigabytes,
+            "server_cpu": (server.cpu_seconds() - before) / gigabytes,
+            "slowest_over_fastest": min(rates) / max(rates),
+        }
+
+
+def measure(directory: Path, total: int, flight: Path | None = None) -> dict[str, Any]:
+    """One round: all cases. Rates in MB/s."""
+    probe = directory / "probe"
+    limits = {
+        "memcpy": total / 1e6 / memcpy(total),
+        WIRE: total / 1e6 / over_tcp(total),
+        RING: total / 1e6 / into_ring(total),
+        DISK_WRITE: total / 1e6 / to_disk(probe, total),
+        DISK_READ: total / 1e6 / from_disk(probe, total),
+        GRPC: total / 1e6 / over_grpc(total),
+        OWN_WIRE: total / 1e6 / over_log(total),
+    }
+    if flight is not None:
+        limits[FLIGHT] = total / 1e6 / over_flight(flight, total)
+    probe.unlink()
+    cases: dict[str, dict[str, float]] = {}
+    with served(directory) as server:
+        for name, size in SIZES.items():
+            cases[f"append {name}"] = move(server, "append", ["s0.F"], size, total)
+            server.cool()
+            cases[f"read {name}"] = move(server, "read", ["s0.F"], size, total)
+            server.next_job()
+        streams = [f"s{n}.F" for n in range(WRITERS)]
+        cases[f"append {SHARED_SIZE}, {WRITERS} writers"] = move(
+            server, "append", streams, SIZES[SHARED_SIZE], total
+        )
+    return {"limits": limits, "cases": cases}
+
+
+# --- what comes out ---
+
+
+def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
+    """Medians over rounds, ratios within them, and the goals."""
+    result: dict[str, Any] = {"bytes": total, "rounds": len(rounds), "limits_mb_s": {}, "cases": {}}
+    for name in rounds[0]["limits"]:
+        result["limits_mb_s"][name] = statistics.median(r["limits"][name] for r in rounds)
+    for name, first in rounds[0]["cases"].items():
+        case = {key: statistics.median(r["cases"][name][key] for r in rounds) for key in first}
+        limit = DISK_READ if name.startswith("read") else DISK_WRITE
+        for key, against in (("of_disk", limit), ("of_wire", WIRE), ("of_grpc", GRPC)):
+            case[key] = statistics.median(r["cases"][name]["rate"] / r["limits"][against] for r in rounds)
+        result["cases"][name] = case
+    alone, together = f"append {SHARED_SIZE}", f"append {SHARED_SIZE}, {WRITERS} writers"
+    values = {
+        "append": result["cases"][alone]["of_disk"],
+        "read": result["cases"][f"read {SHARED_SIZE}"]["of_disk"],
+        "writers": statistics.median(
+            r["cases"][together]["rate"] / r["cases"][alone]["rate"] for r in rounds
+        ),
+    }
+    values["ring"] = statistics.median(r["limits"][RING] / r["limits"]["memcpy"] for r in rounds)
+    for name, against in (("wire", WIRE), ("flight", FLIGHT)):
+        if against in rounds[0]["limits"]:
+            values[name] = statistics.median(r["limits"][OWN_WIRE] / r["limits"][against] for r in rounds)
+    result["goals"] = {
+        name: {"at_least": GOALS[name], "value": value, "met": value >= GOALS[name]}
+        for name, value in values.items()
+    }
+    for name, most in CPU_GOALS.items():
+        value = result["cases"][alone][name]
+        result["goals"][name] = {"at_most": most, "value": value, "met": value <= most}
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as text: the machine's limits, a line for each case, and the goals."""
+    lines = [
+        f"{result['machine']}; {result['bytes'] >> 20} MiB a case, medians of {result['rounds']} rounds",
+        "",
+    ]
+    lines += [f"{name:<28}{rate:8.0f} MB/s" for name, rate in result["limits_mb_s"].items()]
+    lines += [
+        "",
+        f"{'':<28}{'MB/s':>8}  {'of disk':>7} {'of wire':>7} {'of gRPC':>7}   CPU s/GB client  server",
+    ]
+    for name, case in result["cases"].items():
+        lines.append(
+            f"{name:<28}{case['rate']:8.0f}  {case['of_disk']:7.2f} {case['of_wire']:7.2f} {case['of_grpc']:7.2f}"
+            f"   {case['client_cpu']:15.2f}  {case['server_cpu']:6.2f}"
+        )
+    lines.append("")
+    for name, goal in result["goals"].items():
+        outcome = "met" if goal["met"] else "missed"
+        bound = f"at least {goal['at_least']}" if "at_least" in goal else f"at most {goal['at_most']}"
+        lines.append(f"goal {bound}: {goal['value']:.2f}, {outcome} ({WORDS[name]})")
+    return "\n".join(lines)
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="swift-ft bench log",
+        description="Measures append and read of the log against memory, wire and disk.",
+    )
+    output.add_json(parser)
+    parser.add_argument(
+        "--mebibytes", type=int, default=512, metavar="N", help="of a case (default %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default %(default)s")
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)"
+    )
+    parser.add_argument(
+        "--flight",
+        type=Path,
+        metavar="DIR",
+        help="compare the wire with Arrow Flight, installed into an environment there (made if missing)",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
+    if arguments.mebibytes < 256 or arguments.mebibytes % 64 or arguments.rounds < 1:
+        raise UsageError("--mebibytes takes a multiple of 64 from 256 on, --rounds 1 or more")
+    output.check_json(arguments.json)
+    on, total = output.machine(), arguments.mebibytes << 20
+    rounds = []
+    flight = None if arguments.flight is None else flight_environment(arguments.flight)
+    try:
+        for _ in range(arguments.rounds):
+            with output.place(arguments.directory) as directory:
+                rounds.append(measure(Path(directory), total, flight))
+    except OSError as error:
+        raise ServiceError(f"the disk of the benchmark: {error}; give --directory on another") from error
+    result = {"machine": on, **evaluate(rounds, total)}
+    print(table(result))
+    output.write_json(arguments.json, result)
+    return 0

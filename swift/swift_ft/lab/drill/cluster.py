@@ -1,0 +1,548 @@
+"""What `swift-ft drill --secure` makes for one run: a CA, certificates, a signing key, tokens.
+
+The tokens are so short-lived that the run outlives them (its ranks rest before the last step for that): they are
+renewed in their files meanwhile, as `swift-ft token --renew` does it for a run of months.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import ipaddress
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swift_ft import events
+from swift_ft.credentials import ENV_CA, ENV_CERTIFICATE, ENV_KEY, ENV_TOKEN_FILE, Renewal
+from swift_ft.errors import ServiceError
+from swift_ft.fault_grammar import ENV_FAULTS, ENV_FAULTS_DIR
+from swift_ft.files import make_directory, private
+from swift_ft.lab.drill.config import TOKEN_LIFETIME_S
+from swift_ft.text import LAUNCHER_SETTINGS
+from swift_ft.tokens import EVERY_JOB, Role, new_key, write_file
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+
+# A certificate authority for one machine or one drill. An organisation has its own; it needs none of this.
+
+DAYS_DEFAULT = 30.0
+_BACKDATED = datetime.timedelta(minutes=5)  # clocks differ
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """A certificate and its key, as files."""
+
+    certificate: Path
+    key: Path
+
+
+class PrivateCA:
+    """Its own key stays in memory: what it is to sign, it signs while it is there."""
+
+    def __init__(self, directory: Path, *, days: float = DAYS_DEFAULT) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.certificate = directory / "ca.pem"
+        self._days = days
+        self._key = _new_key()
+        self._signed = _build("swift private CA", self._key, None, self._key, (), days)
+        write_file(self.certificate, _pem(self._signed), secret=False)
+
+    def issue(self, name: str, *hosts: str, days: float | None = None) -> Pair:
+        """``name.pem`` and ``name.key``, for a server at `hosts` or, without any, a client. Replaces older ones."""
+        from cryptography.hazmat.primitives import serialization as s
+
+        key = _new_key()
+        made = _build(name, key, self._signed, self._key, hosts, self._days if days is None else days)
+        pair = Pair(certificate=self.directory / f"{name}.pem", key=self.directory / f"{name}.key")
+        secret = key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
+        write_file(pair.key, secret, secret=True)
+        write_file(pair.certificate, _pem(made), secret=False)
+        return pair
+
+
+def _new_key() -> "EllipticCurvePrivateKey":
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def _pem(certificate: "x509.Certificate") -> bytes:
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return certificate.public_bytes(Encoding.PEM)
+
+
+def _build(
+    name: str,
+    key: "EllipticCurvePrivateKey",
+    issuer: "x509.Certificate | None",
+    issuer_key: "EllipticCurvePrivateKey",
+    hosts: tuple[str, ...],
+    days: float,
+) -> "x509.Certificate":
+    from cryptography import x509
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.x509.oid import NameOID
+
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject if issuer is None else issuer.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATED)
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+    )
+    if hosts:
+        builder = builder.add_extension(
+            x509.SubjectAlternativeName([_general_name(host) for host in hosts]), False
+        )
+    return builder.sign(issuer_key, SHA256())
+
+
+def _general_name(host: str) -> "x509.GeneralName":
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+LOG_SERVER, COORDINATOR, LAUNCHER = "logserver", "coordinator", "launcher"
+"""The processes of a run that the drill starts."""
+
+
+class Security:
+    """Files in `directory`. Both services listen with mutual TLS and take calls with tokens only."""
+
+    def __init__(self, directory: Path, job: str) -> None:
+        make_directory(directory)
+        ca = PrivateCA(directory)
+        self._ca = ca.certificate
+        self._server = ca.issue("server", "127.0.0.1")
+        self._client = ca.issue("client")
+        signing, verifying = new_key(directory)
+        self._signing, self._verifying = signing, verifying.parent
+        self._tokens: dict[str, Renewal] = {}
+        for who, of, roles in (
+            (COORDINATOR, EVERY_JOB, [Role.COORDINATOR]),
+            (LAUNCHER, job, [Role.WRITER, Role.REPLAYER]),
+        ):
+            self._tokens[who] = Renewal(signing, directory / f"{who}.token", of, roles, TOKEN_LIFETIME_S)
+        self.renew()
+
+    def renew(self) -> list[str]:
+        """(every so often) Whose tokens are new ones now."""
+        return [who for who, renewal in self._tokens.items() if renewal.turn()]
+
+    def server_flags(self) -> list[str]:
+        """The flags with which a service takes callers that have a certificate and a token only."""
+        return [
+            "--tls-cert",
+            str(self._server.certificate),
+            "--tls-key",
+            str(self._server.key),
+            "--tls-client-ca",
+            str(self._ca),
+            "--token-keys",
+            str(self._verifying),
+        ]
+
+    def environment(self, name: str) -> dict[str, str]:
+        """Of a process and of those that it starts."""
+        if name not in self._tokens:
+            return {}
+        return {
+            ENV_CA: str(self._ca),
+            ENV_CERTIFICATE: str(self._client.certificate),
+            ENV_KEY: str(self._client.key),
+            ENV_TOKEN_FILE: str(self._tokens[name].out),
+        }
+
+
+# The processes of one run: log server, coordinator, launcher with its ranks, all on loopback.
+#
+# Everything lies in one directory::
+#
+#     log/ coordinator/ checkpoints/   what the services and ranks keep
+#     events/                          the trace of every process
+#     digests/                         what ranks wrote of their state
+#     faults/                          <id>.fired, <id>.reached, <id>.go
+#     output/                          stdout and stderr of every process
+#
+# A single thread looks after all of it (`Cluster.poll`): the kernel kills the children of a thread that ends. Ranks
+# are the launcher's. A service that a fault killed is started again at once, on the same port and directory; one
+# that ends by itself ends the run.
+
+JOB = "drill"
+SERVE_TIMEOUT_S = 30.0
+STOP_GRACE_S = {"launcher": 8.0}
+STOP_GRACE_S_DEFAULT = 3.0
+KILL_WAIT_S = 10.0
+POLL_S = 0.01
+TAIL_LINES = 12
+
+_FOREIGN = ("SWIFT_", "TORCHELASTIC_", "PET_")
+_FOREIGN_NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def own_environment() -> dict[str, str]:
+    """This process's, without what an outer job would say to the ranks of this one."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_FOREIGN) and name not in _FOREIGN_NAMES
+    }
+
+
+def dying_with_this(last: signal.Signals) -> Callable[[], None]:
+    """What a child of this thread calls before its program begins: the kernel sends it this signal when the thread
+    ends, however it ends. SIGTERM for who has children of its own to end."""
+    parent = os.getpid()
+
+    def ask() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, last)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask
+
+
+class Process:
+    """One child that leads a session of its own, and dies with this process."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        output: Path,
+        cwd: Path | None = None,
+        last: signal.Signals = signal.SIGKILL,
+    ) -> None:
+        """`last`: as in `dying_with_this`."""
+        self.name = name
+        self.output = output
+        with open(output, "ab", opener=private) as file:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", *arguments],
+                env=dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                preexec_fn=dying_with_this(last),  # noqa: PLW1509  (no threads here)
+            )
+        self.pid = self._popen.pid
+
+    def poll(self) -> int | None:
+        """The exit code (negative: killed by that signal); None while it runs. Reaps."""
+        return self._popen.poll()
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL to its session; reaped when this returns."""
+        if self.poll() is None:
+            self._popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(grace_s)
+        if self.poll() is None:
+            # Not reaped, so the number of its group is still its own.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._popen.wait(KILL_WAIT_S)
+
+    def tail(self) -> str:
+        """The last lines it wrote."""
+        with contextlib.suppress(OSError):
+            lines = self.output.read_text(errors="replace").splitlines()
+            return "\n".join(f"  {self.name}: {line}" for line in lines[-TAIL_LINES:])
+        return ""
+
+
+class Cluster:
+    """A run of the job. Use as a context: whatever happens, all processes are gone when it is left."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        ranks: int,
+        spares: int,
+        max_restarts: int | None = None,
+        trainer_arguments: Sequence[str],
+        trainer: Sequence[str] = ("-m", "swift_ft.lab.drill.trainer"),
+        faults: str = "[]",
+        die_at: Sequence[tuple[str, str]] = (),
+        digests_every: bool = False,
+        settings: Mapping[str, str] | None = None,
+        security: Security | None = None,
+        launcher_flags: Sequence[str] = (),
+        log_servers: int = 1,
+        copies: int = 1,
+        log_lost_s: float | None = None,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.directory = directory
+        """`faults`: ``SWIFT_FAULTS``. `die_at`: (fault id, state) of the coordinator, one after the other.
+        `settings`: more of the environment. `security`: keys and certificates of this run; None: plain. `log_servers`
+        of them, each as if on a machine of its own.
+
+        `check_stop` is called while waiting and raises to end the run.
+        """
+        self._ranks = ranks
+        self._spares = spares
+        self._max_restarts = max_restarts
+        self._launcher_flags = launcher_flags
+        self._trainer = [*trainer, *trainer_arguments]
+        self._die_at = list(die_at)
+        self._security = security
+        self._log_servers = [
+            f"{LOG_SERVER}{n}" if log_servers > 1 else LOG_SERVER for n in range(log_servers)
+        ]
+        self._copies = copies
+        self._log_lost_s = log_lost_s
+        self._lost: set[str] = set()
+        """Killed for good."""
+        self._gone: set[str] = set()
+        """And reaped."""
+        self._check_stop = check_stop
+        self._processes: dict[str, Process] = {}
+        self._addresses: dict[str, str] = {}
+        self._to_be_killed: set[str] = set()
+        for name in ("log", "coordinator", "checkpoints", "events", "digests", "faults", "output"):
+            make_directory(directory / name)
+        self.tail = events.Tail(directory / "events")
+        self._env = own_environment() | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            events.ENV_EVENTS_DIR: str(directory / "events"),
+            "SWIFT_DIGESTS": str(directory / "digests"),
+            # Of what a run measures, nothing is computed beside it unless that is asked for.
+            LAUNCHER_SETTINGS["rehearse"]: "off",
+            ENV_FAULTS: faults,
+            ENV_FAULTS_DIR: str(directory / "faults"),
+            **(settings or {}),
+        }
+        if digests_every:
+            self._env["SWIFT_DIGESTS_EVERY"] = "1"
+
+    @property
+    def log_directories(self) -> list[Path]:
+        """One for each log server."""
+        return [self.directory / _directory_of(name) for name in self._log_servers]
+
+    @property
+    def log_addresses(self) -> list[str]:
+        return [self._addresses[name] for name in self._log_servers]
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of the services and the launcher, by their names."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    @property
+    def fault_directory(self) -> Path:
+        return self.directory / "faults"
+
+    def release(self, fault: str) -> None:
+        """Who waits there goes on."""
+        (self.fault_directory / f"{fault}.go").touch(0o600)
+
+    def __enter__(self) -> "Cluster":
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self) -> None:
+        for name in self._log_servers:
+            self._start_service(name)
+        for name in self._log_servers:
+            self._await_service(name)
+        self._start_service(COORDINATOR)
+        self._await_service(COORDINATOR)
+        arguments = ["swift_ft.launch", "--nproc-per-node", str(self._ranks), "--spares", str(self._spares)]
+        arguments += ["--coordinator", self._addresses[COORDINATOR], "--job", JOB]
+        arguments += ["--checkpoint-dir", str(self.directory / "checkpoints")]
+        if self._max_restarts is not None:
+            arguments += ["--max-restarts", str(self._max_restarts)]
+        arguments += ["--sigterm-checkpoint-s", "0"]  # nobody goes on with it
+        self._spawn(LAUNCHER, [*arguments, *self._launcher_flags, *self._trainer])
+
+    def _start_service(self, name: str) -> None:
+        """With the address it had before, if it had one."""
+        service = COORDINATOR if name == COORDINATOR else LOG_SERVER
+        arguments = [f"swift_ft_services.{service}", "--directory", str(self.directory / _directory_of(name))]
+        arguments += ["--address-file", str(self.directory / f"{name}.address")]
+        arguments += ["--listen", self._addresses.get(name, "127.0.0.1:0")]
+        if name == COORDINATOR:
+            named = [f"machine{n}={address}" for n, address in enumerate(self.log_addresses)]
+            arguments += ["--log-servers", ",".join(named), "--copies", str(self._copies)]
+            if self._log_lost_s is not None:
+                arguments += ["--log-lost-s", str(self._log_lost_s)]
+            if self._die_at:
+                arguments += ["--die-at", self._die_at[0][1]]
+                self._to_be_killed.add(name)
+        if self._security is not None:
+            arguments += self._security.server_flags()
+        self._spawn(name, arguments)
+
+    def _spawn(self, name: str, arguments: Sequence[str]) -> None:
+        env = self._env | (self._security.environment(name) if self._security is not None else {})
+        self._processes[name] = Process(
+            name,
+            arguments,
+            env,
+            self.directory / "output" / f"{name}.txt",
+            last=signal.SIGTERM if name == LAUNCHER else signal.SIGKILL,
+        )
+        self.trace("started", service=name, service_pid=self._processes[name].pid)
+
+    def _await_service(self, name: str) -> None:
+        deadline = time.monotonic() + SERVE_TIMEOUT_S
+        path = self.directory / f"{name}.address"
+        while not path.exists():
+            self._look_around()
+            code = self._processes[name].poll()
+            if code is not None:
+                raise ServiceError(
+                    f"the {name} did not start (exit code {code})\n{self._processes[name].tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise ServiceError(f"the {name} does not serve\n{self._processes[name].tail()}")
+            time.sleep(POLL_S)
+        self._addresses[name] = path.read_text().strip()
+
+    def trace(self, event: str, **fields: Any) -> None:
+        """An event of the drill itself, in the run's trace."""
+        line = {"t": events.now(), "who": "drill", "pid": os.getpid(), "event": event, **fields}
+        with open(self.directory / "events" / f"drill-{os.getpid()}.jsonl", "a", opener=private) as file:
+            file.write(json.dumps(line) + "\n")
+
+    def poll(self) -> int | None:
+        """Starts killed services again. The launcher's exit code once it has ended. Raises ServiceError if a service
+        has ended by itself."""
+        self._look_around()
+        for name in (*self._log_servers, COORDINATOR):
+            if name in self._gone:
+                continue
+            code = self._processes[name].poll()
+            if code is None:
+                continue
+            if code != -signal.SIGKILL or name not in self._to_be_killed:
+                tail = self._processes[name].tail()
+                raise ServiceError(f"the {name} ended by itself (exit code {code})\n{tail}")
+            self._to_be_killed.discard(name)
+            if name in self._lost:
+                self._gone.add(name)
+                shutil.rmtree(self.directory / _directory_of(name))  # its disk is gone as well
+                continue
+            if name == COORDINATOR:
+                fault, state = self._die_at.pop(0)
+                self.trace("service_killed", service=name, state=state, id=fault)
+            self._start_service(name)
+        return self._processes[LAUNCHER].poll()
+
+    def _look_around(self) -> None:
+        self._check_stop()
+        for name in self._security.renew() if self._security is not None else ():
+            self.trace("token_renewed", service=name)
+
+    def kill_log_server(self, fault: str, server: int = 0, *, for_good: bool = False) -> None:
+        """SIGKILL; the next `poll` starts it again, unless it is `for_good`."""
+        name = self._log_servers[server]
+        self._to_be_killed.add(name)
+        if for_good:
+            self._lost.add(name)
+        self._processes[name].kill()
+        self.trace(
+            "service_killed",
+            service=name,
+            id=fault,
+            **({"lost": True, "number": server, "address": self._addresses[name]} if for_good else {}),
+        )
+
+    def fetch_profile(self, path: Path) -> str:
+        """What `swift-ft plan` gets of the job, as if each rank had a machine, into `path`. Why not; empty: it did."""
+        env = self._env | (self._security.environment(LAUNCHER) if self._security is not None else {})
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "swift_ft.cli",
+            "plan",
+            "--coordinator",
+            self._addresses[COORDINATOR],
+        ]
+        command += ["--job", JOB, "--machine-per-rank", "--save-profile", str(path)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+        return "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
+
+    def output_tail(self) -> str:
+        """The last lines of every process, for a person who has to find out."""
+        return "\n".join(filter(None, (process.tail() for process in self._processes.values())))
+
+    def stop(self) -> None:
+        """Ends and reaps all processes: first those that would complain about the others' end."""
+        ours = (LAUNCHER, COORDINATOR, *self._log_servers)
+        for name in (*(self._processes.keys() - ours), *ours):
+            if name in self._processes:
+                self._processes[name].stop(STOP_GRACE_S.get(name, STOP_GRACE_S_DEFAULT))
+        for pid in self.strays():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def strays(self) -> list[int]:
+        """Processes that carry this run's environment and are still there."""
+        return with_environment(events.ENV_EVENTS_DIR, str(self.directory / "events"))
+
+
+def with_environment(name: str, value: str) -> list[int]:
+    """The other processes of this machine that were started with this variable, and are still there."""
+    mark = f"{name}={value}".encode()
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes().split(b"\0"):
+                pids.append(int(path.parent.name))
+    return [pid for pid in pids if pid != os.getpid()]
+
+
+def _directory_of(name: str) -> str:
+    return name.replace(LOG_SERVER, "log", 1)

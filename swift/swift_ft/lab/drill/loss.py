@@ -1,0 +1,168 @@
+"""Loss curves of both runs, side by side.
+
+A loss is averaged over the data-parallel ranks that both runs have told at that step. What an arithmetic undo gets
+wrong is a few ulps of a parameter: it moves the drill's losses by 1e-7 of their size, 150 steps later still. A step
+that is lost, doubled, or applied in some of the buckets only moves them by 1e-3 and more. The bound lies between.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from swift_ft.lab.chart import Point, Scale, ticks
+from swift_ft.lab.drill.timeline import Event
+from swift_ft.lab.drill.verdict_checks import Check
+
+# Loss curves as inline SVG. Pure: numbers in, markup out.
+
+WIDTH, HEIGHT = 960, 280
+LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 34
+"""Pixels: of the drawing, and of the margins that hold the labels."""
+TWIN_COLOUR, OWN_COLOUR, KILL_COLOUR = "#8c959f", "#0969da", "#cf222e"
+
+
+def loss_curves(loss: Mapping[str, Any] | None, kills: Iterable[int | None]) -> str:
+    """A section with both runs' curves over the steps, and a line at each kill; empty without losses."""
+    if loss is None:
+        return ""
+    steps: list[int] = loss["steps"]
+    known = [value for name in ("recovered", "failure_free") for value in loss[name] if value is not None]
+    if not known:
+        return "<h2>Loss</h2><p>No loss is a finite number.</p>"
+    x = Scale(min(steps), max(steps), LEFT, WIDTH - RIGHT)
+    y = Scale(min(known), max(known), HEIGHT - BOTTOM, TOP)
+    shapes = [*_grid(x, y, steps, known)]
+    for step in sorted({step for step in kills if step is not None and min(steps) <= step <= max(steps)}):
+        shapes.append(
+            f'<line class="kill" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" '
+            f'stroke="{KILL_COLOUR}" stroke-dasharray="3 3"><title>kill in step {step}</title></line>'
+        )
+    # The wide one below: where both are the same, both are seen.
+    for name, colour, width in (("failure_free", TWIN_COLOUR, 5), ("recovered", OWN_COLOUR, 1.6)):
+        for run in _runs(steps, loss[name]):
+            points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in run)
+            shapes.append(
+                f'<polyline class="{name}" points="{points}" fill="none" stroke="{colour}" '
+                f'stroke-width="{width}" stroke-linejoin="round" stroke-linecap="round"/>'
+            )
+    key = "".join(
+        f'<span><i style="background: {colour}"></i>{name}</span>'
+        for name, colour in (
+            ("with faults", OWN_COLOUR),
+            ("failure-free", TWIN_COLOUR),
+            ("kill", KILL_COLOUR),
+        )
+    )
+    return (
+        f'<h2>Loss</h2><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="loss of both runs">'
+        f'{"".join(shapes)}</svg><p class="key">{key}</p>'
+    )
+
+
+def _runs(steps: Sequence[int], values: Sequence[float | None]) -> list[list[Point]]:
+    """Neighbouring finite values; one that is not finite is a gap."""
+    runs: list[list[Point]] = [[]]
+    for step, value in zip(steps, values, strict=True):
+        if value is None:
+            runs.append([])
+        else:
+            runs[-1].append((step, value))
+    return [run for run in runs if run]
+
+
+def _grid(x: Scale, y: Scale, steps: Sequence[int], known: Sequence[float]) -> list[str]:
+    shapes = []
+    for value in ticks(min(known), max(known)):
+        at = y(value)
+        shapes.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        shapes.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{value:g}</text>')
+    for value in ticks(min(steps), max(steps), whole=True):
+        shapes.append(
+            f'<text x="{x(value):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{value:g}</text>'
+        )
+    shapes.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 2}" text-anchor="middle">step</text>')
+    return shapes
+
+
+TOLERANCE = 1e-4
+"""Of the loss, at every single step."""
+
+Losses = Mapping[int, Mapping[int, float]]
+"""step -> data-parallel rank -> loss"""
+
+
+def losses(events: Sequence[Event]) -> dict[int, dict[int, float]]:
+    """Of the last time that each step was done: a step that was dropped is done again."""
+    losses_of: dict[int, dict[int, float]] = {}
+    for event in events:
+        if event["event"] == "loss":
+            losses_of.setdefault(int(event["step"]), {})[int(event["dp_rank"])] = float(event["loss"])
+    return losses_of
+
+
+def curves(
+    ours: Losses, twin: Losses, steps: int, dp_size: int, *, vacancies: bool = False
+) -> dict[str, Any] | None:
+    """`loss` of the report; None: there are no losses in a trace. `vacancies`: ranks that are lost tell none."""
+    rows = []
+    for step in sorted(ours):
+        common = sorted(ours[step].keys() & twin.get(step, {}).keys())
+        if common:
+            means = [sum(run[step][c] for c in common) / len(common) for run in (ours, twin)]
+            rows.append((step, *means))
+    if not rows:
+        return None
+    window = max(1, steps // 10)
+    last = [row for row in rows if row[0] >= steps - window]
+    final = {
+        "recovered": _mean([row[1] for row in last]),
+        "failure_free": _mean([row[2] for row in last]),
+    }
+    relative = [abs(row[1] - row[2]) / abs(row[2]) if row[2] else math.inf for row in rows]
+    fewest = {id(ours): 1 if vacancies else dp_size, id(twin): dp_size}
+    whole = all(len(run.get(step, {})) >= fewest[id(run)] for run in (ours, twin) for step in range(steps))
+    return {
+        "steps": [row[0] for row in rows],
+        "recovered": [_finite(row[1]) for row in rows],
+        "failure_free": [_finite(row[2]) for row in rows],
+        "whole": whole,
+        # Not a number is the largest of all.
+        "largest_relative_difference": None if any(map(math.isnan, relative)) else _finite(max(relative)),
+        "final_window_steps": window,
+        "final": {
+            **final,
+            "difference": _difference(final, relative=False),
+            "relative_difference": _difference(final, relative=True),
+        },
+        "tolerance": TOLERANCE,
+    }
+
+
+def check_losses(loss: Mapping[str, Any] | None) -> Check:
+    """Is it the failure-free run's at every step?"""
+    name = "the loss curve is the failure-free run's"
+    if loss is None or not loss["whole"]:
+        return Check(name, None, "losses of some steps are not in the traces")
+    if None in (*loss["recovered"], *loss["failure_free"]):
+        return Check(name, False, "a loss is not finite")
+    largest, final = loss["largest_relative_difference"], loss["final"]["relative_difference"]
+    if largest is None:
+        return Check(name, None, "a loss of the failure-free run is 0")
+    apart = f"losses differ by {largest:.1e} of their size at most ({TOLERANCE:.0e} is allowed), {final:.1e} at the end"
+    return Check(name, largest <= TOLERANCE, apart)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return _finite(sum(values) / len(values)) if values else None
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for the others."""
+    return value if math.isfinite(value) else None
+
+
+def _difference(final: Mapping[str, float | None], *, relative: bool) -> float | None:
+    ours, twin = final["recovered"], final["failure_free"]
+    if ours is None or twin is None:
+        return None
+    return abs(ours - twin) / abs(twin) if relative else abs(ours - twin)

@@ -1,0 +1,412 @@
+"""The verdict: from evidence to the report. Pure, so that each piece of evidence can be broken in a test.
+
+`PASS` needs every check to be answered with yes. One "no" makes `FAIL`; one question without an answer (a
+digest that is not there, an event that nobody wrote) makes `INCONCLUSIVE`: no data is never PASS.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swift_ft.fault_grammar import CorruptCheckpointFault, CorruptCopyFault, CorruptFault, RankFault, fault_id
+from swift_ft.lab.drill import (
+    health_check,
+    loss,
+    lossy,
+    replay_report,
+    report_logs,
+    report_reinit,
+    report_replicas,
+    report_shrink,
+    report_snapshots,
+    saving,
+    shrinking,
+    timeline,
+    warming,
+)
+from swift_ft.lab.drill import replay_report as prediction
+from swift_ft.lab.drill.config import versions
+from swift_ft.lab.drill.facts import Facts
+from swift_ft.lab.drill.timeline import Event, Recovery
+from swift_ft.lab.drill.verdict_checks import Check, all_of
+from swift_ft.planner import FROM_CHECKPOINT
+from swift_ft.planner.strategies import TABLE, permitted
+
+PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
+EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
+
+_PARTS = {
+    "shrink": report_shrink,
+    "snapshot": report_snapshots,
+    "checkpoint": saving,
+    "lossy": lossy,
+    "reinit": report_reinit,
+    "gate": health_check,
+    "warm_up": warming,
+}
+"""What strategies and options add: each has `checks(facts)`, and a `section(facts)` under that name."""
+# A stage that got back in different ways (its ranks, or several recoveries) shows the one that cost most.
+_COST = tuple(strategy.lower() for strategy in TABLE)
+
+
+def build(facts: Facts) -> dict[str, Any]:
+    """The whole report."""
+    inexact = any(recovery.inexact for recovery in facts.recoveries)
+    curves = loss.curves(
+        loss.losses(facts.events),
+        facts.evidence.twin_losses,
+        facts.asked.topology.steps,
+        facts.asked.topology.replicas,
+        vacancies=facts.asked.shrinks,
+    )
+    survivors = timeline.survivors_kept(facts.events, facts.asked.topology.ranks)
+    predicted, prediction_checks = prediction.section(facts)
+    shown = [_recovery(facts, recovery) for recovery in facts.recoveries]
+    checks = [
+        *_run_checks(facts),
+        *(comparison.check() for comparison in facts.comparisons),
+        *report_replicas.checks(facts),
+        *(check for part in _PARTS.values() for check in part.checks(facts)),
+        *([loss.check_losses(curves)] if facts.at_end.inexact else []),
+        _survivors_check(survivors),
+        *_recovery_checks(facts),
+        *report_logs.checks(facts),
+        *replay_report.check_helpers(facts.asked.helpers, facts.recoveries),
+        *prediction_checks,
+        *replay_report.replay_checks(shown),
+        _negative_control_check(facts),
+    ]
+    verdict = _verdict(checks)
+    named = [str(event.get("reason", "")) for event in facts.events if event["event"] == "not_exact"]
+    exact = not inexact and not named and not facts.asked.drops and (not facts.fell_back or _restores(facts))
+    return {
+        "verdict": verdict,
+        "reason": _reason(facts, verdict, checks, curves),
+        "checks": [{"name": check.name, "answer": check.answer, "detail": check.detail} for check in checks],
+        "seed": facts.asked.seed,
+        "rerun": facts.asked.rerun(),
+        "versions": versions(),
+        "topology": facts.asked.shape(),
+        "faults": _faults(facts),
+        **_strategy(facts, facts.recoveries),
+        "exact": verdict == PASS and exact,
+        "not_exact": named,
+        "by_the_loss_curve": facts.asked.promises_no_bits if facts.at_end.inexact else "",
+        # With the failure-free run, with which nothing is compared that drops batches.
+        "bitwise_equal": not facts.asked.drops
+        and all_of(comparison.equal for comparison in facts.comparisons),
+        "digests": {
+            "recovery": [comparison.as_json() for comparison in facts.at_recovery],
+            "end": facts.at_end.as_json(),
+        },
+        **{name: part.section(facts) for name, part in _PARTS.items()},
+        "timeline": timeline.shown(facts.events, facts.recoveries),
+        **_cost(facts, facts.recoveries),
+        **report_replicas.copies(facts.recoveries),
+        "undo": report_replicas.undo(facts, facts.recoveries),
+        "reduction": report_replicas.reduction(facts),
+        "loss": curves,
+        "recoveries": shown,
+        "survivors_kept": None if survivors is None else all(survivors.values()),
+        "survivors_freed_seconds": max(
+            (r.freed_seconds for r in facts.recoveries if r.freed_seconds is not None), default=None
+        ),
+        "log": {**_log(facts), **report_logs.places(facts.events)},
+        "prediction": predicted,
+        "corruption": facts.evidence.corruption,
+        "negative_control": _negative_control(facts),
+        "rehearsals": timeline.rehearsals(facts.events),
+        "throughput": timeline.throughput(facts.events, facts.recoveries, facts.asked.topology.ranks),
+    }
+
+
+def _verdict(checks: Sequence[Check]) -> str:
+    return {True: PASS, False: FAIL, None: INCONCLUSIVE}[all_of(check.answer for check in checks)]
+
+
+def _reason(facts: Facts, verdict: str, checks: Sequence[Check], curves: Mapping[str, Any] | None) -> str:
+    if verdict != PASS:
+        wanted = False if verdict == FAIL else None
+        return "; ".join(
+            f"{check.name}: {check.detail or 'no evidence'}" for check in checks if check.answer is wanted
+        )
+    fell_back, compared = facts.fell_back, facts.comparisons
+    how = f"nothing was replayed: {'; '.join(fell_back)}" if fell_back else "recovered as planned"
+    if facts.at_end.inexact:
+        assert curves is not None, "the verdict rests on them"
+        equal = sum(comparison.equal is True for comparison in compared)
+        return (
+            f"{how}; {facts.asked.promises_no_bits}, so no bits are promised: at {equal} of {len(compared)} places "
+            f"every digest equals the failure-free run's; {loss.check_losses(curves).detail}"
+        )
+    if facts.asked.drops:
+        return (
+            f"{how}; not exact, as nobody computed the batches of lost ranks: every digest equals that of an "
+            "independent calculation without them"
+        )
+    reason = f"{how}; every digest equals the failure-free run's"
+    if facts.asked.topology.replicas > 1 and not facts.asked.exact_reduction:
+        reason += (
+            "; gradients were added in the backend's order, which another layout of buckets would change"
+        )
+    return reason
+
+
+def _run_checks(facts: Facts) -> list[Check]:
+    """Both runs ended, the faults happened, and nothing else did."""
+    how = "nothing happened any more" if facts.evidence.stalled else f"exit code {facts.evidence.exit_code}"
+    ended: bool | None = facts.evidence.exit_code == 0
+    if not ended and not facts.evidence.fired:
+        # It failed before anything was done to it: the machine's fault, and no word about recovery.
+        ended = None
+    if facts.evidence.exit_code is None and not facts.evidence.stalled:
+        ended, how = None, "it was cut off"
+    finished = Check("the run finished", ended, how)
+    twin_ok = facts.evidence.twin_exit_code == 0 and facts.evidence.twin_recoveries == 0
+    twin = Check(
+        "the failure-free run finished",
+        True if twin_ok else None,
+        f"exit code {facts.evidence.twin_exit_code}, {facts.evidence.twin_recoveries} recoveries",
+    )
+    traced = timeline.fault_ids(facts.events)
+    absent = []
+    for index, fault in enumerate(facts.asked.faults):
+        seen = fault_id(index) in facts.evidence.fired
+        if isinstance(fault, RankFault):
+            seen = seen and fault_id(index) in traced
+        if not seen:
+            absent.append(str(fault))
+    fired = Check(
+        "every fault was carried out", None if absent else True, f"never happened: {'; '.join(absent)}"
+    )
+    return [finished, twin, fired, _unplanned_check(facts)]
+
+
+def _unplanned_check(facts: Facts) -> Check:
+    """Nothing died that was not told to."""
+    told = {event["pid"] for event in facts.events if event["event"] == "fault"}
+    died = {
+        f"rank {event['rank']} (exit code {event.get('code')})"
+        for event in facts.events
+        if event["event"] == "child_exit" and event.get("code") != 0 and event["pid"] not in told
+    }
+    corrupted = facts.evidence.corruption is not None
+    causeless = [r for r in facts.recoveries if not (r.faults or r.servers_killed or r.returned or corrupted)]
+    detail = ", ".join([*sorted(died), *(f"a recovery of itself ({r.reasons[0]})" for r in causeless)])
+    if facts.evidence.exit_code != 0 and not facts.evidence.fired:
+        return Check("nothing else failed", None, detail or "the run did not get to its first fault")
+    return Check("nothing else failed", not detail, detail)
+
+
+def _survivors_check(survivors: Mapping[int, bool] | None) -> Check:
+    if survivors is None:
+        return Check("survivors kept their processes", None, "some rank left no trace")
+    replaced = [str(rank) for rank, kept in survivors.items() if not kept]
+    return Check("survivors kept their processes", not replaced, f"rank {', '.join(replaced)} changed pid")
+
+
+def _recovery_checks(facts: Facts) -> list[Check]:
+    checks = []
+    if any(isinstance(fault, RankFault) for fault in facts.asked.faults):
+        gaps = [
+            f"recovery {n}: no {', '.join(r.missing)}" for n, r in enumerate(facts.recoveries) if r.missing
+        ]
+        detail = "; ".join(gaps) if facts.recoveries else "no recovery in the trace"
+        checks.append(Check("the timeline is whole", True if facts.recoveries and not gaps else None, detail))
+    expected = [recovery for recovery in facts.recoveries if recovery.replay_expected]
+    if expected:
+        verified = sum(recovery.replayed("verified") for recovery in expected)
+        unverified = [r for r in expected if not r.missing and not r.replayed("verified")]
+        checks.append(
+            Check("replayed sends were verified", True if verified and not unverified else None, "none was")
+        )
+    checks.append(_strategy_check(facts))
+    return checks
+
+
+def _strategy_check(facts: Facts) -> Check:
+    """What was asked for took place; a corrupt log or copy was noticed and not used."""
+    fell_back = facts.fell_back
+    if any(isinstance(fault, CorruptFault) for fault in facts.asked.faults):
+        name = "the corrupt log was noticed"
+        if facts.evidence.corruption is None:
+            return Check(name, None, "no bit was flipped")
+        return Check(name, bool(fell_back), "; ".join(fell_back) or "the flipped bit was replayed")
+    if any(isinstance(fault, CorruptCheckpointFault) for fault in facts.asked.faults):
+        return _damaged_checkpoint_check(facts)
+    if any(isinstance(fault, CorruptCopyFault) for fault in facts.asked.faults):
+        return report_replicas.corrupt_copy_check(facts.events)
+    name = "the strategy was the one asked for"
+    used = {strategy for recovery in facts.recoveries for strategy, _ in recovery.strategies().values()}
+    if facts.recoveries and not used:
+        return Check(name, None, "no plan in the trace")
+    if facts.asked.strategy in FROM_CHECKPOINT:
+        return Check(name, all(r.fell_back for r in facts.recoveries), "something was replayed")
+    if not facts.asked.groups.logs:
+        return Check(name, not any(r.replay_expected for r in facts.recoveries), "something was replayed")
+    if fell_back and not (report_logs.may_fall_back(facts) or report_snapshots.may_fall_back(facts)):
+        return Check(name, False, f"fell back to a checkpoint: {'; '.join(fell_back)}")
+    other = used - {strategy.lower() for strategy in permitted(_planned_by(facts))}
+    return Check(name, not other, f"also used: {', '.join(sorted(other))}" if other else "")
+
+
+def _planned_by(facts: Facts) -> str:
+    """A stage that moves is restored as with "auto": nobody else has it."""
+    return "auto" if shrinking.moves(facts.asked) else facts.asked.strategy
+
+
+def _damaged_checkpoint_check(facts: Facts) -> Check:
+    """The rank whose checkpoint was damaged said so, and all went back to one before it."""
+    name, flipped = "the damaged checkpoint was noticed", facts.evidence.corruption
+    if flipped is None:
+        return Check(name, None, "no bit was flipped")
+    refused = any(
+        event["event"] == "refused"
+        and event["rank"] == flipped["rank"]
+        and "is corrupt" in str(event.get("reason"))
+        for event in facts.events
+    )
+    reached = [r.target_version for r in facts.recoveries if r.fell_back and r.target_version is not None]
+    before = any(version < flipped["version"] for version in reached)
+    return Check(name, refused and before, "" if refused and before else "the flipped bit was loaded")
+
+
+def _negative_control(facts: Facts) -> dict[str, Any]:
+    """A flipped bit in a log; and whether what replicas gave is what joiners got."""
+    control = dict(facts.evidence.negative_control or {"caught": None})
+    copied = [recovery for recovery in facts.recoveries if report_replicas.copied(recovery)]
+    if copied:
+        control["copies"] = {
+            "received": sum(len(recovery.received) for recovery in copied),
+            "equal_to_source": all_of(report_replicas.copy_equal(recovery) for recovery in copied),
+        }
+    return control
+
+
+def _restores(facts: Facts) -> bool:
+    """Going back to the checkpoint is what was asked for."""
+    return facts.asked.strategy in FROM_CHECKPOINT | {"snapshot"} or not facts.asked.groups.logs
+
+
+def _negative_control_check(facts: Facts) -> Check:
+    if not facts.asked.groups.logs:  # there is no log in which a bit could be flipped
+        records = (facts.evidence.log or {}).get("records")
+        return Check("nothing was logged", None if records is None else records == 0, f"{records} records")
+    control = facts.evidence.negative_control or {}
+    caught = control.get("caught")
+    detail = str(control.get("reason", "")) or (
+        "a flipped bit was read back as good" if caught is False else ""
+    )
+    return Check("a flipped bit in the log is caught", caught, detail)
+
+
+def _faults(facts: Facts) -> list[dict[str, Any]]:
+    times = {
+        str(event.get("id")): event["t"] - facts.events[0]["t"]
+        for event in facts.events
+        if event["event"] in ("fault", "service_killed", "corrupted")
+    }
+    return [
+        {
+            "id": fault_id(index),
+            "spec": str(fault),
+            "fired": fault_id(index) in facts.evidence.fired,
+            "t": times.get(fault_id(index)),
+        }
+        for index, fault in enumerate(facts.asked.faults)
+    ]
+
+
+def _strategy(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    """`strategy` and `strategy_reasons` per stage; over several recoveries the dearest."""
+    strategies: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    for recovery in recoveries:
+        for rank, (name, reason) in recovery.strategies().items():
+            for stage in facts.asked.topology.stages_of(rank):
+                held = strategies.get(str(stage))
+                if held is None or _cost_of(name) > _cost_of(held):
+                    strategies[str(stage)], reasons[str(stage)] = name, reason
+    ordered = sorted(strategies, key=int)
+    return {
+        "strategy": {stage: strategies[stage] for stage in ordered},
+        "strategy_asked": facts.asked.strategy,
+        "strategy_reasons": {stage: reasons[stage] for stage in ordered},
+    }
+
+
+def _cost_of(strategy: str) -> int:
+    return _COST.index(strategy) if strategy in _COST else len(_COST)
+
+
+def _recovery(facts: Facts, recovery: Recovery) -> dict[str, Any]:
+    return {
+        "generations": recovery.generations,
+        "reasons": recovery.reasons,
+        "faults": [event.get("id") for event in recovery.faults],
+        "target_version": recovery.target_version,
+        "plan_reason": (recovery.plan or {}).get("reason"),
+        "plans": len(recovery.planned),
+        **_strategy(facts, [recovery]),
+        "ranks": {
+            str(rank): {"strategy": name, "reason": reason}
+            for rank, (name, reason) in sorted(recovery.strategies().items())
+        },
+        **_cost(facts, [recovery]),
+        **report_replicas.copies([recovery]),
+        "undo": report_replicas.undo(facts, [recovery]),
+        "shared_replays": replay_report.helped_replays([recovery]),
+        "replays": replay_report.replays(facts, recovery),
+        "interruptions": replay_report.interruptions(facts.events, recovery),
+        "verified_sends": recovery.replayed("verified"),
+        "filled_sends": recovery.replayed("filled"),
+        "records_read": recovery.replayed("records"),
+        "log_wait_seconds": round(sum(float(e.get("log_wait_s") or 0.0) for e in recovery.replays), 6),
+        "survivors_freed_seconds": recovery.freed_seconds,
+    }
+
+
+def _cost(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    """Seconds by phase, steps and microbatches: sums over the recoveries."""
+    seconds: dict[str, float] | None = None
+    if recoveries and all(recovery.seconds is not None for recovery in recoveries):
+        names = ("detect", "fence", "plan", "rebuild", "restore", "replay", "rejoin", "total", "superseded")
+        seconds = {
+            name: round(sum((recovery.seconds or {}).get(name, 0.0) for recovery in recoveries), 6)
+            for name in names
+            if name != "superseded" or any(name in (recovery.seconds or {}) for recovery in recoveries)
+        }
+    lost = [recovery.steps_lost for recovery in recoveries]
+    redone = (
+        sum(steps or 0 for steps in lost) * facts.asked.topology.microbatches * facts.asked.topology.ranks
+    )
+    return {
+        "recovery_seconds": seconds,
+        "steps_lost": None if None in lost else sum(steps or 0 for steps in lost),
+        "steps_replayed": sum(recovery.replayed("steps") for recovery in recoveries),
+        "microbatches_recomputed": sum(recovery.replayed("microbatches") for recovery in recoveries) + redone,
+    }
+
+
+def _log(facts: Facts) -> dict[str, Any]:
+    return {
+        "records": None,
+        "bytes": None,
+        **(facts.evidence.log or {}),
+        "verified_sends": sum(recovery.replayed("verified") for recovery in facts.recoveries),
+        **_unlogged([event for event in facts.events if event["event"] == "unlogged"]),
+    }
+
+
+def _unlogged(events: Sequence[Event]) -> dict[str, Any]:
+    """What was dropped because the log could not keep up; nothing, where that did not happen."""
+    if not events:
+        return {}
+    return {
+        "unlogged": {
+            "first_step": min(event["first_step"] for event in events),
+            "last_step": max(event["last_step"] for event in events),
+            "ranks": sorted({event["rank"] for event in events}),
+            "records": sum(event["records"] for event in events),
+            "bytes": sum(event["bytes"] for event in events),
+        }
+    }

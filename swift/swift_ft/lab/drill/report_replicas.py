@@ -1,0 +1,208 @@
+"""What data parallelism adds to a report: copies, undone and rolled forward updates, what reductions cost."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swift_ft.fault_grammar import CorruptCopyFault
+from swift_ft.lab.drill.facts import Facts
+from swift_ft.lab.drill.timeline import Event, Recovery, steps_done
+from swift_ft.lab.drill.verdict_checks import TRAINED_FIELDS, Check, all_of
+from swift_ft.planner.strategies import may_copy
+
+
+def checks(facts: Facts) -> list[Check]:
+    """Those that a drill with replicas needs besides."""
+    if facts.asked.topology.replicas == 1:
+        return []
+    undone = [recovery for recovery in facts.recoveries if recovery.undone]
+    distrusted = any(isinstance(fault, CorruptCopyFault) for fault in facts.asked.faults)
+    return [
+        _agree_check(facts),
+        *([_copies_check(facts)] if any(copied(recovery) for recovery in facts.recoveries) else []),
+        *([_undo_check(facts)] if undone else []),
+        *([_living_check(facts)] if may_copy(facts.asked.strategy) and not distrusted else []),
+    ]
+
+
+def _agree_check(facts: Facts) -> Check:
+    """Replicas of a stage hold the same bits, whatever the failure-free run holds."""
+    name = "replicas hold the same state"
+    answers: list[bool | None] = []
+    wrong = []
+    for comparison in facts.comparisons:
+        for first in range(0, facts.asked.topology.ranks, facts.asked.topology.replicas):
+            ranks = [r for r in facts.asked.topology.replicas_of(first) if str(r) in comparison.ranks]
+            held = [comparison.ranks[str(rank)]["recovered"] for rank in ranks]
+            answer = _same(held)
+            answers.append(answer)
+            if answer is False:
+                wrong.append(f"ranks {', '.join(map(str, ranks))} {comparison.where}")
+    return Check(name, all_of(answers), "; ".join(wrong))
+
+
+def _same(digests: Sequence[Mapping[str, Any] | None]) -> bool | None:
+    known = [[digest.get(name) for name in TRAINED_FIELDS] for digest in digests if digest is not None]
+    if any(values != known[0] for values in known):
+        return False
+    whole = len(known) == len(digests) and all(None not in values for values in known)
+    return True if whole else None
+
+
+def copied(recovery: Recovery) -> bool:
+    """A copy was planned, or made."""
+    return bool(recovery.received) or any(name == "replica" for name, _ in recovery.strategies().values())
+
+
+def copy_equal(recovery: Recovery) -> bool | None:
+    """What joiners got has the digest that each of their sources told. None: some copy left no record."""
+    answers: list[bool | None] = []
+    for event in recovery.received:
+        told: list[Any] = [source.get("digest") for source in event.get("sources") or ()] or [None]
+        # What sources say themselves, in traces of their own.
+        told += [
+            sent["digest"]
+            for sent in recovery.sent
+            if event.get("rank") in sent["peers"] and sent.get("generation") == event.get("generation")
+        ]
+        digest = event.get("digest")
+        if digest is None or None in told:
+            answers.append(None)
+        else:
+            answers.append(all(other == digest for other in told))
+    received = {(event.get("rank"), event.get("generation")) for event in recovery.received}
+    planned = {
+        (entry["rank"], recovery.generation)
+        for entry in (recovery.plan or {}).get("ranks") or []
+        if str(entry["strategy"]).lower() == "replica"
+    }
+    if planned - received:
+        answers.append(None)
+    return all_of(answers)
+
+
+def _copies_check(facts: Facts) -> Check:
+    answer = all_of(copy_equal(recovery) for recovery in facts.recoveries if copied(recovery))
+    detail = {False: "a joiner's state has another digest than its source's", None: "no record of a copy"}
+    return Check("every copied state equals its source's", answer, "" if answer else detail[answer])
+
+
+def _undo_check(facts: Facts) -> Check:
+    name = "updates were taken back as asked"
+    inexact = [recovery for recovery in facts.recoveries if recovery.inexact]
+    if inexact and facts.asked.undo != "arithmetic":
+        return Check(name, False, f"an undo was not exact, --undo is {facts.asked.undo}")
+    return Check(name, True)
+
+
+def corrupt_copy_check(events: Sequence[Event]) -> Check:
+    """The rank that was given a flipped bit refused the state, and said why."""
+    name = "the corrupt copy was noticed"
+    flipped = [event for event in events if event["event"] == "corrupted" and "stream" not in event]
+    if not flipped:
+        return Check(name, None, "no bit was flipped")
+    answers = [_refused(event["rank"], events[events.index(event) + 1 :]) for event in flipped]
+    answer = all_of(answers)
+    return Check(
+        name, answer, "the flipped bit was used" if answer is False else "the copy did not come to its end"
+    )
+
+
+def _refused(rank: int, later: Sequence[Event]) -> bool | None:
+    """Whether this rank has refused the copy that it was in. None: the copy had no end, because a peer died."""
+    for event in later:
+        if event.get("rank") != rank:
+            continue
+        if event["event"] == "refused" and "is not what it sent" in str(event.get("reason")):
+            return True
+        if event["event"] == "replica_received":
+            return False
+        if event["event"] == "copy_begin":
+            return None
+    return None
+
+
+def _is_lost_with_others(facts: Facts, rank: int, recovery: Recovery) -> bool:
+    """Of some stage of its recovery group nobody lives."""
+    shape, groups = facts.asked.topology, facts.asked.groups
+    stages = {other for own in shape.stages_of(rank) for other in groups.stages(own)}
+    first_ranks = [shape.pipeline_rank_of(stage) * shape.replicas for stage in stages]
+    return any(set(shape.replicas_of(first)) <= recovery.victims for first in first_ranks)
+
+
+def _living_check(facts: Facts) -> Check:
+    """Nothing is replayed or restored where a replica of it lives, and of each stage of its recovery group."""
+    name = "living replicas were used"
+    wrong = []
+    for number, recovery in enumerate(facts.recoveries, start=1):
+        for rank, (strategy, _) in recovery.strategies().items():
+            living = set(facts.asked.topology.replicas_of(rank)) - recovery.victims
+            if not living or _is_lost_with_others(facts, rank, recovery):
+                continue
+            if strategy in ("replay", "catch_up", "checkpoint"):
+                wrong.append(
+                    f"recovery {number}: {strategy} of rank {rank}, of which rank {min(living)} lives"
+                )
+    if facts.recoveries and not any(recovery.strategies() for recovery in facts.recoveries):
+        return Check(name, None, "no plan in the trace")
+    return Check(name, not wrong, "; ".join(wrong))
+
+
+# What the report says.
+
+
+def copies(recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    """Of these recoveries."""
+    return {
+        "sources": {
+            str(rank): sources
+            for recovery in recoveries
+            for rank, sources in sorted(recovery.sources().items())
+        },
+        "bytes_copied": sum(int(event.get("bytes") or 0) for r in recoveries for event in r.received),
+    }
+
+
+def undo(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    """`undo` of the report. The errors are the largest that any rank measured; None: nobody did."""
+    done = [event for recovery in recoveries for event in recovery.undone]
+    modes = sorted({str(event.get("mode")) for event in done})
+    return {
+        "asked": facts.asked.undo,
+        "mode": ", ".join(modes) if modes else None,
+        "ranks": sorted({int(event["rank"]) for event in done}),
+        "exact": all(event.get("exact") is True for event in done) if done else None,
+        "buckets": sum(int(event.get("buckets") or 0) for event in done),
+        **{name: _largest(done, name) for name in ("ulps_max", "ulps_mean", "relative_error")},
+        "rolled_forward": sorted({int(event["rank"]) for r in recoveries for event in r.rolled_forward}),
+    }
+
+
+def _largest(events: Sequence[Event], name: str) -> float | None:
+    return max((float(event[name]) for event in events if event.get(name) is not None), default=None)
+
+
+def reduction(facts: Facts) -> dict[str, Any] | None:
+    """`reduction` of the report: what is added in which order, and its cost; None without replicas."""
+    if facts.asked.topology.replicas == 1:
+        return None
+    done = steps_done(facts.events)
+    costs: dict[str, list[float]] = {"reduce_seconds": [], "vote_seconds": []}
+    for event in facts.events:
+        # A process that took over in the middle has not done all steps; its own count is what it is divided by.
+        steps = done.get((event.get("rank", -1), event["pid"]))
+        if event["event"] == "finished" and steps:
+            for name, values in costs.items():
+                if event.get(name) is not None:
+                    values.append(float(event[name]) / steps)
+    return {
+        "asked": facts.asked.reduction,
+        "mode": "ordered" if facts.asked.ordered_reduction else "fast",
+        "by": facts.asked.data_parallel,
+        "exact": facts.asked.exact_reduction,
+        "reduce_seconds_per_step": _mean(costs["reduce_seconds"]),
+        "vote_seconds_per_step": _mean(costs["vote_seconds"]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

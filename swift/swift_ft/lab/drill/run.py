@@ -1,0 +1,500 @@
+"""Runs the job twice, with the faults and without, and collects the evidence.
+
+The run with faults: ranks carry out their own faults; this loop follows the trace, kills the log server at its
+step, flips the bit under a rank that is held, and copies a segment file for the negative control. The
+failure-free twin: the same seed and settings, digests at every version; kept in a directory, it serves many
+drills (`--twin`).
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from swift_ft import events, fault_grammar
+from swift_ft.errors import LogError, UsageError
+from swift_ft.fault_grammar import (
+    CoordinatorFault,
+    CorruptCheckpointFault,
+    CorruptFault,
+    LogLossFault,
+    LogServerFault,
+    fault_id,
+)
+from swift_ft.files import make_directory, read_given, write_whole
+from swift_ft.lab.drill import faults, health_check, loss, lossy, replay_report, shrinking, timeline, warming
+from swift_ft.lab.drill.cluster import JOB, POLL_S, Cluster, Security
+from swift_ft.lab.drill.config import DrillConfig, same_identity
+from swift_ft.lab.drill.facts import Evidence, Measured
+from swift_ft.lab.drill.faults import to_environment
+from swift_ft.lab.drill.verdict_checks import Digest
+from swift_ft.lab.failures import damage
+from swift_ft.lab.failures.damage import EXTERNAL, flip, segment_files
+from swift_ft.lab.plan.command import read as read_profile
+from swift_ft.log import segment
+from swift_ft.text import rank_of, version_of
+
+# Negative controls: a flipped bit in a log must be noticed, or a PASS says nothing.
+#
+# Every drill copies a segment file of its run, flips one bit of the copy and reads it back (`snapshot`,
+# `flip_and_read`). `swift_ft.lab.failures.damage` flips bits of what is in use.
+
+FILES_TRIED_MAX = 32
+
+
+def snapshot(log_directories: Sequence[Path], into: Path) -> Path | None:
+    """A copy of a segment file with at least one record. None: there is none yet."""
+    make_directory(into)
+    files = (*segment_files(log_directories), *segment_files(log_directories, EXTERNAL))
+    for path in files[:FILES_TRIED_MAX]:
+        # The file's name is part of its format: it is the first sequence.
+        copy = into / path.parent.name / path.name
+        make_directory(copy.parent)
+        try:
+            shutil.copy(path, copy)  # with its mode
+            if segment.scan(copy).records:
+                return copy
+        except (FileNotFoundError, LogError):
+            # Trimmed while it was copied; or corrupt already, which is for the run itself to notice.
+            pass
+        copy.unlink(missing_ok=True)
+    return None
+
+
+def logged_bytes(log_directories: Iterable[Path]) -> dict[str, dict[int, int]]:
+    """(the services have ended) stream -> step -> raw bytes of its records; of each the most that one server has."""
+    bytes_of: dict[str, dict[int, int]] = {}
+    for directory in log_directories:
+        here: dict[str, Counter[int]] = {}
+        for path in segment_files([directory], "*"):
+            steps = here.setdefault(path.parent.name, Counter())
+            for record in segment.walk(path, verify_bodies=False).records:
+                steps[record.header.key.step] += record.header.raw_bytes
+        for stream, steps in here.items():
+            most = bytes_of.setdefault(stream, {})
+            for step, size in steps.items():
+                most[step] = max(size, most.get(step, 0))
+    return bytes_of
+
+
+def checkpoint_bytes(directory: Path) -> dict[int, int]:
+    """rank -> bytes of its newest checkpoint."""
+    bytes_of: dict[int, int] = {}
+    for shard in sorted(directory.glob("v*/rank*")):  # ascending versions
+        rank = rank_of(shard.name)
+        if rank is not None and version_of(shard.parent.name) is not None and shard.is_dir():
+            bytes_of[rank] = sum(p.stat().st_size for p in shard.rglob("*") if p.is_file())
+    return bytes_of
+
+
+def flip_and_read(copy: Path | None, seed: int) -> dict[str, Any]:
+    """`negative_control` of the report: is a flipped bit refused where the unflipped file is read?"""
+    if copy is None:
+        return {"caught": None, "reason": "the run left no segment file to try it on"}
+    whole = segment.scan(copy)
+    bit = random.Random(seed).randrange(whole.end * 8)
+    shown = {"file": f"{copy.parent.name}/{copy.name}", "bit": bit, "records": len(whole.records)}
+    flip(copy, bit)
+    try:
+        segment.scan(copy)
+    except LogError as error:
+        # Without the directory: what a report says does not depend on where the run lay.
+        return {"caught": True, **shown, "refused": str(error).replace(f"{copy.parent}/", "")}
+    finally:
+        flip(copy, bit)
+    return {"caught": False, **shown}
+
+
+STALL_S = 90.0
+"""A run in whose trace nothing happens for so long is cut off. Longer than any timeout inside of it."""
+HOLD_S = 10.0
+"""A held rank waits for its corrupt record so long; the runtime gives up on us later than that."""
+TOGETHER_S = 2.0
+"""Victims of one step wait for each other so long if one of them may not get there while another stands still."""
+ALL_THERE_S = 20.0
+"""And so long if all of them get there: not for ever, as ranks do not wait either."""
+_DIGESTS = re.compile(r"rank[0-9]+-v[0-9]+(-g[0-9]+)?\.json")
+TWIN_FILE, LOSSES_FILE = "twin.json", "losses.json"
+# A run that hangs may go on saying these.
+CALCULATION_S = 600.0
+"""The independent calculation of a drill that drops batches has so long: one process for the whole run."""
+LOG_LOST_S = 6.0
+"""A log server that was killed for good is given up after so long, in drills that do that."""
+_NO_PROGRESS = ("denied", "heartbeat_unanswered", "suspect", "token_renewed", "trim_failed")
+
+
+class Progress(Protocol):
+    """Where the drill tells a person how far it is."""
+
+    def begin(self, title: str, steps: int) -> None: ...
+
+    def see(self, event: Mapping[str, Any]) -> None: ...
+
+    def tick(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Twin:
+    """What a failure-free run left."""
+
+    digests: Mapping[str, Digest]
+    exit_code: int | None
+    recoveries: int = 0
+    output: str = ""
+    losses: loss.Losses = field(default_factory=dict)
+
+
+class _Watch:
+    """One run, followed to its end."""
+
+    def __init__(self, cluster: Cluster, progress: Progress) -> None:
+        self.cluster = cluster
+        self.step = -1
+        """The highest that any rank has begun."""
+        self.replayed = False
+        """A replay has begun."""
+        self.present: frozenset[int] = frozenset()
+        """Ranks that have joined, and were not lost since then with nobody in their slot."""
+        self.saved = -1
+        """The newest version of which every rank's checkpoint is durable."""
+        self.warmed: Counter[int] = Counter()
+        """By rank: spares that have been warmed up as it."""
+        self.stalled = False
+        self._progress = progress
+        self._moved = time.monotonic()
+
+    def follow(self, each_turn: Callable[[], None] = lambda: None) -> int | None:
+        """The launcher's exit code; None if nothing moves any more."""
+        while True:
+            code = self.cluster.poll()
+            for event in self.cluster.tail.read():
+                self._see(event)
+            each_turn()
+            self._progress.tick()
+            if code is not None:
+                return code
+            if time.monotonic() - self._moved > STALL_S:
+                self.stalled = True
+                return None
+            time.sleep(POLL_S)
+
+    def _see(self, event: dict[str, Any]) -> None:
+        if event["event"] == "step_begin" and not event.get("replay"):
+            self.step = max(self.step, int(event["step"]))
+        self.replayed = self.replayed or event["event"] == "replay_begin"
+        if event["event"] == "checkpoint_complete":
+            self.saved = max(self.saved, int(event["version"]))
+        if event["event"] == "joined":
+            self.present |= {int(event["rank"])}
+        if event["event"] == "left_vacant":
+            self.present -= {int(event["rank"])}
+        warming.count(event, self.warmed)
+        if event["event"] not in _NO_PROGRESS:
+            self._moved = time.monotonic()
+        self._progress.see(event)
+
+
+class FaultedRun:
+    """The run that the drill is about."""
+
+    def __init__(
+        self, config: DrillConfig, directory: Path, progress: Progress, check_stop: Callable[[], None]
+    ) -> None:
+        self._config = config
+        self._progress = progress
+        self._done: set[int] = set()
+        self._held_since: dict[int, float] = {}
+        self._held = fault_grammar.held_together(config.faults, each=config.warm_up)
+        self._corruption: dict[str, Any] | None = None
+        self._copy: Path | None = None
+        self._copy_tried = 0.0
+        self._not_fetched = "nobody asked for it"
+        self.output = ""
+        """The last lines of every process, if the run failed."""
+        self.directory = directory
+        self._cluster = Cluster(
+            directory,
+            ranks=config.topology.ranks,
+            spares=config.spares if shrinking.is_replaced(config) else 0,
+            max_restarts=None if shrinking.is_replaced(config) else 0,
+            trainer_arguments=[*config.trainer_arguments(), *config.recovery_arguments()],
+            faults=to_environment(
+                config.faults,
+                shrinking.pauses(config),
+                config.topology,
+                paused=shrinking.first_survivor(config),
+                strategy="shrink" if config.strategy == "auto" and config.shrinks else config.strategy,
+                each_held=config.warm_up,
+            ),
+            die_at=[
+                (fault_id(index), fault.state.upper())
+                for index, fault in enumerate(config.faults)
+                if isinstance(fault, CoordinatorFault)
+            ],
+            # Costs copies of what is in flight: a drill wants to know how far an undo is off.
+            launcher_flags=[*health_check.launcher_flags(config), *warming.launcher_flags(config)],
+            settings={
+                **health_check.environment(config),
+                **({"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {}),
+                "SWIFT_REHEARSE": config.rehearse,
+                **({"SWIFT_PROFILE": "1"} if config.groups.starts or config.helpers else {}),
+            },
+            security=Security(directory / "security", JOB) if config.secure else None,
+            check_stop=check_stop,
+            log_servers=config.log_servers,
+            copies=config.copies,
+            log_lost_s=LOG_LOST_S if any(isinstance(f, LogLossFault) for f in config.faults) else None,
+        )
+        self._watch = _Watch(self._cluster, progress)
+
+    def run(self, twin: Callable[[], Twin]) -> Evidence:
+        """All of the evidence; `twin` is asked for its part once this run is over."""
+        self._progress.begin("with faults", self._config.topology.steps)
+        with self._cluster:
+            code = self._watch.follow(self._turn)
+            if code != 0:
+                self.output = self._cluster.output_tail()
+            if self._copy is None:
+                self._copy = snapshot(self._cluster.log_directories, self.directory / "control")
+            if code == 0 and replay_report.is_planned(self._config):
+                self._not_fetched = self._cluster.fetch_profile(self.directory / "profile.json")
+        trace = events.read(self.directory / "events")
+        without = twin()
+        calculated = self._calculated(trace) if self._config.drops else {}
+        return Evidence(
+            events=trace,
+            digests=read_digests(self.directory / "digests"),
+            twin_digests=without.digests,
+            exit_code=code,
+            stalled=self._watch.stalled,
+            twin_exit_code=without.exit_code,
+            twin_recoveries=without.recoveries,
+            fired=self._fired(trace),
+            corruption=self._corruption,
+            log=_logged(trace),
+            negative_control=flip_and_read(self._copy, self._config.seed),
+            calculated=calculated,
+            twin_losses=without.losses,
+            measured=self._measured(),
+        )
+
+    def _calculated(self, trace: list[dict[str, Any]]) -> dict[int, Digest]:
+        """What `swift_ft.lab.drill.calculation` has of the origins that were there in each step, and of the buckets
+        of those that were cut short; {}: it failed."""
+        recoveries = timeline.recoveries(trace)
+        absent = {
+            step: sorted(timeline.vacant_at(step, recoveries)) for step in range(self._config.topology.steps)
+        }
+        out = self.directory / "calculated.json"
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "swift_ft.lab.drill.calculation",
+            *self._config.trainer_arguments(),
+        ]
+        done = subprocess.run(
+            [
+                *command,
+                "--absent",
+                json.dumps(absent),
+                "--cut",
+                json.dumps(lossy.told(trace)),
+                "--out",
+                str(out),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=CALCULATION_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            self.output = "\n".join(filter(None, [self.output, done.stderr]))
+            return {}
+        return {int(version): digests for version, digests in json.loads(out.read_text()).items()}
+
+    def _measured(self) -> Measured:
+        cores = len(os.sched_getaffinity(0))
+        if not self._config.groups.starts:
+            return Measured(cores=cores)
+        return Measured(
+            cores=cores,
+            in_log=logged_bytes(self._cluster.log_directories),
+            checkpoint_bytes=checkpoint_bytes(self.directory / "checkpoints" / JOB),
+            fetched=None if self._not_fetched else read_profile(self.directory / "profile.json"),
+            not_fetched=self._not_fetched,
+        )
+
+    def _turn(self) -> None:
+        for index, fault in enumerate(self._config.faults):
+            if index in self._done:
+                continue
+            if isinstance(fault, LogServerFault) and self._watch.step >= (fault.step or 0):
+                self._done.add(index)
+                self._cluster.kill_log_server(fault_id(index))
+            elif isinstance(fault, LogLossFault):
+                due = self._watch.replayed if fault.step is None else self._watch.step >= fault.step
+                if due:
+                    self._done.add(index)
+                    self._cluster.kill_log_server(fault_id(index), fault.server, for_good=True)
+            elif isinstance(fault, CorruptFault | CorruptCheckpointFault):
+                self._corrupt(index, fault)
+        if self._config.grow and shrinking.has_grown(self._cluster, self._watch.present, self._config):
+            self._cluster.release(shrinking.PAUSE)
+        self._held = [group for group in self._held if not self._let_go(group)]
+        # In the third step the records of the first ones have long been acknowledged.
+        if self._copy is None and self._watch.step >= 2 and time.monotonic() - self._copy_tried > 0.2:
+            self._copy_tried = time.monotonic()
+            self._copy = snapshot(self._cluster.log_directories, self.directory / "control")
+
+    def _reached(self, index: int) -> bool:
+        """This victim stands where it dies."""
+        if not (self._cluster.fault_directory / f"{fault_id(index)}.reached").exists():
+            return False
+        self._held_since.setdefault(index, time.monotonic())
+        return True
+
+    def _corrupt(self, index: int, fault: CorruptFault | CorruptCheckpointFault) -> None:
+        """Once its victim is held: flips the bit."""
+        victim = faults.victim_of(fault, self._config.faults)
+        assert victim is not None, "checked before"
+        held = self._config.faults.index(victim)
+        if not self._reached(held):
+            return
+        flipped = self._flip(fault)
+        if flipped is None and time.monotonic() - self._held_since[held] < HOLD_S:
+            return
+        if flipped is not None:
+            self._corruption = {"fault": fault_id(index), **flipped}
+            self._cluster.trace("corrupted", id=fault_id(index), **flipped)
+        self._done.add(index)
+
+    def _flip(self, fault: CorruptFault | CorruptCheckpointFault) -> dict[str, Any] | None:
+        """None: what is to be damaged is not there yet."""
+        if isinstance(fault, CorruptCheckpointFault):
+            newest = fault.step - fault.step % self._config.topology.checkpoint_every
+            if self._watch.saved < newest:
+                return None
+            place = self.directory / "checkpoints" / JOB
+            return damage.corrupt_checkpoint(place, fault.rank, newest, self._config.seed)
+        stream = faults.corrupted_stream(
+            fault, self._config.faults, self._config.topology, self._config.groups
+        )
+        return damage.corrupt_stream(self._cluster.log_directories, stream, fault.step, self._config.seed)
+
+    def _let_go(self, group: list[int]) -> bool:
+        """Lets the victims of one step die at once: all are there and their log is corrupted, if it is to be."""
+        there = [index for index in group if self._reached(index)]
+        if not there:
+            return False
+        step = getattr(self._config.faults[group[0]], "step", None)
+        for index, fault in enumerate(self._config.faults):
+            beside = isinstance(fault, fault_grammar.BEFORE_A_LOSS) and fault.step == step
+            if beside and index not in self._done:
+                return False
+        waited = time.monotonic() - min(self._held_since[index] for index in there)
+        victims = [self._config.faults[index] for index in group]
+        if (
+            self._config.warm_up
+            and not warming.are_there(victims, self._watch.warmed)
+            and waited < warming.HOLD_S
+        ):
+            return False
+        all_come = faults.all_get_there(victims, self._config.topology)
+        if len(there) < len(group) and waited < (ALL_THERE_S if all_come else TOGETHER_S):
+            return False
+        for index in group:  # those that are not there yet do not wait any more
+            self._cluster.release(fault_id(index))
+        return True
+
+    def _fired(self, trace: list[dict[str, Any]]) -> frozenset[str]:
+        by_ranks = {path.stem for path in self._cluster.fault_directory.glob("*.fired")}
+        by_us = {e["id"] for e in trace if e["event"] in ("service_killed", "corrupted")}
+        return frozenset(by_ranks | by_us)
+
+
+def _logged(trace: list[dict[str, Any]]) -> dict[str, int] | None:
+    """What the ranks that lived to the end have logged; a killed process took its count with it."""
+    totals = [event for event in trace if event["event"] == "finished" and "records" in event]
+    if not totals:
+        return None
+    return {name: sum(int(event[name]) for event in totals) for name in ("records", "bytes")}
+
+
+def read_digests(directory: Path) -> dict[str, Digest]:
+    files = [path for path in directory.glob("*.json") if _DIGESTS.fullmatch(path.name) and path.is_file()]
+    return {path.stem: json.loads(path.read_text()) for path in files}
+
+
+def stored_twin(config: DrillConfig, directory: Path) -> Twin | None:
+    """The finished twin in `directory`; None: there is none yet. UsageError: it is of another run."""
+    path = directory / TWIN_FILE
+    if not path.exists():
+        if any(entry.name not in ("digests", LOSSES_FILE) for entry in directory.glob("*")):
+            raise UsageError(f"--twin {directory}: neither a finished twin nor empty; give another directory")
+        return None
+    stored, losses = (
+        read_given(directory / name, f"--twin {directory}: {name}") for name in (TWIN_FILE, LOSSES_FILE)
+    )
+    try:
+        if not same_identity(json.loads(stored)["identity"], config.identity()):
+            raise UsageError(
+                f"--twin {directory}: made with other settings or versions; give another directory"
+            )
+        return Twin(
+            digests=read_digests(directory / "digests"),
+            exit_code=0,
+            losses={
+                int(step): {int(c): value for c, value in by.items()}
+                for step, by in json.loads(losses).items()
+            },
+        )
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise UsageError(f"--twin {directory}: it is damaged; give another directory") from None
+
+
+def run_twin(
+    config: DrillConfig, directory: Path, progress: Progress, check_stop: Callable[[], None]
+) -> Twin:
+    """The failure-free run, in `directory`; `store_twin` keeps what it is needed for."""
+    progress.begin("failure-free", config.topology.steps)
+    cluster = Cluster(
+        directory,
+        ranks=config.topology.ranks,
+        spares=0,
+        trainer_arguments=config.trainer_arguments(),
+        digests_every=True,
+        check_stop=check_stop,
+    )
+    with cluster:
+        code = _Watch(cluster, progress).follow()
+        output = cluster.output_tail() if code != 0 else ""
+    trace = events.read(directory / "events")
+    return Twin(
+        digests=read_digests(directory / "digests"),
+        exit_code=code,
+        recoveries=len(timeline.recoveries(trace)),
+        output=output,
+        losses=loss.losses(trace),
+    )
+
+
+def store_twin(config: DrillConfig, twin: Twin, directory: Path) -> None:
+    """Keeps a finished twin for other drills. The file that says so comes last."""
+    if twin.exit_code != 0 or twin.recoveries:
+        return
+    make_directory(directory / "digests")
+    for name, digest in twin.digests.items():
+        write_whole(directory / "digests" / f"{name}.json", json.dumps(digest))
+    write_whole(directory / LOSSES_FILE, json.dumps(twin.losses))
+    write_whole(directory / TWIN_FILE, json.dumps({"identity": config.identity()}))

@@ -1,0 +1,496 @@
+"""From the merged event trace to what happened: recoveries, their phases, throughput. Pure.
+
+A *recovery* begins when the coordinator leaves RUNNING and ends when it is RUNNING again; a second failure or
+a refused replay in it makes more generations, not more recoveries. Its phases lie between milestones:
+
+    kill -detect-> FENCING -fence-> PLANNING -plan-> RECOVERING -rebuild-> restore begins -restore-> restored
+         -replay-> replayed -rejoin-> every rank has begun a step
+
+A copy from a replica counts as a restore. A recovery of several generations spends the time from its first
+FENCING to its last one in `superseded`. A coordinator that is killed may leave a state out of the trace: a
+milestone is the first sign of that state or of a later one. Phases never overlap and sum to `total`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Event = dict[str, Any]
+
+STATES = ("forming", "running", "fencing", "planning", "recovering")
+PHASES = ("detect", "superseded", "fence", "plan", "rebuild", "restore", "replay", "rejoin")
+STEPS_SHOWN = 3
+"""So many steps before and after a recovery are in the timeline of the report."""
+
+
+@dataclass(kw_only=True)
+class Recovery:
+    """One way back to RUNNING, as the events tell it."""
+
+    began_t: float
+    """The coordinator's first FENCING."""
+    ended_t: float | None = None
+    """RUNNING again; None: it never was."""
+    generations: list[int] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    faults: list[Event] = field(default_factory=list)
+    """"fault" events of ranks that this recovery answers."""
+    servers_killed: list[Event] = field(default_factory=list)
+    """"service_killed" events of the log servers that were given up in it."""
+    servers_lost: list[Event] = field(default_factory=list)
+    """"log_server_lost" events."""
+    exits: list[Event] = field(default_factory=list)
+    planned: dict[int, Event] = field(default_factory=dict)
+    """generation -> its plan."""
+    restored: dict[int, int] = field(default_factory=dict)
+    """rank -> the last generation in which it got its state from elsewhere (a replica, a checkpoint)."""
+    received: list[Event] = field(default_factory=list)
+    """"replica_received" of all generations."""
+    sent: list[Event] = field(default_factory=list)
+    """"copy_end" of sources that tell their digest, of all generations."""
+    undone: list[Event] = field(default_factory=list)
+    """"undone" of all generations."""
+    rolled_forward: list[Event] = field(default_factory=list)
+    """"roll_forward" of all generations."""
+    replays: list[Event] = field(default_factory=list)
+    """"replay_end" of the generation that made the state."""
+    helps: list[Event] = field(default_factory=list)
+    """"help_begin" of that generation: owners whose replays others share."""
+    left: list[Event] = field(default_factory=list)
+    """"help_end" of that generation, of these owners."""
+    helped: list[Event] = field(default_factory=list)
+    """"helped" of that generation, of those who have helped."""
+    vacant: frozenset[int] = frozenset()
+    """The slots of lost ranks that it leaves without one."""
+    returned: frozenset[int] = frozenset()
+    """Ranks that were not there before it, and are."""
+    seconds: dict[str, float] | None = None
+    """Phase -> seconds and their `total`; None: a milestone is not in the trace."""
+    missing: list[str] = field(default_factory=list)
+    """Milestones and events that are not in the trace."""
+    steps_lost: int | None = None
+    freed_seconds: float | None = None
+    """From the notice to the last survivor being out of whatever it waited in; None: nobody waited."""
+
+    @property
+    def generation(self) -> int:
+        return self.generations[-1]
+
+    @property
+    def kill_t(self) -> float | None:
+        times = [event["t"] for event in (self.faults or self.exits or self.servers_killed)]
+        if not times and self.returned:  # nothing failed: a rank came back
+            return self.began_t
+        return min(times) if times else None
+
+    @property
+    def target_version(self) -> int | None:
+        return None if self.plan is None else self.plan.get("target_version")
+
+    @property
+    def plan(self) -> Event | None:
+        """The last one; earlier ones were superseded."""
+        return self.planned[max(self.planned)] if self.planned else None
+
+    @property
+    def made_in(self) -> int:
+        """The generation that made the state: the last one that was planned, but for those in which only the log of a
+        state that it does not lead to began anew."""
+        for generation in sorted(self.planned, reverse=True):
+            plan = self.planned[generation]
+            before = [self.planned[other] for other in self.planned if other < generation]
+            follows = plan.get("exact") is False and not _replays(plan)
+            if not follows or not any(other.get("saves") for other in before):
+                return generation
+        return self.generation
+
+    @property
+    def made_by(self) -> Event | None:
+        """Its plan."""
+        return self.planned.get(self.made_in, self.plan)
+
+    @property
+    def victims(self) -> set[int]:
+        """The ranks of which a process died in it."""
+        return {int(event["rank"]) for event in (*self.faults, *self.exits)}
+
+    def strategies(self) -> dict[int, tuple[str, str]]:
+        """rank -> (strategy, reason): the last plan's; of a rank that keeps what an earlier generation of this
+        recovery gave it, the one by which it came by that."""
+        strategies = _strategies_of(self.plan)
+        for rank, generation in self.restored.items():
+            if generation in self.planned and strategies.get(rank, ("", ""))[0] == "keep":
+                strategies[rank] = _strategies_of(self.planned[generation]).get(rank, strategies[rank])
+        return strategies
+
+    def sources(self) -> dict[int, list[int]]:
+        """rank -> the replicas that it copied from."""
+        sources: dict[int, list[int]] = {}
+        for event in self.received:
+            sources[int(event["rank"])] = [int(source["rank"]) for source in event.get("sources") or ()]
+        for entry in _entries(self.plan):
+            if _strategy_of(entry) == "replica" and "sources" in entry:
+                sources[int(entry["rank"])] = [int(rank) for rank in entry["sources"]]
+        return sources
+
+    @property
+    def fell_back(self) -> str:
+        """Why a checkpoint was restored; "" if none was."""
+        if not any(name == "checkpoint" for name, _ in self.strategies().values()):
+            return ""
+        reasons = [
+            str(plan.get("reason", ""))
+            for _, plan in sorted(self.planned.items())
+            if any(_strategy_of(entry) == "checkpoint" for entry in _entries(plan))
+        ]
+        return reasons[-1]
+
+    @property
+    def replay_expected(self) -> bool:
+        """Some rank had steps to replay."""
+        return _replays(self.made_by)
+
+    @property
+    def inexact(self) -> bool:
+        """Some rank took buckets back, and not bit for bit."""
+        return any(event.get("exact") is not True for event in self.undone)
+
+    def replayed(self, name: str) -> int:
+        return sum(int(event.get(name) or 0) for event in self.replays)
+
+
+def _entries(plan: Event | None) -> list[Event]:
+    return (plan or {}).get("ranks") or []
+
+
+def _replays(plan: Event | None) -> bool:
+    target = (plan or {}).get("target_version")
+    return any(entry.get("from_version", target) != target for entry in _entries(plan))
+
+
+def _strategy_of(entry: Event) -> str:
+    return str(entry["strategy"]).lower()
+
+
+def _strategies_of(plan: Event | None) -> dict[int, tuple[str, str]]:
+    return {int(e["rank"]): (_strategy_of(e), str(e.get("reason", ""))) for e in _entries(plan)}
+
+
+def state_of(event: Event) -> str:
+    return str(event.get("state", "")).lower()
+
+
+def recoveries(events: Sequence[Event]) -> list[Recovery]:
+    """All of them, in order."""
+    so_far: list[Recovery] = []
+    running_before: float | None = None
+    for event in _states(events):
+        state, generation = state_of(event), int(event.get("generation") or 0)
+        current = so_far[-1] if so_far and so_far[-1].ended_t is None else None
+        if state == "running":
+            if current is not None:
+                current.ended_t = event["t"]
+            running_before = event["t"]
+        elif state in ("fencing", "planning", "recovering"):
+            if current is None:
+                # Before the first RUNNING there is nothing to recover from: ranks are still forming.
+                if running_before is None:
+                    continue
+                current = Recovery(began_t=event["t"])
+                so_far.append(current)
+            if not current.generations or generation > current.generations[-1]:
+                current.generations.append(generation)
+                current.reasons.append(str(event.get("reason", "")))
+    previous_end = float("-inf")
+    noticed = _noticed(events)
+    vacant: frozenset[int] = frozenset()
+    for recovery in so_far:
+        end = recovery.ended_t if recovery.ended_t is not None else float("inf")
+        window = [event for event in events if previous_end < event["t"] <= end]
+        recovery.faults = [
+            event for event in _named(events, "fault") if previous_end < noticed[_fault_key(event)] <= end
+        ]
+        _fill(recovery, window, [event for event in events if event["t"] > end], events, vacant)
+        previous_end, vacant = end, recovery.vacant
+    return so_far
+
+
+def _fault_key(event: Event) -> tuple[Any, Any]:
+    return event.get("id"), event["pid"]
+
+
+def _noticed(events: Sequence[Event]) -> dict[tuple[Any, Any], float]:
+    """When the process that each fault killed was seen to be gone: one that dies as a recovery ends is for the
+    next. If nobody saw it, when it was killed."""
+    exits = {event["pid"]: event["t"] for event in _named(events, "child_exit")}
+    return {_fault_key(e): max(e["t"], exits.get(e["pid"], e["t"])) for e in _named(events, "fault")}
+
+
+def _fill(
+    recovery: Recovery,
+    window: list[Event],
+    after: list[Event],
+    events: Sequence[Event],
+    vacant: frozenset[int],
+) -> None:
+    """`vacant`: what was before."""
+    recovery.exits = [event for event in _named(window, "child_exit") if event.get("rank") is not None]
+    recovery.servers_lost = _named(window, "log_server_lost")
+    numbers = {event["server"] for event in recovery.servers_lost}
+    # It may have died long before: in an earlier recovery, say.
+    killed = [e for e in _named(events, "service_killed") if e.get("lost")]
+    recovery.servers_killed = [event for event in killed if event.get("number") in numbers]
+    plans = _named(window, "plan")
+    for event in plans:
+        recovery.planned[int(event.get("generation") or 0)] = event
+    recovery.restored = {e["rank"]: int(e.get("generation") or 0) for e in _named(window, "restore_end")}
+    recovery.received = _named(window, "replica_received")
+    recovery.sent = [e for e in _named(window, "copy_end") if e.get("role") == "source" and "digest" in e]
+    recovery.undone = _named(window, "undone")
+    recovery.rolled_forward = _named(window, "roll_forward")
+    recovery.replays = _of_generation(_named(window, "replay_end"), recovery.made_in, window)
+    recovery.helps, recovery.left, recovery.helped = (
+        _of_generation(_named(window, name), recovery.made_in, window)
+        for name in ("help_begin", "help_end", "helped")
+    )
+    if recovery.plan is None:
+        recovery.missing.append("plan")
+        recovery.vacant = vacant
+    else:  # only who was lost can be absent: of all others a digest is asked for, whatever the plan says
+        present = {int(entry["rank"]) for entry in _entries(recovery.plan)}
+        recovery.vacant = (vacant | recovery.victims) - present
+        recovery.returned = vacant & present
+    if recovery.replay_expected and not recovery.replays:
+        recovery.missing.append("replay_end")
+    for strategy, name, done in (
+        ("replica", "replica_received", recovery.received),
+        ("undo", "undone", recovery.undone),
+        ("roll_forward", "roll_forward", recovery.rolled_forward),
+    ):
+        ranks_told = {event.get("rank") for event in done if event.get("generation") == recovery.generation}
+        told = [e["rank"] for e in _entries(recovery.plan) if _strategy_of(e) == strategy]
+        recovery.missing += [f"{name} of rank {rank}" for rank in told if rank not in ranks_told]
+    recovery.seconds = _phases(recovery, window, after)
+    recovery.freed_seconds = _freed(window)
+    reached = [event["step"] + 1 for event in _named(events, "step_end") if event["t"] < recovery.began_t]
+    if recovery.target_version is not None:
+        recovery.steps_lost = max(0, max(reached, default=0) - recovery.target_version)
+
+
+def _freed(window: list[Event]) -> float | None:
+    """The longest time between a rank's notice and its next "freed"."""
+    noticed: dict[int, float] = {}
+    took = []
+    for event in window:
+        if event["event"] == "notice":
+            noticed.setdefault(event["rank"], event["t"])
+        elif event["event"] == "freed" and event.get("rank") in noticed:  # a log server frees bytes
+            took.append(event["t"] - noticed.pop(event["rank"]))
+    return max(took, default=None)
+
+
+def _of_generation(events: list[Event], generation: int, window: list[Event]) -> list[Event]:
+    """Those of the last generation: by their field, or by the time that generation began."""
+    begun = min(
+        (e["t"] for e in _states(window) if int(e.get("generation") or 0) >= generation),
+        default=float("-inf"),
+    )
+    return [e for e in events if (e["generation"] == generation if "generation" in e else e["t"] >= begun)]
+
+
+def _phases(recovery: Recovery, window: list[Event], after: list[Event]) -> dict[str, float] | None:
+    """Phase -> seconds. Milestones that must be there and are not go to `recovery.missing`."""
+    kill_t = recovery.kill_t
+    if kill_t is None:
+        recovery.missing.append("fault")
+        return None
+    if recovery.ended_t is None:
+        recovery.missing.append("state running")
+        return None
+    resumed = _all_ranks_stepping(window, after, recovery.vacant)
+    if resumed is None:
+        recovery.missing.append("step_begin after the recovery")
+        return None
+    last = _milestones(window, recovery.made_in)
+    restores = _of_generation(_named(window, "restore_begin"), recovery.made_in, window)
+    restored = _of_generation(_named(window, "restore_end"), recovery.made_in, window)
+    groups = [event["t"] for event in _named(window, "group_built") if event["t"] <= recovery.ended_t]
+    replays = _of_generation(_named(window, "replay_begin"), recovery.made_in, window)
+    work = [event["t"] for event in (*restores, *replays)]
+    rebuilt = min(work) if work else max(groups, default=recovery.ended_t)
+    marks = (
+        ("detect", recovery.began_t),
+        ("superseded", last["fencing"]),
+        ("fence", last["planning"]),
+        ("plan", last["recovering"]),
+        ("rebuild", rebuilt),
+        ("restore", max((event["t"] for event in restored), default=rebuilt)),
+        ("replay", max((event["t"] for event in recovery.replays), default=None)),
+        ("rejoin", resumed),
+    )
+    seconds: dict[str, float] = {}
+    at = kill_t
+    for name, mark in marks:
+        until = at if mark is None else min(max(at, mark), resumed)
+        seconds[name] = until - at
+        at = until
+    if recovery.generations[0] == recovery.made_in:
+        # One generation has one FENCING, even if its coordinator died in it.
+        seconds["fence"] += seconds.pop("superseded")
+    return {**seconds, "total": resumed - kill_t}
+
+
+def _milestones(window: list[Event], generation: int) -> dict[str, float]:
+    """state -> when this generation was first seen in it, or in a later one."""
+    seen = [
+        (event["t"], state_of(event))
+        for event in _states(window)
+        if int(event.get("generation") or 0) >= generation
+    ]
+    order = ("fencing", "planning", "recovering", "running")
+    return {
+        state: min((t for t, name in seen if name in order[index:]), default=float("inf"))
+        for index, state in enumerate(order)
+    }
+
+
+def _all_ranks_stepping(window: list[Event], after: list[Event], vacant: frozenset[int]) -> float | None:
+    """When the last of the ranks has begun its first step after the recovery (or had none left to do)."""
+    ranks = {
+        event["rank"] for event in (*window, *after) if event["event"] in ("step_begin", "fault")
+    } - vacant
+    first: dict[int, float] = {}
+    for event in after:
+        lives = event["event"] in ("step_begin", "finished") and not event.get("replay")
+        if lives and event["rank"] not in vacant:
+            first.setdefault(event["rank"], event["t"])
+    return max(first.values()) if first and ranks <= set(first) else None
+
+
+def _states(events: Iterable[Event]) -> list[Event]:
+    """What the coordinator said of its state: at each transition, and when it was started again."""
+    return [e for e in events if e["event"] == "state" or (e["event"] == "resumed" and "state" in e)]
+
+
+def _named(events: Iterable[Event], name: str) -> list[Event]:
+    return [event for event in events if event["event"] == name]
+
+
+def fault_ids(events: Iterable[Event]) -> set[str]:
+    return {str(event.get("id")) for event in _named(events, "fault")}
+
+
+def rehearsals(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Those that were done, in their order."""
+    return [
+        {
+            "rank": event["rank"],
+            "version": event["version"],
+            "steps": event["steps"],
+            "equal": not event["difference"],
+            "first_difference": event["difference"] or None,
+        }
+        for event in _named(events, "rehearsed")
+    ]
+
+
+def survivors_kept(events: Sequence[Event], ranks: int) -> dict[int, bool] | None:
+    """rank -> the process that ran it first ran it to the end; ranks that were killed are not in it.
+
+    None: some rank left no trace, so nothing can be said.
+    """
+    killed = {event["rank"] for event in _named(events, "fault")}
+    pids: dict[int, set[int]] = {}
+    for event in events:
+        if event["event"] in ("step_begin", "step_end", "finished") and "rank" in event:
+            pids.setdefault(event["rank"], set()).add(event["pid"])
+    if set(pids) != set(range(ranks)):
+        return None
+    return {rank: len(pids[rank]) == 1 for rank in range(ranks) if rank not in killed}
+
+
+def throughput(
+    events: Sequence[Event], recoveries: Sequence[Recovery], ranks: int
+) -> dict[str, float | None]:
+    """Steps per second before the first kill, from it to the first step after the last recovery, after.
+
+    A step is done once all ranks have ended it. `during` counts the steps done in that time: what a failure
+    costs is that it is near zero for `recovery_seconds.total`.
+    """
+    kills = [recovery.kill_t for recovery in recoveries if recovery.kill_t is not None]
+
+    def done(events: Iterable[Event]) -> dict[int, float]:
+        return _completed(events, ranks, recoveries)
+
+    begun = [event["t"] for event in _named(events, "step_begin")]
+    ended = _named(events, "step_end")
+    if not kills:
+        return {"before": _rate(done(ended)), "during": None, "after": None}
+    killed, back = min(kills), recoveries[-1].ended_t
+    resumed = min((t for t in begun if back is not None and t > back), default=None)
+    before = done(event for event in ended if event["t"] < killed)
+    if resumed is None:
+        return {"before": _rate(before), "during": None, "after": None}
+    within = done(event for event in ended if event["t"] <= resumed)
+    after = done(event for event in ended if event["t"] > resumed)
+    return {
+        "before": _rate(before),
+        "during": len(within.keys() - before.keys()) / (resumed - killed),
+        "after": len(after) / (max(after.values()) - resumed) if after else None,
+    }
+
+
+def vacant_at(version: int, recoveries: Sequence[Recovery]) -> frozenset[int]:
+    """The slots that had no rank in the step from this version on."""
+    vacant: frozenset[int] = frozenset()
+    for recovery in recoveries:
+        if recovery.target_version is not None and recovery.target_version <= version:
+            vacant = recovery.vacant
+    return vacant
+
+
+def _completed(ended: Iterable[Event], ranks: int, recoveries: Sequence[Recovery]) -> dict[int, float]:
+    """step -> when its last rank ended it, for steps that all ranks ended that were there."""
+    times: dict[int, dict[int, float]] = {}
+    for event in ended:
+        times.setdefault(event["step"], {})[event["rank"]] = event["t"]
+    return {
+        step: max(by_rank.values())
+        for step, by_rank in times.items()
+        if set(range(ranks)) - vacant_at(step, recoveries) <= by_rank.keys()
+    }
+
+
+def _rate(done: dict[int, float]) -> float | None:
+    """From the first step's end: its beginning holds the start of everything."""
+    if len(done) < 2:
+        return None
+    return (len(done) - 1) / (max(done.values()) - min(done.values()))
+
+
+def shown(events: Sequence[Event], recoveries: Sequence[Recovery]) -> list[Event]:
+    """The timeline of the report: everything but the steps that are far from any recovery."""
+    near = {
+        step
+        for recovery in recoveries
+        for middle in (recovery.target_version, *(event.get("step") for event in recovery.faults))
+        if middle is not None
+        for step in range(middle - STEPS_SHOWN, middle + STEPS_SHOWN)
+    }
+    origin = events[0]["t"] if events else 0.0
+    quiet = ("step_begin", "step_end", "loss")
+    return [
+        {**event, "t": round(event["t"] - origin, 6)}
+        for event in events
+        if event["event"] not in quiet or event.get("replay") or event.get("step") in near
+    ]
+
+
+def steps_done(events: Sequence[Event]) -> dict[tuple[int, int], int]:
+    """(rank, pid) -> live steps that this process has done."""
+    done: dict[tuple[int, int], int] = {}
+    for event in _named(events, "step_end"):
+        if not event.get("replay"):
+            key = (int(event["rank"]), int(event["pid"]))
+            done[key] = done.get(key, 0) + 1
+    return done

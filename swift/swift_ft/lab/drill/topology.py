@@ -1,0 +1,202 @@
+"""Which stage runs on which rank, and what a schedule asks of the numbers it is given.
+
+Ranks are a mesh (pipeline rank, data-parallel rank), numbered as torch's device mesh numbers it:
+rank = pipeline rank * replicas + dp_rank. Ranks with the same pipeline rank are replicas of each other.
+
+1F1B and GPipe have one stage on each pipeline rank. Looped schedules put stages k and k + P on pipeline rank k; V
+schedules fold the stages, so that it has k and 2P - 1 - k, and the last one holds two neighbours.
+"""
+
+from dataclasses import dataclass, replace
+
+from swift_ft.errors import UsageError
+from swift_ft.log import record
+from swift_ft.planner.groups import RecoveryGroups
+
+# Sizes of the drill's models, and what follows from them for the log. No torch.
+
+VOCABULARY = 256
+_FLOAT_BYTES, _TOKEN_BYTES = 4, 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Sizes of the transformer and its batches."""
+
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    microbatch: int
+    """Sequences in one microbatch."""
+    bucket_bytes: int
+    """Gradients reduced and applied together: small enough that every stage has several buckets."""
+    dropout: float = 0.1
+    checkpoint_activations: bool = False
+    """Recompute each block in backward instead of keeping its activations."""
+    forward_s: float = 0.0
+    """For which a stage sleeps in every forward of a microbatch, as if a device of its own computed meanwhile."""
+    backward_s: float = 0.0
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Of what crosses a boundary for one microbatch, in each direction: b s h e."""
+        return self.microbatch * self.sequence * self.width * _FLOAT_BYTES
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of the inputs of one microbatch, and of its targets."""
+        return self.microbatch * self.sequence * _TOKEN_BYTES
+
+
+_TINY = ModelConfig(layers=8, width=32, heads=2, sequence=16, microbatch=2, bucket_bytes=16 << 10)
+MODELS = {
+    "tiny": _TINY,
+    "default": ModelConfig(layers=8, width=128, heads=4, sequence=64, microbatch=4, bucket_bytes=256 << 10),
+    # Every rank has a stage that takes a fixed time: schedules and replays take what their formulas say, although all
+    # ranks share two cores.
+    "paced": replace(_TINY, forward_s=0.01, backward_s=0.02),
+}
+NORM_BYTES = 4
+"""Of the global gradient norm, the only result of a collective that a rank logs."""
+
+
+# name -> (stages on each rank, placed as a V)
+SCHEDULES = {
+    "1f1b": (1, False),
+    "gpipe": (1, False),
+    "interleaved1f1b": (2, False),
+    "interleavedzerobubble": (2, False),
+    "zbv": (2, True),
+    "dualpipev": (2, True),
+}
+
+
+def schedule_name(name: str) -> str:
+    """The schedule's name as the project spells it; case does not matter. Raises UsageError for one that is not
+    known."""
+    if name.lower() not in SCHEDULES:
+        raise UsageError(f"unknown schedule {name!r}: one of {', '.join(SCHEDULES)}")
+    return name.lower()
+
+
+RANKS_MAX = 256
+"""Of one drill: all of its ranks are processes of this machine."""
+
+SPLITTING = ("interleavedzerobubble", "zbv")
+"""Schedules that compute gradients of weights apart from those of inputs. (DualPipeV does so for some microbatches.)"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """The shape of one drill. Checked here, before anything is started."""
+
+    pipeline_ranks: int
+    """``--stages``: ranks of one pipeline."""
+    replicas: int = 1
+    """``--replicas``: the number of pipelines beside each other; each has batches of its own."""
+    steps: int
+    microbatches: int
+    """Of one replica in one step."""
+    schedule: str
+    checkpoint_every: int
+
+    def __post_init__(self) -> None:
+        schedule_name(self.schedule)
+        for name, value, least in (
+            ("--stages", self.pipeline_ranks, 1),
+            ("--replicas", self.replicas, 1),
+            ("--steps", self.steps, 1),
+            ("--microbatches", self.microbatches, 1),
+            ("--checkpoint-every", self.checkpoint_every, 1),
+        ):
+            if value < least:
+                raise UsageError(f"{name} must be at least {least}, not {value}")
+        if self.ranks > RANKS_MAX:
+            raise UsageError(
+                f"--stages {self.pipeline_ranks} with --replicas {self.replicas} is {self.ranks} ranks: "
+                f"a drill runs all of them on this machine, and takes at most {RANKS_MAX}"
+            )
+        if self.pipeline_ranks == 1 and self.replicas == 1:
+            raise UsageError("--stages must be at least 2, or 1 with --replicas 2 or more")
+        if self.pipeline_ranks == 1 and self.stages_per_rank > 1:
+            raise UsageError(
+                f"--schedule {self.schedule} needs --stages 2 or more; with 1, use 1f1b or gpipe"
+            )
+        self._check_microbatches()
+
+    def _check_microbatches(self) -> None:
+        ranks = self.pipeline_ranks
+        needed = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(self.schedule, 1)
+        if self.microbatches < needed:
+            raise UsageError(
+                f"--schedule {self.schedule} on {ranks} stages: --microbatches must be {needed} or more,"
+                f" not {self.microbatches}"
+            )
+        rounds = max(1, self.microbatches // ranks)
+        if self.schedule.startswith("interleaved") and self.microbatches % rounds:
+            raise UsageError(
+                f"--schedule {self.schedule} on {ranks} stages: --microbatches must be a multiple of"
+                f" {rounds}, not {self.microbatches}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.pipeline_ranks * self.replicas
+
+    def pipeline_rank(self, rank: int) -> int:
+        return rank // self.replicas
+
+    def dp_rank(self, rank: int) -> int:
+        return rank % self.replicas
+
+    def replicas_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks with the same stages, this one among them."""
+        first = rank - self.dp_rank(rank)
+        return tuple(range(first, first + self.replicas))
+
+    @property
+    def stages_per_rank(self) -> int:
+        return SCHEDULES[self.schedule][0]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Computes the gradients of weights apart from those of inputs."""
+        return SCHEDULES[self.schedule][1] or self.schedule == "interleavedzerobubble"
+
+    @property
+    def stages(self) -> int:
+        """Model stages of one pipeline."""
+        return self.pipeline_ranks * self.stages_per_rank
+
+    def pipeline_rank_of(self, stage: int) -> int:
+        if SCHEDULES[self.schedule][1] and stage >= self.pipeline_ranks:
+            return self.stages - 1 - stage
+        return stage % self.pipeline_ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(s for s in range(self.stages) if self.pipeline_rank_of(s) == self.pipeline_rank(rank))
+
+    def replay_streams(self, rank: int, groups: RecoveryGroups = RecoveryGroups()) -> tuple[str, ...]:  # noqa: B008
+        """Log streams whose tensors a replay of this rank takes in, or of those that recover together with it: what
+        they had received from others.
+
+        It does not read the bodies of what it has sent itself, nor of external inputs: those it makes again, and
+        compares their digests with the logged ones.
+        """
+        received: list[str] = []
+        dp_rank = self.dp_rank(rank)
+        for stage in sorted({other for own in self.stages_of(rank) for other in groups.stages(own)}):
+            for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
+                if self.is_logged(neighbour, stage, groups):
+                    received.append(record.boundary(neighbour, kind, dp_rank, self.replicas))
+        return tuple(received)
+
+    def is_logged(self, source: int, destination: int, groups: RecoveryGroups) -> bool:
+        """What one stage sends to its neighbour is: it leaves its rank, and its recovery group."""
+        return (
+            0 <= source < self.stages
+            and self.pipeline_rank_of(source) != self.pipeline_rank_of(destination)
+            and groups.crosses(source, destination)
+        )

@@ -1,0 +1,144 @@
+"""The trainer of a drill: pipeline stages of a transformer under any schedule of torch.
+
+Run by the launcher: ``python -m swift_ft.launch … -m swift_ft.lab.drill.trainer --stages 4 --replicas 2 …``
+"""
+
+import argparse
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import schedules
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+import swift_ft
+from swift_ft import events
+from swift_ft.lab.drill import options, shrinking
+from swift_ft.lab.drill.model import ByteLoader, loss_fn, make_optimizer, make_stage, standard_library
+from swift_ft.lab.drill.topology import MODELS
+from swift_ft.log.codec import NAMES as CODECS
+
+# How each schedule places its stages: on pipeline rank r of P, and how many stages there are.
+SINGLE = {"1f1b": schedules.Schedule1F1B, "gpipe": schedules.ScheduleGPipe}
+LOOPED = {
+    "interleaved1f1b": schedules.ScheduleInterleaved1F1B,
+    "interleavedzerobubble": schedules.ScheduleInterleavedZeroBubble,
+}
+V_SHAPED = {"zbv": schedules.ScheduleZBVZeroBubble, "dualpipev": schedules.ScheduleDualPipeV}
+
+
+def stages_of(schedule: str, rank: int, ranks: int) -> tuple[list[int], int]:
+    """(stage indices of pipeline rank `rank`, number of stages): one stage a rank, or two in a loop or a V."""
+    if schedule in SINGLE:
+        return [rank], ranks
+    if schedule in LOOPED:
+        return [rank, rank + ranks], 2 * ranks
+    return [rank, 2 * ranks - 1 - rank], 2 * ranks
+
+
+def make_schedule(name: str, stages: list[Any], microbatches: int) -> Any:
+    if name in SINGLE:
+        return SINGLE[name](stages[0], microbatches, loss_fn=loss_fn)
+    return (LOOPED | V_SHAPED)[name](stages, microbatches, loss_fn=loss_fn)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Trains the drill's transformer; started by swift-ft drill.")
+    options.add_trainers_to(parser)
+    parser.add_argument("--codec", default="none", choices=CODECS)
+    parser.add_argument("--rest-s", type=float, default=0.0, help="before the last step")
+    return parser
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, steps: int) -> SequentialLR:
+    """A linear warm-up over a tenth of the steps, then a cosine."""
+    warm_up = max(1, steps // 10)
+    parts = [LinearLR(optimizer, 0.1, 1.0, warm_up), CosineAnnealingLR(optimizer, max(1, steps - warm_up))]
+    return SequentialLR(optimizer, parts, [warm_up])
+
+
+LOG_QUEUE_BYTES = 32 << 20
+"""Many times what a step of these models logs; the default is for larger ones, and every rank's takes memory."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = make_parser().parse_args(argv)
+    config = MODELS[args.model]
+    if args.grow:
+        shrinking.await_growth()
+    with swift_ft.Session.from_env(
+        seed=args.seed,
+        checkpoint_every=args.checkpoint_every,
+        codec=args.codec,
+        checkpoint_mode=args.checkpoint_mode,
+        strategy=args.strategy,
+        lost_shard=args.lost_shard,
+        exact_gradients=args.exact_gradients == "on",
+        split_backward=args.split_backward == "on",
+        adaptive_memory=args.adaptive_memory,
+        staggered=args.staggered == "on",
+        allow_inexact=args.allow_inexact,
+        snapshot_every=args.snapshot_every,
+        groups=args.groups,
+        replicas=args.replicas,
+        updates=args.updates,
+        undo=args.undo,
+        reduction=args.reduction,
+        bucket_bytes=config.bucket_bytes,
+        log_queue_bytes=LOG_QUEUE_BYTES,
+        helpers=args.helpers,
+        last_checkpoint=False,  # what the log holds at the end is compared with the prediction
+    ) as session:
+        indices, num_stages = stages_of(args.schedule, session.pipeline_rank, args.stages)
+        modules: list[torch.nn.Module] = [make_stage(config, i, num_stages, args.seed) for i in indices]
+        parameters = [p for module in modules for p in module.parameters()]
+        if args.data_parallel == "ddp":
+            modules = [session.ddp(module) for module in modules]
+        stages = [
+            session.pipeline_stage(module, index, num_stages)
+            for module, index in zip(modules, indices, strict=True)
+        ]
+        schedule = make_schedule(args.schedule, stages, args.microbatches)
+        optimizer = session.optimizer(
+            make_optimizer(args.optimizer, args.optimizer_implementation, parameters)
+        )
+        scheduler = make_scheduler(optimizer, args.steps)
+        batch = args.microbatches * config.microbatch
+        text = standard_library()
+        loader = session.loader(lambda dp_rank: ByteLoader(text, batch, config.sequence, args.seed, dp_rank))
+        session.register(schedule=schedule, scheduler=scheduler)
+        session.help_replay(lambda index: make_stage(config, index, num_stages, args.seed))
+        first, last = 0 in indices, num_stages - 1 in indices
+
+        def train_step(step: int) -> None:
+            if step == args.steps - 1 and not session.replaying:
+                time.sleep(args.rest_s)
+            inputs, targets = next(loader)
+            losses: list[torch.Tensor] = []
+            optimizer.zero_grad()
+            schedule.step(
+                *([inputs] if first else []),
+                **({"target": targets, "losses": losses} if last else {}),
+                return_outputs=False,
+            )
+            if last and not session.replaying:
+                # Before the update: a rank that dies in it has said what its step's loss was.
+                loss = float(torch.stack(losses).detach().mean())
+                events.emit("loss", rank=session.rank, dp_rank=session.dp_rank, step=step, loss=loss)
+            if (
+                args.updates == "after_backward"
+            ):  # wait-free, the norm is not known when the first bucket is applied
+                session.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            scheduler.step()
+
+        session.run(train_step, num_steps=args.steps)
+
+
+if __name__ == "__main__":
+    main()
+    # Taking an interpreter with torch apart takes a second, on a machine where all ranks do it at once.
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,80 @@
+"""Bits that are flipped in what is in use: the live log (``corrupt=log``), a checkpoint (``corrupt=checkpoint``)."""
+
+import os
+import random
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from swift_ft.files import open_regular
+from swift_ft.log import segment
+from swift_ft.log.directory import SEGMENTS
+from swift_ft.text import generation_of, version_folder
+
+BOUNDARIES, EXTERNAL = "s*.[FB]", "s*.[XT]"
+"""Streams between stages; and, all there is in a pipeline of one stage, what comes from outside."""
+
+
+def segment_files(log_directories: Iterable[Path], stream: str = BOUNDARIES) -> Iterator[Path]:
+    """Of every job, those with anything behind their header, the smallest first: a copy should cost little."""
+    sized = []
+    for path in (p for place in log_directories for p in place.glob(f"*/{stream}/{SEGMENTS}")):
+        try:
+            facts = path.lstat()
+        except FileNotFoundError:
+            continue  # trimmed meanwhile
+        if stat.S_ISREG(facts.st_mode) and facts.st_size > segment.SEGMENT_HEADER_BYTES:
+            sized.append((facts.st_size, path))
+    return (path for _, path in sorted(sized))
+
+
+def corrupt_checkpoint(directory: Path, rank: int, version: int, seed: int) -> dict[str, Any] | None:
+    """Flips a bit of the tensors that this rank has saved at this version. None: they are not there."""
+    files = directory.glob(f"{version_folder(version)}/rank{rank}/g*/*.safetensors")
+    shards = {
+        path: generation for path in files if (generation := generation_of(path.parent.name)) is not None
+    }
+    newest = max(shards, key=lambda path: (shards[path], path), default=None)
+    if newest is None or not newest.stat().st_size:
+        return None
+    bit = random.Random(seed).randrange(newest.stat().st_size * 8)
+    flip(newest, bit)
+    return {"rank": rank, "version": version, "file": str(newest.relative_to(directory)), "bit": bit}
+
+
+def flip(path: Path, bit: int) -> None:
+    """Turns one bit of a file over, in place."""
+    fd = open_regular(path, os.O_RDWR)
+    try:
+        (byte,) = os.pread(fd, 1, bit // 8)
+        os.pwrite(fd, bytes([byte ^ 1 << bit % 8]), bit // 8)
+    finally:
+        os.close(fd)
+
+
+def corrupt_stream(
+    log_directories: Sequence[Path], stream: str, step: int, seed: int
+) -> dict[str, Any] | None:
+    """Flips a bit in the body of a live record of the newest step below `step`: the replay needs that record.
+
+    Not in the file's last block: the server holds that one in memory, and would write it again as it was.
+    None: the log has no record of step - 1 in that stream yet.
+    """
+    for path in segment_files(log_directories, stream):
+        records = segment.walk(path, verify_bodies=False).records
+        settled = (path.stat().st_size - 1) // segment.BLOCK_BYTES * segment.BLOCK_BYTES
+        bodies = []
+        for record in records:
+            begin = record.offset + record.header.header_bytes
+            body = range(begin, min(begin + record.header.stored_bytes, settled))
+            if record.header.key.step == step - 1 and body:
+                bodies.append((record, body))
+        if not bodies:
+            continue
+        generator = random.Random(seed)
+        record, body = generator.choice(bodies)
+        bit = generator.choice(body) * 8 + generator.randrange(8)
+        flip(path, bit)
+        return {"stream": stream, "file": path.name, "bit": bit, "record": str(record.header.key)}
+    return None

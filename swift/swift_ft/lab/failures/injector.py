@@ -1,0 +1,678 @@
+"""``swift-ft run --failures FILE|SPEC``: what is to fail, checked before anything is started, and the report behind it.
+
+    (command) ``schedule_of`` → ``planned`` → ``around`` the run
+
+Whatever cannot be is refused in one line (exit code 2): a specification that makes no sense, a rank that is not there,
+a service that is on another machine, a disk that must not be filled, a report that cannot be written.
+"""
+
+import argparse
+import contextlib
+import errno
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from swift_ft import events, fault_grammar
+from swift_ft.errors import AccessDenied, SwiftError, UsageError
+from swift_ft.fault_grammar import (
+    CoordinatorFault,
+    CorruptCheckpointFault,
+    CorruptCopyFault,
+    CorruptFault,
+    Fault,
+    FillFault,
+    LogLossFault,
+    LogServerFault,
+    RankFault,
+    fault_id,
+)
+from swift_ft.files import make_directory, private
+from swift_ft.lab.failures import damage, report, schedule, services
+from swift_ft.lab.failures.schedule import Schedule
+from swift_ft.lab.failures.services import service_at
+from swift_ft.launch.decisions import Outcome
+from swift_ft.launch.ranks import RankProgram, make_run_dir
+from swift_ft.launch.torch_names import LaunchConfig
+from swift_ft.text import tell
+
+if TYPE_CHECKING:
+    from swift_ft._pb import coordinator_pb2 as pb
+    from swift_ft.rpc.client import CoordinatorClient
+
+
+# A file system that is full, without harm: only a small one that stands for itself is ever filled.
+#
+# ``fill=DIR``: DIR lies on a file system of its own, mounted there or above it, of at most `BYTES_MAX`: a tmpfs, or a
+# loop device. Everything else is refused before anything is started, the machine's own disk first of all.
+
+BYTES_MAX = 1 << 30
+FILE = "swift-ft-failures.fill"
+_CHUNK_BYTES = 1 << 20
+_NOT_THERE = ("/", "/home", "/tmp", "/var", "/var/tmp", "/root", "/usr")
+
+
+def check_file_system(directory: str, flag: str) -> None:
+    """Raises UsageError, in one line, if it must not be filled."""
+    path = Path(directory)
+    if not path.is_dir() or not os.access(path, os.W_OK):
+        raise UsageError(f"{flag} fill={directory}: name a directory that is there and can be written")
+    device = path.stat().st_dev
+    theirs = {os.stat(place).st_dev for place in _NOT_THERE if os.path.isdir(place)}
+    space = os.statvfs(path)
+    size = space.f_blocks * space.f_frsize
+    if device in theirs or not 0 < size <= BYTES_MAX:
+        raise UsageError(
+            f"{flag} fill={directory}: it is not on a file system of its own of at most {BYTES_MAX >> 20} MiB, and no "
+            f"other one is filled: mount one there (mount -t tmpfs -o size=64m tmpfs {directory})"
+        )
+
+
+def fill(directory: str) -> int:
+    """Takes all space that is left; how many bytes. OSError: for another reason than that there is none left."""
+    taken, chunk = 0, _CHUNK_BYTES
+    descriptor = os.open(Path(directory, FILE), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        while chunk:
+            try:
+                os.posix_fallocate(descriptor, taken, chunk)
+                taken += chunk
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                chunk //= 2
+    except BaseException:
+        free(directory)
+        raise
+    finally:
+        os.close(descriptor)
+    return taken
+
+
+def free(directory: str) -> None:
+    """Gives the space back."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(Path(directory, FILE))
+
+
+# A network device of this machine that is down for a while: ``kind=network``.
+#
+# The machine is the network namespace in which the launcher runs. The device is one that was named, never another
+# one: it is set down, and up again with the routes that it had. A launcher in the first namespace of the machine is
+# refused, because it would cut off whoever else works there; so is one that may not change the device.
+
+_TIMEOUT_S = 10.0
+_HOW = "start swift-ft run inside a network namespace of its own (docs/failures.md#network)"
+
+
+def check_link(link: str, flag: str) -> None:
+    """Raises UsageError, in one line, if that device cannot or must not be set down."""
+    try:
+        if os.readlink("/proc/self/ns/net") == os.readlink("/proc/1/ns/net"):
+            raise UsageError(f"{flag} kind=network: this is the network of the whole machine: {_HOW}")
+    except OSError:  # another user's: then it is not ours
+        pass
+    try:
+        routes = _routes(link)
+        _ip("link", "set", link, "up")
+        restore(link, routes)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None)
+        why = " ".join(said.decode(errors="replace").split()) if said else str(error)
+        raise UsageError(f"{flag} kind=network: {link} cannot be changed here ({why}): {_HOW}") from None
+
+
+def cut(link: str) -> list[str]:
+    """Sets it down. Its routes, for `restore`. OSError, subprocess.SubprocessError."""
+    routes = _routes(link)
+    _ip("link", "set", link, "down")
+    return routes
+
+
+def restore(link: str, routes: list[str]) -> None:
+    """OSError, subprocess.SubprocessError."""
+    _ip("link", "set", link, "up")
+    for route in sorted(
+        routes, key=lambda route: "via" in route.split()
+    ):  # gateways are reached by the others
+        _ip("route", "replace", *route.split(), "dev", link)
+
+
+def _routes(link: str) -> list[str]:
+    """Those of IPv4, as the command takes them."""
+    shown = _ip("-4", "route", "show", "dev", link).decode().splitlines()
+    return [" ".join(word for word in line.split() if word != "linkdown") for line in shown]
+
+
+def _ip(*words: str) -> bytes:
+    return subprocess.run(["ip", *words], capture_output=True, timeout=_TIMEOUT_S, check=True).stdout
+
+
+# Makes the failures of a run happen that a rank cannot do to itself, on a thread of the launcher beside its loop.
+#
+#     (rank)     stands at its coordinates: ``<id>.reached``, and waits for ``<id>.go`` (`swift_ft.train.fault_points`)
+#     (injector) does what is to be done, and says ``<id>.go``; what has a time, or a step that any rank has begun, it
+#                does when that has come; what lasts, it ends
+#     (asker)    asks the coordinator what is suspected, as long as somebody may notice, and writes it into the trace;
+#                it may wait for an answer
+#
+# It learns of ranks and their processes from the launcher's own events, and of all else from the trace of the run. A
+# process is signalled by its pidfd, so never another one.
+
+TURN_S = 0.01
+ASK_S = 0.25
+TOGETHER_S = 2.0
+"""Victims of one step wait for each other so long."""
+HOLD_S = 10.0
+"""A victim waits so long for what is to be damaged; ranks give up later than that."""
+WATCHED_S = 120.0
+"""So long after a failure it is looked for who has noticed."""
+SLICE_S = 0.005
+"""A slow process runs for so long at a time."""
+PATIENCE_S = 1.0
+"""A coordinator that does not answer for so long is one that somebody has noticed."""
+SILENT_S = 2.0
+"""A log server that has not answered for so long is one that somebody has noticed."""
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+class _Process:
+    """A rank's, as long as it lives."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def send(self, signum: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signum)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class Injector:
+    """Around the run: ``with Injector(plan) as injector``. Whatever happens, nothing lasts longer than that: what was
+    stopped goes on, links are up, space is free."""
+
+    def __init__(self, plan: "Planned") -> None:
+        self._plan = plan
+        self._faults = dict(enumerate(plan.schedule.faults))
+        self._held = fault_grammar.held_together(plan.schedule.faults)
+        self._processes: dict[int, _Process] = {}
+        """By rank, of this launcher."""
+        self._local: set[int] = set()
+        """The ranks that it has had."""
+        self._lock = threading.Lock()
+        """Around `_processes`, and while one of them is signalled: the launcher's thread reports their ends."""
+        self._done: set[int] = set()
+        self._ends: dict[int, tuple[float, Callable[[], None]]] = {}
+        """By failure: when it is over, and what is to be done then."""
+        self._held_since: dict[int, float] = {}
+        self._step = -1
+        self._replayed = False
+        self._injected_at = float("-inf")
+        self._said: set[tuple[Any, ...]] = set()
+        self._again: list[subprocess.Popen[bytes]] = []
+        self._client: CoordinatorClient | None = None
+        self._client_lock = threading.Lock()
+        self._tail = events.Tail(plan.trace)
+        self._began_at = events.now()
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name=f"swift-failures-{name}", daemon=True)
+            for name, work in (("inject", self._run), ("ask", self._ask_again))
+        ]
+        self.began: float = self._began_at
+        """The clock of the events when the first rank was started."""
+        self._rank_started = False
+        self.why_not: dict[str, str] = {}
+        """id -> why a failure could not be injected."""
+
+    def __enter__(self) -> Self:
+        self._end_listening = events.listen(self._hear)
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        self._end_listening()
+        for index in list(self._ends):
+            self._end(index)
+        for index, fault in self._faults.items():
+            if isinstance(fault, RankFault) and fault.rank not in self._local:
+                self.why_not[fault_id(index)] = (
+                    f"rank {fault.rank} is another launcher's, whose report has it"
+                )
+        for process in self._processes.values():
+            process.close()
+        if self._client is not None:
+            self._client.close()
+
+    def trace(self) -> list[dict[str, Any]]:
+        """(behind the run) All events of this run."""
+        return [event for event in events.read(self._plan.trace) if event["t"] >= self._began_at]
+
+    # --- what is heard ---
+
+    def _hear(self, event: str, fields: Mapping[str, Any]) -> None:
+        """(any thread of the launcher)"""
+        if event == "spare_assigned":
+            with contextlib.suppress(OSError), self._lock:
+                if not self._rank_started:
+                    self._rank_started, self.began = True, events.now()
+                self._local.add(fields["rank"])
+                self._processes[fields["rank"]] = _Process(fields["pid"])
+        elif event == "child_exit":
+            with self._lock:
+                if (process := self._processes.pop(fields["rank"], None)) is not None:
+                    process.close()
+
+    def _see(self, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "step_begin" if not event.get("replay"):
+                self._step = max(self._step, int(event["step"]))
+            case "replay_begin":
+                self._replayed = True
+            case "fault":  # of a rank that has done it itself
+                self._injected_at = events.now()
+                index = self._index_of(event)
+                fault = self._faults.get(index)
+                if isinstance(fault, RankFault) and fault.kind == "stop" and fault.at_s is None:
+                    self._done.add(index)
+                    self._lasts(
+                        index, fault.for_s, lambda: self._signal(fault.rank, signal.SIGCONT, event["pid"])
+                    )
+
+    def _index_of(self, event: Mapping[str, Any]) -> int:
+        return next((n for n in self._faults if fault_id(n) == event.get("id")), -1)
+
+    # --- the loop ---
+
+    def _run(self) -> None:
+        while not self._over.wait(TURN_S):
+            for event in self._tail.read():
+                if event["t"] >= self._began_at:
+                    self._see(event)
+            for index, fault in self._faults.items():
+                if index not in self._done:
+                    self._try(index, fault)
+            self._held = [group for group in self._held if not self._let_go(group)]
+            for index, (at, _) in list(self._ends.items()):
+                if events.now() >= at:
+                    self._end(index)
+            for process in self._again:
+                process.poll()
+
+    def _try(self, index: int, fault: Fault) -> None:
+        try:
+            if self._due(index, fault):
+                self._inject(index, fault)
+        except (SwiftError, OSError, subprocess.SubprocessError) as error:
+            self.why_not[fault_id(index)] = " ".join(str(error).split())
+            tell(f"failures: {fault}: {self.why_not[fault_id(index)]}")
+            self._done.add(index)
+            self._go(index)
+
+    def _due(self, index: int, fault: Fault) -> bool:
+        """Whether this launcher is to do something about it now."""
+        step, at_s = getattr(fault, "step", None), getattr(fault, "at_s", None)
+        if at_s is not None:
+            return self._rank_started and events.now() >= self.began + at_s
+        match fault:
+            case RankFault(kind=kind):
+                return kind not in fault_grammar.IN_THE_RANK and self._reached(index)
+            case LogLossFault(step=None):
+                return self._replayed
+            case LogServerFault() | LogLossFault() | CoordinatorFault() | FillFault():
+                return step is not None and self._step >= step
+            case CorruptFault() | CorruptCheckpointFault():
+                victims = [n for group in self._held for n in group if self._faults[n].step == step]  # type: ignore[union-attr]
+                return any(map(self._reached, victims)) if victims else self._step >= fault.step
+        return False
+
+    def _inject(self, index: int, fault: Fault) -> None:
+        """Raises SwiftError, OSError or subprocess.SubprocessError: it cannot be done."""
+        match fault:
+            case RankFault():
+                self._hurt_rank(index, fault)
+            case LogServerFault():
+                self._kill(index, self._log_server(0), fault.for_s or 0.0)
+            case LogLossFault(server=server):
+                self._kill(index, self._log_server(server), None)
+            case CoordinatorFault():
+                self._kill(index, self._plan.job.coordinator, fault.for_s or 0.0)
+            case FillFault(directory=directory):
+                self._tell("fault", index, kind="fill", directory=directory, bytes=fill(directory))
+                self._lasts(index, fault.for_s, lambda: free(directory))
+            case CorruptFault() | CorruptCheckpointFault():
+                self._corrupt(index, fault)
+
+    def _hurt_rank(self, index: int, fault: RankFault) -> None:
+        about = {"rank": fault.rank, "kind": fault.kind}
+        if fault.step is not None:
+            about |= {"step": fault.step, "phase": fault.phase}
+        with self._lock:
+            process = self._processes.get(fault.rank)
+            if process is None:  # of another machine; or it is being replaced, and the next process is hit
+                return
+            pid = process.pid
+            self._tell("fault", index, pid=pid, **about)
+            if fault.kind in _SIGNALS:
+                process.send(_SIGNALS[fault.kind])
+        match fault.kind:
+            case "stop":
+                self._lasts(index, fault.for_s, lambda: self._signal(fault.rank, signal.SIGCONT, pid))
+            case "slow":
+                self._lasts(index, fault.for_s, self._slow(fault, pid))
+            case "network":
+                routes = cut(fault.link)
+                self._lasts(index, fault.for_s, lambda: restore(fault.link, routes))
+        self._go(index)
+
+    def _signal(self, rank: int, signum: signal.Signals, pid: int) -> None:
+        """Nothing, if it is another process by now."""
+        with self._lock:
+            process = self._processes.get(rank)
+            if process is not None and process.pid == pid:
+                process.send(signum)
+
+    def _slow(self, fault: RankFault, pid: int) -> Callable[[], None]:
+        """From now on it takes turns with standing still; the result ends that."""
+        over = threading.Event()
+
+        def take_turns() -> None:
+            while not over.wait(SLICE_S):
+                self._signal(fault.rank, signal.SIGSTOP, pid)
+                over.wait(SLICE_S * (fault.factor - 1.0))
+                self._signal(fault.rank, signal.SIGCONT, pid)
+
+        thread = threading.Thread(target=take_turns, name=f"swift-slow-{fault.rank}", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            over.set()
+            thread.join()
+
+        return end
+
+    # --- services and files ---
+
+    def _log_server(self, number: int) -> str:
+        """Its address. ServiceError; UsageError: there is no such one."""
+        view = self._status().view
+        addresses = [place.address for place in view.log_places] or list(view.log_servers)
+        if number >= len(addresses):
+            raise UsageError(f"log must be 0 to {len(addresses) - 1}: so many log servers the job has")
+        return addresses[number]
+
+    def _kill(self, index: int, address: str, down_s: float | None) -> None:
+        """`down_s`: it is started again so much later; None: never."""
+        service = service_at(address)
+        self._tell("service_killed", index, address=address, pid=service.pid)
+        service.kill()
+
+        def start_again() -> None:
+            with contextlib.closing(service):
+                self._again.append(service.start_again())
+
+        if down_s is None:
+            service.close()
+        else:
+            self._lasts(index, down_s, start_again)
+
+    def _corrupt(self, index: int, fault: CorruptFault | CorruptCheckpointFault) -> None:
+        """As soon as there is something to damage; a victim does not wait for it for ever."""
+        since = self._held_since.setdefault(-1 - index, time.monotonic())
+        if isinstance(fault, CorruptCheckpointFault):
+            saved = self._status().view.checkpoints
+            place = Path(self._plan.job.checkpoint_dir or "", self._plan.job.name)
+            flipped = damage.corrupt_checkpoint(place, fault.rank, saved[-1], seed=index) if saved else None
+        else:
+            directories = [service_at(address).data for address in self._status().view.log_servers]
+            flipped = damage.corrupt_stream(directories, fault.stream, fault.step, seed=index)
+        if flipped is not None:
+            self._tell("corrupted", index, **flipped)
+        elif time.monotonic() - since > HOLD_S:
+            raise UsageError("there is nothing that could be damaged")
+
+    # --- what lasts, and what waits ---
+
+    def _tell(self, event: str, index: int, **fields: Any) -> None:
+        self._done.add(index)
+        self._injected_at = events.now()
+        events.emit(event, id=fault_id(index), **fields)
+
+    def _lasts(self, index: int, for_s: float | None, end: Callable[[], None]) -> None:
+        self._ends[index] = (float("inf") if for_s is None else events.now() + for_s, end)
+
+    def _end(self, index: int) -> None:
+        at, end = self._ends.pop(index)
+        try:
+            end()
+        except (OSError, subprocess.SubprocessError) as error:
+            tell(f"failures: {self._faults[index]}: it cannot be ended: {error}")
+        if at < float("inf"):
+            events.emit("fault_over", id=fault_id(index))
+
+    def _reached(self, index: int) -> bool:
+        if not (self._plan.fault_directory / f"{fault_id(index)}.reached").exists():
+            return False
+        self._held_since.setdefault(index, time.monotonic())
+        return True
+
+    def _go(self, index: int) -> None:
+        (self._plan.fault_directory / f"{fault_id(index)}.go").touch(0o600)
+
+    def _let_go(self, group: list[int]) -> bool:
+        """Lets the victims of one step die at once, once what belongs to their death is done."""
+        there = [index for index in group if self._reached(index)]
+        if not there:
+            return False
+        step = getattr(self._faults[group[0]], "step", None)
+        for index, fault in self._faults.items():
+            beside = isinstance(fault, fault_grammar.BEFORE_A_LOSS) and fault.step == step
+            if beside and index not in self._done:
+                return False
+        with self._lock:
+            here = [n for n in group if getattr(self._faults[n], "rank", None) in self._processes]
+        waited = time.monotonic() - min(self._held_since[index] for index in there)
+        if not set(here) <= set(there) and waited < TOGETHER_S:
+            return False
+        for index in group:
+            self._go(index)
+        return True
+
+    # --- who has noticed ---
+
+    def _status(self) -> "pb.StatusReply":
+        """ServiceError, UsageError."""
+        from swift_ft.rpc.client import CoordinatorClient
+
+        with self._client_lock:
+            if self._client is None:
+                job = self._plan.job
+                self._client = CoordinatorClient(job.coordinator, job.name, patience_s=PATIENCE_S)
+        return self._client.status()
+
+    def _ask_again(self) -> None:
+        while not self._over.wait(ASK_S):
+            if events.now() - self._injected_at <= WATCHED_S:
+                self._ask()
+
+    def _ask(self) -> None:
+        try:
+            status = self._status()
+        except (UsageError, AccessDenied):  # there is no such job, or it is not for us to know
+            return
+        except SwiftError as error:
+            self._note("coordinator_unanswered", reason=" ".join(str(error).split()))
+            return
+        for suspicion in status.suspicions:
+            self._note("suspicion_seen", rank=suspicion.rank, told=suspicion.told)
+        if status.view.checkpoint_reason:  # a log that runs full asks for one
+            self._note("checkpoint_wanted_seen", reason=status.view.checkpoint_reason)
+        for server in status.log_servers:
+            if server.silent_s > SILENT_S:
+                self._note("log_silent_seen", address=server.address)
+
+    def _note(self, event: str, **fields: Any) -> None:
+        """Once for each failure."""
+        key = (event, self._injected_at, *(value for name, value in fields.items() if name != "reason"))
+        if key not in self._said:
+            self._said.add(key)
+            events.emit(event, **fields)
+
+
+FLAG = "--failures"
+REPORT = "failures.json"
+_RESERVED_BYTES = 1 << 20
+"""Of the disk, for the report at the end."""
+_TOLD_BYTES_MAX = 120_000
+"""Linux takes 128 KiB in one variable of the environment."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """The failures of this launcher's run."""
+
+    schedule: Schedule
+    run_dir: Path
+    job: RankProgram
+
+    @property
+    def fault_directory(self) -> Path:
+        return self.run_dir / "failures"
+
+    @property
+    def trace(self) -> Path:
+        """Where all processes of the run write their events."""
+        return Path(os.environ[events.ENV_EVENTS_DIR])
+
+
+def schedule_of(args: argparse.Namespace, config: LaunchConfig) -> Schedule:
+    """Raises UsageError."""
+    ranks, machines = config.nproc_per_node * config.max_nodes, config.max_nodes
+    found = schedule.schedule_of(
+        args.failures, ranks, per_host=config.nproc_per_node if machines > 1 else 1, flag=f"run: {FLAG}"
+    )
+    _check(found, args, alone=machines == 1)
+    return found
+
+
+def _check(found: Schedule, args: argparse.Namespace, *, alone: bool) -> None:
+    """Raises UsageError, in one line, for what a run cannot make happen here."""
+    flag = f"run: {FLAG}"
+    for fault in found.faults:
+        match fault:
+            case RankFault(kind="hang", at_s=float()):
+                raise UsageError(f"{flag} {fault}: a thread hangs at a place in a step: give step=N")
+            case RankFault(kind="network", link=link):
+                check_link(link, flag)
+            case CoordinatorFault(state=state) if state:
+                raise UsageError(
+                    f"{flag} {fault}: a state is known to the coordinator alone: give step=N (or use swift-ft drill)"
+                )
+            case CoordinatorFault() if alone:
+                services.service_at(args.coordinator, f"{flag} {fault}: ").close()
+            case CorruptFault(stream=""):
+                raise UsageError(f"{flag} {fault}: name the stream (stream=s1.F)")
+            case CorruptCheckpointFault() if args.checkpoint_dir is None:
+                raise UsageError(f"{flag} {fault}: give --checkpoint-dir")
+            case FillFault(directory=directory):
+                check_file_system(directory, flag)
+
+
+def planned(found: Schedule, run_dir: Path | None, log_dir: str | None, job: RankProgram) -> Planned:
+    """Makes the directories and the report, so that a disk without space is known now. Raises UsageError."""
+    told = _for_ranks(found)
+    made = make_run_dir(log_dir, job.name) if run_dir is None else run_dir
+    plan = Planned(schedule=found, run_dir=made, job=job)
+    try:
+        plan.fault_directory.mkdir(mode=0o700)
+        if not os.environ.get(events.ENV_EVENTS_DIR):
+            os.environ[events.ENV_EVENTS_DIR] = str(made / "events")
+        make_directory(plan.trace)
+        _write(plan, report.as_json(report.outcomes(found.faults, [], 0.0, {}), **_about(plan)))
+        _reserve(made)
+    except OSError as error:
+        raise UsageError(
+            f"run: --log-dir {made}: {error.strerror}: name a directory with space for the report of {FLAG}"
+        ) from None
+    os.environ[fault_grammar.ENV_FAULTS_DIR] = str(plan.fault_directory)
+    os.environ[fault_grammar.ENV_FAULTS] = told
+    return plan
+
+
+def _for_ranks(found: Schedule) -> str:
+    held = {index for group in fault_grammar.held_together(found.faults) for index in group}
+    told = []
+    for index, fault in enumerate(found.faults):
+        if isinstance(fault, RankFault | CorruptCopyFault) and getattr(fault, "at_s", None) is None:
+            told.append(fault_grammar.item(fault, fault_id(index), hold=index in held))
+    text = json.dumps(told)
+    if len(text) > _TOLD_BYTES_MAX:
+        raise UsageError(
+            f"run: {FLAG}: ranks can be told no more than {_TOLD_BYTES_MAX} bytes: give fewer failures"
+        )
+    return text
+
+
+def _reserve(directory: Path) -> None:
+    """OSError: there is not even so much space."""
+    with open(directory / f"{REPORT}.space", "wb", opener=private) as file:
+        os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
+
+
+def around(plan: Planned, run: Callable[[], Outcome]) -> Outcome:
+    """The run, with its failures, and the report of them behind it."""
+
+    try:
+        with Injector(plan) as injector:
+            outcome = run()
+    finally:
+        with contextlib.suppress(OSError):
+            (plan.run_dir / f"{REPORT}.space").unlink()
+    found = report.outcomes(plan.schedule.faults, injector.trace(), injector.began, injector.why_not)
+    for line in report.lines(found):
+        tell(line)
+    try:
+        path = _write(plan, report.as_json(found, **_about(plan), exit_code=outcome.exit_code))
+    except OSError as error:
+        tell(f"run: {plan.run_dir / REPORT}: {error.strerror}: free space there, or name another --log-dir")
+        return replace(outcome, exit_code=outcome.exit_code or UsageError.exit_code)
+    tell(f"failures: the report is {path}; the same failures again: {FLAG} {shlex.quote(str(path))}")
+    return outcome
+
+
+def _about(plan: Planned) -> dict[str, object]:
+    return {
+        "job": plan.job.name,
+        "command": f"swift-ft run {shlex.join(sys.argv[1:])}",
+        "given": plan.schedule.given.splitlines(),
+    }
+
+
+def _write(plan: Planned, content: dict[str, object]) -> Path:
+    """Whole or not at all. OSError."""
+    path = plan.run_dir / REPORT
+    aside = path.with_suffix(".part")
+    with open(aside, "w", opener=private) as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+    return path

@@ -1,0 +1,588 @@
+"""Failures that a file tells of: ``trace=FILE,per=0.5``, and the converter of the InfiniteHBD trace.
+
+A trace is CSV (RFC 4180) in UTF-8. Its first line names the columns, in any order; others are passed over:
+
+    node     who failed: a name; or, if all of them are numbers, the number of a host of the job
+    start    when, a number of 0 or more in a unit of the file's own
+    end      when it was well again, in the same unit; empty: never
+    kind     kill, stop, hang, slow or network; empty or no such column: as the schedule says, else kill
+    class    what it was, for people
+
+``per`` says how many units of the file one step stands for (with ``unit=seconds``: one second). A lost process is
+replaced at once, however long its node was away. ``from`` and ``until`` take a part of the file, in its unit. Names
+become hosts by the seed: so many of the file's nodes as the job has hosts are drawn. ``nodes`` says how many nodes
+there were, those that never failed included, so that the rate per host is the real one.
+"""
+
+import csv
+import heapq
+import json
+import math
+import os
+import random
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from swift_ft import fault_grammar
+from swift_ft.errors import UsageError
+from swift_ft.fault_grammar import (
+    KINDS,
+    MICROBATCH_PHASES,
+    CorruptCheckpointFault,
+    CorruptCopyFault,
+    Fault,
+    Fields,
+    RankFault,
+    lasting,
+    seconds_text,
+)
+from swift_ft.files import parse_json, read_given, whole_number
+from swift_ft.text import WORLD_SIZE_MAX
+
+# Failures that a seed draws: ``every=exponential,mtbf=40,until=200,seed=7``.
+#
+# Every host is a renewal process of its own: the time between two of its failures is drawn again and again, from a host
+# that is new at the start. ``mtbf`` is the mean of that time. With N hosts that are alike, a job sees a failure every
+# mtbf / N.
+#
+#     exponential    no memory: a host that has just failed is as good as any other
+#     weibull        shape below 1: who has failed is likely to fail soon again (Titan's GPUs: 0.55, its memory: 0.92)
+#     lemons=K       K hosts, drawn by the seed, fail ``lemon`` times as often (10, if it is not given)
+#     together=P     with that probability all ranks of the host fail at once; else one of them, drawn
+#
+# Each host draws from a generator of its own. So a longer run, or one with more hosts, has the same failures and more.
+#
+# Times are steps, unless ``unit=seconds`` is given. A step is a place in the computation, which is the same in every
+# run: what fails there can be repeated bit for bit. A second is not: the same time finds another run at another place.
+
+FAILURES_MAX = 500
+"""Of one schedule: ranks are told of them in their environment."""
+LAWS = ("exponential", "weibull")
+UNITS = ("steps", "seconds")
+DRAWN_PHASES = ("forward", "backward", "optimizer", "idle")
+"""Of ``phase=any``."""
+_PHASES = (*DRAWN_PHASES, "any")
+_SEED = 10**9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hosts:
+    """Which ranks are on which host: `per_host` at a time, in order."""
+
+    ranks: int
+    per_host: int = 1
+
+    @property
+    def count(self) -> int:
+        return -(-self.ranks // self.per_host)
+
+    def ranks_of(self, host: int) -> range:
+        return range(host * self.per_host, min((host + 1) * self.per_host, self.ranks))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class What:
+    """What happens to a host that fails, if nothing else says so: the same keys in every kind of schedule."""
+
+    unit: str = "steps"
+    kind: str = "kill"
+    for_s: float | None = None
+    factor: float = 1.0
+    link: str = ""
+    phase: str = "idle"
+    microbatches: int = 1
+    """``phase=any`` draws one of so many."""
+
+    KEYS = ("unit", "kind", "for", "factor", "link", "phase", "microbatches")
+
+    @classmethod
+    def of(cls, given: Fields, *, mixed: bool = False) -> "What":
+        """`mixed`: see `lasting`. Raises UsageError."""
+        kind = given.one_of("kind", KINDS, "kill")
+        for_s, factor, link = lasting(given, kind, mixed=mixed)
+        return cls(
+            unit=given.one_of("unit", UNITS, "steps"),
+            kind=kind,
+            for_s=for_s,
+            factor=factor,
+            link=link,
+            phase=given.one_of("phase", _PHASES, "idle"),
+            microbatches=given.number("microbatches") if "microbatches" in given else 1,
+        )
+
+    def words(self) -> list[str]:
+        """As `of` reads them."""
+        words = [f"{name}={value}" for name, value in self._words().items() if value is not None]
+        return words if self.microbatches == 1 else [*words, f"microbatches={self.microbatches}"]
+
+    def _words(self) -> dict[str, str | None]:
+        return {
+            "unit": None if self.unit == "steps" else self.unit,
+            "kind": None if self.kind == "kill" else self.kind,
+            "for": None if self.for_s is None else seconds_text(self.for_s),
+            "factor": None if self.kind != "slow" and self.factor == 1.0 else seconds_text(self.factor),
+            "link": self.link or None,
+            "phase": None if self.phase == "idle" else self.phase,
+        }
+
+    def hits(self, ranks: Sequence[int], at: float, generator: random.Random) -> Iterator[RankFault]:
+        """The failures of these ranks of one host at that time."""
+        lasts = None if self.kind == "kill" else self.for_s
+        fields_: dict[str, Any] = {"kind": self.kind, "for_s": lasts}
+        if self.kind == "slow":
+            fields_["factor"] = self.factor
+        if self.kind == "network":
+            fields_["link"] = self.link
+        phase = generator.choice(DRAWN_PHASES) if self.phase == "any" else self.phase
+        microbatch = generator.randrange(self.microbatches) if phase in MICROBATCH_PHASES else 0
+        # A machine has one network.
+        for rank in ranks[:1] if self.kind == "network" else ranks:
+            if self.unit == "seconds":
+                yield RankFault(rank=rank, at_s=round(at, 3), **fields_)
+            else:
+                yield RankFault(rank=rank, step=int(at), phase=phase, microbatch=microbatch, **fields_)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """A distribution, as it was given."""
+
+    law: str
+    mtbf: float
+    """Of one host, in steps or seconds."""
+    shape: float = 1.0
+    seed: int = 0
+    until: float | None = None
+    count: int | None = None
+    lemons: int = 0
+    lemon: float = 10.0
+    together: float = 0.0
+    per_host: int | None = None
+    """None: as the job's machines are."""
+    what: What = field(default_factory=What)
+
+    KEYS = ("every", "mtbf", "shape", "seed", "until", "count", "lemons", "lemon", "together", "per_host")
+
+    @classmethod
+    def of(cls, given: Fields) -> "Drawn":
+        """Raises UsageError."""
+        given.only(*cls.KEYS, *What.KEYS)
+        law = given.one_of("every", LAWS, "")
+        if (law == "weibull") != ("shape" in given):
+            wrong = "weibull needs shape=K" if law == "weibull" else "shape needs every=weibull"
+            raise given.error(f"{wrong} (below 1: failures come in bursts)")
+        mtbf = given.decimal("mtbf", 0.001, 1e9)
+        if mtbf is None:
+            raise given.error("mtbf is missing: the mean time between two failures of one host")
+        until, count = given.decimal("until", 0.0, 1e9), given.number_or_none("count")
+        if until is None and count is None:
+            raise given.error("it has no end: give until=STEP, or count=N failures")
+        if count is not None and not 1 <= count <= FAILURES_MAX:
+            raise given.error(f"count must be 1 to {FAILURES_MAX}")
+        if given.number_or_none("per_host") == 0:
+            raise given.error("per_host must be at least 1")
+        lemons, lemon = given.number_or_none("lemons") or 0, given.decimal("lemon", 1.0, 1e6)
+        if lemon is not None and not lemons:
+            raise given.error("lemon needs lemons=K: so many hosts fail so much more often")
+        return cls(
+            law=law,
+            mtbf=mtbf,
+            shape=given.decimal("shape", 0.05, 20.0) or 1.0,
+            seed=given.number_or_none("seed") or 0,
+            until=until,
+            count=count,
+            lemons=lemons,
+            lemon=10.0 if lemon is None else lemon,
+            together=given.decimal("together", 0.0, 1.0) or 0.0,
+            per_host=given.number_or_none("per_host"),
+            what=What.of(given),
+        )
+
+    def __str__(self) -> str:
+        words = [f"every={self.law}", f"mtbf={seconds_text(self.mtbf)}"]
+        if self.law == "weibull":
+            words.append(f"shape={seconds_text(self.shape)}")
+        unsaid = {f.name: f.default for f in fields(self)}
+        for name in ("seed", "until", "count", "lemons", "lemon", "together", "per_host"):
+            value = getattr(self, name)
+            if value != unsaid[name]:
+                words.append(f"{name}={seconds_text(value)}")
+        return ",".join([*words, *self.what.words()])
+
+    def faults(self, hosts: Hosts, flag: str = "--failures") -> list[Fault]:
+        """The failures of a job with these hosts, by time. UsageError: too many, or there are not so many hosts."""
+        if self.lemons > hosts.count:
+            raise UsageError(f"{flag} {self}: lemons must be 0 to {hosts.count}, the hosts of this job")
+        lemons = random.Random(f"lemons {self.seed}").sample(range(hosts.count), self.lemons)
+        found: list[Fault] = []
+        for number, (at, host) in enumerate(
+            heapq.merge(*(self._times(host, host in lemons) for host in range(hosts.count)))
+        ):
+            if number == self.count:
+                break
+            if len(found) >= FAILURES_MAX:
+                raise UsageError(
+                    f"{flag} {self}: more than {FAILURES_MAX} failures: lower until, or raise mtbf"
+                )
+            generator = random.Random(f"hit {self.seed} {host} {at!r}")
+            there = hosts.ranks_of(host)
+            all_of_it = generator.random() < self.together
+            found += self.what.hits(there if all_of_it else [generator.choice(there)], at, generator)
+        return found
+
+    def _times(self, host: int, is_lemon: bool) -> Iterator[tuple[float, int]]:
+        """When that host fails, and its number; at most one more than a schedule may have."""
+        generator = random.Random(f"host {self.seed} {host}")
+        mtbf = self.mtbf / (self.lemon if is_lemon else 1.0)
+        scale, at = mtbf / math.gamma(1.0 + 1.0 / self.shape), 0.0
+        for _ in range(FAILURES_MAX + 1):
+            at += scale * (-math.log(1.0 - generator.random())) ** (1.0 / self.shape)
+            if at >= (math.inf if self.until is None else self.until) or at >= _SEED:
+                return
+            yield at, host
+
+
+COLUMNS = ("node", "start", "end", "kind", "class")
+NEEDED = ("node", "start")
+ROWS_MAX = 1_000_000
+_PATH = re.compile(r"[^,;]+\Z")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outage:
+    """One row. Times are in the file's unit."""
+
+    node: str
+    start: float
+    end: float | None = None
+    kind: str = ""
+    reason: str = ""
+    """The column `class`."""
+
+
+def text_of(path: Path, flag: str) -> str:
+    """A file of the user's. Raises UsageError."""
+    try:
+        return read_given(path, f"{flag} {path}").decode()
+    except UnicodeDecodeError:
+        raise UsageError(f"{flag} {path}: not a text in UTF-8") from None
+
+
+def is_trace(text: str) -> bool:
+    """Whether a file is a trace and no list of failures: its first line names the columns."""
+    first = text.lstrip("\ufeff").partition("\n")[0].strip().lower().split(",")
+    return set(NEEDED) <= {name.strip() for name in first}
+
+
+def read_trace(path: Path, flag: str = "--failures") -> list[Outage]:
+    """The rows, by time. Raises UsageError, which names the line."""
+    lines = text_of(path, flag).lstrip("\ufeff").splitlines()
+    if not lines or not is_trace(lines[0]):
+        raise UsageError(
+            f"{flag} {path}: no trace: its first line must name the columns, with {' and '.join(NEEDED)} among them"
+        )
+    if len(lines) > ROWS_MAX:
+        raise UsageError(f"{flag} {path}: more than {ROWS_MAX} lines: take a part of it")
+    rows = csv.DictReader(lines, strict=True)
+    rows.fieldnames = [name.strip().lower() for name in rows.fieldnames or ()]
+    try:
+        found = [_outage(row, f"{flag} {path}: line {rows.line_num}") for row in rows if any(row.values())]
+    except csv.Error as error:
+        raise UsageError(f"{flag} {path}: line {rows.line_num}: {error}") from None
+    if not found:
+        raise UsageError(f"{flag} {path}: there is no failure in it")
+    return sorted(found, key=lambda outage: outage.start)
+
+
+def _outage(row: dict[str | None, Any], where: str) -> Outage:
+    def cell(name: str) -> str:
+        return str(row.get(name) or "").strip()
+
+    node, kind = cell("node"), cell("kind").lower()
+    if not node:
+        raise UsageError(f"{where}: node is empty")
+    if kind and kind not in KINDS:
+        raise UsageError(f"{where}: unknown kind {kind[:40]!r}: one of {', '.join(KINDS)}")
+    start = _time(cell("start"), f"{where}: start")
+    end = _time(cell("end"), f"{where}: end") if cell("end") else None
+    if end is not None and end < start:
+        raise UsageError(f"{where}: end {end:g} is before start {start:g}")
+    return Outage(node=node, start=start, end=end, kind=kind, reason=cell("class"))
+
+
+def _time(text: str, where: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 <= value < math.inf:
+        raise UsageError(f"{where} must be a number of 0 or more, not {text[:40]!r}")
+    return value
+
+
+def write_trace(outages: Iterable[Outage], path: Path, flag: str = "--out") -> int:
+    """As `read` reads them; how many. Raises UsageError."""
+    count = 0
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(COLUMNS)
+            for outage in outages:
+                end = "" if outage.end is None else f"{outage.end!r}"
+                rows.writerow([outage.node, f"{outage.start!r}", end, outage.kind, outage.reason])
+                count += 1
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}: name a file that can be written") from None
+    return count
+
+
+def from_infinitehbd(path: Path, without: Sequence[str] = (), flag: str = "convert") -> list[Outage]:
+    """The public fault trace of InfiniteHBD (github.com/stepfun-ai/InfiniteHBD-Trace, ``fault_trace.json``): starts and
+    ends of faults, in days. A start that has no end stays open. `without`: classes that are left out, such as "Stress
+    Test Failure", which is no failure of a training job. Raises UsageError."""
+    events = parse_json(text_of(path, flag), f"{flag} {path}")
+    if not isinstance(events, list):
+        raise UsageError(f"{flag} {path}: not an InfiniteHBD trace: a list of events is expected")
+    open_: dict[tuple[str, str], deque[int]] = defaultdict(deque)
+    found: list[Outage] = []
+    for number, event in enumerate(events):
+        try:
+            node, at, kind = str(event["node_id"]), float(event["event_time"]), event["event_type"]
+            about = event["fault_type"]
+            reason, key = str(about["Class"]), (node, json.dumps(about, sort_keys=True))
+            if not 0.0 <= at < math.inf:
+                raise ValueError(at)
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise UsageError(
+                f"{flag} {path}: event {number}: it needs node_id, event_time (0 or more), event_type and fault_type "
+                "with a Class"
+            ) from None
+        if reason in without:
+            continue
+        if kind == "fault_start":
+            open_[key].append(len(found))
+            found.append(Outage(node=node, start=at, reason=reason))
+        elif kind == "fault_end":
+            if open_[key]:
+                index = open_[key].popleft()
+                found[index] = Outage(node=node, start=found[index].start, end=at, reason=reason)
+        else:
+            raise UsageError(f"{flag} {path}: event {number}: unknown event_type {str(kind)[:40]!r}")
+    return sorted(found, key=lambda outage: (outage.start, outage.node))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traced:
+    """A trace file, and how its times and nodes become those of a job."""
+
+    path: str
+    per: float = 1.0
+    begin: float = 0.0
+    until: float | None = None
+    seed: int = 0
+    nodes: int | None = None
+    per_host: int | None = None
+    what: What = field(default_factory=What)
+
+    KEYS = ("trace", "per", "from", "until", "seed", "nodes", "per_host")
+
+    @classmethod
+    def of(cls, given: Fields) -> "Traced":
+        """Raises UsageError."""
+        given.only(*cls.KEYS, *What.KEYS)
+        if given.number_or_none("per_host") == 0:
+            raise given.error("per_host must be at least 1")
+        return cls(
+            path=given.text("trace", _PATH, "a file whose name has no comma or semicolon"),
+            per=given.decimal("per", 1e-6, 1e9) or 1.0,
+            begin=given.decimal("from", 0.0, 1e9) or 0.0,
+            until=given.decimal("until", 0.0, 1e9),
+            seed=given.number_or_none("seed") or 0,
+            nodes=given.number_or_none("nodes"),
+            per_host=given.number_or_none("per_host"),
+            what=What.of(given, mixed=True),
+        )
+
+    def __str__(self) -> str:
+        words = [f"trace={self.path}"]
+        for name, value, unsaid in (
+            ("per", self.per, 1.0),
+            ("from", self.begin, 0.0),
+            ("until", self.until, None),
+            ("seed", self.seed, 0),
+            ("nodes", self.nodes, None),
+            ("per_host", self.per_host, None),
+        ):
+            if value is not None and value != unsaid:
+                words.append(f"{name}={seconds_text(value)}")
+        return ",".join([*words, *self.what.words()])
+
+    def faults(self, hosts: Hosts, flag: str = "--failures") -> list[Fault]:
+        """The failures of a job with these hosts, by time. UsageError: the file is no trace, names a host that is not
+        there, or has too many."""
+        outages = read_trace(Path(self.path), flag)
+        host_of = self._hosts_of(outages, hosts, flag)
+        found: list[Fault] = []
+        for outage in outages:
+            inside = self.begin <= outage.start < (math.inf if self.until is None else self.until)
+            host = host_of.get(outage.node)
+            if host is None or not inside:
+                continue
+            if len(found) >= FAILURES_MAX:
+                raise UsageError(
+                    f"{flag} {self}: more than {FAILURES_MAX} failures: give until, or raise per"
+                )
+            generator = random.Random(f"hit {self.seed} {host} {outage.start!r}")
+            at = (outage.start - self.begin) / self.per
+            found += self._what(outage, flag).hits(hosts.ranks_of(host), at, generator)
+        if not found:
+            raise UsageError(f"{flag} {self}: none of its failures is of this job: give from, until or seed")
+        return found
+
+    def _what(self, outage: Outage, flag: str) -> What:
+        """With what the row itself says of its failure."""
+        kind, for_s = outage.kind or self.what.kind, self.what.for_s
+        if for_s is None and self.what.unit == "seconds" and outage.end is not None:
+            for_s = round((outage.end - outage.start) / self.per, 3)
+        if kind in ("slow", "network") and for_s is None:
+            raise UsageError(f"{flag} {self}: kind={kind} needs for=SECONDS, as steps have no length")
+        if kind == "slow" and self.what.factor == 1.0:
+            raise UsageError(f"{flag} {self}: kind=slow needs factor=F, more than 1")
+        if kind == "network" and not self.what.link:
+            raise UsageError(f"{flag} {self}: kind=network needs link=DEVICE")
+        return replace(self.what, kind=kind, for_s=for_s)
+
+    def _hosts_of(self, outages: Sequence[Outage], hosts: Hosts, flag: str) -> dict[str, int]:
+        names = list(dict.fromkeys(outage.node for outage in outages))
+        numbers = {name: number for name in names if (number := whole_number(name)) is not None}
+        if len(numbers) == len(names):
+            if missing := [number for number in numbers.values() if number >= hosts.count]:
+                raise UsageError(
+                    f"{flag} {self.path}: there is no host {missing[0]}: hosts are 0 to {hosts.count - 1}"
+                )
+            return numbers
+        count = len(names) if self.nodes is None else self.nodes
+        if count < len(names):
+            raise UsageError(f"{flag} {self}: nodes must be at least {len(names)}, those that have failed")
+        drawn = random.Random(f"nodes {self.seed}").sample(range(count), min(hosts.count, count))
+        return {names[node]: host for host, node in enumerate(drawn) if node < len(names)}
+
+
+# FILE or SPEC of ``swift-ft run --failures`` -> the failures of one run, each with its coordinates.
+#
+# SPEC is one entry, or several between semicolons. In a FILE each line is an entry; ``#`` begins a comment. An entry
+# is a failure (`swift_ft.fault_grammar`), a distribution (``every=…``, `swift_ft.lab.failures.schedule`) or a
+# trace (``trace=…``, `swift_ft.lab.failures.schedule`). A FILE may also be a trace itself, or the ``failures.json``
+# of an earlier run, whose failures are made again.
+#
+# The outcome is a list of failures alone, by time. It depends on what was given and on the number of ranks, on nothing
+# else; as text it is a FILE, with which the same failures are made again.
+
+Entry = Fault | Drawn | Traced
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """What is to happen in one run."""
+
+    given: str
+    """The entries, as text."""
+    faults: tuple[Fault, ...]
+    """By step, then those that have a time, by time; those without either last."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.faults))
+
+
+def parse_entry(text: str, flag: str = "--failures") -> Entry:
+    """One entry. Raises UsageError."""
+    fields = Fields(text, flag)
+    if "every" in fields:
+        return Drawn.of(fields)
+    if "trace" in fields:
+        return Traced.of(fields)
+    return fault_grammar.parse(text, flag)
+
+
+def parse_schedule(text: str, flag: str = "--failures") -> list[Entry]:
+    """Entries between semicolons or line ends. Raises UsageError."""
+    lines = (line.partition("#")[0] for line in text.splitlines())
+    entries = [part.strip() for line in lines for part in line.split(";")]
+    return _parsed([entry for entry in entries if entry], flag)
+
+
+def _parsed(entries: Sequence[str], flag: str) -> list[Entry]:
+    if len(entries) > FAILURES_MAX:
+        raise UsageError(f"{flag} {len(entries)} failures: {FAILURES_MAX} are the most that one run may have")
+    return [parse_entry(entry, flag) for entry in entries]
+
+
+def read_schedule(given: str, flag: str = "--failures") -> list[Entry]:
+    """The entries of FILE or SPEC. Raises UsageError."""
+    is_there = os.path.exists(given)  # False, too, of what cannot be a name
+    if "=" in given and not is_there:
+        entries = parse_schedule(given, flag)
+    elif not is_there:
+        raise UsageError(
+            f"{flag} {given}: there is no such file, and it is no failure such as rank=2,step=17 (docs/failures.md)"
+        )
+    else:
+        entries = _of_file(Path(given), flag)
+    if not entries:
+        raise UsageError(f"{flag} {given}: there is no failure in it")
+    return entries
+
+
+def _of_file(path: Path, flag: str) -> list[Entry]:
+    text = text_of(path, flag)
+    if is_trace(text):
+        return [Traced(path=str(path))]
+    if text.lstrip().startswith("["):
+        raise UsageError(f"{flag} {path}: JSON of somebody else's: convert it with swift-ft failures convert")
+    if text.lstrip().startswith("{"):
+        schedule = parse_json(text, f"{flag} {path}").get("schedule")
+        if not isinstance(schedule, list) or not all(isinstance(entry, str) for entry in schedule):
+            raise UsageError(f"{flag} {path}: not the failures.json of a run: it has no schedule")
+        return _parsed(schedule, f"{flag} {path}:")
+    return parse_schedule(text, f"{flag} {path}:")
+
+
+def schedule_of(given: str, ranks: int, per_host: int = 1, flag: str = "--failures") -> Schedule:
+    """The failures of a job with so many ranks, `per_host` on each machine unless an entry says otherwise. Raises
+    UsageError: what was given makes no sense, or names a rank that is not there."""
+    if not 1 <= ranks <= WORLD_SIZE_MAX:
+        raise UsageError(f"{flag} a job has 1 to {WORLD_SIZE_MAX} ranks, not {ranks}")
+    entries = read_schedule(given, flag)
+    found: list[Fault] = []
+    for entry in entries:
+        if isinstance(entry, Drawn | Traced):
+            hosts = Hosts(ranks=ranks, per_host=entry.per_host or per_host)
+            found += entry.faults(hosts, flag)
+        else:
+            found.append(entry)
+    check_ranks(found, ranks, flag)
+    unique = list(dict.fromkeys(_in_order(found)))
+    if len(unique) > FAILURES_MAX:
+        raise UsageError(f"{flag}: {len(unique)} failures: {FAILURES_MAX} are the most that one run may have")
+    return Schedule(given="\n".join(map(str, entries)), faults=tuple(unique))
+
+
+def check_ranks(faults: Iterable[Fault], ranks: int, flag: str) -> None:
+    """Raises UsageError: a failure is of a rank that is not there."""
+    for fault in faults:
+        if isinstance(fault, RankFault | CorruptCopyFault | CorruptCheckpointFault) and fault.rank >= ranks:
+            raise UsageError(f"{flag} {fault}: rank must be 0 to {ranks - 1}")
+
+
+def _in_order(faults: Sequence[Fault]) -> list[Fault]:
+    def place(fault: Fault) -> tuple[int, float]:
+        step, at_s = getattr(fault, "step", None), getattr(fault, "at_s", None)
+        if step is not None:
+            return 0, float(step)
+        return (1, float(at_s)) if at_s is not None else (2, 0.0)
+
+    return sorted(faults, key=place)

@@ -1,0 +1,145 @@
+"""The job's services as processes of this machine: who listens at an address, SIGKILL, and the same command again.
+
+Only what is a log server or a coordinator of swift is ever killed, whoever else may listen there.
+"""
+
+import contextlib
+import itertools
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swift_ft.cli_parser import is_loopback
+from swift_ft.errors import UsageError
+from swift_ft.files import port_number, whole_number
+
+SERVICES = ("swift_ft_services.logserver", "swift_ft_services.coordinator")
+_LISTENS = "0A"
+_GONE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Service:
+    """A process that listens, and how it was started."""
+
+    pid: int
+    address: str
+    command: tuple[str, ...]
+    directory: str
+    """In which it was started."""
+    environment: dict[str, str]
+    output: tuple[int, int]
+    """Where its stdout and stderr go: descriptors of ours."""
+
+    @property
+    def data(self) -> Path:
+        """Its ``--directory``."""
+        return Path(self.directory, _option(self.command, "--directory"))
+
+    def kill(self) -> None:
+        """SIGKILL; it has gone when this returns. OSError: it has gone before."""
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            select.select([descriptor], [], [], _GONE_S)
+        finally:
+            os.close(descriptor)
+
+    def start_again(self) -> "subprocess.Popen[bytes]":
+        """The same command at the same address. It outlives this process, as the first one would have. OSError."""
+        return subprocess.Popen(
+            [
+                *self.command,
+                "--listen",
+                self.address,
+            ],  # the last one counts; with port 0 it would take another one
+            cwd=self.directory,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self.output[0],
+            stderr=self.output[1],
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """Nothing is started again."""
+        for descriptor in self.output:
+            os.close(descriptor)
+
+
+def _option(command: Sequence[str], flag: str) -> str:
+    """Empty: it is not there."""
+    for word, following in itertools.pairwise([*command, ""]):
+        if word == flag:
+            return following
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+    return ""
+
+
+def service_at(address: str, where: str = "") -> Service:
+    """Who listens at this HOST:PORT. UsageError, which begins with `where`: nobody of this machine does, or it is none
+    of swift's services."""
+    host, _, port = address.rpartition(":")
+    number = port_number(port)
+    inodes = set() if number is None else _listening(number)
+    for entry in Path("/proc").iterdir() if inodes else ():
+        if whole_number(entry.name) is not None and inodes & _sockets(entry):
+            service = _service(entry, address if is_loopback(host) else f"{host}:{port}")
+            if service is not None:
+                return service
+    raise UsageError(
+        f"{where}no service of swift listens at {address} on this machine, as this user: start it here, or leave the "
+        "failure to a launcher of its machine"
+    )
+
+
+def _listening(port: int) -> set[str]:
+    """The sockets that listen at this port, as /proc names them."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == _LISTENS and int(words[1].rpartition(":")[2], 16) == port:
+                    found.add(f"socket:[{words[9]}]")
+    return found
+
+
+def _sockets(process: Path) -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(descriptor))
+    return found
+
+
+def _service(process: Path, address: str) -> Service | None:
+    try:
+        command = [os.fsdecode(word) for word in (process / "cmdline").read_bytes().split(b"\0")[:-1]]
+        environment = [os.fsdecode(word) for word in (process / "environ").read_bytes().split(b"\0")[:-1]]
+        directory = os.readlink(process / "cwd")
+    except OSError:
+        return None
+    if not set(SERVICES) & set(command) or not _option(command, "--directory"):
+        return None
+    return Service(
+        pid=int(process.name),
+        address=address,
+        command=tuple(command),
+        directory=directory,
+        environment=dict(word.split("=", 1) for word in environment if "=" in word),
+        output=(_written_to(process / "fd" / "1"), _written_to(process / "fd" / "2")),
+    )
+
+
+def _written_to(place: Path) -> int:
+    """What a process writes to, for its successor."""
+    with contextlib.suppress(OSError):
+        return os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY)
+    return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

@@ -1,0 +1,206 @@
+"""What recoveries and overheads take, each with its source, and published failure data.
+
+The figures of recovery are parts that strategies share, so that none has the advantage of a smaller machine. Each can
+be given (`--set NAME=VALUE`), or measured (`--measured FILE`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from swift_ft.errors import UsageError
+
+DAY_S = 86400.0
+RESTART_S = 4.45 * 60
+"""TrainMover (OSDI 2026, arXiv 2412.12636): a restart of 8,192 GPUs. 35 % of it loads the checkpoint, 24.5 % builds
+NCCL's groups, 40.4 % starts and warms up."""
+RESTART_RANKS = 8192
+_RESTART = "TrainMover (OSDI 2026), a restart of 8,192 GPUs in 4.45 min"
+_RECOVERY = "swift-ft bench recovery (docs/benchmarks.md)"
+VALUE_MAX = 1e15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One number that the model needs. Names end with the unit."""
+
+    name: str
+    value: float
+    source: str
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """Published failure data of one cluster."""
+
+    ranks: int
+    per_1000_node_days: float
+    source: str
+    ranks_per_node: int = 8
+    cv: float = 1.0
+    """Coefficient of variation of the times between faults; 1: exponential, where nothing is published."""
+
+    @property
+    def mtbf_s(self) -> float:
+        """Mean time between two faults of a node."""
+        return 1000 * DAY_S / self.per_1000_node_days
+
+
+PRESETS: Mapping[str, Preset] = {
+    "llama3": Preset(
+        ranks=16384,
+        per_1000_node_days=1000 * 419 / (54 * 16384 / 8),
+        source="The Llama 3 Herd of Models (arXiv 2407.21783), section 3.3.4: 419 unexpected interruptions in 54 days "
+        "on 16,384 GPUs",
+    ),
+    "infinitehbd": Preset(
+        ranks=3200,
+        per_1000_node_days=1000 * 584 / (400 * 349),
+        cv=1.76,
+        source="InfiniteHBD-Trace (github.com/stepfun-ai/InfiniteHBD-Trace): 584 faults of 400 servers in 349 days, 97 "
+        "of them found by stress tests; coefficient of variation between faults 1.76",
+    ),
+    "rsc-1": Preset(
+        ranks=16384,
+        per_1000_node_days=6.50,
+        source="Kokolis et al. (arXiv 2410.21680): RSC-1, 6.50 failures in 1,000 node-days",
+    ),
+    "rsc-2": Preset(
+        ranks=8192,
+        per_1000_node_days=2.34,
+        source="Kokolis et al. (arXiv 2410.21680): RSC-2, 2.34 failures in 1,000 node-days",
+    ),
+}
+
+FIGURES = (
+    Figure(
+        name="step_s",
+        value=6 * 405e9 * 16.8e6 / (16384 * 400e12),
+        words="an optimizer step",
+        source="Llama 3 405B, table 4: 6 * 405e9 * 16.8e6 tokens / (16,384 GPUs * 400 TFLOPS)",
+    ),
+    Figure(
+        name="detect_s",
+        value=10.0,
+        words="until a lost node is known",
+        source="the lease of swift-ft coordinator: 20 heartbeats of 0.5 s; a process that ends is known at once",
+    ),
+    Figure(
+        name="start_s",
+        value=0.404 * RESTART_S,
+        words="to start and warm up new processes on all nodes",
+        source=f"40.4 % of {_RESTART}",
+    ),
+    Figure(
+        name="restart_s_per_rank",
+        value=(600 - RESTART_S) / (100_000 - RESTART_RANKS),
+        words=f"more of a restart, for each rank beyond {RESTART_RANKS:,}",
+        source="between those 4.45 min and 10 min at 100,000 GPUs (FT-HSDP, arXiv 2602.00277)",
+    ),
+    Figure(
+        name="rebuild_s",
+        value=0.245 * RESTART_S,
+        words="to build process groups, whatever the strategy",
+        source=f"24.5 % of {_RESTART}",
+    ),
+    Figure(
+        name="load_s",
+        value=0.35 * RESTART_S,
+        words="to load a checkpoint, or one node's part of it",
+        source=f"35 % of {_RESTART}",
+    ),
+    Figure(
+        name="coordinate_s_per_rank",
+        value=2.3 / 1024,
+        words="of a generation at swift's coordinator",
+        source="swift-ft bench coordinator: 2.3 s for 1,024 members; not measured beyond, taken in proportion",
+    ),
+    Figure(
+        name="reinit_s",
+        value=0.99 - 0.89,
+        words="to begin the training function again",
+        source=f"{_RECOVERY}: reinit 0.99 s, checkpoint 0.89 s, of a small model",
+    ),
+    Figure(
+        name="state_bytes",
+        value=405e9 * 14 / 128,
+        words="of a rank: weights and optimizer",
+        source="Llama 3 405B on 128 ranks, 14 bytes a parameter (weights in bf16; weights and two moments in float32)",
+    ),
+    Figure(
+        name="copy_bytes_per_s",
+        value=0.91 * 50e9,
+        words="of a state, to another rank or to host memory",
+        source="0.91 of a raw socket (swift-ft bench replica), of 400 Gb/s (Llama 3, section 3.3.1)",
+    ),
+    Figure(
+        name="save_s",
+        value=1.3 * 6 * 405e9 * 16.8e6 / (16384 * 400e12),
+        words="that a checkpoint costs training",
+        source="1.3 steps, swift-ft bench checkpoint, async (docs/benchmarks.md)",
+    ),
+    Figure(
+        name="behind_s",
+        value=3600.0,
+        words="or the best interval if that is longer: between checkpoints, where another way comes first",
+        source="assumed: what is lost if that way fails; --checkpoint-every has your own",
+    ),
+    Figure(
+        name="snapshot_s",
+        value=2 * 405e9 * 14 / 128 / (0.91 * 50e9),
+        words="that a snapshot costs training",
+        source="state_bytes, copied and then passed to the partner at copy_bytes_per_s; training waits for both",
+    ),
+    Figure(
+        name="session_s_per_step",
+        value=(7.2 - 4.3) / 1000,
+        words="that a session adds to a step",
+        source=f"{_RECOVERY}: 7.2 ms beside torchrun's 4.3 ms",
+    ),
+    Figure(
+        name="log_share",
+        value=0.008,
+        words="that logging adds to a step, as a share of it",
+        source="swift-ft bench overhead, large steps: 1.008 (0.983 to 1.025) of the step",
+    ),
+    Figure(
+        name="helpers",
+        value=3.0,
+        words="ranks that share a replay with its owner",
+        source="the default of swift_ft.SessionConfig",
+    ),
+    Figure(
+        name="repair_s",
+        value=132.84 * 3600,
+        words="until a lost node is back, on average",
+        source="InfiniteHBD-Trace: the mean outage is 132.8 h, the median 20.4 h",
+    ),
+)
+NAMES = tuple(figure.name for figure in FIGURES)
+_MAY_BE_ZERO = {name for name in NAMES if name not in ("step_s", "copy_bytes_per_s", "repair_s", "behind_s")}
+SAVE_STEPS = 1.3
+
+
+def check(name: str, value: float, flag: str) -> None:
+    """UsageError, with `flag` in front: there is no such figure, or it cannot have this value."""
+    if name not in NAMES:
+        raise UsageError(f"{flag}: there is no figure {name}; there are {', '.join(NAMES)}")
+    least = "0" if name in _MAY_BE_ZERO else "more than 0"
+    if not 0 <= value <= VALUE_MAX or (value == 0 and name not in _MAY_BE_ZERO):
+        raise UsageError(f"{flag}: {name} is {value:g}; give {least}, at most {VALUE_MAX:g}")
+
+
+def resolve(given: Mapping[str, tuple[float, str]]) -> dict[str, Figure]:
+    """All figures by name. `given`: value and source of those that are not to be the default.
+
+    Two follow from others unless they are given: a checkpoint costs 1.3 steps, and a snapshot two copies of the state.
+    """
+    figures = {figure.name: figure for figure in FIGURES}
+    for name, (value, source) in given.items():
+        figures[name] = replace(figures[name], value=value, source=source)
+    if "save_s" not in given:
+        figures["save_s"] = replace(figures["save_s"], value=SAVE_STEPS * figures["step_s"].value)
+    if "snapshot_s" not in given:
+        copy_s = figures["state_bytes"].value / figures["copy_bytes_per_s"].value
+        figures["snapshot_s"] = replace(figures["snapshot_s"], value=2 * copy_s)
+    return figures

@@ -1,0 +1,367 @@
+"""All of a calculation as one document, and as tables. The simulation is needed, and with it numpy."""
+
+import math
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from swift_ft.lab.goodput import simulation, ways
+from swift_ft.lab.goodput.cluster import Cluster, Faults
+from swift_ft.lab.goodput.figures import Figure
+from swift_ft.lab.goodput.ways import Way
+from swift_ft.lab.plan.interval import daly_s, expected_s, young_s
+
+# The share of time that is training, in closed form.
+#
+# Assumed: times between faults are exponential, whatever the job does; a fault in a recovery makes it begin again;
+# there is always a node to take a lost one's place; and what brings the lost state back is never lost as well. Where
+# these do not hold the simulation stands beside it.
+#
+# A strategy that replaces lost nodes: Daly's expected time of an interval (`swift_ft.lab.plan.interval.expected_s`;
+# Daly, Future Generation Computer Systems 22, 2006), from one of its resting points to the next.
+#
+# One that goes on: faults and returns are two Poisson streams (the departures of an M/G/infinity queue are one:
+# Mirasol, Operations Research 11, 1963), and each event stops the job for its time s. An event in a stop begins
+# another one, so work x into a step costs exp(Lambda x) / l, with Lambda the rate of both and l the mean of
+# exp(-Lambda s); a step of w
+#
+#     E = (exp(Lambda w) - 1) / (Lambda l)
+#
+# How many nodes are missing is Poisson's, with mean repair / MTBF, whatever the distribution of repairs is (Palm's
+# theorem). The missing nodes and the stops are taken to be independent; to the size of a fault's share that is not so.
+
+
+def useful_share(way: Way, cluster: Cluster, faults: Faults, repair_s: float) -> float:
+    """Useful time over all time, 0 to 1."""
+    mtbf_s = faults.job_mtbf_s(cluster)
+    missing = repair_s / mtbf_s
+    if way.speeds:
+        return way.share_of_runs * running(way, mtbf_s, faults.together) * mean_speed(way, cluster, missing)
+    event_s = mtbf_s / (1 - faults.together)
+    expected = expected_s(way.work_s, way.stall_s, way.stop_s, way.ratio, event_s)
+    running_share = (way.work_s + way.stall_s) / expected
+    ready = 1.0 if way.spares is None else cdf(way.spares, missing)
+    return way.share_of_runs * running_share * ready
+
+
+def running(way: Way, mtbf_s: float, together: float) -> float:
+    """The share of time in which a job that goes on without lost nodes does new work."""
+    lost, back = (1 - together) / mtbf_s, 1 / mtbf_s
+    rate = lost + back
+    mean = (lost * math.exp(-rate * way.stop_s) + back * math.exp(-rate * way.back_s)) / rate
+    x = rate * way.work_s * way.ratio
+    return mean * (x / math.expm1(x) if 0 < x < 700 else float(x == 0))
+
+
+def mean_speed(way: Way, cluster: Cluster, missing: float) -> float:
+    """Over the number of missing nodes, `missing` on average."""
+    parts = cluster.parts if way.by_part else 1
+    total, below = 0.0, 0.0
+    for speed, at_most in zip(way.speeds, cdfs(len(way.speeds) - 1, missing / parts), strict=True):
+        until = at_most**parts
+        total += speed * (until - below)
+        below = until
+    return total
+
+
+def cdfs(most: int, mean: float) -> list[float]:
+    """P(N <= k) of a Poisson number, for k = 0 to `most`."""
+    if mean == 0:
+        return [1.0] * (most + 1)
+    total, sums = 0.0, []
+    for k in range(most + 1):
+        total += math.exp(k * math.log(mean) - mean - math.lgamma(k + 1))
+        sums.append(min(1.0, total))
+    return sums
+
+
+def cdf(most: int, mean: float) -> float:
+    """P(N <= most) of a Poisson number."""
+    return cdfs(most, mean)[-1]
+
+
+AGREE_SIGMA = 3.2905
+"""Half of the 99.9 % interval."""
+AGREE_LEAST = 1e-3
+"""A smaller difference is not told: the formula leaves out terms of second order (docs/goodput.md)."""
+WORTH_TELLING = 0.2
+"""A cause is told if it makes so much of a difference, or more."""
+SWEEP_RANKS = 100_000
+SPAN_OF_SWEEP, TRIALS_OF_SWEEP = 40.0, 200
+COLUMNS_MAX = 118
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What the command line says, checked."""
+
+    cluster: Cluster
+    faults: Faults
+    figures: dict[str, Figure]
+    given: ways.Given
+    seed: int
+    source: str
+    """Of the faults, in words."""
+    repair_s: float
+
+
+def build(request: Request, *, sweep: bool) -> dict[str, Any]:
+    """The document; with `sweep`, also the shares by the size of the cluster."""
+    cluster, faults = request.cluster, request.faults
+    maker = ways.Maker(cluster, faults, request.figures, request.given)
+    mtbf_s = faults.job_mtbf_s(cluster)
+    missing = request.repair_s / mtbf_s
+    save_s = request.figures["save_s"].value
+    event_s = mtbf_s / (1 - faults.together)
+    rows = _rows(request, cluster, simulation.TRIALS, simulation.SPAN)
+    document: dict[str, Any] = {
+        "ranks": cluster.ranks,
+        "ranks_per_node": cluster.ranks_per_node,
+        "nodes": cluster.nodes,
+        "replicas": cluster.replicas,
+        "stages": cluster.stages,
+        "microbatches": cluster.microbatches,
+        "seed": request.seed,
+        "faults": {
+            "source": request.source,
+            "node_mtbf_s": faults.mtbf_s,
+            "job_mtbf_s": mtbf_s,
+            "shape": None if faults.trace is not None else faults.shape,
+            "cv": faults.cv,
+            "together": faults.trace.together if faults.trace is not None else faults.together,
+            "repair_s": request.repair_s,
+            "missing_nodes": missing,
+        },
+        "spares": {"given": cluster.spares, "needed": rows[0]["spares_needed"]},
+        "interval": {
+            "best_s": maker.best_s,
+            "young_s": young_s(save_s, 1.0, event_s),
+            "daly_s": daly_s(save_s, 1.0, event_s),
+            "given_s": request.given.every_s,
+        },
+        "figures": {
+            name: {"value": figure.value, "words": figure.words, "source": figure.source}
+            for name, figure in request.figures.items()
+        },
+        "strategies": rows,
+        "left_out": [{"name": name, "why": why} for name, why in maker.left_out()],
+        "sweep": [],
+    }
+    if sweep:
+        document["sweep"] = [
+            {"ranks": ranks, "strategies": _points(request, cluster.resized(ranks))}
+            for ranks in sizes(cluster)
+        ]
+    return document
+
+
+def sizes(cluster: Cluster) -> list[int]:
+    """Of the picture: from one replica (or one node, if there are none) by doubling, and the cluster's own."""
+    unit = cluster.ranks_per_node
+    if cluster.replicas > 1:
+        unit = math.lcm(unit, cluster.replica_ranks)
+    found = {cluster.ranks}
+    ranks = unit
+    while ranks < max(SWEEP_RANKS, cluster.ranks):
+        if ranks > 1:
+            found.add(ranks)
+        ranks *= 2
+    return sorted({*found, ranks})
+
+
+def _points(request: Request, cluster: Cluster) -> dict[str, dict[str, float]]:
+    rows = _rows(request, cluster, TRIALS_OF_SWEEP, SPAN_OF_SWEEP)
+    return {row["name"]: {key: row[key] for key in ("formula", "simulated", "error")} for row in rows}
+
+
+def _rows(request: Request, cluster: Cluster, trials: int, span: float) -> list[dict[str, Any]]:
+    faults, repair_s = request.faults, request.repair_s
+    drawn = simulation.sample(faults, cluster, repair_s, seed=request.seed, trials=trials, span=span)
+    needed = simulation.spares_needed(drawn)
+    rows = []
+    for way in ways.Maker(cluster, faults, request.figures, request.given).ways():
+        share = useful_share(way, cluster, faults, repair_s)
+        outcome = simulation.simulate(way, cluster, drawn)
+        spares = 0 if way.speeds else (needed if way.spares is None else way.spares)
+        row = {
+            "name": way.name,
+            "words": way.words,
+            "stop_s": way.stop_s,
+            "stop_parts": dict(way.stop_parts),
+            "again_s": way.again_s,
+            "interval_s": way.work_s if way.by_checkpoint else way.every_s,
+            "resting_s": way.work_s,
+            "resting_costs_s": way.stall_s,
+            "back_s": way.back_s if way.speeds else None,
+            "overhead": way.overhead,
+            "speed_with_one_missing": way.speeds[1] if way.speeds else None,
+            "formula": share,
+            "simulated": outcome.useful,
+            "error": outcome.error,
+            "spares": spares,
+            "spares_needed": needed,
+            "of_all_nodes": outcome.useful * cluster.nodes / (cluster.nodes + spares),
+            "stopped": outcome.stopped,
+            "waited": outcome.waited,
+            "slowed": outcome.slowed,
+            "faults": outcome.faults,
+            "faults_in_recovery": outcome.in_recovery,
+            "fell_back": outcome.fell,
+        }
+        row["agrees"], row["why"] = _compared(way, faults, row, faults.job_mtbf_s(cluster))
+        rows.append(row)
+    return rows
+
+
+def _compared(way: ways.Way, faults: Faults, row: dict[str, Any], mtbf_s: float) -> tuple[bool, str]:
+    """Whether the formula is within the simulation's 99.9 % interval; if it is not, which assumption does not hold."""
+    difference = abs(row["simulated"] - row["formula"])
+    if difference <= max(AGREE_LEAST, row["error"] * AGREE_SIGMA / simulation.SIGMA_95):
+        return True, ""
+    reasons = []
+    if not faults.exponential:
+        reasons.append(
+            f"times between faults are not exponential (coefficient of variation {faults.cv:.2f}): "
+            f"{row['faults_in_recovery'] / max(1, row['faults']):.0%} of the faults came in a recovery"
+        )
+    if faults.together and (way.speeds or way.spares is not None):
+        reasons.append("nodes that are lost together are missing together, which the formula leaves out")
+    fallen = row["fell_back"] / max(1, row["faults"])
+    if fallen * (way.fall_stop_s + way.fall_ratio * way.every_s / 2) / mtbf_s > WORTH_TELLING * difference:
+        reasons.append(
+            f"{row['fell_back']} of {row['faults']} faults took the last node that could bring a state back"
+        )
+    if row["waited"] > WORTH_TELLING * difference:
+        reasons.append(f"the job waited for a repair in {row['waited']:.1%} of the time, and faults went on")
+    if way.speeds and not reasons:
+        reasons.append("missing nodes and stops come together, which the formula leaves out")
+    return False, "; ".join(reasons) or "by chance: give another --seed"
+
+
+# --- as text ---
+
+
+def text(document: dict[str, Any]) -> list[str]:
+    """Tables, and what they rest on."""
+    return [
+        *_head(document),
+        "",
+        *_table(document),
+        "",
+        *_wrapped(
+            "formula: in closed form; simulated: by discrete events, with its 95 % interval; with spares: of all "
+            "nodes' time, the spare ones among them; stop: what all ranks wait for after a fault; again: what is then "
+            "done again, on average; slower: what is lost because nodes are missing; steps: what is added to each step"
+        ),
+        "",
+        *_differences(document),
+        *_assumptions(document),
+        "",
+        *_figures(document),
+        "",
+        "left out",
+        *(line for row in document["left_out"] for line in _wrapped(f"  {row['name']}: {row['why']}")),
+    ]
+
+
+def _head(document: dict[str, Any]) -> list[str]:
+    faults, interval, spares = document["faults"], document["interval"], document["spares"]
+    lines = [
+        f"{document['ranks']:,} ranks on {document['nodes']:,} nodes, {document['replicas']:,} replicas; a fault every "
+        f"{seconds(faults['job_mtbf_s'])} ({1000 * 86400 / faults['node_mtbf_s']:.3g} in 1,000 node-days)",
+        *_wrapped(f"faults: {faults['source']}"),
+        f"{faults['missing_nodes']:.3g} nodes are in repair on average, for {seconds(faults['repair_s'])} each; "
+        f"{spares['needed']:,} spare ones are enough in 99.9 % of the time",
+        f"checkpoints: best every {seconds(interval['best_s'])} (Young 1974: {seconds(interval['young_s'])}, Daly "
+        f"2006: {seconds(interval['daly_s'])}; docs/planning.md)",
+    ]
+    if faults["shape"] is None:
+        lines += _wrapped(
+            "the intervals below are of the simulation: what another trace of the same cluster would say, one trace "
+            "cannot tell"
+        )
+    if faults["together"]:
+        lines.append(f"{faults['together']:.1%} of the faults come at the moment of the one before")
+    return lines
+
+
+def seconds(value: float) -> str:
+    """In the unit in which it is easiest to read."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if value >= 2 * size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g} s"
+
+
+def _table(document: dict[str, Any]) -> list[str]:
+    rows = [
+        ["", "formula", "simulated", "with spares", "stop", "again", "slower", "steps", "checkpoints every"]
+    ]
+    for row in document["strategies"]:
+        mark = "" if row["agrees"] else " *"
+        rows.append(
+            [
+                row["name"],
+                f"{row['formula']:.2%}",
+                f"{row['simulated']:.2%} ± {100 * row['error']:.2f}{mark or '  '}",
+                f"{row['of_all_nodes']:.2%}",
+                seconds(row["stop_s"]),
+                seconds(row["again_s"]),
+                f"{row['slowed']:.2%}" if row["speed_with_one_missing"] is not None else "-",
+                f"{row['overhead']:.2%}",
+                seconds(row["interval_s"]),
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _differences(document: dict[str, Any]) -> list[str]:
+    differ = [row for row in document["strategies"] if not row["agrees"]]
+    if not differ:
+        return ["formula and simulation agree for every strategy", ""]
+    lines = ["* where formula and simulation differ, and why"]
+    for row in differ:
+        lines += _wrapped(f"  {row['name']}: {row['simulated'] - row['formula']:+.2%}; {row['why']}")
+    return [*lines, ""]
+
+
+def _assumptions(document: dict[str, Any]) -> list[str]:
+    lines = ["what each strategy does, and what is in its stop"]
+    for row in document["strategies"]:
+        parts = " + ".join(f"{name} {seconds(value)}" for name, value in row["stop_parts"].items())
+        words = f"  {row['name']}: {row['words']}. Stop: {parts}"
+        if row["back_s"] is not None:
+            words += (
+                f". Speed with one node missing: {row['speed_with_one_missing']:.1%}; a node that is back: "
+                f"{seconds(row['back_s'])}"
+            )
+        if row["resting_costs_s"] and row["resting_s"] != row["interval_s"]:
+            words += f". Every {seconds(row['resting_s'])}, for {seconds(row['resting_costs_s'])} each"
+        lines += _wrapped(words)
+    return lines
+
+
+def _figures(document: dict[str, Any]) -> list[str]:
+    lines = ["figures, and where they come from (--set NAME=VALUE, or --measured FILE, for your own)"]
+    for name, figure in document["figures"].items():
+        lines += _wrapped(f"  {name} {figure['value']:.4g}: {figure['words']}. {figure['source']}")
+    return lines
+
+
+def _wrapped(line: str) -> list[str]:
+    """In lines that fit a terminal."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(
+        line.lstrip(),
+        COLUMNS_MAX,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+    )

@@ -1,0 +1,366 @@
+"""Each strategy in the terms of the model: what a fault costs it, and what it costs while nothing fails.
+
+M microbatches, P stages; a node has w of them. What is done again after a fault is all work since the strategy's own
+resting point: a checkpoint, a snapshot, or the begin of the step. Parts of recoveries are those of
+`swift_ft.lab.goodput.figures`, so every strategy has the same machine.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from swift_ft.lab.goodput.cluster import Cluster, Faults
+from swift_ft.lab.goodput.figures import RESTART_RANKS, Figure
+from swift_ft.lab.plan.interval import best_work_s
+
+RESTART, GIVEN, WAIT, CHECKPOINT, REINIT = (
+    "restart",
+    "restart, given",
+    "restart, no spare",
+    "checkpoint",
+    "reinit",
+)
+SNAPSHOT, REPLICA, REPLAY, SHARED, AUTO = "snapshot", "replica", "replay", "replay, shared", "auto"
+SHRINK, ADAPTIVE, DROP, LOSSY = "shrink", "adaptive", "shrink, drop", "lossy-forward"
+NAMES = (
+    *(RESTART, GIVEN, WAIT, CHECKPOINT, REINIT),
+    *(SNAPSHOT, REPLICA, REPLAY, SHARED, AUTO),
+    *(SHRINK, ADAPTIVE, DROP, LOSSY),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """A strategy, in seconds and shares."""
+
+    name: str
+    words: str
+    stop_parts: tuple[tuple[str, float], ...]
+    """What all ranks wait for after each fault, besides the work that is done again."""
+    work_s: float
+    """Between two resting points."""
+    stall_s: float = 0.0
+    """That a resting point costs."""
+    ratio: float = 1.0
+    """Time of work that is done again over its first time."""
+    every_s: float
+    """Work between two checkpoints."""
+    save_s: float
+    overhead: float = 0.0
+    """On a step, as a share of it."""
+    by_checkpoint: bool = False
+    """The resting points are the checkpoints."""
+    speeds: tuple[float, ...] = ()
+    """It goes on without a lost node: its speed by the number of holders that are missing; the last one is 0."""
+    by_part: bool = False
+    """`speeds` goes by the part that lacks most; else by all missing nodes."""
+    back_s: float = 0.0
+    """What all ranks wait for when a node comes back; the step under way is done again."""
+    spares: int | None = None
+    """None: a lost node is replaced at once. Else it waits for a repair once so many are missing."""
+    partners: int = 0
+    """Nodes that hold what is needed to bring a lost one back."""
+    needed: int = 0
+    """If so many of them are lost in the same recovery, the job falls back."""
+    fall_stop_s: float = 0.0
+    fall_ratio: float = 1.0
+    """Of the work since the checkpoint."""
+
+    @property
+    def stop_s(self) -> float:
+        return sum(seconds for _, seconds in self.stop_parts)
+
+    @property
+    def again_s(self) -> float:
+        """What is done again after a fault, on average."""
+        return self.ratio * (self.work_s + self.stall_s) / 2
+
+    @property
+    def share_of_runs(self) -> float:
+        """Useful time in time that runs at full speed: without stalls, checkpoints and overhead."""
+        share = self.work_s / (self.work_s + self.stall_s) / (1 + self.overhead)
+        return share if self.by_checkpoint else share * self.every_s / (self.every_s + self.save_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What the user says of intervals and recoveries. None: the best, or the parts."""
+
+    every_s: float | None = None
+    snapshot_every_s: float | None = None
+    stops: Mapping[str, float]
+    """Strategy -> what all ranks wait for after a fault, as measured."""
+
+
+class Maker:
+    """Makes the ways of one cluster. (caller) `ways()`, `left_out()`."""
+
+    def __init__(self, cluster: Cluster, faults: Faults, figures: Mapping[str, Figure], given: Given) -> None:
+        self._cluster, self._given = cluster, given
+        self._of = {name: figure.value for name, figure in figures.items()}
+        self._mtbf_s = faults.job_mtbf_s(cluster) / (1 - faults.together)
+        self._best_s = max(self._of["step_s"], best_work_s(self._of["save_s"], 1.0, self._mtbf_s))
+        self._session = self._of["session_s_per_step"] / self._of["step_s"]
+        self._logging = self._session + self._of["log_share"]
+        self._copy_s = self._of["state_bytes"] / self._of["copy_bytes_per_s"]
+
+    @property
+    def best_s(self) -> float:
+        """The checkpoint interval with the greatest share, where all work since the checkpoint is done again."""
+        return self._best_s
+
+    def _swift(self, *further: tuple[str, float], detect: bool = True) -> tuple[tuple[str, float], ...]:
+        """The parts of each of swift's recoveries."""
+        parts = [("detect", self._of["detect_s"])] if detect else []
+        parts.append(("coordinate", self._of["coordinate_s_per_rank"] * self._cluster.ranks))
+        return (*parts, ("rebuild", self._of["rebuild_s"]), *further)
+
+    def _stop(self, name: str, parts: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
+        given = self._given.stops.get(name)
+        return parts if given is None else (("given", given),)
+
+    @property
+    def _load(self) -> tuple[str, float]:
+        return "load", self._of["load_s"]
+
+    @property
+    def _copy(self) -> tuple[str, float]:
+        return "copy", self._copy_s
+
+    def ways(self) -> list[Way]:
+        """Those that this cluster can have, in the order of `NAMES`."""
+        many = self._cluster.holders > 1
+        made = [
+            *self._restarts(),
+            *self._checkpoints(),
+            self._snapshot() if self._cluster.nodes > 1 else None,
+        ]
+        if many:
+            made.append(self._replica(REPLICA))
+        copies = 1 + int(self._of["helpers"])
+        made.append(self._replay(REPLAY, 1))
+        if self._ratio(copies) < self._ratio(1):
+            made.append(self._replay(SHARED, copies))
+        if many:
+            made += [self._replica(AUTO), self._shrink(), self._adaptive()]
+            if self._cluster.replica_ranks == 1:
+                made += [self._drop(DROP), self._drop(LOSSY)]
+        return [way for way in made if way is not None]
+
+    def left_out(self) -> list[tuple[str, str]]:
+        """Strategies, and why the model has none of their lines."""
+        out = [
+            ("rollback", "shrink to within the step under way, so it would have shrink's line"),
+            (
+                "shrink without replicas",
+                "the lost stage moves beside another rank of its machine; here whole machines are lost",
+            ),
+            (
+                "torchft and others",
+                "their recoveries were measured with two ranks only; give yours with --stop restart=SECONDS",
+            ),
+        ]
+        if self._cluster.holders == 1:
+            words = "they need a replica on another node: give --replicas"
+            out.append(("replica, auto, shrink, adaptive", words))
+        if self._cluster.nodes == 1:
+            out.append(("snapshot", "it needs a partner on another node"))
+        if self._cluster.replica_ranks > 1:
+            words = f"they need the whole model on each rank, and {self._cluster.replica_ranks} ranks share one here"
+            out.append(("shrink, drop and lossy-forward", words))
+        return out
+
+    def _by_checkpoint(
+        self,
+        name: str,
+        words: str,
+        parts: tuple[tuple[str, float], ...],
+        every_s: float,
+        stop_of: str = "",
+        **more: Any,
+    ) -> Way:
+        """All work since the checkpoint is done again, or `ratio` of it. `stop_of`: whose stop may be given."""
+        return Way(
+            name=name,
+            words=words,
+            stop_parts=self._stop(stop_of or name, parts),
+            work_s=every_s,
+            stall_s=self._of["save_s"],
+            every_s=every_s,
+            save_s=self._of["save_s"],
+            by_checkpoint=True,
+            **more,
+        )
+
+    def _restarts(self) -> list[Way]:
+        of = self._of
+        more_s = of["restart_s_per_rank"] * max(0, self._cluster.ranks - RESTART_RANKS)
+        parts = (
+            ("detect", of["detect_s"]),
+            ("start", of["start_s"] + more_s),
+            ("rebuild", of["rebuild_s"]),
+            self._load,
+        )
+        words, spares = (
+            "all processes start again (torchrun) and load the newest checkpoint",
+            self._cluster.spares,
+        )
+        made = [
+            self._by_checkpoint(
+                RESTART, f"{words}; the best interval", parts, self._best_s, stop_of=RESTART, spares=spares
+            )
+        ]
+        if self._given.every_s is not None:
+            made.append(
+                self._by_checkpoint(
+                    GIVEN,
+                    f"{words}; your interval",
+                    parts,
+                    self._given.every_s,
+                    stop_of=RESTART,
+                    spares=spares,
+                )
+            )
+        if spares != 0:
+            words += ", once the lost node is repaired"
+            made.append(self._by_checkpoint(WAIT, words, parts, self._best_s, stop_of=RESTART, spares=0))
+        return made
+
+    def _checkpoints(self) -> list[Way]:
+        again = "reinit", self._of["reinit_s"]
+        return [
+            self._by_checkpoint(
+                CHECKPOINT,
+                "survivors keep their processes; all ranks load the newest checkpoint",
+                self._swift(self._load),
+                self._best_s,
+                overhead=self._session,
+                spares=self._cluster.spares,
+            ),
+            self._by_checkpoint(
+                REINIT,
+                "the training function begins again in the same processes, at the checkpoint",
+                self._swift(self._load, again),
+                self._best_s,
+                overhead=self._session,
+                spares=self._cluster.spares,
+            ),
+        ]
+
+    def _behind(self) -> dict[str, Any]:
+        """The checkpoints that stand behind a strategy which does without them as long as it can."""
+        stop = self._stop(CHECKPOINT, self._swift(self._load))
+        every_s = self._given.every_s
+        return {
+            "every_s": max(self._best_s, self._of["behind_s"]) if every_s is None else every_s,
+            "save_s": self._of["save_s"],
+            "fall_stop_s": sum(seconds for _, seconds in stop),
+        }
+
+    def _snapshot(self) -> Way:
+        stall_s, step_s = self._of["snapshot_s"], self._of["step_s"]
+        every_s = self._given.snapshot_every_s
+        return Way(
+            name=SNAPSHOT,
+            words="all go back to copies in host memory; the partner of a lost node has its copy",
+            stop_parts=self._stop(SNAPSHOT, self._swift(self._copy)),
+            work_s=max(step_s, best_work_s(stall_s, 1.0, self._mtbf_s)) if every_s is None else every_s,
+            stall_s=stall_s,
+            overhead=self._session,
+            spares=self._cluster.spares,
+            partners=1,
+            needed=1,
+            **self._behind(),
+        )
+
+    def _replica(self, name: str) -> Way:
+        others, logs = self._cluster.holders - 1, name == AUTO
+        words = "a replacement copies a replica's state" + ("; else the log is replayed" if logs else "")
+        behind = self._behind()
+        if logs:
+            replayed = self._stop(REPLAY, self._swift(self._load))
+            behind["fall_stop_s"] = sum(seconds for _, seconds in replayed)
+            behind["fall_ratio"] = self._ratio(1)
+        return Way(
+            name=name,
+            words=words,
+            stop_parts=self._stop(name, self._swift(self._copy)),
+            work_s=self._of["step_s"],
+            overhead=self._logging if logs else self._session,
+            spares=self._cluster.spares,
+            partners=others,
+            needed=others,
+            **behind,
+        )
+
+    def _ratio(self, copies: int) -> float:
+        """(ceil(M / d) + w - 1) / (M + P - 1): docs/planning.md (4), of stages that are alike."""
+        microbatches, stages = self._cluster.microbatches, self._cluster.stages
+        own = math.ceil(stages / self._cluster.parts)
+        copies = max(1, min(copies, stages // own))
+        return (math.ceil(microbatches / copies) + own - 1) / (microbatches + stages - 1)
+
+    def _replay(self, name: str, copies: int) -> Way:
+        ratio = self._ratio(copies)
+        words = "the lost node loads its checkpoint and replays from the log"
+        if name == SHARED:
+            words += ", and others share the replay"
+            if self._cluster.replicas > 1:
+                words += " (today only of a pipeline without replicas)"
+        every_s = max(self._of["step_s"], best_work_s(self._of["save_s"], ratio, self._mtbf_s))
+        half = "half a step", self._of["step_s"] / 2
+        made = self._by_checkpoint(
+            name,
+            words,
+            (),
+            every_s,
+            ratio=ratio,
+            overhead=self._logging,
+            spares=self._cluster.spares,
+            partners=min(2, self._cluster.nodes - 1),
+            needed=1,
+            fall_stop_s=self._behind()["fall_stop_s"],
+        )
+        given = self._given.stops.get(name, self._given.stops.get(REPLAY))
+        parts = self._swift(self._load) if given is None else (("given", given),)
+        return replace(made, stop_parts=(*parts, half))
+
+    def _goes_on(self, name: str, words: str, speeds: tuple[float, ...], **more: Any) -> Way:
+        back = self._swift(self._copy, ("save", self._of["save_s"]), detect=False)
+        options = {"work_s": self._of["step_s"], "overhead": self._session} | self._behind() | more
+        return Way(
+            name=name,
+            words=words,
+            stop_parts=self._stop(name, self._swift()),
+            speeds=speeds,
+            back_s=sum(seconds for _, seconds in back),
+            **options,
+        )
+
+    def _shrink(self) -> Way:
+        holders = self._cluster.holders
+        speeds = (1 / (1 + math.ceil(lost / (holders - lost))) for lost in range(holders))
+        words = "the others go on; whole pipelines compute the batches of broken ones after their own"
+        return self._goes_on(SHRINK, words, (*speeds, 0.0))
+
+    def _adaptive(self) -> Way:
+        """Of whole backwards, without a use of the bubbles: the column `fused` of `swift-ft plan --adaptive`."""
+        holders, stages = self._cluster.holders, self._cluster.stages
+        microbatches = self._cluster.microbatches
+        # M D / (D - f), in whole numbers: a node may hold several replicas, and has as large a share of them.
+        loads = (-(-microbatches * holders // (holders - lost)) for lost in range(holders))
+        speeds = ((microbatches + stages - 1) / (load + stages - 1) for load in loads)
+        words = "the others go on; the peers of a lost node share its microbatches"
+        return self._goes_on(ADAPTIVE, words, (*speeds, 0.0), by_part=True)
+
+    def _drop(self, name: str) -> Way:
+        holders = self._cluster.holders
+        words = "the others go on without the lost batches (not exact)"
+        more: dict[str, Any] = {}
+        if name == LOSSY:
+            words += "; the step under way is finished"
+            more["work_s"], more["ratio"] = self._of["step_s"], 0.0
+        return self._goes_on(
+            name, words, tuple((holders - lost) / holders for lost in range(holders + 1)), **more
+        )

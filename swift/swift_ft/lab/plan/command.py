@@ -1,0 +1,352 @@
+"""`swift-ft plan`: which boundaries to log, out of a profile of the job: a file, or what a running job has measured.
+With --adaptive, what a job with replicas does with losses (`swift_ft.lab.plan.adaptive`); with --goodput, the share
+of time that is training (`swift_ft.lab.goodput`)."""
+
+import argparse
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Protocol
+
+from swift_ft.cli_parser import Parser
+from swift_ft.errors import ServiceError, SwiftError, UsageError
+from swift_ft.files import read_given, write_whole
+from swift_ft.lab.goodput import command
+from swift_ft.lab.plan import adaptive
+from swift_ft.lab.plan.profile import Cap, Profile, parse
+from swift_ft.text import show, tell
+
+# A profile of a job that runs: what has to be assumed, and who knows the rest.
+
+DEFAULT_RATE = 1e9
+"""Bytes per second, of a log that nobody has measured."""
+DEFAULT_MTBF_S = 30 * 86400.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What the operator says. None: what was measured, else a default, and the plan says so."""
+
+    log_read_bytes_per_s: float | None = None
+    log_write_bytes_per_s: float | None = None
+    network_bytes_per_s: float | None = None
+    """None: nobody helps a replay."""
+    machine_mtbf_s: float | None = None
+    fixed_s: float | None = None
+    machine_per_rank: bool = False
+    """As if each rank had a machine of its own."""
+
+
+class RunningJob(Protocol):
+    """The line to a job."""
+
+    def profile(self, given: Given) -> tuple[Profile, list[str]]:
+        """What its ranks have measured, and what of it is assumed, in words.
+
+        ServiceError: there is nothing yet. UsageError: such a job cannot be planned.
+        """
+
+    def close(self) -> None: ...
+
+
+EXIT_NOT_MET = 1
+SOURCE = "measured by the job's ranks"
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Running:
+    """A job whose ranks have measured the profile."""
+
+    coordinator: str
+    job: str
+    given: Given
+    save: Path | None
+
+
+_ALONE = ("coordinator", "profile", "storage_cap", "recovery_cap", "worst_recovery_cap")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """What the command line says, checked."""
+
+    profile: Path | None
+    running: Running | None
+    """One of the two."""
+    cap: Cap | None
+    """None: the profile's own, if it has one."""
+    json: Path | None
+    svg: Path | None
+
+    def __post_init__(self) -> None:
+        save = self.running.save if self.running is not None else None
+        _check_places({"--json": self.json, "--svg": self.svg, "--save-profile": save})
+
+
+def _check_places(places: Mapping[str, Path | None]) -> None:
+    for flag, path in places.items():
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{flag}: there is no directory {path.absolute().parent}")
+
+
+def _bytes(text: str, flag: str) -> int:
+    """800GB, or a plain number."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([A-Za-z]*)", text)
+    if match is None or match[2] not in _UNITS:
+        raise UsageError(
+            f"{flag} {text}: write bytes, such as 800GB; units: {', '.join(filter(None, _UNITS))}"
+        )
+    return int(Decimal(match[1]) * _UNITS[match[2]])
+
+
+def _seconds(text: str, flag: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{flag} {text}: write seconds, such as 30") from None
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="swift-ft plan",
+        description="Chooses which boundaries to log: bytes, overhead and recovery time of every choice worth having.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit codes: 0 done, 1 the cap cannot be met, 2 usage, 3 the environment does not allow it",
+    )
+    parser.add_argument(
+        "profile",
+        type=Path,
+        nargs="?",
+        metavar="PROFILE",
+        help="a JSON file; docs/planning.md lists its fields",
+    )
+    job = parser.add_argument_group("a running job, instead of PROFILE")
+    job.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="take the profile that the ranks of a running job have measured",
+    )
+    job.add_argument("--job", metavar="NAME")
+    job.add_argument("--save-profile", type=Path, metavar="PATH", help="write what was measured as JSON")
+    job.add_argument(
+        "--machine-per-rank",
+        action="store_true",
+        help="plan as if each rank had a machine; default: one for each host",
+    )
+    job.add_argument(
+        "--log-read-rate", metavar="BYTES", help="per second; default: as measured in a replay, else 1GB"
+    )
+    job.add_argument("--log-write-rate", metavar="BYTES", help="per second; default: as measured, else 1GB")
+    job.add_argument(
+        "--network-rate",
+        metavar="BYTES",
+        help="per second, between two ranks; default: nobody helps a replay",
+    )
+    job.add_argument(
+        "--machine-mtbf",
+        metavar="SECONDS",
+        help="mean time between two failures of a machine; default: 30 days",
+    )
+    job.add_argument(
+        "--fixed", metavar="SECONDS", help="fixed part of every recovery (detect, plan, rebuild); default: 0"
+    )
+    adaptive.add_arguments(parser)
+    command.add_arguments(parser)
+    caps = parser.add_mutually_exclusive_group()
+    caps.add_argument(
+        "--storage-cap",
+        metavar="BYTES",
+        help="limit of the log's size until the next checkpoint, such as 800GB",
+    )
+    caps.add_argument(
+        "--recovery-cap",
+        metavar="SECONDS",
+        help="limit of the recovery time that is expected over all failures",
+    )
+    caps.add_argument(
+        "--worst-recovery-cap", metavar="SECONDS", help="limit of the recovery time, whichever machine fails"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything as JSON, for programs")
+    parser.add_argument(
+        "--svg", type=Path, metavar="PATH", help="draw the frontier, a step, or shares by the cluster's size"
+    )
+    return parser
+
+
+def config_of(argv: Sequence[str]) -> PlanConfig | adaptive.Adaptive | command.Goodput:
+    """What the command line says. UsageError: a value that is none, or flags that contradict each other."""
+    options = _parser().parse_args(argv)
+    if options.adaptive or options.goodput:
+        return _other(options)
+    for name in adaptive.FLAGS:
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is for replicas that lose ranks: give --adaptive")
+    for name in command.OWN:
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is for the share of useful time: give --goodput")
+    cap = None
+    if options.storage_cap is not None:
+        cap = Cap(kind="storage_bytes", value=_bytes(options.storage_cap, "--storage-cap"))
+    elif options.recovery_cap is not None:
+        cap = Cap(kind="recovery_s", value=_seconds(options.recovery_cap, "--recovery-cap"))
+    elif options.worst_recovery_cap is not None:
+        cap = Cap(kind="worst_recovery_s", value=_seconds(options.worst_recovery_cap, "--worst-recovery-cap"))
+    return PlanConfig(
+        profile=options.profile, running=_running(options), cap=cap, json=options.json, svg=options.svg
+    )
+
+
+def _other(options: argparse.Namespace) -> adaptive.Adaptive | command.Goodput:
+    """What is planned without a profile."""
+    if options.adaptive and options.goodput:
+        raise UsageError("give --adaptive or --goodput, not both")
+    mode = "--adaptive" if options.adaptive else "--goodput"
+    foreign = [*_ALONE, *(command.OWN if options.adaptive else set(adaptive.FLAGS) - set(command.SHARED))]
+    for name in foreign:
+        if getattr(options, name) is not None:
+            flag = "PROFILE" if name == "profile" else f"--{name.replace('_', '-')}"
+            raise UsageError(f"{mode} plans with the flags of its own: leave out {flag}")
+    _check_places({"--json": options.json, "--svg": options.svg})
+    return adaptive.config_of(options) if options.adaptive else command.config_of(options)
+
+
+def _running(options: argparse.Namespace) -> Running | None:
+    if options.coordinator is None:
+        for name in (
+            "job",
+            "save_profile",
+            "machine_per_rank",
+            "log_read_rate",
+            "log_write_rate",
+            "network_rate",
+            "machine_mtbf",
+            "fixed",
+        ):
+            if getattr(options, name):
+                flag = name.replace("_", "-")
+                raise UsageError(
+                    f"--{flag} is for a running job: give --coordinator HOST:PORT and --job NAME"
+                )
+        if options.profile is None:
+            raise UsageError(
+                "give a PROFILE, or --coordinator HOST:PORT and --job NAME, or --adaptive, or --goodput"
+            )
+        return None
+    if options.profile is not None:
+        raise UsageError(f"give PROFILE ({options.profile}) or --coordinator, not both")
+    if options.job is None:
+        raise UsageError("--coordinator needs --job NAME")
+
+    def rate(text: str | None, flag: str) -> float | None:
+        return None if text is None else float(_bytes(text, flag))
+
+    def seconds(text: str | None, flag: str) -> float | None:
+        return None if text is None else _seconds(text, flag)
+
+    given = Given(
+        log_read_bytes_per_s=rate(options.log_read_rate, "--log-read-rate"),
+        log_write_bytes_per_s=rate(options.log_write_rate, "--log-write-rate"),
+        network_bytes_per_s=rate(options.network_rate, "--network-rate"),
+        machine_mtbf_s=seconds(options.machine_mtbf, "--machine-mtbf"),
+        fixed_s=seconds(options.fixed, "--fixed"),
+        machine_per_rank=options.machine_per_rank,
+    )
+    return Running(
+        coordinator=options.coordinator,
+        job=options.job,
+        given=given,
+        save=options.save_profile,
+    )
+
+
+def read(path: Path) -> Profile:
+    """UsageError: it cannot be read, or is no profile."""
+    content = read_given(path, str(path))
+    try:
+        return parse(content)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def measured(running: Running, connect: Callable[[str, str], RunningJob]) -> Profile:
+    """Of a running job; saved where it is wanted. ServiceError: nothing was measured yet, or nobody answers."""
+    with contextlib.closing(connect(running.coordinator, running.job)) as job:
+        profile, assumed = job.profile(running.given)
+    profile = replace(profile, source="; ".join([SOURCE, *(f"assumed: {what}" for what in assumed)]))
+    if running.save is not None:
+        _write(running.save, json.dumps(profile.document(), indent=2) + "\n")
+    show([*profile.source.split("; "), ""])
+    return profile
+
+
+def _write(path: Path, content: str) -> None:
+    """Whole or not at all, but into what is no file (/dev/stdout) as it comes."""
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(content)
+            return
+        write_whole(path, content, mode=None)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; give another place") from None
+
+
+def run_other(config: adaptive.Adaptive | command.Goodput) -> int:
+    """The command with --adaptive or --goodput. Raises UsageError for what cannot be planned."""
+    written = adaptive.run(config) if isinstance(config, adaptive.Adaptive) else command.run(config)
+    for name, path in (("json", config.json), ("svg", config.svg)):
+        if path is not None:
+            _write(path, written[name])
+    return 0
+
+
+def run(config: PlanConfig, connect: Callable[[str, str], RunningJob]) -> int:
+    """The command. Returns the exit code: `EXIT_NOT_MET` if no groups keep within the cap.
+
+    Raises UsageError for a profile that cannot be read, ServiceError without numpy or if the job does not answer.
+    """
+    running = config.running
+    if running is not None:
+        profile = measured(running, connect)
+    else:
+        assert config.profile is not None
+        profile = read(config.profile)
+    try:
+        from swift_ft.lab.plan import plot, report
+    except ModuleNotFoundError as error:
+        if error.name != "numpy":
+            raise
+        raise ServiceError("numpy is missing here: pip install 'swift-ft[lab]'") from None
+    document = report.build(profile, config.cap or profile.cap)
+    for path, content in ((config.json, report.dumps), (config.svg, plot.draw)):
+        if path is not None:
+            _write(path, content(document))
+    show(report.text(document).splitlines())
+    if not document["met"]:
+        tell(document["problem"])
+        return EXIT_NOT_MET
+    return 0
+
+
+def _connect(coordinator: str, job: str) -> RunningJob:
+    from swift_ft.lab.plan.running_job import MeasuredJob  # gRPC only where a job is asked
+
+    return MeasuredJob(coordinator, job)
+
+
+def main(argv: Sequence[str] | None = None, connect: Callable[[str, str], RunningJob] = _connect) -> int:
+    """`connect(coordinator, job)` gives the line to a running job."""
+    try:
+        config = config_of(sys.argv[1:] if argv is None else argv)
+        return run(config, connect) if isinstance(config, PlanConfig) else run_other(config)
+    except SwiftError as error:
+        tell(error)
+        return error.exit_code
+    except OSError as error:
+        tell(error)
+        return ServiceError.exit_code

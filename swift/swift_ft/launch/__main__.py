@@ -1,0 +1,34 @@
+"""`python -m swift_ft.launch`, which is `swift-ft run`."""
+
+import os
+import signal
+import sys
+
+
+def _leave(signum: int, frame: object) -> None:
+    os._exit(128 + signum)
+
+
+if __name__ == "__main__":
+    # Until there are children, and while torch is being imported, a signal simply ends this process.
+    for early in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        # One that is ignored (nohup) stays so: `swift_ft.launch.children` looks for that too.
+        if early != signal.SIGHUP or signal.getsignal(early) != signal.SIG_IGN:
+            signal.signal(early, _leave)
+    from swift_ft.errors import SwiftError
+    from swift_ft.logs import described, end_process_on_uncaught
+    from swift_ft.text import tell
+
+    try:
+        from swift_ft.launch.command import main
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        tell("run: torch is not installed: pip install 'swift-ft[train]'")
+        sys.exit(3)
+    except SwiftError as error:
+        tell(error)
+        sys.exit(error.exit_code)
+    # The kernel ends the ranks with it.
+    end_process_on_uncaught(lambda error: tell(f"run: {described(error)}; start it again"))
+    sys.exit(main(sys.argv[1:]))

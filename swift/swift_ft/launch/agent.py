@@ -1,0 +1,779 @@
+"""torch's elastic agent, except that a dead rank is replaced and the others are left alone.
+
+From torch: the frame, the books of workers, signals. From here: the rendezvous, the children, and everything about one
+rank's death.
+
+    (kernel)  a child's pidfd becomes readable
+    (agent)   notice to the coordinator, queued; a warm spare gets the rank; once the job runs again, a new
+              spare is started, so that importing torch takes no CPU time from the recovery (without a fork
+              server; a new one waits for the same)
+    (agent)   a View says FAILED, or fences a child of ours: stops everything, or kills that child
+"""
+
+import math
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.launch.children import Child, Nursery, SignalGate, StartFailed
+from swift_ft.launch.decisions import (
+    Action,
+    Outcome,
+    Situation,
+    Verdict,
+    check_delay_s,
+    delay_s,
+    judge_check,
+    judge_exit,
+    judge_start,
+    outcome_of,
+)
+from swift_ft.launch.health_check import HealthCheck, WaitingPlaces
+from swift_ft.launch.link import CoordinatorLink
+from swift_ft.launch.ranks import Output, RankProgram, make_program, place_env, rank_env, workers_of
+from swift_ft.launch.rendezvous import Rendezvous
+from swift_ft.launch.spares import Rehearsals, Spares
+from swift_ft.launch.torch_names import (
+    RunResult,
+    SignalException,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from swift_ft.launch.worker import Program
+from swift_ft.rpc.codec import of_view
+from swift_ft.rpc.views import STARTED_AGAIN, end_words, has_left_forming, inexact_words, state_name
+from swift_ft.text import tell as say
+
+# What a launcher tells people of its job, from the Views that it sees.
+
+LATE_S = 20.0
+"""After which a launcher says what the job waits for: longer than it takes to miss a rank and to start another one."""
+_REFUSED = re.compile(r"(rank \d+) refused(?: ([A-Z_]+))?: (.*)", re.DOTALL)
+
+
+class Told:
+    """What a launcher tells of recoveries: those in which everybody restores a checkpoint, or that are not exact; and
+    what one waits for that does not come to a plan.
+
+    One line for each plan. Views may be skipped.
+    """
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._inexact = False
+        self._waits_for = ""
+        self._late_at = math.inf
+
+    def of(self, view: pb.View) -> list[str]:
+        lines = self._plan(view)
+        if view.HasField("inexact_since") and not self._inexact:
+            self._inexact = True
+            if not (lines or (view.HasField("plan") and not view.plan.exact)):  # it was said with the plan
+                lines = [*lines, inexact_words(view)]
+        return lines
+
+    def late(self, view: pb.View | None, now: float) -> str:
+        """What the job has waited for since `LATE_S`, once; empty: nothing, or that is not so long ago."""
+        waits = view is not None and view.state in (
+            pb.FORMING,
+            pb.FENCING,
+            pb.PLANNING,
+        )
+        waits_for = view.waiting_for if view is not None and waits else ""
+        if waits_for != self._waits_for:
+            self._waits_for, self._late_at = waits_for, now + LATE_S
+        if not waits_for or now < self._late_at:
+            return ""
+        self._late_at = math.inf
+        return f"the job has waited for {LATE_S:g} s for {waits_for}{_way_on(waits_for)}"
+
+    def _plan(self, view: pb.View) -> list[str]:
+        if view.generation <= self._generation or (published := of_view(view)) is None:
+            return []
+        self._generation, plan = view.generation, published.plan
+        if plan.exact and not plan.restores:
+            return []
+        exactly = "exact" if plan.exact else "not exact"
+        if plan.restores and view.reason.startswith(STARTED_AGAIN):
+            return [f"{view.reason}; {exactly}"]
+        if plan.restores:
+            return [f"{_cause(plan.ranks[0].reason)}; restored version {plan.target_version}; {exactly}"]
+        return [f"{plan.reason}; {exactly}"]
+
+
+def _way_on(waits_for: str) -> str:
+    ways = []
+    if "to join" in waits_for:
+        ways.append("if a machine is lost, start the same command on another one")
+    if waits_for.startswith("log server "):
+        ways.append("if a log server is lost for good, swift-ft logs --lost names it, and --add another one")
+    return f" ({'; '.join(ways)})" if ways else ""
+
+
+def _cause(reason: str) -> str:
+    """Why everybody restores: "replay refused: rank 2: ...", or the planner's own words."""
+    refused = _REFUSED.fullmatch(reason)
+    if refused is None:
+        return reason
+    rank, strategy, why = refused.groups(default="")
+    what = {"CATCH_UP": "replay", "REPLICA": "copy"}.get(strategy, strategy.lower().replace("_", " "))
+    return f"{what} refused: {rank}: {why}".lstrip()
+
+
+# Whether a process of a lost rank fits beside those that live on this machine.
+#
+# A pipeline whose stage has no other rank goes on if the stage moves to where a survivor is: into a process of its own,
+# on the survivor's device. torch's schedules run the stages that they were made with, so the survivor's own process
+# cannot run a second one.
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process; 0 if it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def available_bytes() -> int | None:
+    """What a new process of this machine can take without swapping; None: the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+def why_no_room(needed: int, available: int | None) -> str:
+    """Empty: there is. `needed`: what the largest of the living takes; the lost one is taken for as large."""
+    if available is None or needed <= available:
+        return ""
+    return f"{available >> 20} MiB are free, and a rank here takes {needed >> 20} MiB"
+
+
+def room_for_one_more(pids: Iterable[int]) -> str:
+    """Why another process as large as these does not fit; empty: it does."""
+    living = list(map(resident_bytes, pids))
+    return why_no_room(max(living), available_bytes()) if living else "none of them is on this machine"
+
+
+class Vacated:
+    """Places of this machine that were given up, as long as it is not known whether the others go on without them."""
+
+    def __init__(self) -> None:
+        self._lost: dict[int, tuple[int, str]] = {}
+
+    def add(self, local_rank: int, rank: int, incarnation: str) -> None:
+        """`incarnation`: of the process that was lost."""
+        self._lost[local_rank] = rank, incarnation
+
+    def missed(self, view: pb.View) -> list[int]:
+        """The local ranks of those that this View neither leaves vacant nor has another process for. What it says of
+        the others is forgotten with them. The members of a communicator decide themselves: they miss nobody."""
+        holders = {member.rank: member.incarnation for member in view.members}
+        there = {*view.vacant, *holders}
+        known = [place for place, (rank, lost) in self._lost.items() if holders.get(rank) != lost]
+        ranks = {local_rank: self._lost.pop(local_rank)[0] for local_rank in known}
+        return [local_rank for local_rank, rank in ranks.items() if view.shrinks and rank not in there]
+
+
+# Ranks that have ended with 0 while the job, as far as is known, is not over.
+#
+# It may have just finished, which the next View shows. Or they have left it early, which is an error: the coordinator
+# fences one that is a member, and one that is none is missed here. It decides once it has heard of their end, so a
+# coordinator that is away is waited for.
+
+LEFT_S = 5.0
+"""So long a rank that has left is looked for in the View, once the coordinator has heard of its end."""
+UNHEARD_S = 120.0
+"""A machine on which nothing runs any more waits so long for a coordinator that does not answer."""
+
+
+class Left:
+    """Of one launcher. Its main thread."""
+
+    def __init__(self, link: CoordinatorLink) -> None:
+        self._link = link
+        self._left: dict[int, tuple[Child, float]] = {}
+        """By local rank: the process, and when it ended."""
+        self._unheard_at = -math.inf
+        """When the coordinator was last known not to have heard of all ends."""
+
+    def add(self, local_rank: int, child: Child, now: float) -> None:
+        """It has ended with 0, and its end is told."""
+        self._left[local_rank] = child, now
+
+    def clear(self) -> None:
+        """Other processes take all places."""
+        self._left.clear()
+
+    def await_end(self, view: pb.View | None) -> bool:
+        """The job is not over as far as is known, and was not done without these."""
+        return any(_misses(view, child) is not None for child, _ in self._left.values())
+
+    def missed(self, view: pb.View | None, now: float) -> list[Child]:
+        """Those for which the job waits: who was no member of it is fenced by nobody. Named once."""
+        if self._link.unheard:
+            self._unheard_at = now
+        missed = []
+        for local_rank, (child, ended_at) in list(self._left.items()):
+            if view is not None and now - max(ended_at, self._unheard_at) >= LEFT_S:
+                del self._left[local_rank]
+                if _misses(view, child):
+                    missed.append(child)
+        return missed
+
+    def given_up(self, now: float) -> str:
+        """(nothing else runs here) Why the end of the job is not waited for any longer; empty: it is."""
+        newest = max((ended_at for _, ended_at in self._left.values()), default=math.inf)
+        if not self._link.unheard or now - newest < UNHEARD_S:
+            return ""
+        return (
+            f"all ranks here have ended with exit code 0, and the coordinator has not said within {UNHEARD_S:g} s "
+            "whether the job is finished: swift-ft status says so once it is back"
+        )
+
+
+def _misses(view: pb.View | None, child: Child) -> bool | None:
+    """Whether the job waits for that process, which has ended with 0, to join. None: it has nothing to do with it;
+    False: it has joined, so the coordinator will say that the job is finished, or has lost it."""
+    if view is None or view.state == pb.FINISHED:
+        return None
+    if any(member.incarnation == child.incarnation for member in view.members):
+        return False
+    return True if view.state != pb.RUNNING else None
+
+
+# SIGTERM of a launcher whose job runs: a checkpoint first, so that no step is lost when the job is started again.
+#
+# ::
+#
+#     (somebody)    SIGTERM
+#     (launcher)    asks the coordinator for a checkpoint, and goes on looking after its ranks
+#     (all ranks)   save the version that the View names then (`checkpoint_at`)
+#     (launcher)    it is complete, or the time is up, or another signal has come: the ranks are ended
+#
+# A job that does not run has nothing newer than its newest checkpoint: then it is left at once.
+
+
+class Leaving:
+    """(main loop) ``check`` whenever something has happened."""
+
+    def __init__(self, gate: SignalGate, link: CoordinatorLink, patience_s: float) -> None:
+        """`patience_s`: for the checkpoint; 0: none is made."""
+        self._gate = gate
+        self._link = link
+        self._patience_s = patience_s
+        self._until: float | None = None
+        """When it leaves whatever there is; None: nobody has sent SIGTERM."""
+        self._newest = -1
+        self._wanted: int | None = None
+
+    def begins(self, view: pb.View | None) -> bool:
+        """True: SIGTERM has come just now, and a checkpoint is made before it is followed. Raises SignalException: a
+        signal is followed at once."""
+        runs = view is not None and view.state == pb.RUNNING
+        if self._until is not None or not self._patience_s or not runs or not self._gate.take(signal.SIGTERM):
+            self._gate.check()
+            return False
+        assert view is not None
+        self._until = events.now() + self._patience_s
+        self._newest = max(view.checkpoints, default=-1)
+        self._link.ask_checkpoint("a launcher was told to stop")
+        return True
+
+    def patience_s(self, longest_s: float) -> float:
+        """How long the loop may wait for something to happen."""
+        return longest_s if self._until is None else min(longest_s, max(0.0, self._until - events.now()))
+
+    def check(self, view: pb.View | None) -> None:
+        """Raises SignalException once nothing is worth waiting for any more."""
+        if self._until is None:
+            return
+        newest = -1 if view is None else max(view.checkpoints, default=-1)
+        if view is not None and view.HasField("checkpoint_at"):
+            self._wanted = view.checkpoint_at
+        saved = newest > self._newest if self._wanted is None else newest >= self._wanted
+        runs = view is not None and view.state == pb.RUNNING
+        if saved or not runs or self._link.not_asked or events.now() >= self._until:
+            events.emit("leaves", saved=saved, version=newest)
+            raise SignalException("got SIGTERM", sigval=signal.SIGTERM)
+
+
+SPARE_DELAY_S_MAX = 30.0
+"""A new spare is started this long after a death, even if no View says that the job runs again."""
+SETTLE_S = 0.5
+"""Once the job fails, ranks may end by themselves this long: what they print and return says why."""
+CHECK_HOLDS_S = 60.0
+"""A machine that has waited longer than this for its place in the job is checked again."""
+
+
+class ReplacingAgent(SimpleElasticAgent):
+    """One machine's ranks and spares.
+
+    Every living child is either a rank in `_ranks` or a spare, except while the ranks are being stopped.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        machines: Rendezvous,
+        job: RankProgram,
+        output: Output,
+        spare_count: int,
+        warms_up: bool = False,
+        grace_s: float,
+        nursery: Nursery,
+        link: CoordinatorLink,
+        gate: SignalGate,
+        last_checkpoint_s: float = 0.0,
+        health_check: HealthCheck | None = None,
+    ) -> None:
+        super().__init__(spec)
+        self._job = job
+        self._output = output
+        self._spares = Spares(nursery, spare_count, warm_up=self._warming if warms_up else None)
+        self._rehearsals = Rehearsals(
+            nursery,
+            link,
+            lambda place, incarnation, version: replace(self._program(place, incarnation), rehearse=version),
+        )
+        self._grace_s = grace_s
+        self._nursery = nursery
+        self._link = link
+        self._gate = gate
+
+        def environment(place: int) -> dict[str, str]:
+            return place_env(spec, self._host.get(place, place), job)
+
+        self._waiting = WaitingPlaces(health_check, nursery, environment)
+        self._leaving = Leaving(gate, link, last_checkpoint_s)
+        self._machines = machines
+        self._ranks: dict[int, Child] = {}
+        """By local rank: its living process."""
+        self._done: dict[int, Child] = {}
+        """By local rank: its process that ended with 0, or that was lost after the job had finished."""
+        self._left = Left(link)
+        self._replacements_left = spec.max_restarts
+        self._attempts: Counter[int] = Counter()
+        """By local rank: deaths since the job last ran."""
+        self._deaths: Counter[int] = Counter()
+        """By local rank: deaths since all ranks have come to a new version."""
+        self._before: int | None = None
+        """The generation in which a life of the job ended that was not this launcher's."""
+        self._known = False
+        """The coordinator has named this launcher."""
+        self._has_run = False
+        self._looked_at: pb.View | None = None
+        self._told = Told()
+        self._last_death: tuple[float, int] | None = None
+        """Time and generation of the newest death whose recovery is not over."""
+        self._lost_code = 0
+        self._vacated = Vacated()
+        self._host: dict[int, int] = {}
+        """By local rank: the local rank on whose device it runs, if it has moved."""
+        self.outcome: Outcome | None = None
+
+    # What torch's agent calls.
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        self._done.clear()
+        self._left.clear()
+        self._waiting.clear()
+        for worker in worker_group.workers:
+            self._give_rank(worker.local_rank)
+        return {local_rank: child.pid for local_rank, child in self._ranks.items()}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        ranks, self._ranks = list(self._ranks.values()), {}
+        self._nursery.stop(ranks, self._grace_s, hurry=lambda: self._gate.pending)
+        if self.outcome is None:
+            for child in ranks:
+                self._notify(child)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
+        self._waiting.stop()
+        self._nursery.kill([child for child in self._nursery.children if child.rank is None])
+        self._stop_workers(self._worker_group)
+        self._nursery.close()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Blocks until something happens, at most for the monitor interval, and deals with it."""
+        now = events.now()
+        patience_s = self._waiting.patience_s(worker_group.spec.monitor_interval)
+        spoke, ended = self._nursery.wait(self._leaving.patience_s(patience_s))
+        if self._leaving.begins(self._view):
+            say("SIGTERM: a checkpoint is made first (another signal ends the ranks at once)")
+        self._leaving.check(self._view)
+        for child in spoke:  # first: a spare that has just become warm is one to be used
+            (self._rehearsals if child.rehearses else self._spares).heard(child)
+        # Then deaths: that is what the time counts for.
+        for child in ended:
+            self._on_exit(child)
+        self._on_view(self._view)
+        self._spares.look(self._view)
+        self._rehearsals.look(self._view)
+        for child in self._left.missed(self._view, now):
+            self._fail_without(child)
+        for local_rank, why, failures in self._waiting.failed():
+            self._on_unfit(local_rank, why, failures)
+        if self._machines.lost and self.outcome is None:
+            self._end({1}, self._machines.lost)
+        if self.outcome is not None:
+            return RunResult(state=WorkerState.FAILED)
+        if late := self._told.late(self._view, now):
+            say(late)
+        self._replace_due()
+        if not self._ranks and not self._waiting:
+            if not self._left.await_end(self._view):
+                done = {worker.global_rank: None for worker in worker_group.workers}
+                return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
+            if why := self._left.given_up(now):
+                self._end({1}, why)
+                return RunResult(state=WorkerState.FAILED)
+        if self._is_quiet():
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            self._spares.tend(self._view, ranks)
+            self._rehearsals.tend(self._view, ranks)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        """torch's loop, without its sleep and without a restart of the group for one failed rank."""
+        group = self._worker_group
+        self._nursery.tend()
+        self._check_all_places()
+        with self._gate.raising():
+            self._nursery.prepare()
+        self._spares.begin(group.spec.local_world_size)
+        began = events.now()
+        self._join_rendezvous()
+        if events.now() - began > CHECK_HOLDS_S:
+            self._check_all_places()
+        self._start_ranks()
+        while True:
+            result = self._monitor_workers(group)
+            group.state = result.state
+            if result.state == WorkerState.SUCCEEDED:
+                self.outcome = Outcome(exit_code=self._lost_code, line=self._summary())
+                return result
+            if result.state == WorkerState.FAILED:
+                self._stop_workers(group)
+                return result
+
+    def _summary(self) -> str:
+        """The last line of a run that came to its end, if there is something to say."""
+        words = [] if self._view is None else end_words(self._view)
+        return f"swift: job {self._job.name}: {'; '.join(words)}" if words else ""
+
+    def _assign_worker_ranks(
+        self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """By machine, in order. torch's own asks the others by a store."""
+        return workers_of(self._machines.ranks_of, group_rank, spec.local_world_size)
+
+    def _join_rendezvous(self) -> None:
+        with self._gate.raising():
+            self._rendezvous(self._worker_group)
+
+    def _check_all_places(self) -> None:
+        spec = self._worker_group.spec
+        self._waiting.check_all(spec.local_world_size, spec.monitor_interval, self._gate.check)
+
+    def _start_ranks(self) -> None:
+        for local_rank, pid in self._start_workers(self._worker_group).items():
+            self._worker_group.workers[local_rank].id = pid
+        self._worker_group.state = WorkerState.HEALTHY
+
+    # Ranks and spares.
+
+    def _program(self, local_rank: int, incarnation: str) -> Program:
+        """What a child is to run for that place."""
+        device_of = self._host.get(local_rank)
+        env = rank_env(
+            self._worker_group, local_rank, job=self._job, incarnation=incarnation, device_of=device_of
+        )
+        # Then it is not to begin anew, whoever has lost it.
+        env["SWIFT_HAS_RUN"] = "1" if self._has_run else ""
+        return make_program(self._job, self._output, local_rank, env)
+
+    def _warming(self, local_rank: int, incarnation: str) -> Program:
+        return replace(self._program(local_rank, incarnation), warm_up=True)
+
+    def _give_rank(self, local_rank: int) -> Child:
+        group = self._worker_group
+        rank = group.workers[local_rank].global_rank
+        child = self._spares.take(rank, on_its_device=local_rank not in self._host)
+        child.assign(rank, self._program(local_rank, child.incarnation))
+        events.emit(
+            "spare_assigned",
+            rank=rank,
+            pid=child.pid,
+            incarnation=child.incarnation,
+            warm=child.warm,
+            warmed_up=child.warmed_up,
+        )
+        self._ranks[local_rank] = child
+        group.workers[local_rank].id = child.pid
+        return child
+
+    def _is_quiet(self) -> bool:
+        """No recovery is going on, as far as the launcher can tell."""
+        if self._last_death is None:
+            return True
+        died_at, generation = self._last_death
+        view = self._view
+        recovered = view is not None and view.state == pb.RUNNING and view.generation > generation
+        if recovered or events.now() - died_at > SPARE_DELAY_S_MAX:
+            self._last_death = None
+            return True
+        return False
+
+    # What happens to them.
+
+    def _on_exit(self, child: Child) -> None:
+        assert child.exit_code is not None
+        if child.rank is None:
+            (self._rehearsals if child.rehearses else self._spares).ended(child)
+            return
+        local_rank = self._local_rank_of(child)
+        if local_rank is None:  # ended together with one because of which `_settle` has counted it
+            return
+        del self._ranks[local_rank]
+        events.emit("child_exit", rank=child.rank, pid=child.pid, code=child.exit_code)
+        self._rehearsals.give_way()
+        if self.outcome is not None:
+            return
+        self._attempts[local_rank] += 1
+        self._deaths[local_rank] += 1
+        situation = self._situation(local_rank)
+        verdict = judge_exit(child.rank, child.exit_code, situation)
+        if verdict.action == Action.STOP:
+            self._fail(verdict)
+            return
+        self._notify(child, given_up=verdict.action == Action.VACANT)
+        if verdict.action == Action.REPLACE:
+            self._replace(child, local_rank, verdict.reason)
+            return
+        if verdict.action == Action.VACANT:
+            self._vacated.add(local_rank, child.rank, child.incarnation)
+            self._leave_vacant(verdict)
+            return
+        self._done[local_rank] = child
+        if not situation.finished:
+            self._left.add(local_rank, child, events.now())
+        if verdict.action == Action.LOST:
+            self._lost_code = verdict.exit_code
+            say(verdict.reason)
+
+    def _situation(self, local_rank: int) -> Situation:
+        """In which a process of that place has ended, or is not made."""
+        view = self._view
+        has_run = self._has_run or has_left_forming(view)  # of which it may only be told in the same moment
+        return Situation(
+            replacements_left=self._replacements_left,
+            # Without a coordinator nobody knows whether the job ran in between.
+            attempts=0 if view is None else self._attempts[local_rank],
+            has_run=has_run,
+            finished=view is not None and view.state == pb.FINISHED,
+            can_return=view is not None and view.HasField("final_version"),
+            may_shrink=has_run
+            and view is not None
+            and (bool(view.taking_part) or view.shrinks or view.shrinks_late),
+        )
+
+    def _leave_vacant(self, verdict: Verdict) -> None:
+        say(verdict.reason)
+        if not self._ranks and not self._done and not self._waiting:
+            self._lost_code = 1
+            say("no rank is left on this machine: the same command goes on from the newest checkpoint")
+
+    def _local_rank_of(self, child: Child) -> int | None:
+        return next((local for local, held in self._ranks.items() if held is child), None)
+
+    def _replace(self, lost: Child, local_rank: int, reason: str) -> None:
+        self._replacements_left -= 1
+        # Nothing seen yet: then it was in the first one, at the earliest.
+        generation = 1 if self._view is None else self._view.generation
+        wait_s = delay_s(self._deaths[local_rank])
+        if wait_s:
+            times = self._deaths[local_rank]
+            say(f"{reason}, no. {times} without a new version: replaced in {wait_s:g} s")
+        self._waiting.add(local_rank, events.now() + wait_s, reason, generation, lost.incarnation)
+        self._replace_due()
+
+    def _replace_due(self) -> None:
+        for local_rank, waiting in self._waiting.ready():
+            self._last_death = (events.now(), waiting.generation)
+            try:
+                child = self._give_rank(local_rank)
+            except StartFailed as error:
+                failures = self._waiting.put_back(local_rank, waiting)
+                rank = self._worker_group.workers[local_rank].global_rank
+                verdict = judge_start(rank, str(error), failures, self._situation(local_rank))
+                self._leave_empty(local_rank, verdict, failures)
+                if self.outcome is not None:
+                    return
+                continue
+            say(f"{waiting.reason}: replaced by process {child.pid} ({child.kind})")
+
+    def _on_unfit(self, local_rank: int, why: str, failures: int) -> None:
+        """The place has failed its health check: so often since its last process has ended."""
+        rank = self._worker_group.workers[local_rank].global_rank
+        self._link.notify_unfit(rank, why)
+        verdict = judge_check(rank, why, failures, self._situation(local_rank))
+        self._leave_empty(local_rank, verdict, failures)
+
+    def _leave_empty(self, local_rank: int, verdict: Verdict, failures: int) -> None:
+        """No process can get the place now: what follows."""
+        rank = self._worker_group.workers[local_rank].global_rank
+        if verdict.action == Action.REPLACE:
+            say(verdict.reason)
+            self._waiting.put_off(local_rank, events.now() + check_delay_s(failures))
+            return
+        waiting = self._waiting.drop(local_rank)
+        match verdict.action:
+            case Action.STOP:
+                self._fail(verdict)
+            case Action.VACANT:
+                self._link.notify_given_up(rank)
+                self._vacated.add(local_rank, rank, waiting.incarnation)
+                self._leave_vacant(verdict)
+                if self._view is not None:
+                    self._check_vacated(self._view)
+            case _:
+                self._lost_code = verdict.exit_code
+                say(verdict.reason)
+
+    def _notify(self, child: Child, *, given_up: bool = False) -> None:
+        if child.rank is not None and child.exit_code is not None:
+            self._link.notify_exit(
+                child.rank, child.pid, child.exit_code, child.incarnation, given_up=given_up
+            )
+
+    # The end, and what the coordinator says.
+
+    def _fail(self, verdict: Verdict) -> None:
+        """Ends the job because of a rank of ours."""
+        exit_codes = {verdict.exit_code}
+        if verdict.exit_code == 1:
+            # Perhaps it only followed another rank's error, or the job's failure.
+            exit_codes |= self._settle()
+        view = self._view
+        if view is not None and view.state == pb.FAILED:
+            self._end(exit_codes, f"job failed: {view.reason}", view.exit_code)
+            return
+        self._end(exit_codes, f"{verdict.reason}: the job is stopped")
+        self._link.fail(verdict.reason)
+
+    def _end(self, exit_codes: set[int], line: str, exit_code: int = 0) -> None:
+        self._waiting.clear()
+        self.outcome = outcome_of(exit_codes, f"swift: {line}", exit_code)
+
+    def _settle(self) -> set[int]:
+        """Gives ranks that are about to end the time for it. The exit codes of all that have ended by then."""
+        deadline = time.monotonic() + SETTLE_S
+        exit_codes = self._count_ended()
+        while self._ranks and not self._gate.pending and (left_s := deadline - time.monotonic()) > 0:
+            self._nursery.wait(left_s)
+            exit_codes |= self._count_ended()
+        return exit_codes
+
+    def _count_ended(self) -> set[int]:
+        exit_codes = set()
+        for local_rank, child in list(self._ranks.items()):
+            if child.exit_code is not None:
+                exit_codes.add(child.exit_code)
+                events.emit("child_exit", rank=child.rank, pid=child.pid, code=child.exit_code)
+                del self._ranks[local_rank]
+        return exit_codes
+
+    @property
+    def _view(self) -> pb.View | None:
+        """The newest one; None while it shows how the job ended before this launcher came."""
+        view = self._link.view
+        if view is None:
+            return None
+        if self._before is None:
+            over = view.state in (pb.FINISHED, pb.FAILED, pb.STOPPED) and self._job.run not in view.runs
+            self._before = view.generation if over else 0
+        return None if view.generation == self._before else view
+
+    def _on_view(self, view: pb.View | None) -> None:
+        if view is None or view is self._looked_at or self.outcome is not None:
+            return
+        self._looked_at = view
+        state = state_name(view.state)
+        events.emit("view_seen", generation=view.generation, state=state, reason=view.reason)
+        if self._known and self._job.run not in view.runs:
+            self._end({1}, "the job was started again by another swift-ft run: this one ends")
+            return
+        self._known = self._job.run in view.runs
+        if not view.setbacks:
+            self._deaths.clear()
+        self._has_run = self._has_run or has_left_forming(view)
+        if view.state == pb.FAILED:
+            self._end(self._settle(), f"job failed: {view.reason}", view.exit_code)
+            return
+        for line in self._told.of(view):
+            say(line)
+        if view.state == pb.RUNNING and self._is_quiet():
+            self._attempts.clear()
+        self._check_vacated(view)
+        if view.state == pb.FINISHED:  # without those whose places are vacant
+            self._waiting.leave(set(view.vacant), self._worker_group.workers)
+        self._obey_fence({member.incarnation for member in view.fenced}, over=view.state == pb.FINISHED)
+
+    def _check_vacated(self, view: pb.View) -> None:
+        """Who was not replaced has left its place vacant; or the others cannot go on without it, and it moves."""
+        for local_rank in self._vacated.missed(view):
+            if self.outcome is None:
+                self._move(local_rank)
+
+    def _move(self, local_rank: int) -> None:
+        """Gives a lost rank a process beside a rank that lives here, on its device; else the job ends."""
+        rank, hosts = self._worker_group.workers[local_rank].global_rank, sorted(self._ranks)
+        why = room_for_one_more(child.pid for child in self._ranks.values())
+        if not why:
+            self._host[local_rank] = self._host.get(hosts[0], hosts[0])
+            try:
+                child, host = self._give_rank(local_rank), self._ranks[hosts[0]]
+            except StartFailed as error:
+                why = str(error)
+        if why:
+            reason = (
+                f"rank {rank} is lost, the others cannot go on without its stage, and it cannot move: {why}"
+            )
+            self._fail(Verdict(action=Action.STOP, exit_code=1, reason=reason))
+            return
+        say(f"rank {rank} moves to the place of rank {host.rank}: process {child.pid}, on the same device")
+        events.emit("moved", rank=rank, pid=child.pid, beside=host.rank)
+
+    def _obey_fence(self, fenced: Iterable[str], *, over: bool) -> None:
+        for child in self._ranks.values():
+            if child.incarnation in fenced:
+                events.emit("fenced_kill", rank=child.rank, pid=child.pid)
+                say(f"rank {child.rank}: process {child.pid} is fenced: killed")
+                child.kill_group()
+        for child in self._done.values():
+            if child.incarnation in fenced and not over:
+                self._fail_without(child)
+
+    def _fail_without(self, child: Child) -> None:
+        if self.outcome is None:
+            reason = (
+                f"rank {child.rank}: exit code 0 before the job was finished (session.stop() ends one early)"
+            )
+            self._fail(Verdict(action=Action.STOP, exit_code=1, reason=reason))

@@ -1,0 +1,506 @@
+"""The launcher's child processes: started as warm spares, handed a rank, signalled, reaped.
+
+All of it happens in the launcher's main thread: PR_SET_PDEATHSIG fires when the *thread* that started a child
+ends. Each child leads a session of its own, so that Ctrl-C in a terminal reaches the launcher alone and a
+rank's own children (data loaders) are killed with it.
+
+A child is forked by the fork server if there is one that is ready, else it is a fresh interpreter, which takes
+seconds to import what a rank needs.
+"""
+
+import contextlib
+import fcntl
+import functools
+import math
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Protocol
+
+from swift_ft import events
+from swift_ft.errors import ServiceError
+from swift_ft.launch.forkserver import ForkFailed, ForkServer, own_children
+from swift_ft.launch.torch_names import SignalException
+from swift_ft.launch.worker import ENV_WORD_FD, Program
+
+# Ctrl-C and its kin in the launcher: noticed by the loop, or raised where torch blocks the main thread.
+
+STUCK_S = 2.0
+"""Some waits of torch's store run no Python code, so no handler either. After this time the process simply
+ends, and the kernel ends the children with it."""
+
+
+class SignalGate:
+    """While the loop runs, a signal only wakes it, so that no child is lost between its start and its entry
+    in the books. Inside `raising()` (rendezvous, barrier) it is raised at once.
+    """
+
+    def __init__(self, signals: list[signal.Signals], wake: Callable[[], None]) -> None:
+        self._received: signal.Signals | None = None
+        self._raises = False
+        self._wake = wake
+        self._handled = threading.Event()
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(write_fd, False)
+        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(read_fd,), name="signal-watch", daemon=True).start()
+        for signum in signals:
+            # nohup means it.
+            if not (signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN):
+                signal.signal(signum, self._on_signal)
+
+    @property
+    def pending(self) -> bool:
+        """A signal has come that nobody has seen by `check` yet."""
+        return self._received is not None
+
+    def take(self, signum: signal.Signals) -> bool:
+        """True: this one has come; it is forgotten."""
+        came = self._received == signum
+        if came:
+            self._received = None
+        return came
+
+    def check(self) -> None:
+        """Raises SignalException if a signal has come."""
+        if self._received is not None:
+            received, self._received = self._received, None
+            raise SignalException(f"got {received.name}", sigval=received)
+
+    @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        self._raises = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._raises = False
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._received = signal.Signals(signum)
+        self._handled.set()
+        self._wake()
+        if self._raises:
+            self.check()
+
+    def _watch(self, read_fd: int) -> None:
+        while True:
+            signum = os.read(read_fd, 1)[0]
+            if not self._handled.wait(STUCK_S):
+                os._exit(128 + signum)
+
+
+_SAID_BYTES = 1 << 16
+KILL_WAIT_S = 10.0
+"""How long a SIGKILLed child may take to go (uninterruptible sleep) before it is named and left."""
+SERVER_FAILURES_MAX = 3
+"""Fork servers that may fail in a row; then children are fresh interpreters."""
+SERVER_AGAIN_S = 5.0
+"""One that could not be started is tried again after this time."""
+
+
+class StartFailed(ServiceError):
+    """No process can be started now."""
+
+
+class HasFileno(Protocol):
+    """What a selector takes."""
+
+    def fileno(self) -> int: ...
+
+
+Started = tuple[int, "subprocess.Popen[bytes] | None"]
+"""A new process, and who may want to know its exit code too."""
+
+
+class Child:
+    """One process: a spare while `rank` is None, then that rank until it ends."""
+
+    def __init__(
+        self,
+        pid: int,
+        process: "subprocess.Popen[bytes] | None",
+        control_fd: int,
+        warm_fd: int,
+    ) -> None:
+        """`process`: None if it was forked."""
+        self._process = process
+        self._control_fd = control_fd
+        self.warm_fd = warm_fd
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.forked = process is None
+        self.incarnation = uuid.uuid4().hex
+        self.warm = False
+        self.kept_for: int | None = None
+        """(a spare) It is warmed up as this rank, and takes no other one's place; None: it takes any."""
+        self.warming = False
+        """It runs the script to be warmed up."""
+        self.warmed_up = False
+        """It has done so, and is as it was before."""
+        self.rehearses = False
+        """It is no spare: it rehearses a recovery."""
+        self.unwanted = False
+        """It was killed on purpose, and has not gone yet."""
+        self.said = b""
+        """What it has written to `warm_fd` and nobody has taken yet."""
+        self.rank: int | None = None
+        self.exit_code: int | None = None
+        """None while it lives; negative: killed by that signal."""
+
+    @property
+    def kind(self) -> str:
+        """How it was started, for messages."""
+        if self.warmed_up:
+            return "a spare that was warmed up"
+        return "a warm spare" if self.warm else "a fork" if self.forked else "a cold start"
+
+    def assign(self, rank: int, assignment: Program) -> None:
+        """Hands the rank over. The child may have died already: its pidfd tells."""
+        self._tell(assignment)
+        self.rank = rank
+        os.close(self._control_fd)
+        self._control_fd = -1
+
+    def warm_up(self, assignment: Program) -> None:
+        """Lets a spare run the script as a rank would. It writes a line when it is done."""
+        self._tell(assignment)
+        self.warming = True
+
+    def rehearse(self, assignment: Program) -> None:
+        """Lets it do steps of a rank again, as no rank. It writes a line when it is done, and ends."""
+        self.rehearses = True
+        self._tell(assignment)
+
+    def discard(self) -> None:
+        """It is killed; its pidfd tells when it has gone."""
+        self.unwanted = True
+        self.kill_group()
+
+    def _tell(self, assignment: Program) -> None:
+        """Never waits for a child that does not read yet. The pipe is not enlarged for that: what a user's pipes may
+        take in all is limited."""
+        line = assignment.to_line()
+        if len(line) <= fcntl.fcntl(self._control_fd, fcntl.F_GETPIPE_SZ):
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._control_fd, line)
+            return
+        pipe = os.dup(self._control_fd)
+        writer = threading.Thread(target=_write_all, args=(pipe, line), name="assignment", daemon=True)
+        try:
+            writer.start()
+        except RuntimeError:  # no thread can be started: then it is waited for
+            _write_all(pipe, line)
+
+    def hear(self) -> bool:
+        """(`warm_fd` is readable) Whether it has said something; not that nothing more comes."""
+        heard = os.read(self.warm_fd, _SAID_BYTES)
+        if heard and not self.warm:
+            self.warm, heard = True, heard[1:]
+            return True
+        self.said += heard
+        return bool(heard)
+
+    def send(self, signum: int) -> None:
+        if self.exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signum)
+
+    def kill_group(self) -> None:
+        """SIGKILL for the child and whatever it started in its session. Right until `reap`."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> int:
+        """After the pidfd became readable: ends its group, collects the exit code, closes everything."""
+        os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+        # Not reaped yet, so the pid, and with it the group's number, cannot be anybody else's.
+        self.kill_group()
+        ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
+        assert ended is not None
+        self.exit_code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        if self._process is not None:
+            self._process.returncode = self.exit_code
+        for fd in (self.pidfd, self.warm_fd, self._control_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.pidfd = self.warm_fd = self._control_fd = -1
+        return self.exit_code
+
+
+def _write_all(fd: int, line: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError), open(fd, "wb") as pipe:
+        pipe.write(line)
+
+
+def _name_undead(pid: int) -> None:
+    print(f"swift: process {pid} was killed and does not go away", file=sys.stderr)
+
+
+class Nursery:
+    """All children of the launcher and the selector that tells which of them became warm or ended.
+
+    Invariants: every child that was started and not reaped is in `children` and registered by its pidfd. So is
+    the pidfd of every orphan that this process has adopted, in `_adopted`. `_server` is registered.
+    """
+
+    def __init__(
+        self,
+        env: dict[str, str],
+        path0: str,
+        preload: str,
+        *,
+        imports: str = "",
+        fork: bool = True,
+        on_unfit: Callable[[str], None],
+    ) -> None:
+        """`imports`: what the script imports first; the fork server does so as well, as far as that is safe. `fork`:
+        with a fork server. `on_unfit`: told once if the modules make that impossible, and why."""
+        # One order of sets and of what is hashed, in a replacement as well.
+        self._env = {"PYTHONHASHSEED": "0", **env}
+        self._path0 = path0
+        self._preload = preload
+        self._imports = imports
+        self._chosen: list[str] = []
+        self._forks = fork
+        self._on_unfit = on_unfit
+        self._server: ForkServer | None = None
+        self._server_failures = 0
+        self._server_at = -math.inf
+        """None is started before."""
+        self._adopted: dict[int, int] = {}
+        """By pidfd: the number of an orphan that ended up here."""
+        self._selector = selectors.DefaultSelector()
+        # One byte for all children: who reads it may print a mistake that all of them make.
+        self._word_read, self._word_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        os.write(self._word_write, b"w")
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
+        self.children: list[Child] = []
+
+    def wake(self) -> None:
+        """(any thread, signal handlers) Ends `wait` early."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_write, b"w")
+
+    @property
+    def spares(self) -> list[Child]:
+        """The best one first: warm, then the one that was started earliest."""
+        there = (child for child in self.children if child.rank is None and not child.unwanted)
+        return sorted((child for child in there if not child.rehearses), key=lambda child: not child.warm)
+
+    def attend(self, what: HasFileno, hear: Callable[[], None]) -> None:
+        """`wait` calls `hear` whenever `what` is readable, until it is told to `ignore` it."""
+        self._selector.register(what, selectors.EVENT_READ, hear)
+
+    def ignore(self, what: HasFileno) -> None:
+        self._selector.unregister(what)
+
+    # The fork server.
+
+    def prepare(self) -> None:
+        """Waits until children can be forked, or it is clear that they cannot. May be interrupted."""
+        while self.tend() is False:
+            assert self._server is not None
+            self._hear()
+
+    def tend(self) -> bool:
+        """Starts the fork server if there should be one, and it can be. False while it imports: a spare can wait for
+        that."""
+        if self._forks and self._server is None and time.monotonic() >= self._server_at:
+            try:
+                self._server = ForkServer(self._env, self._path0, self._preload, self._imports)
+            except OSError as error:
+                self._server_at = time.monotonic() + SERVER_AGAIN_S
+                events.emit("fork_server_not_started", reason=error.strerror)
+                return True
+            self._selector.register(self._server, selectors.EVENT_READ, self._hear)
+            events.emit("fork_server_started", server_pid=self._server.pid)
+        return self._server is None or self._server.ready
+
+    def _hear(self) -> None:
+        """The server's word on itself, or its end."""
+        assert self._server is not None
+        try:
+            reason = self._server.hear()
+        except ForkFailed as error:
+            self._lose_server(str(error))
+            return
+        if reason is None:
+            self._chosen = self._server.chosen
+            events.emit(
+                "fork_server_ready",
+                server_pid=self._server.pid,
+                chosen=self._chosen,
+                left_out=self._server.left_out,
+            )
+            return
+        if self._server.chosen:  # it may be one of these, though each by itself was fit
+            self._imports = ""
+            self._lose_server(reason)
+            return
+        self._forks = False
+        self._drop_server()
+        events.emit("fork_server_unfit", reason=reason)
+        self._on_unfit(reason)
+
+    def _lose_server(self, reason: str) -> None:
+        assert self._server is not None
+        events.emit("fork_server_lost", server_pid=self._server.pid, reason=reason)
+        self._drop_server()
+        self._server_failures += 1
+        self._forks = self._server_failures < SERVER_FAILURES_MAX
+
+    def _drop_server(self) -> None:
+        if self._server is not None:
+            self._selector.unregister(self._server)
+            if not self._server.close(KILL_WAIT_S):
+                _name_undead(self._server.pid)
+            self._server = None
+
+    def _fork(self, fds: list[int]) -> Started | None:
+        """If there is a fork server, and it could."""
+        if self._server is None or not self._server.ready:
+            return None
+        before, pid = own_children(), None
+        try:
+            pid = self._server.fork(fds)
+            self._server_failures = 0
+        except ForkFailed as error:
+            self._lose_server(str(error))
+        # A trainer died meanwhile, whose log's sidecar lives on; or a failed fork has left something.
+        for orphan in own_children() - before - {pid}:
+            pidfd = os.pidfd_open(orphan)
+            self._adopted[pidfd] = orphan
+            self._selector.register(pidfd, selectors.EVENT_READ, functools.partial(self._bury, pidfd))
+        return None if pid is None else (pid, None)
+
+    def _bury(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        os.close(pidfd)
+        del self._adopted[pidfd]
+
+    # Children.
+
+    def spawn(self) -> Child:
+        """Starts a child. Forked if that is possible at once: a fresh interpreter is no later than a new server. Raises
+        StartFailed."""
+        try:
+            child = self._start(self._fork) or self._start(self._interpret)
+        except OSError as error:
+            raise StartFailed(
+                f"no process can be started ({error.strerror}): look at the limits of processes and open files "
+                "(ulimit -u, ulimit -n, pids.max of the cgroup)"
+            ) from None
+        assert child is not None
+        self.children.append(child)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+        self._selector.register(child.warm_fd, selectors.EVENT_READ, child)
+        return child
+
+    def _start(self, how: Callable[[list[int]], Started | None]) -> Child | None:
+        # Each way with pipes of its own: a fork that failed may have left somebody who reads.
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            control_read, control_write = os.pipe()
+            theirs.callback(os.close, control_read)
+            ours.callback(os.close, control_write)
+            warm_read, warm_write = os.pipe()
+            theirs.callback(os.close, warm_write)
+            ours.callback(os.close, warm_read)
+            started = how([control_read, warm_write, self._word_read])
+            if started is None:
+                return None
+            child = Child(*started, control_write, warm_read)
+            ours.pop_all()
+            return child
+
+    def _interpret(self, fds: list[int]) -> Started:
+        """A fresh interpreter, which imports the modules and then waits for its `assign`."""
+        control_fd, warm_fd, word_fd = fds
+        command = [sys.executable, "-u", "-P", "-m", "swift_ft.launch.worker"]
+        command += [
+            str(control_fd),
+            str(warm_fd),
+            str(os.getpid()),
+            self._path0,
+            ",".join([self._preload, *self._chosen]),
+        ]
+        env = self._env | {ENV_WORD_FD: str(word_fd)}
+        process = subprocess.Popen(command, env=env, pass_fds=fds, start_new_session=True)
+        return process.pid, process
+
+    def _on_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+
+    def wait(self, timeout_s: float) -> tuple[list[Child], list[Child]]:
+        """Blocks until something happens or the time is up: (children that have said something, see `Child.hear`;
+        children that ended)."""
+        spoke, ended = [], []
+        for key, _ in self._selector.select(timeout_s):
+            child = key.data
+            if not isinstance(child, Child):
+                child()
+            elif key.fd == child.pidfd:
+                ended.append(child)
+            elif child.hear():
+                spoke.append(child)
+            else:
+                self._drop_warm_fd(child)
+        for child in ended:
+            self._selector.unregister(child.pidfd)
+            if child.warm_fd >= 0:
+                self._selector.unregister(child.warm_fd)
+            child.reap()
+            self.children.remove(child)
+        return spoke, ended
+
+    def _drop_warm_fd(self, child: Child) -> None:
+        self._selector.unregister(child.warm_fd)
+        os.close(child.warm_fd)
+        child.warm_fd = -1
+
+    def stop(self, children: Iterable[Child], grace_s: float, hurry: Callable[[], bool]) -> None:
+        """SIGTERM, after the grace (or once `hurry` says so, looked at when woken) SIGKILL; reaps them."""
+        stopping = list(children)
+        for child in stopping:
+            child.send(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while self._any_alive(stopping) and not hurry() and (left_s := deadline - time.monotonic()) > 0:
+            self.wait(left_s)
+        self.kill(stopping)
+
+    def kill(self, children: Iterable[Child]) -> None:
+        """SIGKILL; reaps them. One that does not go away is named and left."""
+        killed = [child for child in children if child.exit_code is None]
+        for child in killed:
+            child.kill_group()
+        deadline = time.monotonic() + KILL_WAIT_S
+        while self._any_alive(killed) and (left_s := deadline - time.monotonic()) > 0:
+            self.wait(left_s)
+        for child in killed:
+            if child.exit_code is None:
+                _name_undead(child.pid)
+
+    @staticmethod
+    def _any_alive(children: list[Child]) -> bool:
+        return any(child.exit_code is None for child in children)
+
+    def close(self) -> None:
+        """Kills what is left. Adopted orphans go their own way."""
+        self.kill(list(self.children))
+        self._drop_server()
+        for pidfd in self._adopted:
+            os.close(pidfd)
+        self._adopted.clear()
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)

@@ -1,0 +1,173 @@
+"""What a rank is given, as torch's LocalElasticAgent gives it: environment, arguments, files for output."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from swift_ft.errors import UsageError
+from swift_ft.files import make_directory
+from swift_ft.launch.torch_names import Std, Worker, WorkerGroup, WorkerSpec, macros
+from swift_ft.launch.worker import Program
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankProgram:
+    """What the ranks of a job run, the same for every local rank."""
+
+    script: str
+    module: bool
+    args: list[str]
+    cwd: str
+    coordinator: str
+    name: str
+    checkpoint_dir: str | None
+    run: str = ""
+    """This launcher: no other one has the same."""
+    retry_exceptions: int = 0
+    """How often a step may be done again that has raised an exception."""
+    from_job: str = ""
+    """The job with whose checkpoint this one begins; empty: with none."""
+    from_version: int | None = None
+    """Of which version; None: the newest."""
+
+    def sys_path0(self) -> str:
+        """What `python SCRIPT` or `python -m MODULE` puts first in sys.path."""
+        return self.cwd if self.module else os.path.dirname(os.path.realpath(self.script))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """Where the output of the local ranks goes."""
+
+    redirects: dict[int, Std] = field(default_factory=dict)
+    """By local rank: the streams that go to files."""
+    shown: frozenset[int] | None = None
+    """Local ranks whose output is shown if it is not redirected; None: all."""
+    run_dir: Path | None = None
+    """Holds LOCAL_RANK/stdout.log and stderr.log."""
+
+    def file(self, local_rank: int, stream: Std, name: str) -> str | None:
+        """The file of one stream; None: the launcher's own."""
+        if self.run_dir is not None and self.redirects.get(local_rank, Std.NONE) & stream:
+            return str(self.rank_dir(local_rank) / name)
+        if self.shown is not None and local_rank not in self.shown:
+            return os.devnull
+        return None
+
+    def rank_dir(self, local_rank: int) -> Path:
+        assert self.run_dir is not None
+        directory = self.run_dir / "attempt_0" / str(local_rank)
+        make_directory(directory)
+        return directory
+
+
+def make_run_dir(log_dir: str | None, run_id: str) -> Path:
+    """A fresh directory for this run's output: RUN_ID_xxxx in the log directory, as torchrun names it. Raises
+    UsageError if it cannot be made."""
+    try:
+        if log_dir is not None:
+            make_directory(Path(log_dir))
+        base = os.path.abspath(log_dir or tempfile.mkdtemp(prefix="torchelastic_"))
+        return Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=base))
+    except OSError as error:
+        raise UsageError(
+            f"run: --log-dir {log_dir}: {error.strerror}: name a directory that can be written"
+        ) from error
+
+
+def place_env(spec: WorkerSpec, local_rank: int, job: RankProgram) -> dict[str, str]:
+    """What a place of this machine has, whichever rank it is: for a health check, and a part of a rank's own."""
+    env = {
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "SWIFT_COORDINATOR": job.coordinator,
+        "SWIFT_JOB": job.name,
+    }
+    if job.checkpoint_dir is not None:
+        env["SWIFT_CHECKPOINT_DIR"] = job.checkpoint_dir
+    if spec.virtual_local_rank:
+        env["LOCAL_RANK"] = "0"
+        env["CUDA_VISIBLE_DEVICES"] = _device_of(local_rank)
+    return env
+
+
+def rank_env(
+    group: WorkerGroup,
+    local_rank: int,
+    *,
+    job: RankProgram,
+    incarnation: str,
+    device_of: int | None = None,
+) -> dict[str, str]:
+    """The variables of one rank, on top of the launcher's own environment. `device_of`: the local rank on whose device
+    it runs, if it is not its own: trainers choose theirs by LOCAL_RANK."""
+    spec, worker = group.spec, group.workers[local_rank]
+    env = place_env(spec, local_rank if device_of is None else device_of, job) | {
+        "RANK": str(worker.global_rank),
+        "GROUP_RANK": str(group.group_rank),
+        "ROLE_RANK": str(worker.role_rank),
+        "ROLE_NAME": spec.role,
+        "WORLD_SIZE": str(worker.world_size),
+        "GROUP_WORLD_SIZE": str(group.group_world_size),
+        "ROLE_WORLD_SIZE": str(worker.role_world_size),
+        "MASTER_ADDR": str(group.master_addr),
+        "MASTER_PORT": str(group.master_port),
+        "TORCHELASTIC_RESTART_COUNT": "0",  # nobody's group is restarted
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "SWIFT_INCARNATION": incarnation,
+        "SWIFT_RUN": job.run,
+        "SWIFT_LOCAL_PLACE": str(local_rank),
+        "SWIFT_RETRY_EXCEPTIONS": str(job.retry_exceptions),
+    }
+    if job.from_job:
+        env["SWIFT_FROM_JOB"] = job.from_job
+    if job.from_version is not None:
+        env["SWIFT_FROM_VERSION"] = str(job.from_version)
+    return env
+
+
+def workers_of(ranks_of: Sequence[int], group_rank: int, local_world_size: int) -> list[Worker]:
+    """Of the machine at this place, of so many: ranks are numbered by machine, in order. `ranks_of`: of each."""
+    before, world_size = sum(ranks_of[:group_rank]), sum(ranks_of)
+    return [
+        Worker(
+            local_rank=local_rank,
+            global_rank=before + local_rank,
+            role_rank=before + local_rank,
+            world_size=world_size,
+            role_world_size=world_size,
+        )
+        for local_rank in range(local_world_size)
+    ]
+
+
+def _device_of(local_rank: int) -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local_rank)
+    devices = visible.split(",")
+    if local_rank >= len(devices):
+        raise UsageError(
+            f"local rank {local_rank} has no device in CUDA_VISIBLE_DEVICES={visible}: name more"
+        )
+    return devices[local_rank].strip()
+
+
+def make_program(job: RankProgram, output: Output, local_rank: int, env: dict[str, str]) -> Program:
+    """All that a child needs to become this rank."""
+    if output.run_dir is not None:
+        env = env | {"TORCHELASTIC_ERROR_FILE": str(output.rank_dir(local_rank) / "error.json")}
+    return Program(
+        env=env,
+        script=job.script,
+        module=job.module,
+        args=[str(arg) for arg in macros.substitute(job.args, str(local_rank))],
+        cwd=job.cwd,
+        stdout=output.file(local_rank, Std.OUT, "stdout.log"),
+        stderr=output.file(local_rank, Std.ERR, "stderr.log"),
+    )

@@ -1,0 +1,322 @@
+"""The rendezvous of machines that were given no numbers: they meet at the coordinator, by the same command on each.
+
+torch's own keeps a store on one of the machines, and ends with it. Here each launcher tells the coordinator every few
+seconds that it is there and which place it holds (`services/swift_ft_services/coordinator/driver.py`); so any machine
+may be lost, and one that comes takes its place, of which the others need not know.
+
+    (main thread)  ``next_rendezvous`` waits until there is a place; `lost` while the ranks run; ``leave`` in the end
+    (own thread)   speaks to the coordinator, and wakes the main loop when there is something new
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import AccessDenied, ServiceError, SwiftError, UsageError
+from swift_ft.launch.ranks import RankProgram
+from swift_ft.launch.torch_names import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+if TYPE_CHECKING:
+    from swift_ft.rpc.client import CoordinatorClient
+
+
+# Which machine is which, and the store for trainers that want one: of one machine, and of several with numbers.
+#
+# Those without numbers meet at the coordinator: `swift_ft.launch.rendezvous`. torch's own rendezvous is not used: it
+# is on one of the machines, and without that one nobody can join.
+
+LOOPBACK = "127.0.0.1"
+
+
+class Rendezvous(RendezvousHandler):
+    """What torch's agent asks, as far as it is the same for all; and what `swift_ft.launch.agent` asks besides."""
+
+    def __init__(self, run_id: str, ranks_of: list[int]) -> None:
+        self._run_id = run_id
+        self.ranks_of = ranks_of
+        """How many ranks each machine has, by place; true after `next_rendezvous`."""
+
+    @property
+    def lost(self) -> str:
+        """Why this machine has no place any more; empty: it has one."""
+        return ""
+
+    def leave(self) -> None:
+        """(in the end) Somebody else may have the place."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class LoopbackRendezvous(Rendezvous):
+    """One node, complete at once. Same promises as torch's static rendezvous with one node.
+
+    The store is in the launcher and listens on loopback only; torchrun would use its c10d rendezvous, whose store
+    listens on every interface. It outlives every rank, since it lives in no rank.
+    """
+
+    def __init__(self, run_id: str, ranks: int, timeout_s: float) -> None:
+        super().__init__(run_id, [ranks])
+        listener = socket.create_server((LOOPBACK, 0))
+        self._port = listener.getsockname()[1]
+        # The store owns the descriptor from here on.
+        self._store = TCPStore(
+            LOOPBACK,
+            self._port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def get_backend(self) -> str:
+        return "swift-loopback"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = PrefixStore(self._run_id, self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
+
+
+class PlacedRendezvous(Rendezvous):
+    """Every machine was told its number (`--node-rank`), and all have as many ranks: nobody has to be asked.
+
+    torch's own keeps a store on the first machine, without which no other one can start or end. So each of them may be
+    lost, and another launcher with its number takes its place. The first one still has a store at MASTER_ADDR, for
+    trainers that want one.
+    """
+
+    def __init__(self, run_id: str, ranks: int, node_rank: int, nodes: int, address: str, port: int) -> None:
+        if not 0 <= node_rank < nodes:
+            raise ValueError(f"--node-rank {node_rank}: 0 to {nodes - 1}")
+        super().__init__(run_id, [ranks] * nodes)
+        self._node_rank = node_rank
+        self._nodes = nodes
+        self._master = RendezvousStoreInfo(address, port)
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return "static"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._node_rank == 0 and self._store is None:
+            port = self._master.master_port
+            self._store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        return RendezvousInfo(HashStore(), self._node_rank, self._nodes, self._master)
+
+
+POLL_S = 0.2
+"""Between two words to the coordinator, while there is no place yet."""
+LONGEST_S = 3600.0
+LEAVE_S = 2.0
+"""How long the end of a launcher waits until its place is given back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What `--rdzv-conf` can say of a meeting, by torch's names."""
+
+    join_timeout: float = 600.0
+    """Seconds that a machine waits for the others, while there are too few of them."""
+    last_call_timeout: float = 30.0
+    """Seconds that more machines are waited for, if there are enough to begin but not the most (`--nnodes MIN:MAX`)."""
+    keep_alive_interval: float = 5.0
+    keep_alive_max_attempt: float = 3.0
+    """A machine is lost that was silent for so many intervals."""
+
+    @classmethod
+    def of(cls, configs: Mapping[str, object]) -> "Terms":
+        """ValueError."""
+        given = {}
+        for name in cls.__dataclass_fields__:
+            if name in configs:
+                given[name] = float(str(configs[name]))
+                if not 0.01 <= given[name] <= LONGEST_S:
+                    raise ValueError(f"--rdzv-conf {name}={configs[name]}: 0.01 to {LONGEST_S:g}")
+        return cls(**given)
+
+    @property
+    def lease_s(self) -> float:
+        return min(LONGEST_S, self.keep_alive_interval * self.keep_alive_max_attempt)
+
+
+class NotNeeded(Exception):
+    """The job came to its end without this machine."""
+
+
+class MetRendezvous(Rendezvous):
+    """One machine of several."""
+
+    def __init__(
+        self,
+        run_id: str,
+        job: RankProgram,
+        *,
+        nodes: tuple[int, int],
+        ranks: int,
+        address: str,
+        terms: Terms,
+        wake: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        super().__init__(run_id, [])
+        self._job = job
+        self._nodes = nodes
+        self._terms = terms
+        self._wake = wake
+        self._say = say
+        self._port = _reserve()
+        self._machine = pb.Machine(address=address, port=self._port.getsockname()[1], ranks=ranks)
+        self._store: TCPStore | None = None
+        """Of the first machine, for trainers that want one."""
+        self._taken = pb.MeetReply()
+        """The answer by which the ranks of this machine run."""
+        self._newest = pb.MeetReply()
+        self._error: SwiftError | None = None
+        self._answered = threading.Condition()
+        self._speaks = threading.Event()
+        """At once, instead of after the interval."""
+        self._closed = False
+        self._thread = threading.Thread(target=self._keep_meeting, name="meeting", daemon=True)
+        self._thread.start()
+
+    def get_backend(self) -> str:
+        return "swift-coordinator"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Waits for a place. NotNeeded, UsageError, AccessDenied, ServiceError (the others do not come)."""
+        taken = self._taken = self._await_place()
+        self.ranks_of = [machine.ranks for machine in taken.machines]
+        if taken.place == 0:
+            self._open_store()
+        master = RendezvousStoreInfo(taken.machines[0].address, taken.machines[0].port)
+        return RendezvousInfo(HashStore(), taken.place, len(taken.machines), master)
+
+    @property
+    def lost(self) -> str:
+        return self._newest.over if self._taken.machines else ""
+
+    def leave(self) -> None:
+        self._closed = True
+        self._speaks.set()
+        self._thread.join(LEAVE_S)
+        self._port.close()
+
+    # --- ---
+
+    def _open_store(self) -> None:
+        self._port.listen()
+        self._store = TCPStore(
+            LOOPBACK,
+            self._machine.port,
+            is_master=True,
+            timeout=timedelta(seconds=self._terms.join_timeout),
+            wait_for_workers=False,
+            master_listen_fd=os.dup(self._port.fileno()),  # the store's from here on
+        )
+
+    def _await_place(self) -> pb.MeetReply:
+        deadline = time.monotonic() + self._terms.join_timeout
+        told_here = 0
+        with self._answered:
+            while not self._newest.machines:
+                if self._error is not None:
+                    raise self._error
+                if self._newest.over:
+                    raise NotNeeded(self._newest.over)
+                here, least = self._newest.here, self._nodes[0]
+                if here > told_here:
+                    told_here = here
+                    self._say(
+                        f"{here} of {least} machines are here: waiting for the others"
+                        if here < least
+                        else f"{here} machines are here: waiting for a place"
+                    )
+                if here < least and time.monotonic() >= deadline:
+                    raise ServiceError(
+                        f"run: {here} of {least} machines were here after {self._terms.join_timeout:g} s: start the "
+                        "same command on all of them (--rdzv-conf=join_timeout=SECONDS: waits longer)"
+                    )
+                self._answered.wait(POLL_S)
+            return self._newest
+
+    def _keep_meeting(self) -> None:
+        from swift_ft.rpc.client import CoordinatorClient  # beside the main thread: grpc takes a while
+
+        try:
+            client = CoordinatorClient(self._job.coordinator, self._job.name)
+        except SwiftError as error:  # its files were good when the command looked
+            self._take(None, error)
+            return
+        with client:
+            while not self._closed:
+                self._speak(client)
+                held = bool(self._newest.machines)
+                self._speaks.wait(self._terms.keep_alive_interval if held else POLL_S)
+                self._speaks.clear()
+            try:
+                client.meet(pb.MeetRequest(job=self._job.name, run=self._job.run, leaves=True))
+            except SwiftError as error:  # then its lease ends
+                events.emit("meeting_not_left", reason=str(error))
+
+    def _speak(self, client: "CoordinatorClient") -> None:
+        held = self._newest if self._newest.machines else None
+        request = pb.MeetRequest(
+            job=self._job.name,
+            run=self._job.run,
+            machine=self._machine,
+            machines_min=self._nodes[0],
+            machines_max=self._nodes[1],
+            lease_s=self._terms.lease_s,
+            last_call_s=self._terms.last_call_timeout,
+            held=held,
+        )
+        try:
+            reply = client.meet(request)
+        except (UsageError, AccessDenied) as error:
+            if held is None:
+                self._take(None, error)
+        except SwiftError:
+            pass  # nobody answers, as the link says as well: it is said again
+        else:
+            self._take(reply)
+
+    def _take(self, reply: pb.MeetReply | None, error: SwiftError | None = None) -> None:
+        with self._answered:
+            self._error = error
+            if reply is not None:
+                self._newest = reply
+            self._answered.notify_all()
+        if self.lost:
+            self._wake()
+
+
+def _reserve() -> socket.socket:
+    """A port of this machine that nobody else gets, and on which nobody listens yet."""
+    port = socket.socket()
+    port.bind(("", 0))
+    return port

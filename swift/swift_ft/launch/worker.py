@@ -1,0 +1,409 @@
+"""What runs in every child before the training script: a warm spare that becomes a rank.
+
+A child that the fork server has forked (`swift_ft.launch.forkserver`) comes in at `work`; another one is started as
+
+    python -u -m swift_ft.launch.worker CONTROL_FD WARM_FD LAUNCHER_PID PATH0 MODULE,MODULE...
+
+(launcher) spawns it, with the environment that ranks get: OMP_NUM_THREADS counts when torch is imported.
+(worker)   asks the kernel to die with the launcher, makes PATH0 the first entry of sys.path as it will be for
+           the script, imports the modules, writes one byte to WARM_FD, and waits for one line of JSON on
+           CONTROL_FD.
+(launcher) writes the line, see `Program`; end of file instead means that nobody needs this spare.
+(worker)   sets environment and arguments as `python SCRIPT` would, and runs the script as __main__.
+
+An assignment may be one to warm up (`swift_ft.warm_up`). Then the worker writes one line of JSON to WARM_FD when it is
+done, and waits for the next assignment.
+"""
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import random
+import runpy
+import signal
+import sys
+import threading
+import traceback
+import zipfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import BinaryIO, NoReturn
+
+from swift_ft import events, reinitialization, warm_up
+from swift_ft.errors import JobFailed, SwiftError, UsageError
+from swift_ft.text import tell
+
+# What `ps` and `top` call a process: a rank that was forked would else have the fork server's command line.
+
+_PR_SET_NAME = 15
+_ARG_START, _ARG_END = 48 - 3, 49 - 3
+"""Fields of /proc/self/stat (proc(5) counts from 1), in what follows the name in brackets."""
+
+
+def set_title(short: str, title: str) -> None:
+    """(main thread) `short`: at most 15 characters, for `top`, or empty: as it is; `title`: in the place of the command
+    line, as much of it as fits. Nothing where the system has no such thing: nobody depends on it."""
+    with contextlib.suppress(OSError, AttributeError, ValueError, IndexError):
+        if short:
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, short.encode()[:15], 0, 0, 0)
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+        begin, end = int(fields[_ARG_START]), int(fields[_ARG_END])
+        if 0 < begin < end:  # the words this process was started with, which nobody reads any more
+            words = title.encode()[: end - begin - 1]
+            ctypes.memmove(begin, words.ljust(end - begin, b"\0"), end - begin)
+
+
+# How a rank's process ends if a thread of its is left behind in a backend, and how a process that it has forked does.
+#
+# Such a thread waits in C++ for a message of a peer that is gone. If it comes back while the interpreter ends, it
+# cannot have the interpreter's lock any more, and C++ ends the whole process by SIGABRT. So the interpreter does not
+# end then: what it would do that a script can rely on is done here, and the process is left. So it is with a child
+# that has come back from the script: the threads that process groups and clients wait for at their end are in the
+# parent alone.
+
+_RUNNER = "swift_ft.comm.worker_thread"
+
+
+def leave_if_threads_are_lost(rank: int) -> None:
+    """(the script has ended; its exception, if it has raised one, is being handled) `rank`: the process that began."""
+    runner = sys.modules.get(_RUNNER)  # this module is in processes that have no torch
+    if os.getpid() != rank or (runner is not None and runner.lost()):
+        leave_process(sys.exc_info()[1])
+
+
+def leave_process(error: BaseException | None) -> NoReturn:
+    """With the exit code that the interpreter would have. Exit handlers run, and files are flushed."""
+    code = _code_of(error)
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    with suppress(BaseException):
+        atexit._run_exitfuncs()
+    for each in [*gc.get_objects(), sys.stdout, sys.stderr]:
+        with suppress(Exception):
+            if isinstance(each, io.IOBase) and not each.closed and each.writable():
+                each.flush()
+    os._exit(code)
+
+
+def _code_of(error: BaseException | None) -> int:
+    if error is None:
+        return 0
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+ENV_WORD_FD = "SWIFT_WORD_FD"
+_PR_SET_PDEATHSIG = 1
+_NOT_FOR_A_WARM_UP = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SWIFT_EVENTS",
+    "SWIFT_FAULTS",
+    "SWIFT_METRICS_LISTEN",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+"""Variables by which the script would reach peers, or be taken for the rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """Everything that makes a spare a rank."""
+
+    env: dict[str, str]
+    """Added to the environment that the process has."""
+    script: str
+    """Path of the script, or the module's name."""
+    module: bool
+    """Run it as `python -m` would."""
+    args: list[str]
+    cwd: str
+    stdout: str | None = None
+    """File that takes the output; None: the launcher's own."""
+    stderr: str | None = None
+    warm_up: bool = False
+    """It does not become the rank. It runs the script as that rank would, to be warm."""
+    rehearse: int | None = None
+    """It does not become the rank. It does steps of that rank again, from the checkpoint of this version, and ends."""
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "Program":
+        return cls(**json.loads(line))
+
+
+def die_with(launcher_pid: int) -> None:
+    """The kernel kills this process when the launcher ends, however that ends. Raises OSError if the kernel does not
+    allow it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # Died before the call above: then there will be no signal any more.
+    if os.getppid() != launcher_pid:
+        os._exit(0)
+
+
+def preload(modules: str) -> None:
+    """Imports ahead of time, ``module`` or ``module:name``. What cannot be imported is the script's to complain about,
+    if it needs it."""
+    for entry in filter(None, modules.split(",")):
+        module, _, name = entry.partition(":")
+        with contextlib.suppress(ImportError):
+            loaded = importlib.import_module(module)
+            if name and not hasattr(
+                loaded, name
+            ):  # asked for it, a module may import more; or it is one of its own
+                importlib.import_module(f"{module}.{name}")
+
+
+def draw_alike() -> None:
+    """What a script draws without a seed, before its first step, a replacement draws as well.
+
+    Every process begins with other states of the default generators, torch's among them; those that one fork server
+    has forked begin alike, but a replacement may come from another one.
+    """
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+def read_program(control: BinaryIO) -> Program | None:
+    """Waits for the line. None: the launcher closed the pipe."""
+    line = control.readline()
+    return Program.from_line(line) if line.endswith(b"\n") else None
+
+
+def _redirect(path: str | None, fd: int) -> None:
+    if path is None:
+        return
+    # Appended: a replacement goes on in the file of the process that it replaces.
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(target, fd)
+    os.close(target)
+
+
+def _become(assignment: Program) -> None:
+    os.environ.update(assignment.env)
+    os.chdir(assignment.cwd)
+    _redirect(assignment.stdout, 1)
+    _redirect(assignment.stderr, 2)
+    sys.argv = [assignment.script, *assignment.args]
+    rank, job = assignment.env.get("RANK", "?"), assignment.env.get("SWIFT_JOB", "?")
+    set_title(f"swift-rank{rank}", f"swift-ft: rank {rank} of {job}: {' '.join(sys.argv)}")
+    # What it forks (a DataLoader's workers) is no rank, though it has a rank's command line.
+    os.register_at_fork(after_in_child=lambda: set_title("", f"swift-ft: forked by rank {rank} of {job}"))
+
+
+def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that `python SCRIPT` would show."""
+    ours = (
+        __file__,
+        os.path.join(os.path.dirname(__file__), "forkserver.py"),
+        reinitialization.__file__,
+        "<frozen runpy>",
+        "<frozen importlib._bootstrap>",
+        "<frozen importlib._bootstrap_external>",
+    )
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    traceback.print_exception(kind, error, _without_bootstrap(trace))
+
+
+def _run_file(path: str) -> None:
+    # As runpy.run_path, which however takes its __main__ away again before threads and exit handlers end.
+    main = ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    attributes = {"__file__": path, "__cached__": None, "__loader__": loader, "__builtins__": builtins}
+    vars(main).update(attributes)
+    sys.modules["__main__"] = main
+    exec(loader.source_to_code(loader.get_data(path), path), vars(main))
+
+
+def _run_as_main(assignment: Program) -> None:
+    # Also the second time.
+    os.chdir(assignment.cwd)
+    sys.argv = [assignment.script, *assignment.args]
+    try:
+        if assignment.module:
+            runpy.run_module(assignment.script, run_name="__main__", alter_sys=True)
+        elif os.path.isfile(assignment.script) and not zipfile.is_zipfile(assignment.script):
+            _run_file(os.path.abspath(assignment.script))
+        else:
+            runpy.run_path(assignment.script, run_name="__main__")
+    except reinitialization.Reinitialize:
+        sys.modules["__main__"] = ModuleType("__main__")  # its variables hold the model
+        raise
+
+
+def run_script(assignment: Program) -> None:
+    """Runs it as __main__; again, if its session says so (strategy "reinit"). What it raises goes on upwards, except a
+    SwiftError: one line, its exit code."""
+    sys.excepthook = _excepthook
+    try:
+        reinitialization.call_again_after_losses(lambda: _run_as_main(assignment))
+    except SwiftError as error:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        if _has_word(error):
+            tell(" ".join(str(error).split()))
+        sys.exit(error.exit_code)
+
+
+def _has_word(error: SwiftError) -> bool:
+    """Whether this rank prints the error: bad input is the same on all ranks and is said once, and that the
+    job failed is the launcher's to say."""
+    if isinstance(error, JobFailed):
+        return False
+    if error.exit_code != UsageError.exit_code or ENV_WORD_FD not in os.environ:
+        return True
+    try:
+        return os.read(int(os.environ[ENV_WORD_FD]), 1) != b""
+    except BlockingIOError:
+        return False
+
+
+def main(argv: list[str]) -> None:
+    try:
+        path0, modules = argv[3:]
+        control_fd, warm_fd, launcher_pid = (int(arg) for arg in argv[:3])
+    except ValueError:
+        tell("swift_ft.launch.worker is started by `swift-ft run`, not by hand")
+        sys.exit(2)
+    die_with(launcher_pid)
+    begin_path(path0)
+    preload(modules)
+    work(control_fd, warm_fd)
+
+
+def begin_path(path0: str) -> None:
+    """Puts in front what `python SCRIPT` would. Until here nothing came from there (-P), however it is called."""
+    if os.environ.get("PYTHONSAFEPATH"):
+        return
+    if not sys.flags.safe_path:  # started by hand, in a test
+        del sys.path[0]
+    sys.path.insert(0, path0)
+
+
+def work(control_fd: int, warm_fd: int) -> None:
+    """Of a process that is warm: waits for its assignment and becomes that rank."""
+    set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}")
+    _say(warm_fd, b"w")
+    with os.fdopen(control_fd, "rb") as control:
+        assignment = read_program(control)
+        while assignment is not None and assignment.warm_up:
+            _say(warm_fd, json.dumps(asdict(_warm_up(assignment))).encode() + b"\n")
+            assignment = read_program(control)
+        if assignment is not None and assignment.rehearse is not None:
+            _rehearse(assignment, assignment.rehearse, warm_fd)
+    os.close(warm_fd)
+    if assignment is None:
+        return
+    _become(assignment)
+    draw_alike()
+    events.configure(f"rank{assignment.env.get('RANK', '?')}")
+    events.emit("script_start", incarnation=assignment.env.get("SWIFT_INCARNATION"))
+    warm_up.begin_script()
+    rank = os.getpid()
+    try:
+        run_script(assignment)
+    finally:
+        leave_if_threads_are_lost(rank)
+
+
+def _say(warm_fd: int, words: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody needs this spare: the control pipe says so too
+        os.write(warm_fd, words)
+
+
+def _rehearse(assignment: Program, version: int, said_fd: int) -> NoReturn:
+    """It takes the time and the memory that nobody else wants: the ranks train beside it."""
+
+    def end(found: warm_up.Rehearsed) -> NoReturn:
+        _say(said_fd, json.dumps(asdict(found)).encode() + b"\n")
+        os._exit(0)  # what the script has left does not matter
+
+    set_title("swift-rehearse", f"swift-ft: rehearsal of rank {assignment.env.get('RANK', '?')}")
+    os.nice(19)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
+    with _silent():
+        warm_up.rehearse(lambda: _run_beside_the_rank(assignment), version, end)
+
+
+def _run_beside_the_rank(assignment: Program) -> None:
+    with _environment_kept():
+        os.environ.update(assignment.env)
+        for name in _NOT_FOR_A_WARM_UP:
+            os.environ.pop(name, None)
+        draw_alike()
+        _run_as_main(assignment)
+
+
+def _warm_up(assignment: Program) -> warm_up.Warmed:
+    """Nothing is left of it in this process's environment, and nothing that the script prints is seen."""
+    set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}, being warmed up")
+    with _silent():
+        warmed = warm_up.warm_up(lambda: _run_beside_the_rank(assignment))
+    set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}")
+    return warmed
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    environment, arguments, path, cwd = dict(os.environ), sys.argv, list(sys.path), os.getcwd()
+    handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv, sys.path[:] = arguments, path
+        os.chdir(cwd)
+        for signum, handler in handlers.items():
+            if handler is not None and signal.getsignal(signum) != handler:
+                signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    kept = [os.dup(fd) for fd in (1, 2)]
+    nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for fd in (1, 2):
+            os.dup2(nothing, fd)
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        for fd, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, fd)
+            os.close(before)
+        os.close(nothing)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,281 @@
+"""A log server's directory as others may use it: who runs on it, what it has, what it can do without.
+
+::
+
+    DIRECTORY/.lock               held by the one server of this directory
+    DIRECTORY/.reserve            space given back when the disk is full, so that a trim can be recorded
+    DIRECTORY/.dropped-<job>-…    a job that is forgotten, until its files are removed
+    DIRECTORY/.granted-<job>      which job of that name it is, and its last generation
+    DIRECTORY/.acked              how far each stream was acknowledged
+    DIRECTORY/<job>/.manifest     generation, trim, and the least that each stream must hold
+    DIRECTORY/<job>/<stream>/<first sequence>.seg
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+
+import crc32c
+
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.files import open_regular, read_regular
+from swift_ft.log.manifest import (
+    GRANTED,
+    GRANTED_BYTES_MAX,
+    MANIFEST,
+    MANIFEST_BYTES_MAX,
+    UID_BYTES,
+    Granted,
+    JobMeta,
+    ManifestDamaged,
+    decode_granted,
+    decode_manifest,
+    problem_of,
+)
+from swift_ft.log.record import NAME_PATTERN, check_name
+from swift_ft.log.segment import SEQUENCE_MAX, SUFFIX
+
+# How far each stream was acknowledged: the bytes of `.acked` (docs/format.md). The server writes them, others read.
+#
+# One place of 64 bytes a stream::
+#
+#      0 16  uid of the job       24  8  records of lower sequences were acknowledged
+#     16  8  stream tag           32  4  crc32c of 0..32            36 28  zero
+
+NAME = ".acked"
+_PLACE = struct.Struct("<16sQQI28s")
+_HEAD = struct.Struct("<16sQQ")
+PLACE_BYTES = _PLACE.size
+_BYTES_MAX = 1 << 30
+_CHUNK_BYTES = 1 << 20
+FREE = bytes(PLACE_BYTES)
+NOTHING: Mapping["Of", int] = MappingProxyType({})
+
+assert _HEAD.size == UID_BYTES + 16
+
+Of = tuple[bytes, int]
+"""A job's uid and a stream's tag."""
+
+
+def encode_place(of: Of, sequence: int) -> bytes:
+    head = _HEAD.pack(*of, sequence)
+    return (head + struct.pack("<I", crc32c.crc32c(head))).ljust(PLACE_BYTES, b"\0")
+
+
+def places(size: int, read: Callable[[int, int], bytes]) -> Iterator[tuple[int, Of, int]]:
+    """(number, of, sequence) of the places that are sound; ``read(offset, size)`` as of a file of that size."""
+    size = min(size, _BYTES_MAX) // PLACE_BYTES * PLACE_BYTES
+    for offset in range(0, size, _CHUNK_BYTES):
+        chunk = read(offset, min(_CHUNK_BYTES, size - offset))
+        if chunk.count(0) == len(chunk):
+            continue  # a file may be large and have nothing in it
+        for at in range(0, len(chunk) - PLACE_BYTES + 1, PLACE_BYTES):
+            place = chunk[at : at + PLACE_BYTES]
+            if place == FREE:
+                continue
+            uid, tag, sequence, crc, _ = _PLACE.unpack(place)
+            if crc32c.crc32c(place[: _HEAD.size]) == crc and sequence <= SEQUENCE_MAX:
+                yield (offset + at) // PLACE_BYTES, (uid, tag), sequence
+
+
+def read_acked(directory: Path) -> Mapping[Of, int]:
+    """Of a server's directory; empty if it has no such file. OSError: something else is in its place."""
+    try:
+        fd = open_regular(directory / NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        return NOTHING
+    try:
+        size = os.fstat(fd).st_size
+        return {of: sequence for _, of, sequence in places(size, lambda at, count: os.pread(fd, count, at))}
+    finally:
+        os.close(fd)
+
+
+LIVES_S = 60.0
+"""A job that somebody has spoken for within this time may live: it is not dropped unless by force."""
+LOCK = ".lock"
+RESERVE = ".reserve"
+DROPPED = ".dropped-"
+_GRAVE = re.compile(rf"{re.escape(DROPPED)}{NAME_PATTERN.pattern}-[0-9a-f]{{12}}")
+SEGMENTS = f"{'[0-9]' * 20}{SUFFIX}"
+"""What the files of a stream are called, for `glob`."""
+
+
+def sub_directories(path: Path) -> list[str]:
+    """Names of jobs, or of a job's streams."""
+    with os.scandir(path) as entries:
+        return sorted(
+            entry.name
+            for entry in entries
+            if NAME_PATTERN.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        )
+
+
+def in_the_way(path: Path) -> list[str]:
+    """Names of what is no directory, where one of a job or a stream belongs."""
+    with os.scandir(path) as entries:
+        return sorted(
+            entry.name
+            for entry in entries
+            if NAME_PATTERN.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)
+        )
+
+
+def check_directory(directory: Path) -> None:
+    """Raises UsageError if this is no log server's directory."""
+    if not directory.is_dir():
+        raise UsageError(f"there is no directory {directory}")
+    if not os.access(directory, os.R_OK | os.X_OK):
+        raise UsageError(f"directory {directory} cannot be read; be its owner, or give another")
+    if not (directory / LOCK).exists():
+        raise UsageError(f"{directory} is not the directory of a log server: it has no {LOCK}")
+
+
+def check_job(directory: Path, job: str) -> None:
+    """Raises UsageError if the directory has no such job, and names those that it has."""
+    check_name("job", job)
+    jobs = sub_directories(directory)
+    if job not in jobs:
+        raise UsageError(f"there is no job {job} in {directory}; there are: {', '.join(jobs) or 'none'}")
+
+
+def segment_paths(directory: Path, job: str, stream: str) -> list[Path]:
+    """In the order of their records."""
+    return sorted((directory / job / stream).glob(SEGMENTS))
+
+
+def load_manifest(directory: Path, job: str) -> JobMeta:
+    """Raises ServiceError if it is damaged, or missing where there are segments."""
+    path = directory / job / MANIFEST
+    try:
+        meta = decode_manifest(read_regular(path, MANIFEST_BYTES_MAX))
+        problem = problem_of(job, meta, _granted(directory, job))
+    except FileNotFoundError:
+        if any((directory / job).glob(f"*/{SEGMENTS}")):
+            raise ServiceError(
+                f"{path} is missing: the granted generation of job {job} is unknown; "
+                "restore it, or drop the job (--drop-job)"
+            ) from None
+        return JobMeta()
+    except (ManifestDamaged, OSError) as error:
+        raise ServiceError(f"{path} is damaged ({error}); restore it, or drop the job (--drop-job)") from None
+    if problem:
+        raise ServiceError(
+            f"{path} is not to be believed ({problem}); restore it, or drop the job (--drop-job)"
+        )
+    return meta
+
+
+def _granted(directory: Path, job: str) -> Granted | None:
+    try:
+        return decode_granted(read_regular(directory / f"{GRANTED}{job}", GRANTED_BYTES_MAX))
+    except FileNotFoundError:
+        return None
+
+
+def free_bytes(directory: Path) -> int | None:
+    """What a server that runs as this user may still write there. None: nobody can tell."""
+    try:
+        there = os.statvfs(directory)
+    except OSError:
+        return None
+    return there.f_bavail * there.f_frsize
+
+
+def age_s(directory: Path, job: str) -> float | None:
+    """For how long nothing of the job was written, by the wall clock. None: there is no such job."""
+    newest = 0.0
+    folder = directory / job
+    try:
+        paths = [folder, *folder.glob("*"), *folder.glob("*/*"), folder / MANIFEST]
+    except FileNotFoundError:  # it was dropped meanwhile
+        return None
+    for path in paths:
+        try:
+            newest = max(newest, path.lstat().st_mtime)
+        except FileNotFoundError:
+            continue  # removed meanwhile
+    return time.time() - newest if newest else None
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def grave_of(directory: Path, job: str) -> Path:
+    """Where a job is put that is forgotten. Its name is no job's."""
+    return directory / f"{DROPPED}{job}-{os.urandom(6).hex()}"
+
+
+def is_grave(name: str) -> bool:
+    """Whether `grave_of` gives such names."""
+    return _GRAVE.fullmatch(name) is not None
+
+
+def forget_job(directory: Path, job: str) -> Path:
+    """(the directory's owner) From now on the job is not there, whatever happens. Gives what is left to remove."""
+    grave = grave_of(directory, job)
+    os.rename(directory / job, grave)
+    (directory / f"{GRANTED}{job}").unlink(missing_ok=True)
+    sync_directory(directory)
+    return grave
+
+
+def remove_forgotten(directory: Path) -> None:
+    """(the directory's owner) Gives the space of forgotten jobs back."""
+    for grave in directory.glob(f"{DROPPED}*"):
+        if is_grave(grave.name) and grave.is_dir() and not grave.is_symlink():
+            shutil.rmtree(grave)
+
+
+def server_runs(directory: Path) -> bool | None:
+    """Does a log server run on it? Only looks: to try the lock could keep a server from starting. None: the
+    system does not tell."""
+    try:
+        lock = os.stat(directory / LOCK)
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    here = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+    return any(words[1] == "FLOCK" and here in words for line in lines if len(words := line.split()) > 5)
+
+
+def held_by_strangers(directory: Path) -> bool:
+    """Whether the lock is held by users alone who could not run a log server on this directory: neither its owner, nor
+    root, nor this process's. (Its file could be opened by everybody once.) False if the system does not tell."""
+    try:
+        lock = os.stat(directory / LOCK)
+        lines = Path("/proc/locks").read_text().splitlines()
+        here = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+        pids = [words[4] for line in lines if len(words := line.split()) > 5 and here in words]
+        users = {os.stat(f"/proc/{pid}").st_uid for pid in pids}
+        servers = {0, os.geteuid(), os.stat(directory).st_uid, lock.st_uid}
+    except OSError:
+        return False
+    return bool(users) and not users & servers
+
+
+@contextmanager
+def owned(directory: Path) -> Iterator[None]:
+    """Holds the directory as a server would. ServiceError: one does."""
+    fd = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ServiceError(
+            f"a log server runs on {directory}: ask it (--server HOST:PORT), or stop it first"
+        ) from None
+    finally:
+        os.close(fd)

@@ -1,0 +1,206 @@
+"""A job's manifest, and its line in the server's own book: what must survive besides records (docs/format.md).
+
+The manifest is in the job's directory and can be swapped together with it; the book is beside it, in the server's. So
+a manifest of another job, of another server, or of an older generation is found. Bytes in and out; no files.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import crc32c
+
+from swift_ft.text import NAME_PATTERN
+
+MANIFEST = ".manifest"
+MANIFEST_BYTES_MAX = 64 << 20
+GRANTED = ".granted-"
+"""Begins the name of a job's line in the book."""
+GRANTED_BYTES_MAX = 4096
+UID_BYTES = 16
+NO_UID = "0" * 2 * UID_BYTES
+
+_MANIFEST_MAGIC = "swift-log-manifest"
+_GRANTED_MAGIC = "swift-log-granted"
+_VERSIONS = {_MANIFEST_MAGIC: 2, _GRANTED_MAGIC: 1}
+_NUMBER_MAX = (1 << 64) - 1
+
+
+class ManifestDamaged(ValueError):
+    """These bytes are no manifest. The message says why."""
+
+
+@dataclass(slots=True)
+class StreamMeta:
+    """What the manifest knows of a stream."""
+
+    first: int = 0
+    """Sequences below are dropped."""
+    next_at_least: int = 0
+    """So many sequences were durable when this was written; fewer on disk means that some are gone."""
+    quarantined: str = ""
+
+
+@dataclass(slots=True)
+class JobMeta:
+    """What must survive with a job besides its records."""
+
+    generation: int = 0
+    trimmed_below_step: int = 0
+    streams: dict[str, StreamMeta] = field(default_factory=dict)
+    reset_generation: int = 0
+    reset_number: int = 0
+    """The last reset that was carried out: of which generation, and which of its resets."""
+    job: str = ""
+    uid: str = NO_UID
+    """Made up when the job comes; a later job of that name has another one. Each of its files names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The book's line: which job of that name is kept here, and the last generation that was granted to it."""
+
+    job: str
+    uid: str
+    generation: int
+    """0: the job has just come, and its manifest may not be there yet."""
+
+
+def encode_manifest(meta: JobMeta) -> bytes:
+    # Not by `asdict`, which is slow: a job has thousands of streams, and a new file of any saves them all.
+    streams = {name: _fields(of) for name, of in meta.streams.items()}
+    return _encode(_MANIFEST_MAGIC, {**_fields(meta), "streams": streams})
+
+
+def decode_manifest(data: bytes) -> JobMeta:
+    """Raises ManifestDamaged. Zeros behind it are what a kill left of a block."""
+    if len(data) > MANIFEST_BYTES_MAX:
+        raise ManifestDamaged("it is larger than any manifest")
+    fields = _decode(_MANIFEST_MAGIC, data)
+    streams = fields.pop("streams", None)
+    if not isinstance(streams, dict):
+        raise ManifestDamaged("its field streams is missing, or no list of streams")
+    numbers = {
+        name: _number(fields, name)
+        for name in ("generation", "trimmed_below_step", "reset_generation", "reset_number")
+    }
+    job, uid = _name(fields), _uid(fields)
+    _nothing_else(fields)
+    return JobMeta(
+        streams={_checked_name(name): _stream(of) for name, of in streams.items()},
+        job=job,
+        uid=uid,
+        **numbers,
+    )
+
+
+def encode_granted(granted: Granted) -> bytes:
+    return _encode(_GRANTED_MAGIC, _fields(granted))
+
+
+def decode_granted(data: bytes) -> Granted:
+    """Raises ManifestDamaged."""
+    fields = _decode(_GRANTED_MAGIC, data)
+    granted = Granted(_name(fields), _uid(fields), _number(fields, "generation"))
+    _nothing_else(fields)
+    return granted
+
+
+def problem_of(job: str, meta: JobMeta, granted: Granted | None) -> str:
+    """Why this is not the manifest that the server wrote last; empty: it is, or a newer one."""
+    if meta.job != job:
+        return f"it is of job {meta.job}"
+    if granted is None or granted.job != job:
+        return "this server never had the job: it is another server's"
+    if meta.uid != granted.uid:
+        return "it is of another job that had this name"
+    if meta.generation < granted.generation:
+        return f"it is older: of generation {meta.generation}, and {granted.generation} was granted"
+    return ""
+
+
+def _fields(of: JobMeta | StreamMeta | Granted) -> dict[str, object]:
+    return {name: getattr(of, name) for name in of.__slots__}
+
+
+def _encode(magic: str, fields: Mapping[str, object]) -> bytes:
+    body = (
+        json.dumps(fields, sort_keys=True).encode() + b"\n"
+    )  # with an indent it would take ten times as long
+    return f"{magic} {_VERSIONS[magic]} {crc32c.crc32c(body):08x}\n".encode() + body
+
+
+def _decode(magic: str, data: bytes) -> dict[str, object]:
+    head, _, body = data.rstrip(b"\0").partition(b"\n")
+    words = head.decode(errors="replace").split(" ")
+    if words[0] != magic or len(words) != 3 or not words[1].isdecimal() or len(words[1]) > 9:
+        raise ManifestDamaged("it does not begin as it should")
+    if words[2] != f"{crc32c.crc32c(body):08x}":
+        raise ManifestDamaged("its checksum does not match")
+    if words[1] != str(_VERSIONS[magic]):
+        raise ManifestDamaged(f"it is of version {words[1]}, this program reads version {_VERSIONS[magic]}")
+    try:
+        fields = json.loads(body, object_pairs_hook=_once)
+    except ManifestDamaged:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ManifestDamaged(f"what it says is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ManifestDamaged("what it says is not a list of fields")
+    return fields
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ManifestDamaged("it has a field twice")
+    return fields
+
+
+def _number(fields: dict[str, object], name: str) -> int:
+    value = fields.pop(name, None)
+    if type(value) is not int or not 0 <= value <= _NUMBER_MAX:
+        raise ManifestDamaged(f"its field {name} is missing, or no number that it can be")
+    return value
+
+
+def _text(fields: dict[str, object], name: str) -> str:
+    value = fields.pop(name, None)
+    if not isinstance(value, str):
+        raise ManifestDamaged(f"its field {name} is missing, or no text")
+    return value
+
+
+def _name(fields: dict[str, object]) -> str:
+    return _checked_name(_text(fields, "job"))
+
+
+def _checked_name(name: str) -> str:
+    if not NAME_PATTERN.fullmatch(name):
+        raise ManifestDamaged("a name in it is none of a job or a stream")
+    return name
+
+
+def _uid(fields: dict[str, object]) -> str:
+    uid = _text(fields, "uid")
+    if len(uid) != 2 * UID_BYTES or not set(uid) <= set("0123456789abcdef"):
+        raise ManifestDamaged("its field uid is not 32 hexadecimal digits")
+    return uid
+
+
+def _stream(value: object) -> StreamMeta:
+    if not isinstance(value, dict):
+        raise ManifestDamaged("a stream in it is not a list of fields")
+    fields = dict(value)
+    meta = StreamMeta(
+        _number(fields, "first"), _number(fields, "next_at_least"), _text(fields, "quarantined")
+    )
+    _nothing_else(fields)
+    if max(meta.first, meta.next_at_least) > _NUMBER_MAX >> 1:
+        raise ManifestDamaged("a stream in it has more records than there can be")
+    return meta
+
+
+def _nothing_else(fields: dict[str, object]) -> None:
+    if fields:
+        raise ManifestDamaged(f"it has a field {min(fields)[:40]!r}, which this program does not know")

@@ -1,0 +1,225 @@
+"""The client side of a connection to one log server, and how its refusals become our errors."""
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+import grpc
+
+from swift_ft import credentials
+from swift_ft.errors import (
+    AccessDenied,
+    JobSetApart,
+    LogUnavailable,
+    RecordCorrupt,
+    RecordTrimmed,
+    SequenceConflict,
+    ServiceError,
+    StaleGeneration,
+    SwiftError,
+    UnknownJob,
+    UsageError,
+)
+from swift_ft.log.frame import BODY_BYTES_MAX, MESSAGE_BYTES, Bytes
+from swift_ft.text import one_line
+
+# What client and server of the log share: method names, reasons, channel options, frames outside protobuf.
+#
+# protobuf copies a ``bytes`` field on both sides. The one field that matters, ``frames``, is the last one of
+# its message, so a sender joins tag, length and frames into the very bytes that protobuf would make, and a
+# receiver slices them out. Everything else goes through the generated code.
+
+SERVICE = "swift.log.v1.Log"
+REASON_KEY = "swift-reason"
+VERSION_KEY = "swift-version"
+"""With a health answer: the server's version of swift-ft."""
+TIME_KEY = "swift-time"
+"""With a health answer: the server's wall clock, in seconds since 1970."""
+
+_FRAMES_TAG = 15 << 3 | 2  # field 15, length-delimited: one byte
+_VARINT_BYTES_MAX = 10
+
+
+class Reason(StrEnum):
+    """Why a call was refused: tells apart what one gRPC status code does not."""
+
+    STALE_GENERATION = "stale-generation"
+    NOT_GRANTED = "generation-not-granted"
+    NOT_OPEN = "stream-not-open"
+    GAP = "sequence-gap"
+    CONFLICT = "conflict"
+    CORRUPT = "corrupt"
+    INVALID = "invalid"
+    OVERSIZE = "oversize"
+    TRIMMED = "trimmed"
+    FULL = "disk-full"
+    OVER_QUOTA = "over-quota"
+    LIVES = "job-lives"
+    UNKNOWN = "unknown-job"
+    APART = "job-set-apart"
+    """Its files here are damaged: this server does nothing for it until it is dropped or restored."""
+    BUSY = "busy"
+    CLOSED = "closed"
+    DRAINING = "draining"
+    LIMIT = "limit"
+    INTERNAL = "internal-error"
+    """A bug. The server's log has the traceback."""
+    UNAUTHENTICATED = "unauthenticated"
+    DENIED = "denied"
+
+
+class Fsync(StrEnum):
+    """When an append is acknowledged."""
+
+    ALWAYS = "always"
+    """After fdatasync; appends that wait together share one."""
+    INTERVAL = "interval"
+    """After the write; synced every so often. A power cut loses at most that long; a killed process nothing."""
+    NEVER = "never"
+    """After the write; the kernel syncs when it likes."""
+
+
+def client_options(frame_bytes_max: int) -> list[tuple[str, int]]:
+    """Quick reconnection; a peer that is gone without a word is noticed within 20 s."""
+    return [
+        ("grpc.max_receive_message_length", frame_bytes_max + (1 << 20)),
+        ("grpc.max_send_message_length", frame_bytes_max + (1 << 20)),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 50),
+        ("grpc.max_reconnect_backoff_ms", 500),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),  # of gRPC's own pings, which keepalive waits behind
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+CALLS_PER_CONNECTION = 16
+"""That a server takes at once; gRPC lets the next one wait. When a connection breaks all its calls end at once, and in
+Python that is a tenth of a millisecond for each: meanwhile nobody else is served."""
+MESSAGE_BYTES_MAX = MESSAGE_BYTES + (256 << 10)
+"""That a server takes: no call of ours sends a larger one. Python makes bytes of it while no other thread runs, so
+large messages of one job hold up the others."""
+
+
+PINGS_TOO_SOON_MAX = 100
+"""One after the other, without anything being sent meanwhile. Clients ping every 10 s; whoever floods, and so makes
+gRPC keep answers without end, loses his connection."""
+
+
+def server_options() -> list[tuple[str, int]]:
+    """(gRPC refuses a message that says to be larger before it has any memory for it, whatever call it is for.)"""
+    return [
+        ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),  # of gRPC's own pings, which keepalive waits behind
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+        ("grpc.http2.max_ping_strikes", PINGS_TOO_SOON_MAX),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def frames_message(parts: Iterable[Bytes], size: int) -> bytes:
+    """The encoded message whose only field is ``frames``, ``size`` bytes long: one join, the only copy."""
+    return b"".join((bytes((_FRAMES_TAG,)), _varint(size), *parts))
+
+
+def split_frames(message: bytes) -> memoryview | None:
+    """The frames of a message that has nothing else, without a copy. None: let protobuf parse it."""
+    if not message or message[0] != _FRAMES_TAG:
+        return None
+    size = shift = 0
+    for at in range(1, min(len(message), 1 + _VARINT_BYTES_MAX)):
+        byte = message[at]
+        size |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return memoryview(message)[at + 1 :] if len(message) == at + 1 + size else None
+    return None
+
+
+_ERRORS: dict[str, type[SwiftError]] = {
+    Reason.STALE_GENERATION: StaleGeneration,
+    Reason.NOT_GRANTED: StaleGeneration,
+    Reason.GAP: SequenceConflict,
+    Reason.CONFLICT: SequenceConflict,
+    Reason.CORRUPT: RecordCorrupt,
+    Reason.TRIMMED: RecordTrimmed,
+    Reason.INVALID: UsageError,
+    Reason.OVERSIZE: UsageError,
+    Reason.FULL: LogUnavailable,
+    Reason.OVER_QUOTA: LogUnavailable,
+    Reason.LIVES: ServiceError,
+    Reason.UNKNOWN: UnknownJob,
+    Reason.APART: JobSetApart,
+    Reason.BUSY: LogUnavailable,
+    Reason.CLOSED: LogUnavailable,
+    Reason.DRAINING: LogUnavailable,
+    Reason.LIMIT: LogUnavailable,
+    Reason.INTERNAL: ServiceError,
+    Reason.UNAUTHENTICATED: AccessDenied,
+    Reason.DENIED: AccessDenied,
+}
+
+
+def open_channel(address: str) -> grpc.Channel:
+    """Connects in the background, and again whenever the connection is lost; with this process's credentials."""
+    return credentials.open_channel(address, client_options(BODY_BYTES_MAX))
+
+
+def method(name: str) -> str:
+    return f"/{SERVICE}/{name}"
+
+
+def _call(error: object) -> grpc.Call | None:
+    """What a failed call raises is the call itself."""
+    return error if isinstance(error, grpc.Call) else None
+
+
+def reason_of(error: grpc.RpcError) -> str:
+    """The server's word for why it refused; empty if it did not, as when it cannot be reached."""
+    call = _call(error)
+    for key, value in (call.trailing_metadata() if call is not None else None) or ():
+        if key == REASON_KEY:
+            return value if isinstance(value, str) else value.decode()
+    return ""
+
+
+def code_of(error: grpc.RpcError) -> grpc.StatusCode:
+    call = _call(error)
+    return call.code() if call is not None else grpc.StatusCode.UNKNOWN
+
+
+def message_of(error: grpc.RpcError) -> str:
+    call = _call(error)
+    return one_line((call.details() if call is not None else "") or error)
+
+
+def as_error(address: str, error: grpc.RpcError) -> SwiftError:
+    """Our error for a failed call."""
+    reason = reason_of(error)
+    kind = _ERRORS.get(reason)
+    if kind is not None:
+        return kind(message_of(error))
+    code = code_of(error)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return LogUnavailable(f"log server {address} cannot be reached: {message_of(error)}")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return LogUnavailable(f"log server {address} did not answer in time")
+    return ServiceError(f"log server {address}: {code.name}: {message_of(error)}")

@@ -1,0 +1,439 @@
+"""The reading end of the log, in a rank that replays."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import NamedTuple
+
+import grpc
+
+from swift_ft import events
+from swift_ft._pb import log_pb2, log_pb2_grpc
+from swift_ft.errors import (
+    LogInterrupted,
+    LogUnavailable,
+    RecordCorrupt,
+    RecordMissing,
+    RecordTrimmed,
+    SwiftError,
+    UsageError,
+)
+from swift_ft.log.frame import BODY_BYTES_MAX, Assembler, FrameHeader, FrameIncomplete, decode_body
+from swift_ft.log.protocol import (
+    CALLS_PER_CONNECTION,
+    Reason,
+    as_error,
+    code_of,
+    message_of,
+    method,
+    open_channel,
+    reason_of,
+    split_frames,
+)
+from swift_ft.log.record import MARK_SLOT, Record, RecordKey, check_name, declared
+
+# A part of a stream, for a reader that does not want all of it.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadFilter:
+    """Of the steps below `below_step`, and of their microbatches below `of`: those from `first` to `behind` only.
+
+    Everything else is in it: what declares records unlogged as well.
+    """
+
+    first: int
+    behind: int
+    of: int
+    below_step: int
+
+    def has(self, key: RecordKey) -> bool:
+        return (
+            self.first <= key.microbatch < self.behind
+            or key.microbatch >= self.of
+            or key.step >= self.below_step
+            or key.slot == MARK_SLOT
+        )
+
+
+_CALL_TIMEOUT_S = 30.0
+_POLL_S = 0.02
+_RETRY_S = 0.05
+_CURSORS_PER_CONNECTION = CALLS_PER_CONNECTION // 2
+"""Each is a call for as long as it is open: the next call would wait for ever if they were all that a server takes."""
+
+
+def never() -> bool:
+    """(`LogReader.digests`) For whoever waits for a server as long as it takes."""
+    return False
+
+
+class Holdings(NamedTuple):
+    """Of a job on one server."""
+
+    streams: frozenset[str]
+    trimmed_below_step: int
+
+    def lacks(self, stream: str, from_step: int) -> bool:
+        """It has no record of the stream from this step on, and has not had one."""
+        return stream not in self.streams and from_step >= self.trimmed_below_step
+
+
+class LogReader:
+    """Reads the streams of a job from the servers that hold them. Thread-safe; one for all streams.
+
+    ``servers``: by stream, those that hold a copy of it, the best first; or the same ones for all streams. Copies
+    differ in how they number records, so a record is known by its key, and must have the same digest everywhere.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str] | Mapping[str, Sequence[str]],
+        job: str,
+        *,
+        prefetch_bytes: int = 64 << 20,
+    ) -> None:
+        if not servers:
+            raise UsageError("a log reader needs at least one log server")
+        check_name("job", job)
+        self.job = job
+        self._servers = servers
+        self._prefetch_bytes = prefetch_bytes
+        self._channels: dict[tuple[str, int], grpc.Channel] = {}
+        """Of each server as many as its cursors need, numbered from 0."""
+        self._cursors: Counter[int] = Counter()
+        """Number of the connection -> the cursors on it."""
+        self._lock = threading.Lock()
+
+    def _channel(self, address: str, number: int = 0) -> grpc.Channel:
+        with self._lock:
+            channel = self._channels.get((address, number))
+            if channel is None:
+                channel = self._channels[address, number] = open_channel(address)
+            return channel
+
+    def _copies(self, stream: str) -> Sequence[str]:
+        check_name("stream", stream)
+        servers = self._servers.get(stream, ()) if isinstance(self._servers, Mapping) else self._servers
+        if not servers:
+            raise RecordMissing(f"no log server holds {stream}")
+        return servers
+
+    def digests(
+        self,
+        stream: str,
+        from_step: int,
+        server: str = "",
+        *,
+        timeout_s: float = _CALL_TIMEOUT_S,
+        cancelled: Callable[[], bool],
+    ) -> dict[RecordKey, bytes]:
+        """What the stream holds of steps >= ``from_step``, from the server's index; of the first copy that can
+        say so unless a ``server`` is named. Raises RecordTrimmed, RecordCorrupt, LogUnavailable, AccessDenied;
+        LogInterrupted once ``cancelled`` says so while it waits for a server."""
+        copies = [server] if server else self._copies(stream)
+        for address in copies[:-1]:
+            try:
+                return self._digests(address, stream, from_step, timeout_s)
+            except (LogUnavailable, RecordCorrupt, RecordTrimmed):
+                continue
+        # The last one may be about to be started again, or about to be given up for another one.
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._digests(copies[-1], stream, from_step, timeout_s)
+            except LogUnavailable:
+                if cancelled():
+                    raise LogInterrupted(f"asking for the digests of {stream} was called off") from None
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_S)
+
+    def holdings(self, server: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> Holdings | None:
+        """Which streams of the job there are on a server. None: it does not know the job, or has not answered."""
+        stub = log_pb2_grpc.LogStub(self._channel(server))
+        try:
+            reply = stub.Inventory(log_pb2.InventoryRequest(job=self.job), timeout=timeout_s)
+        except grpc.RpcError:
+            return None
+        if not reply.generation:
+            return None
+        return Holdings(frozenset(stream.stream for stream in reply.streams), reply.trimmed_below_step)
+
+    def _digests(self, address: str, stream: str, from_step: int, timeout_s: float) -> dict[RecordKey, bytes]:
+        request = log_pb2.DigestsRequest(job=self.job, stream=stream, from_step=from_step)
+        stub = log_pb2_grpc.LogStub(self._channel(address))
+        deadline = time.monotonic() + timeout_s
+        while True:
+            digest_by_key: dict[RecordKey, bytes] = {}
+            left = max(_RETRY_S, deadline - time.monotonic())
+            try:
+                for reply in stub.Digests(request, timeout=left):
+                    for record in reply.records:
+                        digest_by_key[RecordKey(record.step, record.microbatch, record.slot)] = record.digest
+                return digest_by_key
+            except grpc.RpcError as error:
+                # As in `StreamCursor._retry`.
+                if reason_of(error) != Reason.UNAUTHENTICATED or time.monotonic() + _RETRY_S >= deadline:
+                    raise as_error(address, error) from None
+            time.sleep(_RETRY_S)
+
+    def follow(self, stream: str, from_step: int, share: ReadFilter | None = None) -> "StreamCursor":
+        """The stream's records of steps >= ``from_step``, prefetched in log order, and those that are yet to be
+        written. While the cursor is open the server that it reads from does not trim these steps.
+
+        With a ``share`` nothing else will be asked for: the rest is not read.
+        """
+        addresses = self._copies(stream)
+        with self._lock:
+            number = next(number for number in count() if self._cursors[number] < _CURSORS_PER_CONNECTION)
+            self._cursors[number] += 1
+        copies = [(address, self._channel(address, number)) for address in addresses]
+        over = partial(self._over, number)
+        return StreamCursor(copies, self.job, stream, from_step, self._prefetch_bytes, share, over)
+
+    def _over(self, number: int) -> None:
+        with self._lock:
+            self._cursors[number] -= 1
+
+    def close(self) -> None:
+        """After the cursors."""
+        with self._lock:
+            for channel in self._channels.values():
+                channel.close()
+            self._channels.clear()
+
+
+class StreamCursor:
+    """Records of one stream, taken by key in any order. Made by `LogReader.follow`.
+
+    A thread prefetches in log order. Above ``prefetch_bytes`` it pauses, unless a consumer waits for a record
+    that has not come yet. A record that was taken is dropped. Where a server is gone, or refuses a record, the
+    next copy is read, from the first step that is still wanted; what came before is known by its key.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[tuple[str, grpc.Channel]],
+        job: str,
+        stream: str,
+        from_step: int,
+        prefetch_bytes: int,
+        share: ReadFilter | None,
+        over: Callable[[], None],
+    ) -> None:
+        """``over``: told when the cursor has been closed."""
+        self.stream = stream
+        self._over = over
+        self._share = share
+        self._copies = [(address, _read_call(channel)) for address, channel in copies]
+        """Those that have not refused; the first one is read."""
+        self._job = job
+        self._from_step = from_step
+        self._prefetch_bytes = prefetch_bytes
+        self._cond = threading.Condition()
+        self._records: dict[RecordKey, Record] = {}
+        self._marks: list[RecordKey] = []
+        self._seen: dict[RecordKey, bytes] = {}  # digests of what came, whether it was taken or not
+        self._held_bytes = 0
+        self._waiting = 0
+        self._next_sequence = 0
+        self._error: SwiftError | None = None
+        self._trouble = ""
+        self._call: grpc.Call | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"log-cursor-{stream}", daemon=True)
+        self._thread.start()
+
+    def get(self, key: RecordKey, timeout_s: float, cancelled: Callable[[], bool]) -> Record:
+        """The record, once it is there. Raises LogInterrupted as soon as ``cancelled()`` is true, RecordMissing
+        after ``timeout_s``, RecordCorrupt or RecordTrimmed if the stream cannot be read as far as the key."""
+        deadline = time.monotonic() + timeout_s
+        with self._cond:
+            record = self._records.pop(key, None)
+            self._waiting += 1
+            self._cond.notify_all()
+            try:
+                while record is None:
+                    if cancelled():
+                        raise LogInterrupted(f"waiting for {self.stream} {key} was called off")
+                    if self._error is not None:
+                        raise self._error
+                    self._raise_if_dropped(key)
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise RecordMissing(
+                            f"{self.stream} {key} did not come within {timeout_s:g} s"
+                            + (f": {self._trouble}" if self._trouble else "")
+                        )
+                    self._cond.wait(min(left, _POLL_S))
+                    record = self._records.pop(key, None)
+            finally:
+                self._waiting -= 1
+            self._held_bytes -= record.body.nbytes
+            self._cond.notify_all()
+            return record
+
+    def _raise_if_dropped(self, key: RecordKey) -> None:
+        """(holding the lock) No plan reads such a step: who gets here shall not wait for what nobody has."""
+        for steps in map(declared, self._marks):
+            if steps is not None and steps.first <= key.step <= steps.last:
+                raise RecordMissing(f"{self.stream} {key} was dropped: {steps} are declared unlogged")
+
+    def drop_below(self, step: int) -> None:
+        """Records of older steps will not be asked for."""
+        with self._cond:
+            self._from_step = max(self._from_step, step)
+            for key in [key for key in self._records if key.step < step]:
+                self._held_bytes -= self._records.pop(key).body.nbytes
+            for key in [key for key in self._seen if key.step < step]:
+                del self._seen[key]
+            self._cond.notify_all()
+
+    def close(self) -> None:
+        """Ends the call and its thread; whoever waits for a record gets LogUnavailable. May be called twice."""
+        with self._cond:
+            if self._closed:
+                return
+            self._closed = True
+            if self._call is not None:
+                self._call.cancel()
+            self._error = self._error or LogUnavailable(f"the cursor of {self.stream} is closed")
+            self._cond.notify_all()
+        self._thread.join(5.0)
+        self._over()
+
+    # -- the thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._cond:
+                if self._closed:
+                    return
+                request = log_pb2.ReadRequest(
+                    job=self._job,
+                    stream=self.stream,
+                    from_step=self._from_step,
+                    from_sequence=self._next_sequence,
+                    follow=True,
+                    share=_share_message(self._share),
+                )
+                # Where there is a choice, nobody waits for a server to come back.
+                read = self._copies[0][1]
+                call = self._call = read(request, wait_for_ready=len(self._copies) == 1)
+            assembler = Assembler(BODY_BYTES_MAX)
+            try:
+                for message in call:
+                    self._take(message, assembler)
+            except grpc.RpcError as error:
+                if not self._retry(error):
+                    return
+            except SwiftError as error:
+                call.cancel()
+                if not self._next_copy(error, refused=True):
+                    return
+            with self._cond:
+                self._cond.wait_for(lambda: self._closed, _RETRY_S)
+
+    def _take(self, message: bytes, assembler: Assembler) -> None:
+        frames = split_frames(message)
+        if frames is None:
+            frames = memoryview(log_pb2.ReadReply.FromString(message).frames)
+        try:
+            for header, parts in assembler.feed(frames):
+                self._keep(header, parts)
+        except FrameIncomplete as error:
+            raise RecordCorrupt(f"{self.stream}: {error}") from None
+        with self._cond:
+            self._cond.wait_for(
+                lambda: self._closed or self._waiting > 0 or self._held_bytes < self._prefetch_bytes
+            )
+
+    def _keep(self, header: FrameHeader, parts: list[memoryview]) -> None:
+        if self._share is not None and not self._share.has(header.key):  # an older server sends everything
+            with self._cond:
+                self._next_sequence = header.sequence + 1
+            return
+        frame = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        record = decode_body(header, frame[header.header_bytes :])
+        with self._cond:
+            self._next_sequence = record.sequence + 1
+            if record.key.slot == MARK_SLOT:
+                self._marks.append(record.key)
+            elif record.key.step >= self._from_step and self._is_new(record):
+                self._records[record.key] = record
+                self._held_bytes += record.body.nbytes
+            self._cond.notify_all()
+
+    def _retry(self, error: grpc.RpcError) -> bool:
+        """Whether to connect again: the server is gone or leaving, it did not refuse."""
+        reason = reason_of(error)
+        with self._cond:
+            if self._closed:
+                return False
+            self._trouble = f"log server {self._address}: {message_of(error)}"
+        # Only members of the job read, so the token was good once: a newer one may be on its way into the file.
+        if reason == Reason.UNAUTHENTICATED or (reason == Reason.DENIED and self._next_sequence):
+            return True
+        lost = reason in ("", Reason.BUSY, Reason.DRAINING) and code_of(error) in (
+            grpc.StatusCode.UNAVAILABLE,
+            grpc.StatusCode.CANCELLED,
+            grpc.StatusCode.UNKNOWN,
+            grpc.StatusCode.INTERNAL,
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+        )
+        return self._next_copy(as_error(self._address, error), refused=not lost)
+
+    def _next_copy(self, error: SwiftError, *, refused: bool) -> bool:
+        """Goes on with the next copy, or with the same one if there is no other and it did not refuse."""
+        with self._cond:
+            left = self._copies.pop(0)
+            if not refused:
+                self._copies.append(left)
+            if not self._copies:
+                self._error = error
+                self._cond.notify_all()
+                return False
+            address = self._address
+            if address != left[0]:
+                self._next_sequence = 0  # each server has its own
+        if address != left[0]:
+            events.emit(
+                "copy_changed", stream=self.stream, address=address, instead_of=left[0], reason=str(error)
+            )
+        return True
+
+    def _is_new(self, record: Record) -> bool:
+        """Whether this copy is the first that had it. RecordCorrupt: an earlier one had another record there."""
+        before = self._seen.setdefault(record.key, record.digest)
+        if before is record.digest:
+            return True
+        if before != record.digest:
+            raise RecordCorrupt(
+                f"{self.stream} {record.key} differs between its copies ({before.hex()}; on {self._address} "
+                f"{record.digest.hex()})"
+            )
+        return False
+
+    @property
+    def _address(self) -> str:
+        return self._copies[0][0]
+
+
+def _share_message(share: ReadFilter | None) -> log_pb2.Share | None:
+    if share is None:
+        return None
+    return log_pb2.Share(below_step=share.below_step, first=share.first, behind=share.behind, of=share.of)
+
+
+def _read_call(channel: grpc.Channel) -> "grpc.UnaryStreamMultiCallable[log_pb2.ReadRequest, bytes]":
+    call: grpc.UnaryStreamMultiCallable[log_pb2.ReadRequest, bytes] = channel.unary_stream(
+        method("Read"),
+        request_serializer=log_pb2.ReadRequest.SerializeToString,
+        response_deserializer=None,
+    )
+    return call

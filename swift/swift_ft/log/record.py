@@ -1,0 +1,301 @@
+"""A record: one tensor of one stream, as bytes; names of streams; and marks of records that were dropped."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import xxhash
+
+from swift_ft.errors import SwiftError, UsageError
+from swift_ft.text import NAME_PATTERN, check_name
+
+# Names of streams: who writes what.
+#
+# ``s2.F`` activations sent by stage 2, ``s2.B`` input gradients sent by it, ``s2.X`` what entered it from outside
+# the pipeline, ``s2.T`` its targets. With data parallelism every data-parallel rank of a stage has batches of its own:
+# rank 1 of them writes ``s2c1.F``. ``r5.C`` are the results of collectives as rank 5 saw them.
+#
+# Of steps that rank 5 records for a rehearsal (`swift_ft.train.recording`): ``r5.W`` what it saw, ``r5.R`` what
+# collectives gave it, ``r5.M`` what it received inside of its recovery group, which is in no other stream.
+
+KINDS = "FBXT"
+
+
+def boundary(stage: int, kind: str, dp_rank: int = 0, dp_size: int = 1) -> str:
+    """The stream of what `stage` sends (F, B) or takes in (X, T) in one pipeline of several."""
+    return f"s{stage}.{kind}" if dp_size == 1 else f"s{stage}c{dp_rank}.{kind}"
+
+
+def collectives(rank: int) -> str:
+    return f"r{rank}.C"
+
+
+def transcripts(rank: int) -> str:
+    return f"r{rank}.W"
+
+
+def results(rank: int) -> str:
+    return f"r{rank}.R"
+
+
+def messages(rank: int) -> str:
+    return f"r{rank}.M"
+
+
+__all__ = ["NAME_PATTERN", "check_name"]  # names are part of what identifies a record
+
+DIGEST_BYTES = 16
+DIMS_MAX = 8
+STEP_MAX = (1 << 62) - 1
+"""No run reaches it. A larger one is no step, and sums with it stay within 64 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """How an element type is called, numbered in a frame, and how many bytes an element takes."""
+
+    name: str
+    code: int
+    bytes: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number: a complex element is two."""
+        return self.bytes // 2 if self.name.startswith("complex") else self.bytes
+
+
+# A code is never used twice and never changes its meaning.
+_DTYPES = (
+    DType("bool", 1, 1),
+    DType("uint8", 2, 1),
+    DType("int8", 3, 1),
+    DType("int16", 4, 2),
+    DType("int32", 5, 4),
+    DType("int64", 6, 8),
+    DType("float16", 7, 2),
+    DType("bfloat16", 8, 2),
+    DType("float32", 9, 4),
+    DType("float64", 10, 8),
+    DType("complex64", 11, 8),
+    DType("complex128", 12, 16),
+    DType("float8_e4m3fn", 13, 1),
+    DType("float8_e5m2", 14, 1),
+    DType("float8_e4m3fnuz", 15, 1),
+    DType("float8_e5m2fnuz", 16, 1),
+    DType("float8_e8m0fnu", 17, 1),
+    DType("uint16", 18, 2),
+    DType("uint32", 19, 4),
+    DType("uint64", 20, 8),
+    DType("complex32", 21, 4),
+)
+DTYPE_BY_NAME: Mapping[str, DType] = MappingProxyType({dtype.name: dtype for dtype in _DTYPES})
+DTYPE_BY_CODE: Mapping[int, DType] = MappingProxyType({dtype.code: dtype for dtype in _DTYPES})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RecordKey:
+    """Where a tensor belongs within its stream."""
+
+    step: int
+    microbatch: int
+    slot: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} microbatch {self.microbatch} slot {self.slot}"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One tensor read back from the log, its checksums verified."""
+
+    key: RecordKey
+    dtype: str
+    shape: tuple[int, ...]
+    body: memoryview
+    digest: bytes
+    generation: int
+    sequence: int
+
+
+def stream_tag(job: str, stream: str) -> int:
+    """The 64-bit identity of a stream that each of its frames carries."""
+    return xxhash.xxh3_64_intdigest(f"{job}/{stream}".encode())
+
+
+def as_bytes(body: "memoryview | bytes | bytearray") -> memoryview:
+    """The same memory as a flat view of bytes. Raises UsageError if it is not contiguous."""
+    view = memoryview(body)
+    if view.nbytes == 0:
+        return memoryview(b"")
+    if view.ndim == 1 and view.format == "B" and view.contiguous:
+        return view
+    try:
+        return view.cast("B")
+    except TypeError as error:
+        raise UsageError("the body of a record must be contiguous memory") from error
+
+
+def digest_of(dtype: str, shape: tuple[int, ...], body: "memoryview | bytes | bytearray") -> bytes:
+    """16 bytes that tell a tensor from any other one: element type, shape and raw bytes."""
+    state = xxhash.xxh3_128(f"{dtype}{list(shape)}".encode())
+    state.update(as_bytes(body))
+    return state.digest()
+
+
+# What a writer does not log, because the log cannot keep up: policy "drop". No I/O, no clock.
+#
+#     queue full            the record is dropped; so is the rest of its step in that stream
+#     a later step          is dropped too, until the queue is at most half full when the step's first record comes
+#     then, or at a flush   a *mark* goes into the stream, in front of whatever follows
+#
+# A mark is a record of the stream, of an empty tensor, whose key says which steps are not whole: ``step`` is the last
+# of them, ``microbatch`` how many lie before that one, ``slot`` is `MARK_SLOT`. It has its sequence like any other
+# record, so nothing behind a gap can be in the log without the mark; and a trim drops it with the last step that it
+# speaks of, not earlier. A stream that ends in front of its mark (the writer was killed) is one that ends: what is
+# missing at the end of a dead rank's streams is made again by its own replay, or declared by who takes its place
+# (`swift_ft.train.replay`).
+
+WHEN_FULL = ("block", "drop")
+MARK_SLOT = (1 << 32) - 1
+"""Not a tensor's."""
+MARK_DTYPE, MARK_SHAPE = "uint8", (0,)
+_STEPS_MAX = 1 << 32
+
+
+class Steps(NamedTuple):
+    """The steps of a stream that are not whole, both ends included."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
+
+
+def mark(steps: Steps) -> RecordKey:
+    """The key of the mark that declares them."""
+    return RecordKey(steps.last, min(steps.last - steps.first, _STEPS_MAX - 1), MARK_SLOT)
+
+
+def declared(key: RecordKey) -> Steps | None:
+    """What a record's key declares as not logged; None: it is a tensor."""
+    return Steps(key.step - key.microbatch, key.step) if key.slot == MARK_SLOT else None
+
+
+def hull(keys: Iterable[RecordKey]) -> Steps | None:
+    """From the first to the last step that some mark among `keys` declares."""
+    declarations = [steps for steps in map(declared, keys) if steps is not None]
+    if not declarations:
+        return None
+    return Steps(min(steps.first for steps in declarations), max(steps.last for steps in declarations))
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """What went unlogged since it was asked for last."""
+
+    steps: Steps
+    records: int
+    bytes: int
+    streams: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = f"{', '.join(self.streams)} in {self.steps}"
+        return f"{self.records} records ({self.bytes} bytes) of {where} were dropped"
+
+
+class Unlogged:
+    """Of one writer, whose lock it shares.
+
+    (holding the lock)
+    (every record)       ``refuses`` before it is tried, ``drop`` if there was no room
+    (before a record)    ``due(stream)``: the mark that must stand in front of it; ``marked`` once it is in the queue
+    (a flush)            the same for each of ``streams``
+    (the log is emptied) ``forget``
+
+    (without it)
+    (a refused record)   ``refuse``, by whoever finds out
+    (the writer's owner) ``news``, ``refusal``, ``lacks``
+    """
+
+    def __init__(self, lock: AbstractContextManager[Any]) -> None:
+        self.records = self.bytes = 0
+        """Dropped so far."""
+        self._lock = lock
+        self._open: dict[str, Steps] = {}  # what no mark in the queue declares yet
+        self._news: Dropped | None = None
+        self._refused: SwiftError | None = None
+
+    def refuses(self, stream: str, step: int, queued_bytes: int, queue_bytes: int) -> bool:
+        """Whether a record is dropped whatever room there is."""
+        steps = self._open.get(stream)
+        return steps is not None and (step <= steps.last or 2 * queued_bytes > queue_bytes)
+
+    def drop(self, stream: str, step: int, size: int) -> None:
+        """A record of `size` bytes is not logged."""
+        self.records += 1
+        self.bytes += size
+        self._lack(stream, Steps(step, step))
+        news = self._news or Dropped(Steps(step, step), 0, 0, ())
+        self._news = Dropped(
+            _both(news.steps, Steps(step, step)),
+            news.records + 1,
+            news.bytes + size,
+            tuple(sorted({*news.streams, stream})),
+        )
+
+    def _lack(self, stream: str, steps: Steps) -> None:
+        before = self._open.get(stream)
+        self._open[stream] = steps if before is None else _both(before, steps)
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Those that a mark is due for."""
+        return tuple(self._open)
+
+    def due(self, stream: str) -> RecordKey | None:
+        """The mark that must be in the queue before anything else of the stream."""
+        steps = self._open.get(stream)
+        return None if steps is None else mark(steps)
+
+    def marked(self, stream: str) -> None:
+        """It is in the queue."""
+        del self._open[stream]
+
+    def forget(self) -> None:
+        """The job's streams are empty: nothing is missing in them. What was counted stays counted."""
+        self._open.clear()
+        self._news = None
+
+    # -- without the lock -------------------------------------------------------------------------------
+
+    def lacks(self, stream: str, steps: Steps) -> None:
+        """The stream may not have all of these steps (who had the rank before has not got them out): the next mark
+        says so."""
+        check_name("stream", stream)
+        with self._lock:
+            self._lack(stream, steps)
+
+    def news(self) -> Dropped | None:
+        """What was dropped since the last call."""
+        with self._lock:
+            news, self._news = self._news, None
+            return news
+
+    def refuse(self, error: SwiftError) -> None:
+        """A record was not taken, and not for want of room."""
+        self._refused = self._refused or error
+
+    def refusal(self) -> SwiftError | None:
+        """Why a record was not taken since the last call; what is not for want of room. A new generation forgets the
+        error, but the record does not come again."""
+        refused = self._refused
+        if refused is not None:
+            self._refused = None
+        return refused
+
+
+def _both(one: Steps, other: Steps) -> Steps:
+    return Steps(min(one.first, other.first), max(one.last, other.last))

@@ -1,0 +1,457 @@
+"""Segment files: ``<job>/<stream>/<first sequence, 20 digits>.seg``. Written by the log server, read by all.
+
+::
+
+    0                                                     256
+    +------+-----+-----+-----+------+-----+---------+-----+------------+-----+--------+-------+ ... +------+--------+
+    | SWSG | ver | len | crc | zero | tag | first # | uid | generation | job | stream | frame | ... | zero | footer |
+    +------+-----+-----+-----+------+-----+---------+-----+------------+-----+--------+-------+ ... +------+--------+
+
+    header, 256 bytes          footer, 64 bytes, once the segment is sealed; the file ends with it
+      0  4  magic SWSG           0  4  magic SWFT
+      4  2  version 2            4  2  version 1
+      6  2  length 256           6  2  length 64
+      8  4  crc32c of 12..256    8  4  crc32c of 12..64
+     12  4  zero                12  4  zero
+     16  8  stream tag          16  8  stream tag
+     24  8  first sequence      24  8  first sequence
+     32 16  the job's uid       32  8  number of records
+     48  8  generation          40  8  where the frames end
+     56  8  zero                48 16  zero
+     64 64  job, zero-padded
+    128 64  stream
+    192 64  zero
+
+The uid is the one of the job's manifest, so a file of a job that had this name before is found. The generation is
+the one in which the file was made.
+
+Files are written in blocks of 4096 bytes: a last block that is not full ends with zeros, which the next frames
+replace, or which stand before the footer.
+
+Sequences are contiguous: within a segment, and from one segment to the next. A segment is sealed before its
+successor is made, so only the last one can have a torn tail. How a file ends:
+
+=================================================== ============== =============================
+what is there                                       last, unsealed sealed, or not the last
+=================================================== ============== =============================
+nothing, or zeros that fill a block                 clean          sealed: the footer says where
+fewer bytes than a header, or than the frame says   torn tail      damage
+nothing but more zeros                              torn tail      damage
+a whole header that is wrong, with bytes behind it  damage         damage
+a whole frame with a wrong body                     damage         damage
+another stream's frame, or an unexpected sequence   damage         damage
+=================================================== ============== =============================
+
+A torn tail was never acknowledged and is cut off. Damage is not: what is behind it is still found (by its magic and
+checksums), but the damaged records are refused, until their writer sends them again.
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import crc32c
+
+from swift_ft.errors import RecordCorrupt, RecordInvalid
+from swift_ft.files import open_regular
+from swift_ft.log.frame import (
+    FIXED_BYTES,
+    HEADER_BYTES_MAX,
+    MAGIC,
+    FrameHeader,
+    FrameIncomplete,
+    check_body,
+    decode_header,
+)
+from swift_ft.log.manifest import NO_UID
+from swift_ft.log.record import stream_tag
+
+SEGMENT_MAGIC = b"SWSG"
+FOOTER_MAGIC = b"SWFT"
+HEADER_VERSION = 2
+FOOTER_VERSION = 1
+BLOCK_BYTES = 4096
+"""Files are written in multiples of it. No disk in use has larger sectors."""
+SEGMENT_HEADER_BYTES = 256
+FOOTER_BYTES = 64
+SUFFIX = ".seg"
+
+_HEADER = struct.Struct("<4sHHIIQQ16sQ8s64s64s64s")
+_FOOTER = struct.Struct("<4sHHIIQQQQ16s")
+_CRC_FROM = 12
+_CHUNK_BYTES = 1 << 20
+_ANY_BODY_BYTES = 1 << 62  # while scanning, a body is bounded by the file it is in
+
+assert _HEADER.size == SEGMENT_HEADER_BYTES
+assert _FOOTER.size == FOOTER_BYTES
+
+
+class Ending(StrEnum):
+    """How a segment file ends."""
+
+    CLEAN = "clean"
+    SEALED = "sealed"
+    TORN = "torn"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """The first 256 bytes of a segment file, decoded."""
+
+    job: str
+    stream: str
+    first_sequence: int
+    uid: str = NO_UID
+    generation: int = 0
+
+    @property
+    def tag(self) -> int:
+        return stream_tag(self.job, self.stream)
+
+
+SEQUENCE_MAX = 1 << 62
+"""No file is named after a record behind it."""
+FILE_BYTES_LEAST = 16 << 30
+"""A larger one may be none that a log server has written: a segment ends with the record that makes it large enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a segment file must be."""
+
+    job: str
+    stream: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedRecord:
+    offset: int
+    header: FrameHeader
+    damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Records that are not to be had any more."""
+
+    sequence: int
+    end_sequence: int | None
+    """Exclusive; None: everything from ``sequence`` to the end of the file, if anything."""
+    reason: str
+
+
+@dataclass(slots=True)
+class SegmentScan:
+    """What a segment file holds. ``end`` is the offset behind the last record: an append goes there."""
+
+    path: Path
+    size: int
+    header: SegmentHeader | None = None
+    records: list[ScannedRecord] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
+    ending: Ending = Ending.CLEAN
+    end: int = 0
+    torn_reason: str = ""
+
+    @property
+    def torn_bytes(self) -> int:
+        return self.size - self.end if self.ending is Ending.TORN else 0
+
+
+def segment_name(first_sequence: int) -> str:
+    return f"{first_sequence:020d}{SUFFIX}"
+
+
+def _seal(packed: bytes) -> bytes:
+    """Puts the checksum of everything behind it at offset 8."""
+    return packed[:8] + struct.pack("<I", crc32c.crc32c(packed[_CRC_FROM:])) + packed[_CRC_FROM:]
+
+
+def encode_segment_header(header: SegmentHeader) -> bytes:
+    """The header's 256 bytes, checksum included."""
+    packed = _HEADER.pack(
+        SEGMENT_MAGIC,
+        HEADER_VERSION,
+        SEGMENT_HEADER_BYTES,
+        0,
+        0,
+        header.tag,
+        header.first_sequence,
+        bytes.fromhex(header.uid),
+        header.generation,
+        b"",
+        header.job.encode(),
+        header.stream.encode(),
+        b"",
+    )
+    return _seal(packed)
+
+
+def decode_segment_header(data: bytes) -> SegmentHeader:
+    """Raises RecordCorrupt or RecordInvalid."""
+    magic, version, length, crc, _, tag, first, uid, generation, _, job, stream, _ = _HEADER.unpack(data)
+    if magic != SEGMENT_MAGIC:
+        raise RecordCorrupt("the segment header's magic is wrong")
+    if version != HEADER_VERSION or length != SEGMENT_HEADER_BYTES:
+        raise RecordInvalid(
+            f"segment version {version} is not known; this program reads version {HEADER_VERSION}"
+        )
+    if crc32c.crc32c(data[_CRC_FROM:]) != crc:
+        raise RecordCorrupt("the segment header's checksum does not match")
+    try:
+        names = job.rstrip(b"\0").decode(), stream.rstrip(b"\0").decode()
+    except UnicodeDecodeError:
+        raise RecordCorrupt("the segment header's names are none") from None
+    header = SegmentHeader(*names, first, uid.hex(), generation)
+    if header.tag != tag:
+        raise RecordCorrupt("the segment header's stream tag is not that of its names")
+    return header
+
+
+def encode_footer(header: SegmentHeader, records: int, end: int) -> bytes:
+    """For frames that end at ``end``."""
+    packed = _FOOTER.pack(
+        FOOTER_MAGIC, FOOTER_VERSION, FOOTER_BYTES, 0, 0, header.tag, header.first_sequence, records, end, b""
+    )
+    return _seal(packed)
+
+
+def padding(end: int, more: int = 0) -> bytes:
+    """Zeros from ``end``, so that a block ends ``more`` bytes behind them."""
+    return bytes(-(end + more) % BLOCK_BYTES)
+
+
+def _decode_footer(data: bytes, header: SegmentHeader, offset: int) -> tuple[int, int] | None:
+    """(records, where they end) by the footer at ``offset``; None if it is none of this segment."""
+    if len(data) != FOOTER_BYTES:
+        return None
+    magic, version, length, crc, _, tag, first, records, at, _ = _FOOTER.unpack(data)
+    if magic != FOOTER_MAGIC or version != FOOTER_VERSION or length != FOOTER_BYTES:
+        return None
+    if crc32c.crc32c(data[_CRC_FROM:]) != crc:
+        return None
+    if (tag, first) != (header.tag, header.first_sequence) or not 0 <= offset - at < BLOCK_BYTES:
+        return None
+    return int(records), int(at)
+
+
+class Source(Protocol):
+    """A file to read."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, offset: int, size: int) -> bytes:
+        """So many bytes, or fewer at the end."""
+
+
+class _Opened:
+    """A file of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = open_regular(path, os.O_RDONLY)
+        self.size = os.fstat(self._fd).st_size
+
+    def read(self, offset: int, size: int) -> bytes:
+        return os.pread(self._fd, size, offset)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def scan(path: Path, *, verify_bodies: bool = True) -> SegmentScan:
+    """Everything that a segment file holds. Raises RecordCorrupt, naming the place, if it has damage."""
+    result = walk(path, verify_bodies=verify_bodies)
+    if result.damage:
+        raise RecordCorrupt(f"{path}: {result.damage[0].reason}")
+    return result
+
+
+def walk(
+    path: Path,
+    *,
+    verify_bodies: bool = True,
+    last: bool = True,
+    source: Source | None = None,
+    owner: Owner | None = None,
+) -> SegmentScan:
+    """Everything that a segment file holds, damage included. ``last``: no segment of the stream follows.
+    ``owner``: what it must be of.
+
+    With ``verify_bodies`` False the bodies of a sealed segment are left to be checked when they are read;
+    those of an unsealed one are always checked. ``source``: the file of this name, where it is not to be opened.
+    """
+    if source is not None:
+        return _Walker(path, source, verify_bodies, last, owner).walk()
+    opened = _Opened(path)
+    try:
+        return _Walker(path, opened, verify_bodies, last, owner).walk()
+    finally:
+        opened.close()
+
+
+class _Walker:
+    def __init__(
+        self, path: Path, source: Source, verify_bodies: bool, last: bool, owner: Owner | None
+    ) -> None:
+        self.source = source
+        self.owner = owner
+        self.verify = verify_bodies
+        self.last = last
+        self.result = SegmentScan(path, source.size)
+        self.data_end = self.result.size
+        self.expected = 0
+        self._sequence_max = 0
+        """No file has room for more: what is behind damage is not taken at its word."""
+
+    def walk(self) -> SegmentScan:
+        result = self.result
+        header = self._header()
+        if header is None:
+            return result
+        result.header = header
+        result.end = SEGMENT_HEADER_BYTES
+        self.expected = header.first_sequence
+        self._sequence_max = header.first_sequence + result.size // FIXED_BYTES
+        sealed = None
+        footer_at = result.size - FOOTER_BYTES
+        if footer_at >= SEGMENT_HEADER_BYTES:
+            sealed = _decode_footer(self.source.read(footer_at, FOOTER_BYTES), header, footer_at)
+        if sealed is None:
+            self.verify = True
+        else:
+            result.ending = Ending.SEALED
+            self.data_end = sealed[1]
+            self.last = False
+        self._frames(header)
+        if sealed is not None and self.expected != header.first_sequence + sealed[0]:
+            end = header.first_sequence + sealed[0]
+            self._damage(end, f"its footer says that it has {sealed[0]} records")
+        return result
+
+    def _damage(self, end_sequence: int | None, reason: str) -> None:
+        where = f"record {self.expected} at offset {self.result.end}: {reason}"
+        self.result.damage.append(Damage(self.expected, end_sequence, where))
+
+    def _header(self) -> SegmentHeader | None:
+        result = self.result
+        data = self.source.read(0, SEGMENT_HEADER_BYTES)
+        named = int(result.path.name.removesuffix(SUFFIX))
+        self.expected = named
+        if self.last and (len(data) < SEGMENT_HEADER_BYTES or not any(data)):
+            # Its maker was killed before the first record could be acknowledged.
+            result.ending = Ending.TORN
+            result.torn_reason = "the segment's own header is not complete"
+            return None
+        try:
+            if len(data) < SEGMENT_HEADER_BYTES:
+                raise RecordCorrupt("the segment is shorter than its header")
+            header = decode_segment_header(data)
+            if header.first_sequence != named:
+                raise RecordCorrupt(f"the segment says that it starts with record {header.first_sequence}")
+            if self.owner is not None:
+                self._check_owner(header, self.owner)
+        except (RecordCorrupt, RecordInvalid) as error:
+            self._damage(None, str(error))
+            return None
+        return header
+
+    @staticmethod
+    def _check_owner(header: SegmentHeader, owner: Owner) -> None:
+        if (header.job, header.stream) != (owner.job, owner.stream):
+            raise RecordCorrupt(f"the segment is one of stream {header.stream} of job {header.job}")
+        if header.uid != owner.uid:
+            raise RecordCorrupt("the segment is one of another job that had this name")
+
+    def _frames(self, segment: SegmentHeader) -> None:
+        result = self.result
+        while result.end < self.data_end:
+            try:
+                frame = self._frame_at(result.end, segment.tag)
+                if frame.sequence != self.expected:
+                    raise RecordCorrupt(f"record {frame.sequence} is where {self.expected} should be")
+            except FrameIncomplete as error:
+                if self._is_padding(result.end):
+                    return
+                if self.last:
+                    result.ending, result.torn_reason = Ending.TORN, str(error)
+                else:
+                    self._damage(None, f"cut short: {error}")
+                return
+            except (RecordCorrupt, RecordInvalid) as error:
+                if self._is_padding(result.end):
+                    return
+                if self.last and self._zeros_from(result.end):
+                    result.ending, result.torn_reason = Ending.TORN, "zeros to the end of the file"
+                    return
+                if not self._resynchronize(segment.tag, str(error)):
+                    return
+                continue
+            self._body(frame)
+
+    def _frame_at(self, offset: int, tag: int) -> FrameHeader:
+        length = min(HEADER_BYTES_MAX, self.data_end - offset)
+        frame = decode_header(self.source.read(offset, length), 0, _ANY_BODY_BYTES)
+        if frame.stream_tag != tag:
+            raise RecordCorrupt("a frame of another stream")
+        if offset + frame.frame_bytes > self.data_end:
+            raise FrameIncomplete(
+                f"the frame needs {frame.frame_bytes} bytes, there are {self.data_end - offset}"
+            )
+        return frame
+
+    def _body(self, frame: FrameHeader) -> None:
+        result = self.result
+        damaged = False
+        if self.verify:
+            body = self.source.read(result.end + frame.header_bytes, frame.stored_bytes)
+            try:
+                check_body(frame, memoryview(body))
+            except RecordCorrupt as error:
+                damaged = True
+                self._damage(self.expected + 1, str(error))
+        result.records.append(ScannedRecord(result.end, frame, damaged))
+        result.end += frame.frame_bytes
+        self.expected += 1
+
+    def _is_padding(self, offset: int) -> bool:
+        return self.data_end - offset == len(padding(offset)) and self._zeros_from(offset)
+
+    def _zeros_from(self, offset: int) -> bool:
+        while offset < self.data_end:
+            chunk = self.source.read(offset, min(_CHUNK_BYTES, self.data_end - offset))
+            if any(chunk):
+                return False
+            offset += len(chunk)
+        return True
+
+    def _resynchronize(self, tag: int, reason: str) -> bool:
+        """Finds the next frame of this stream behind damage. False: there is none."""
+        for at in self._magic_from(self.result.end + 1):
+            try:
+                frame = self._frame_at(at, tag)
+            except (RecordCorrupt, RecordInvalid, FrameIncomplete):
+                continue
+            if self.expected < frame.sequence <= self._sequence_max:
+                self._damage(frame.sequence, reason)
+                self.result.end, self.expected = at, frame.sequence
+                return True
+        self._damage(None, reason)
+        return False
+
+    def _magic_from(self, offset: int) -> Iterator[int]:
+        """Where a frame could start."""
+        while offset < self.data_end:
+            chunk = self.source.read(offset, min(_CHUNK_BYTES, self.data_end - offset))
+            at = chunk.find(MAGIC)
+            while at >= 0:
+                yield offset + at
+                at = chunk.find(MAGIC, at + 1)
+            if offset + len(chunk) >= self.data_end:
+                return
+            offset += len(chunk) - len(MAGIC) + 1

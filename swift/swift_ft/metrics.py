@@ -1,0 +1,238 @@
+"""Prometheus metrics, without global state: tables of families, values read at scrape time, an HTTP server.
+
+A process says what it exports in a table of `Family` and gives a function that reads its values. That function is
+called when somebody scrapes and not otherwise, so what works meanwhile counts in plain integers, if at all.
+Import this only where metrics were asked for: without it `prometheus_client` is not loaded.
+"""
+
+import socket
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    StateSetMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from swift_ft import events
+from swift_ft.cli_parser import write_address
+from swift_ft.errors import UsageError
+
+# The HTTP server behind `/metrics`: for one scraper or a few, on a port that anybody may reach.
+#
+# A connection has a thread while it lasts, and there are few of both: who comes when all places are taken gets the
+# place of the one who is there longest. So connections that say nothing, or do not read, keep nobody from scraping, and
+# take nothing that the rest of the process needs. One answer is made at a time.
+
+CONNECTIONS_MAX = 16
+SILENT_S = 10.0
+"""Who says nothing for so long, or takes nothing, is let go."""
+
+
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """Serves from the constructor on, until `close`. OSError: it cannot listen there."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        facts = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = facts[0][0]
+        self._connections: dict[socket.socket, None] = {}
+        self._changed = threading.Condition()
+        super().__init__((host, port), _Handler)
+        self.set_app(_one_at_a_time(make_wsgi_app(registry)))
+        self._thread = threading.Thread(target=self.serve_forever, name="swift-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join(5.0)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._changed:
+            while len(self._connections) >= CONNECTIONS_MAX:
+                with suppress(OSError):
+                    next(iter(self._connections)).shutdown(socket.SHUT_RDWR)
+                self._changed.wait(SILENT_S)
+            self._connections[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        with self._changed:
+            self._connections.pop(request, None)
+            self._changed.notify()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Somebody has gone away in the middle of it: nothing to tell."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nobody wants to know who scrapes."""
+
+
+def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    lock = threading.Lock()
+
+    def answer(*args: Any) -> Iterable[bytes]:
+        with lock:
+            return app(*args)
+
+    return answer
+
+
+COUNTER, GAUGE, HISTOGRAM, STATES, INFO = "counter", "gauge", "histogram", "states", "info"
+
+LATENCY_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Bounds of a disk's answer."""
+DURATION_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+"""Bounds of steps and recoveries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric. Counters are named with ``_total``, as they are shown."""
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
+    """What a family of kind STATES may say: the one that holds is 1, the others are 0."""
+
+
+class Distribution:
+    """A histogram that one or more threads fill."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, value: float) -> None:
+        with self._lock:
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self._sum += value
+
+    def read(self) -> tuple[list[tuple[str, float]], float]:
+        """(bound, how many were at or below it) for each bound, ending with +Inf; the sum of all."""
+        with self._lock:
+            total = 0
+            buckets: list[tuple[str, float]] = []
+            for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
+                total += count
+                buckets.append((bound, float(total)))
+            return buckets, self._sum
+
+
+Value = float | str | Distribution | Mapping[str, str]
+Samples = Mapping[str, Mapping[tuple[str, ...], Value]]
+"""Family -> label values -> value. `plain` makes the entry of a family without labels."""
+
+
+def plain(value: Value) -> Mapping[tuple[str, ...], Value]:
+    return {(): value}
+
+
+class _Collector(Collector):
+    def __init__(self, families: Sequence[Family], read: Callable[[], Samples]) -> None:
+        self._families = families
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing is read when the registry asks for the names."""
+        return [_metric(family, {}) for family in self._families]
+
+    def collect(self) -> Iterator[Metric]:
+        samples = self._read()
+        unknown = samples.keys() - {family.name for family in self._families}
+        assert not unknown, unknown
+        for family in self._families:
+            yield _metric(family, samples.get(family.name, {}))
+
+
+def _metric(family: Family, samples: Mapping[tuple[str, ...], Value]) -> Metric:
+    labels = family.labels
+    name = family.name
+    metric: Metric
+    match family.kind:
+        case "counter":
+            metric = counter = CounterMetricFamily(name, family.help, labels=labels)
+            for values, value in samples.items():
+                assert isinstance(value, float | int), name
+                counter.add_metric(values, value)
+        case "gauge":
+            metric = gauge = GaugeMetricFamily(name, family.help, labels=labels)
+            for values, value in samples.items():
+                assert isinstance(value, float | int), name
+                gauge.add_metric(values, value)
+        case "histogram":
+            metric = histogram = HistogramMetricFamily(name, family.help, labels=labels)
+            for values, value in samples.items():
+                assert isinstance(value, Distribution), name
+                buckets, total = value.read()
+                histogram.add_metric(values, buckets, total)
+        case "states":
+            metric = states = StateSetMetricFamily(name, family.help, labels=labels)
+            for values, value in samples.items():
+                assert value in family.states, (name, value)
+                states.add_metric(values, {state: state == value for state in family.states})
+        case _:
+            metric = info = InfoMetricFamily(name.removesuffix("_info"), family.help, labels=labels)
+            for values, value in samples.items():
+                assert isinstance(value, Mapping), name
+                info.add_metric(values, dict(value))
+    return metric
+
+
+BUILD = Family("swift_build_info", INFO, "The version of swift-ft, as a label.")
+
+
+class Exposition:
+    """One process's metrics over HTTP, until it is closed."""
+
+    def __init__(self, host: str, port: int, families: Sequence[Family], read: Callable[[], Samples]) -> None:
+        """Port 0: any free one. UsageError: it cannot listen there."""
+        registry = CollectorRegistry()
+        registry.register(_Collector(families, read))
+        version = {"version": metadata.version("swift-ft")}
+        registry.register(_Collector((BUILD,), lambda: {BUILD.name: plain(version)}))
+        ProcessCollector(registry=registry)
+        try:
+            self._server = MetricsServer(host.strip("[]"), port, registry)
+        except OSError as error:
+            raise UsageError(
+                f"cannot show metrics on {host}:{port}: {error.strerror or error}; give another address"
+            ) from None
+        self.address = f"{host}:{self._server.server_port}"
+
+    def announce(self, address_file: Path | None, *, as_text: bool) -> None:
+        """Says where: as an event, in a file if one was asked for, and on stdout where people read it."""
+        if address_file is not None:
+            write_address(address_file, self.address, "--metrics-address-file")
+        events.emit("metrics", address=self.address)
+        if as_text:
+            print(f"metrics on http://{self.address}/metrics", flush=True)
+
+    def close(self) -> None:
+        self._server.close()

@@ -1,0 +1,62 @@
+"""Pure decisions: reports in, plan out. No torch, no I/O, no clock.
+
+`plan()` says how every rank gets to the agreed version, and why; `plan_off_log()` the same where a state is not, or
+will not be, what the log leads to.
+"""
+
+from swift_ft.planner.assignment import Assignment, Slot, quickest, worth_waiting_s
+from swift_ft.planner.decision import Help, Plan, Prediction, RankPlan
+from swift_ft.planner.groups import RecoveryGroups
+from swift_ft.planner.plan import Refusals, finishable, plan, plan_off_log
+from swift_ft.planner.types import (
+    FROM_CHECKPOINT,
+    LOST_SHARDS,
+    SHRINKING,
+    SNAPSHOTTING,
+    STRATEGIES,
+    Checkpoints,
+    HeldSnapshot,
+    PlanConfig,
+    RankMeasured,
+    Report,
+    Sent,
+    StageMeasured,
+    Strategy,
+    StreamSummary,
+    lost_shard_problem,
+    reroutes,
+    shrinks,
+)
+
+__all__ = [
+    "FROM_CHECKPOINT",
+    "LOST_SHARDS",
+    "SHRINKING",
+    "SNAPSHOTTING",
+    "STRATEGIES",
+    "Assignment",
+    "Checkpoints",
+    "HeldSnapshot",
+    "Help",
+    "Plan",
+    "PlanConfig",
+    "Prediction",
+    "RankMeasured",
+    "RankPlan",
+    "RecoveryGroups",
+    "Refusals",
+    "Report",
+    "Sent",
+    "Slot",
+    "StageMeasured",
+    "Strategy",
+    "StreamSummary",
+    "finishable",
+    "lost_shard_problem",
+    "plan",
+    "plan_off_log",
+    "quickest",
+    "reroutes",
+    "shrinks",
+    "worth_waiting_s",
+]

@@ -1,0 +1,898 @@
+"""plan(): from what every rank reports to how each gets to the agreed version.
+
+1. The highest version that every stage group reaches without replay (swift_ft.planner.plan says how):
+
+    KEEP, ROLL_FORWARD, UNDO, REPLICA   each to the target
+
+2. If there is none, a replay. Target: the highest version that some rank reaches, for which the log has what
+   the replays need. Each stage group gets to one base <= target, and if that is below, all of its ranks replay
+   from there together, each with its own batches:
+
+    the highest version <= target that the group reaches without replay, not older than the newest complete
+    checkpoint c <= target: CATCH_UP for who holds it; ROLL_FORWARD, UNDO, REPLICA, each followed by replay
+    else c: REPLAY on all of its ranks
+
+   A lower target is tried only where no stage group would have to throw a newer whole state away for a replay:
+   with one, everybody's checkpoint is as good.
+
+   Recovery groups (swift_ft.planner.groups): nothing that passes inside of one is logged. So all stage groups of a
+   recovery group go to one base, the highest version that all of them reach so, or c; those that hold a newer one
+   give it up, as without the others' state it is of no use. One group of all stages is never replayed. Nor is
+   anything where a slot is vacant: its batches were a part of the steps.
+
+3. If that cannot be done either, everybody goes back (swift_ft.planner.plan): SNAPSHOT where that is the job's
+   strategy and one is whole, else CHECKPOINT, at the newest complete one.
+
+An inexact undo is used only if the configuration allows it, and only if the same target cannot be reached without.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+
+from swift_ft.log import record
+from swift_ft.planner.assignment import Assignment
+from swift_ft.planner.decision import Help, Plan, RankPlan
+from swift_ft.planner.groups import RecoveryGroups
+from swift_ft.planner.replay_cost import Predictor, StageCost, costs_of, predicted_words
+from swift_ft.planner.strategies import TABLE, Begins, Way, may_replay, permitted, replaying
+from swift_ft.planner.types import Checkpoints, PlanConfig, RankMeasured, Report, Strategy, StreamSummary
+
+# Which steps that are under way may be finished.
+
+
+def finishable(reports: Sequence[Report]) -> list[Report]:
+    """Without the steps that are done again rather than finished.
+
+    A rank in its vote has all gradients of the step, and could finish it. But one that died may not have come as far,
+    and have left undone what it does before it votes: its line of the step (`session.log`). Whoever copies the finished
+    step never does it. So where lines are written a step is finished if somebody is through the vote, hence everybody
+    had voted, and by a rank that cannot take it back. Who can take back the step behind it is through its vote as well.
+    """
+    held = max(
+        (v for report in reports for v in (report.version, report.undo_to) if v is not None), default=-1
+    )
+    return [replace(report, forward_to=None) if _waits(report, held) else report for report in reports]
+
+
+def _waits(report: Report, held: int) -> bool:
+    takes_back = report.version is not None or (report.undo_to is not None and report.undo_exact)
+    return report.forward_by_all and takes_back and report.forward_to is not None and report.forward_to > held
+
+
+# Can the log feed the replays of a plan?
+#
+# Replaying stage k for data-parallel rank d over the steps [a, t) reads `s{k-1}.F` and `s{k+1}.B` of that rank
+# (swift_ft.log.record has the names), and compares what it sends with its own F and B. A neighbour that replays from b
+# generates its stream again from step b, so the log must have the rest, [a, b), only; a neighbour that does not replay
+# must have logged all of [a, t). External inputs (X, T) come out of the trainer's own loader again where the log has a
+# hole, so they only must not be corrupt. No stream that is read or written may have a step in [a, t) that was declared
+# unlogged (swift_ft.log.record): nothing that is missing is guessed at, nor filled in behind what came after it.
+# The stages of a recovery group (swift_ft.planner.groups) replay from one version, so of what passes between them,
+# which is not logged at all, nothing is asked for here. Collective results come from one rank that has done all the
+# steps before t.
+#
+# Whether each single record is there is not known here; a rank that finds one missing refuses.
+
+
+def uncovered(
+    ranks: Iterable[RankPlan], target: int, assignment: Assignment, log: Mapping[str, StreamSummary]
+) -> str:
+    """Why the log cannot feed the replays; "" if it can."""
+    by_rank = {rank_plan.rank: rank_plan for rank_plan in ranks}
+    for reader in by_rank.values():
+        if reader.from_version == target:
+            continue
+        dp_rank, dp_size = assignment.slots[reader.rank].dp_rank, assignment.dp_size
+        for stage in assignment.stages[reader.rank]:
+            for kind in record.KINDS:
+                own = log.get(record.boundary(stage, kind, dp_rank, dp_size))
+                if own is not None and own.corrupt:
+                    return _corrupt(own)
+                problem = "" if own is None else _unlogged(own, reader.from_version, target - 1)
+                if problem:
+                    return f"rank {reader.rank} cannot replay stage {stage}: {problem}"
+            for neighbour, kind in ((stage - 1, "F"), (stage + 1, "B")):
+                if not 0 <= neighbour < assignment.num_stages:
+                    continue
+                writer = by_rank[assignment.slot_at(neighbour, dp_rank)]
+                stream = record.boundary(neighbour, kind, dp_rank, dp_size)
+                problem = _input_unusable(reader, writer, stream, target, log)
+                if problem:
+                    return f"rank {reader.rank} cannot replay stage {stage}: {problem}"
+    return ""
+
+
+def _input_unusable(
+    reader: RankPlan, writer: RankPlan, stream: str, target: int, log: Mapping[str, StreamSummary]
+) -> str:
+    summary = log.get(stream) or StreamSummary(stream=stream, records=0)
+    if summary.corrupt:
+        return _corrupt(summary)
+    first = reader.from_version
+    # Up to where the log alone must have it; what comes after is generated again by its writer (which may be
+    # the reader itself: stages of one rank hand over inside it, and begin again together).
+    until = min(target, writer.from_version)
+    if until <= first:
+        return ""
+    return _lacks(summary, first, until - 1)
+
+
+def _lacks(summary: StreamSummary, first: int, last: int) -> str:
+    """Which of the steps `first` to `last` the stream does not have; "" if it spans them."""
+    if problem := _unlogged(summary, first, last):
+        return problem
+    if summary.trimmed_below_step > first:
+        return (
+            f"{summary.stream} is trimmed below step {summary.trimmed_below_step}, and step {first} is needed"
+        )
+    if summary.records == 0:
+        return f"{summary.stream} is empty, and step {first} is needed{_why(summary)}"
+    if summary.first_step > first:
+        return (
+            f"{summary.stream} begins at step {summary.first_step}, and step {first} is needed{_why(summary)}"
+        )
+    if summary.last_step < last:
+        return f"{summary.stream} ends at step {summary.last_step}, and step {last} is needed"
+    return ""
+
+
+def _unlogged(summary: StreamSummary, first: int, last: int) -> str:
+    """Which of the steps `first` to `last` are declared not to be whole."""
+    if summary.unlogged is None or summary.unlogged[0] > last or summary.unlogged[1] < first:
+        return ""
+    begin, end = summary.unlogged
+    steps = f"step {begin}" if begin == end else f"steps {begin} to {end}"
+    return (
+        f"records of {summary.stream} in {steps} are declared unlogged: dropped, as the log could not keep up, or "
+        "lost with a process that a replica has replaced"
+    )
+
+
+def collective_source(
+    ranks: Sequence[RankPlan], target: int, reports: Iterable[Report], log: Mapping[str, StreamSummary]
+) -> tuple[int, str]:
+    """(rank, "") or (-1, "" if none is needed, else why none will do).
+
+    Any rank that has done the steps before `target` itself may be the source, since results are equal on all;
+    one that keeps its state comes first. (A stage that is rebuilt from the checkpoint although one of its ranks
+    holds the target, because another one does not, may leave nobody who keeps.)
+    """
+    starts = [r.from_version for r in ranks if r.from_version < target]
+    logged = {r.rank: log.get(record.collectives(r.rank)) for r in ranks}
+    # A stream that nobody ever writes may be declared all the same, by who cannot tell.
+    if not starts or not any(summary and summary.records > summary.marks for summary in logged.values()):
+        return -1, ""
+    by_rank = {report.rank: report for report in reports}
+    keeps = {r.rank for r in ranks if r.policy.rests}
+    why = []
+    for rank, summary in sorted(
+        logged.items(), key=lambda item: (item[0] not in keeps, by_rank[item[0]].since_generation, item[0])
+    ):
+        newest = by_rank[rank].newest
+        if newest is None or newest < target or summary is None:
+            continue
+        problem = _corrupt(summary) if summary.corrupt else _lacks(summary, min(starts), target - 1)
+        if not problem:
+            return rank, ""
+        why.append(problem)
+    wanted = f"no survivor's log has the collective results of steps {min(starts)} to {target - 1}"
+    return -1, f"{wanted} ({'; '.join(why) or 'none was logged'})"
+
+
+def _corrupt(summary: StreamSummary) -> str:
+    return f"{summary.stream} is corrupt{_why(summary)}"
+
+
+def _why(summary: StreamSummary) -> str:
+    return f" ({summary.reason})" if summary.reason else ""
+
+
+# What ranks reach without replay, and how.
+#
+# A rank reaches what strategies lead it to by itself: what it holds, what finishing its step leads to, what taking it
+# back leads to. A shard of a stage group reaches what one of its replicas reaches: the others copy it. A stage group
+# reaches what all of its shards reach.
+#
+# Of the ways to one version a rank's own beats a copy, if it leads there bit for bit (`strategies/replica.py`). Its own
+# are tried in the order of the table.
+
+
+class Reach:
+    """What is reached by the `allowed` strategies; in ways that are not exact only if `inexact`."""
+
+    def __init__(
+        self,
+        reports: Iterable[Report],
+        assignment: Assignment,
+        allowed: Iterable[Strategy] = TABLE,
+        *,
+        inexact: bool = False,
+    ) -> None:
+        self._reports = {report.rank: report for report in reports}
+        self._assignment = assignment
+        policies = [TABLE[strategy] for strategy in TABLE if strategy in frozenset(allowed)]
+        self._own_policies = [policy for policy in policies if policy.begins is Begins.OWN]
+        self._copies = next((policy for policy in policies if policy.begins is Begins.COPY), None)
+        self._inexact = inexact
+        self._own = {rank: self._own_ways(report) for rank, report in self._reports.items()}
+        for group in assignment.groups():
+            self._leave_out_alone(group)
+        self._groups = {group: self._of_group(group) for group in assignment.groups()}
+
+    def anywhere(self) -> frozenset[int]:
+        """The versions that some rank reaches by itself."""
+        return frozenset(version for rank in self._reports for version in self.of_rank(rank))
+
+    def everywhere(self) -> frozenset[int]:
+        """The versions that every stage group reaches."""
+        return frozenset.intersection(*self._groups.values())
+
+    def of_rank(self, rank: int) -> frozenset[int]:
+        return frozenset(self._own[rank])
+
+    def of_group(self, group: tuple[int, ...]) -> frozenset[int]:
+        return self._groups[group]
+
+    def ways(self, group: tuple[int, ...], version: int) -> Mapping[int, Way]:
+        """How each rank of `group` gets to `version`, one of `of_group(group)`."""
+        assert version in self._groups[group]
+        ways: dict[int, Way] = {}
+        for replicas in self._shards(group):
+            ways |= self._shard_ways(replicas, version)
+        return ways
+
+    # --- ---
+
+    def _of_group(self, group: tuple[int, ...]) -> frozenset[int]:
+        return frozenset.intersection(*(self._of_shard(replicas) for replicas in self._shards(group)))
+
+    def _of_shard(self, replicas: Sequence[int]) -> frozenset[int]:
+        versions = frozenset(version for rank in replicas for version in self.of_rank(rank))
+        if self._copies is not None:
+            return versions
+        return frozenset(version for version in versions if self._each_reaches(replicas, version))
+
+    def _each_reaches(self, replicas: Sequence[int], version: int) -> bool:
+        ways = [self._own[rank].get(version) for rank in replicas]
+        return all(way and (way.exact or len(replicas) == 1) for way in ways)
+
+    def _shard_ways(self, replicas: Sequence[int], version: int) -> Mapping[int, Way]:
+        own = {rank: way for rank in replicas if (way := self._own[rank].get(version))}
+        return own if self._copies is None else self._copies.share(own, replicas, self._distance)
+
+    def _own_ways(self, report: Report) -> dict[int, Way]:
+        """version -> how the rank gets there by itself: the first way of several."""
+        ways: dict[int, Way] = {}
+        for policy in self._own_policies:
+            way = policy.reach(report)
+            if way is not None and (way.exact or self._inexact):
+                ways.setdefault(way.version, way)
+        return ways
+
+    def _leave_out_alone(self, group: tuple[int, ...]) -> None:
+        """No rank finishes together with others a step that one of them is not in."""
+        for version in {version for rank in group for version in self._own[rank]}:
+            ways = {rank: self._own[rank].get(version) for rank in group}
+            if all(way is not None and way.by.finishes_step for way in ways.values()):
+                continue
+            for rank, way in ways.items():
+                if way is not None and way.by.together:
+                    del self._own[rank][version]
+
+    def _shards(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The replicas of each shard, ascending."""
+        by_shard: dict[int, list[int]] = {}
+        for rank in group:
+            by_shard.setdefault(self._assignment.slots[rank].shard, []).append(rank)
+        return [tuple(replicas) for _, replicas in sorted(by_shard.items())]
+
+    def _distance(self, rank: int, source: int) -> tuple[bool, int, int]:
+        """Another host is farther than any rank; unknown hosts are other ones."""
+        mine, theirs = self._reports[rank].host, self._reports[source].host
+        return not mine or mine != theirs, abs(rank - source), source
+
+
+# Everybody goes back to an older version: to the newest snapshot that is left of every rank, or to a checkpoint.
+#
+# A version of a snapshot counts if of every rank's state somebody has a copy: the rank itself, or another one that
+# keeps it. All copies of one version are of one moment, so it does not matter who gives them. If the newest complete
+# checkpoint is newer, it is taken.
+
+_NAMED_MAX = 64
+
+
+def go_back(
+    reports: Sequence[Report], checkpoints: Checkpoints, why: str, *, snapshots: bool
+) -> tuple[Plan | None, str]:
+    """`why` nothing newer will do. `snapshots`: they may be used. (None, reason) if there is nothing to go back to."""
+    if not snapshots:
+        return _to_checkpoint(reports, checkpoints, why)
+    copies = _copies(reports)
+    whole = _whole(reports, copies)
+    if not whole:
+        return _to_checkpoint(reports, checkpoints, _and(why, _lacking(reports, copies)))
+    version = max(whole)
+    if checkpoints.newest is not None and checkpoints.newest > version:
+        older = f"the newest whole snapshot is of version {version}"
+        return _to_checkpoint(reports, checkpoints, _and(why, older))
+    held = copies[version]
+    ranks = tuple(
+        RankPlan(
+            rank=r.rank,
+            strategy=Strategy.SNAPSHOT,
+            from_version=version,
+            reason=why,
+            sources=() if r.rank in held[r.rank] else (_nearest(r, held[r.rank], reports),),
+        )
+        for r in reports
+    )
+    reason = f"every rank goes back to its snapshot of version {version}: {why}"
+    return Plan(target_version=version, ranks=ranks, collective_source=-1, reason=reason), reason
+
+
+def sooner(reports: Sequence[Report], replayed: Plan, measured: Mapping[int, RankMeasured]) -> str:
+    """Why to go back to the newest whole snapshot rather than to replay: the steps since are done again in less time,
+    as far as steps were measured. Empty: it is not so, or it is not known."""
+    versions = _whole(reports, _copies(reports))
+    behind = [rank.rank for rank in replayed.ranks if rank.from_version < replayed.target_version]
+    predicted = {prediction.rank: prediction.seconds for prediction in replayed.predictions}
+    steps_s = [measured[report.rank].step_s for report in reports if report.rank in measured]
+    if not versions or not steps_s or not predicted.keys() >= set(behind):
+        return ""
+    again = replayed.target_version - max(versions)
+    again_s, replay_s = again * max(steps_s), max(predicted.values(), default=0.0)
+    if again < 0 or again_s >= replay_s:
+        return ""
+    steps = f"{again} step{'' if again == 1 else 's'}"
+    return f"{steps} again take {again_s:.3g} s, and a replay {replay_s:.3g} s"
+
+
+def _whole(reports: Sequence[Report], copies: Mapping[int, Mapping[int, object]]) -> list[int]:
+    """The versions of which somebody has a copy of every rank's state."""
+    return [version for version, held in copies.items() if all(r.rank in held for r in reports)]
+
+
+def _to_checkpoint(reports: Sequence[Report], checkpoints: Checkpoints, why: str) -> tuple[Plan | None, str]:
+    version = checkpoints.newest
+    if version is None:
+        return None, f"{why}; there is no complete checkpoint to go back to"
+    ranks = tuple(
+        RankPlan(rank=r.rank, strategy=Strategy.CHECKPOINT, from_version=version, reason=why) for r in reports
+    )
+    reason = f"every rank restores the checkpoint of version {version}: {why}"
+    return Plan(target_version=version, ranks=ranks, collective_source=-1, reason=reason), reason
+
+
+def _and(why: str, more: str) -> str:
+    """Once, however often this is planned in one recovery."""
+    return why if more in why else f"{why}; {more}"
+
+
+def _copies(reports: Sequence[Report]) -> dict[int, dict[int, list[int]]]:
+    """Version -> rank -> who holds a copy of its state."""
+    copies: dict[int, dict[int, list[int]]] = {}
+    for report in reports:
+        for held in report.snapshots:
+            copies.setdefault(held.version, {}).setdefault(held.rank, []).append(report.rank)
+    return copies
+
+
+def _nearest(report: Report, holders: Sequence[int], reports: Sequence[Report]) -> int:
+    """On the rank's own host, if hosts are known and one is there."""
+    host_of = {other.rank: other.host for other in reports}
+    return min(holders, key=lambda rank: (not report.host or host_of[rank] != report.host, rank))
+
+
+def _lacking(reports: Sequence[Report], copies: Mapping[int, Mapping[int, object]]) -> str:
+    """Why no version is whole."""
+    held = {rank for of_ranks in copies.values() for rank in of_ranks}
+    lost = [r.rank for r in reports if r.rank not in held]
+    if not lost:
+        return "no version of the snapshots is left of all ranks"
+    more = len(lost) - _NAMED_MAX
+    named = ", ".join(map(str, lost[:_NAMED_MAX])) + (f" and {more} more" if more > 0 else "")
+    return f"no snapshot of rank{'s' if len(lost) > 1 else ''} {named} is left"
+
+
+# Which ranks help a replay: those that would only wait for it.
+#
+# A helper computes some of the microbatches of every step that it helps with. What it reads must be in the log already,
+# and what is sent must have arrived where it is needed: so a replay is shared up to the version from which on a stage
+# beside it is computed again as well, and the rest, where the two feed each other, is its owner's alone.
+#
+# A recovery group of w stages is helped by whole copies of w ranks, one for each of its stages: what passes inside the
+# group is in no log, so who computes a microbatch of one stage needs somebody who computes it of the next.
+#
+# How many help is a matter of what the replay costs (`swift_ft.planner.replay_cost`); where that is not known, as
+# many as may.
+
+STEPS_MIN = 2
+"""For fewer steps a stage is not built again elsewhere."""
+
+
+def helps(
+    ranks: Sequence[RankPlan],
+    target: int,
+    assignment: Assignment,
+    reports: Iterable[Report],
+    at_most: int,
+    groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
+    predictor: Predictor | None = None,
+) -> tuple[Help, ...]:
+    """At most `at_most` copies for each group that replays, the nearest ranks first; a rank helps one replay only.
+    Fewer if the `predictor` knows that more would not make it shorter."""
+    by_rank = {rank_plan.rank: rank_plan for rank_plan in ranks}
+    if at_most < 1 or assignment.dp_size > 1:
+        return ()
+    spans = {
+        owners: until
+        for owners in _replaying(assignment, groups, by_rank)
+        if (until := _until(owners, target, assignment, by_rank)) - by_rank[owners[0]].from_version
+        >= STEPS_MIN
+    }
+    free = [r.rank for r in reports if r.can_help and by_rank[r.rank].policy.rests]
+    wanted = predictor.wanted(spans, at_most, len(free)) if predictor is not None else {}
+    chosen: dict[tuple[int, ...], list[tuple[int, ...]]] = {owners: [] for owners in spans}
+    for _ in range(at_most):  # in turns: the slowest replay is what all wait for
+        for owners, copies in chosen.items():
+            if len(free) >= len(owners) and len(copies) < wanted.get(owners, at_most):
+                copies.append(_nearest_free(owners, free))
+                free = [rank for rank in free if rank not in copies[-1]]
+    return tuple(
+        Help(
+            owner=owner,
+            helpers=tuple(copy[place] for copy in copies),
+            until=spans[owners],
+            together=owners if len(owners) > 1 else (),
+        )
+        for owners, copies in chosen.items()
+        if copies
+        for place, owner in enumerate(owners)
+    )
+
+
+def words(sharing: Sequence[Help]) -> list[str]:
+    """For people: of each group that is helped, by whom and up to where."""
+    told = []
+    for owners, until in dict.fromkeys((help.together or (help.owner,), help.until) for help in sharing):
+        helpers = [help.helpers for help in sharing if help.owner in owners]
+        copies = [rank for copy in zip(*helpers, strict=True) for rank in copy]
+        told.append(f"{_named(copies)} to help {_named(owners)} up to version {until}")
+    return told
+
+
+def _replaying(
+    assignment: Assignment, groups: RecoveryGroups, by_rank: Mapping[int, RankPlan]
+) -> list[tuple[int, ...]]:
+    """The ranks of each recovery group that does nothing but replay, by stage: all from one version."""
+    replaying = []
+    for members in groups.together(assignment.groups(), assignment.stages):
+        owners = tuple(rank for (rank,) in members)
+        plans = [by_rank[rank] for rank in owners]
+        if (
+            all(rank_plan.policy.replays for rank_plan in plans)
+            and len({rank_plan.from_version for rank_plan in plans}) == 1
+            and (len(owners) == 1 or all(len(assignment.stages[rank]) == 1 for rank in owners))
+        ):
+            replaying.append(owners)
+    return replaying
+
+
+def _nearest_free(owners: Sequence[int], free: Sequence[int]) -> tuple[int, ...]:
+    """One for each stage of the group, ascending: neighbours feed each other."""
+    by_distance = sorted(free, key=lambda rank: (min(abs(rank - owner) for owner in owners), rank))
+    return tuple(sorted(by_distance[: len(owners)]))
+
+
+def _until(
+    owners: Sequence[int], target: int, assignment: Assignment, by_rank: Mapping[int, RankPlan]
+) -> int:
+    own = {stage for owner in owners for stage in assignment.stages[owner]}
+    beside = {
+        other for stage in own for other in (stage - 1, stage + 1) if 0 <= other < assignment.num_stages
+    }
+    neighbours = {rank for stage in beside - own for rank in assignment.holders(stage)}
+    return min([target, *(by_rank[rank].from_version for rank in neighbours)])
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+# What ranks refused, so that it is not planned again.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusals:
+    """What ranks refused to do in this recovery: it is not planned again before the job runs."""
+
+    strategies: tuple[Strategy, ...] = ()
+    """In the order of Strategy. KEEP among them: nothing will do but to go back, to a snapshot or a checkpoint."""
+    reason: str = ""
+    """Of the latest one, for people."""
+    help: bool = False
+    """Something went wrong in a replay that others helped with: each owner replays alone."""
+
+    @property
+    def replays(self) -> bool:
+        """Some replay."""
+        return not replaying().isdisjoint(self.strategies)
+
+    @property
+    def everything(self) -> bool:
+        return Strategy.KEEP in self.strategies
+
+    def and_of(self, strategies: Iterable[Strategy], reason: str) -> "Refusals":
+        """These as well, for `reason`. CHECKPOINT is not counted: which one cannot be loaded matters there."""
+        union = {*self.strategies, *strategies} - {Strategy.CHECKPOINT}
+        ordered = tuple(s for s in Strategy if s in union)
+        return Refusals(strategies=ordered, reason=reason, help=self.help)
+
+    def and_everything(self, reason: str) -> "Refusals":
+        return self.and_of((s for s in Strategy if not TABLE[s].goes_back), reason)
+
+    def and_help(self, reason: str) -> "Refusals":
+        return replace(self, help=True, reason=reason)
+
+
+NAMED_MAX = 64
+"""Ranks, or stages, that a reason names: every rank of a job is told it."""
+
+Ways = Mapping[int, Way]
+"""rank -> how it gets to the version from where it may have to replay."""
+
+
+def plan(
+    reports: Sequence[Report],
+    assignment: Assignment,
+    log_inventory: Mapping[str, StreamSummary],
+    checkpoints: Checkpoints,
+    config: PlanConfig,
+    refused: Refusals = Refusals(),
+    measured: Mapping[int, RankMeasured] = MappingProxyType({}),
+) -> tuple[Plan | None, str]:
+    """The plan and its reason; (None, reason) if there is no way back.
+
+    `reports`: one for every slot that is held. `refused`: what is not to be planned again. `measured`: what each rank,
+    or the process that held it before, has said of its steps; may lack any of them. ValueError: reports and assignment
+    do not fit.
+    """
+    reports = sorted(reports, key=lambda report: report.rank)
+    if [report.rank for report in reports] != list(assignment.occupied):
+        raise ValueError("plan needs one report of every slot that is held")
+    if lost := assignment.lost_stages():
+        return None, f"no rank is left that runs stage {lost[0]}"
+    usable = permitted(config.strategy)
+    # Where they are only one way among others, it is no news that there are none.
+    snapshots = config.strategy == "snapshot" or any(report.snapshots for report in reports)
+    snapshots = snapshots and Strategy.SNAPSHOT in usable.difference(refused.strategies)
+    restore = partial(go_back, reports, checkpoints, snapshots=snapshots)
+    if refused.everything:
+        return restore(refused.reason)
+    if usable == {Strategy.CHECKPOINT}:
+        return restore("the job is configured to restore checkpoints")
+    costs = costs_of(measured, config.groups)
+    allowed = usable.difference(refused.strategies)
+    situation = _Situation(reports, assignment, log_inventory, checkpoints, allowed, config, costs)
+    reach = situation.reach(inexact=config.inexact_undo)
+    if not reach.anywhere():
+        return restore(_but(refused, "no rank holds a state"))
+    if reach.everywhere():
+        outcome = situation.without_replay(max(reach.everywhere()), reach)
+        return outcome, outcome.reason
+    if not config.groups.logs:
+        why = f"nothing is logged within one recovery group ({config.groups}), and {situation.disagreement(reach)}"
+        return restore(_but(refused, why))
+    if refused.replays:
+        return restore(refused.reason)
+    if assignment.vacant:
+        why = f"a step cannot be replayed without {_ranks(assignment.vacant)}, and {situation.disagreement(reach)}"
+        return restore(_but(refused, why))
+    if not may_replay(config.strategy):
+        why = f"the job is configured never to replay, and {situation.disagreement(reach)}"
+        return restore(_but(refused, why))
+    at_most = 0 if refused.help else config.helpers
+    chosen, reason = situation.with_replay(reach, inexact=config.inexact_undo, helpers=at_most)
+    if chosen is None:
+        return restore(_but(refused, reason))
+    if snapshots and (why := sooner(reports, chosen, measured)):
+        return restore(_but(refused, why))
+    return chosen, reason
+
+
+class _Situation:
+    """What plan() was asked, and the two kinds of plan for it."""
+
+    def __init__(
+        self,
+        reports: Sequence[Report],
+        assignment: Assignment,
+        log: Mapping[str, StreamSummary],
+        checkpoints: Checkpoints,
+        allowed: Iterable[Strategy],
+        config: PlanConfig,
+        costs: Mapping[int, StageCost],
+    ) -> None:
+        self._costs = costs
+        self._reports = {report.rank: report for report in reports}
+        self._assignment = assignment
+        self._log = log
+        self._checkpoints = checkpoints
+        self._recovery_groups = config.groups
+        self._together = config.groups.together(assignment.groups(), assignment.stages)
+        self._allowed = frozenset(allowed)
+        # With one rank to a stage that holds a version or holds none, there is nothing to say about choices.
+        self._has_choice = assignment.dp_size > 1 or any(
+            (r.undo_to, r.forward_to, r.finish_to) != (None, None, None) for r in reports
+        )
+
+    def reach(self, *, inexact: bool) -> Reach:
+        return Reach(self._reports.values(), self._assignment, self._allowed, inexact=inexact)
+
+    def without_replay(self, target: int, reach: Reach) -> Plan:
+        """`target` is reached everywhere."""
+        bases = {group: reach.ways(group, target) for group in self._groups}
+        ranks = self._ranks(bases, target)
+        why = f"the highest version that every stage reaches without replay ({self._reached(reach)})"
+        return self._made(ranks, bases, target, -1, why if self._has_choice else "")
+
+    def with_replay(self, reach: Reach, *, inexact: bool, helpers: int = 0) -> tuple[Plan | None, str]:
+        """The highest target that can be had, exactly if that can be; None and why not even the highest can.
+
+        `helpers`: so many ranks, at most, may share each replay.
+        """
+        problem = ""
+        for target in sorted(reach.anywhere(), reverse=True):
+            for allowed in (False, True) if inexact else (False,):
+                replayed, why = self._replay_to(target, self.reach(inexact=allowed), problem)
+                if replayed is not None:
+                    replayed = self._helped(replayed, helpers)
+                    return replayed, replayed.reason
+                problem = problem or why
+        return None, problem
+
+    def _helped(self, alone: Plan, at_most: int) -> Plan:
+        ranks, target, reports = alone.ranks, alone.target_version, self._reports.values()
+        predictor = Predictor(ranks, target, self._assignment, self._costs)
+        groups = self._recovery_groups
+        sharing = helps(ranks, target, self._assignment, reports, at_most, groups, predictor)
+        possible = {help.owner for help in helps(ranks, target, self._assignment, reports, at_most, groups)}
+        helped = replace(alone, help=sharing, predictions=predictor.of(sharing))
+        reasons = [alone.reason, *words(sharing), *predicted_words(helped, possible)]
+        return replace(helped, reason="; ".join(reasons))
+
+    def disagreement(self, reach: Reach) -> str:
+        return f"no version is reached by every stage without replay ({self._reached(reach)})"
+
+    # --- ---
+
+    @property
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        return self._assignment.groups()
+
+    def _replay_to(self, target: int, reach: Reach, higher: str) -> tuple[Plan | None, str]:
+        """`higher`: why a higher target was given up; "": there was none."""
+        checkpoint = self._checkpoints.newest_at_most(target)
+        bases: dict[tuple[int, ...], Ways] = {}
+        lacking: list[int] = []
+        for members in self._together:
+            reached = frozenset.intersection(*(reach.of_group(group) for group in members))
+            newest = max((version for version in reached if version <= target), default=None)
+            if reached and newest is None:
+                name = self._name(members)
+                return None, f"{name} holds a version above {target}, and nothing takes it back"
+            if newest is not None and newest >= (checkpoint or 0):
+                bases |= {group: reach.ways(group, newest) for group in members}
+            elif checkpoint is not None:
+                ways = self._from_checkpoint(members, checkpoint, older=newest)
+                bases |= dict.fromkeys(members, ways)
+            else:
+                ranks_of = [rank for group in members for rank in group]
+                lacking += [rank for rank in ranks_of if not reach.of_rank(rank)] or ranks_of
+        if lacking:
+            who = f"rank {_listed(sorted(lacking))}"
+            return (
+                None,
+                f"no complete checkpoint at version {target} or before for {who}, which holds no state",
+            )
+        ranks = self._ranks(bases, target)
+        problem = uncovered(ranks, target, self._assignment, self._log)
+        if problem:
+            return None, problem
+        source, problem = collective_source(ranks, target, self._reports.values(), self._log)
+        if problem:
+            return None, problem
+        why = self.disagreement(reach)
+        if higher:
+            why += f", and none above {target} can be replayed: {higher}"
+        return self._made(ranks, bases, target, source, why if self._has_choice else ""), ""
+
+    def _made(
+        self,
+        ranks: tuple[RankPlan, ...],
+        bases: Mapping[tuple[int, ...], Ways],
+        target: int,
+        source: int,
+        why: str,
+    ) -> Plan:
+        inexact = {rank: way for ways in bases.values() for rank, way in ways.items() if not way.exact}
+        reason = _summary(ranks, target) + (f"; {why}" if why else "")
+        if inexact:
+            reason += f"; not bit for bit: {_inexact_words(inexact)}"
+        return Plan(
+            target_version=target,
+            ranks=ranks,
+            collective_source=source,
+            reason=reason,
+            exact=not inexact,
+        )
+
+    def _ranks(self, bases: Mapping[tuple[int, ...], Ways], target: int) -> tuple[RankPlan, ...]:
+        plans = [self._rank_plan(rank, ways, target) for group, ways in bases.items() for rank in group]
+        return tuple(sorted(plans, key=lambda rank_plan: rank_plan.rank))
+
+    def _rank_plan(self, rank: int, ways: Ways, target: int) -> RankPlan:
+        way = ways[rank]
+        behind = target - way.version
+        policy = way.by.behind if behind else way.by
+        reason = policy.reason(self._reports[rank], ways, target)
+        if behind and not policy.replays:
+            reason += f"; {behind} to replay"
+        return RankPlan(
+            rank=rank,
+            strategy=policy.strategy,
+            from_version=way.version,
+            reason=reason,
+            sources=way.sources,
+        )
+
+    def _from_checkpoint(self, members: Sequence[tuple[int, ...]], version: int, older: int | None) -> Ways:
+        """For stage groups that go back to it together. `older`: the version that they reach, before the checkpoint."""
+        return {
+            rank: Way(
+                by=TABLE[Strategy.REPLAY],
+                version=version,
+                note=self._why_not_held(self._reports[rank], members, older),
+            )
+            for group in members
+            for rank in group
+        }
+
+    def _why_not_held(self, report: Report, members: Sequence[tuple[int, ...]], older: int | None) -> str:
+        if older is not None:
+            return ", older than the checkpoint" if older == report.version else ""
+        if report.newest is None:
+            return ""
+        return f", but the ranks of {self._name(members)} reach no version together"
+
+    def _reached(self, reach: Reach) -> str:
+        named = [
+            f"{self._name([group])}: {_listed(sorted(reach.of_group(group), reverse=True)) or 'none'}"
+            for group in self._groups[:NAMED_MAX]
+        ]
+        more = len(self._groups) - len(named)
+        return "; ".join(named) + (f"; and {more} more" if more else "")
+
+    def _name(self, members: Sequence[tuple[int, ...]]) -> str:
+        """Of stage groups that recover together, or of one."""
+        stages = sorted(stage for group in members for stage in self._assignment.stages[group[0]])
+        if not stages:
+            return _ranks(members[0])
+        return f"{'stage' if len(stages) == 1 else 'stages'} {_listed(stages)}"
+
+
+def _but(refused: Refusals, why: str) -> str:
+    return f"{refused.reason}; {why}" if refused.reason else why
+
+
+def _inexact_words(ways: Ways) -> str:
+    by_strategy: dict[Strategy, list[int]] = {}
+    for rank, way in ways.items():
+        by_strategy.setdefault(way.by.strategy, []).append(rank)
+    return ", ".join(f"{TABLE[strategy].noun} of {_ranks(ranks)}" for strategy, ranks in by_strategy.items())
+
+
+def _summary(ranks: Sequence[RankPlan], target: int) -> str:
+    parts = []
+    for strategy in Strategy:
+        chosen = [r.rank for r in ranks if r.strategy is strategy]
+        if chosen:
+            parts.append(f"{strategy} on {_ranks(chosen)}")
+    return f"target version {target}: {'; '.join(parts)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    more = len(numbers) - NAMED_MAX
+    return ", ".join(map(str, numbers[:NAMED_MAX])) + (f" and {more} more" if more > 0 else "")
+
+
+# States that the log does not lead to, and what a plan makes of them.
+#
+# A rank whose state has other bits than the log leads to is *off the log*: its sends are not the logged ones, and what
+# its neighbours have logged of the step under way is not what they do from now on. It says so in its reports until the
+# log has begun anew. (No strategy leaves a rank so today: the seam is for those that are not exact.)
+#
+#     a rank that is off the log holds the target    every rank saves it before it is Ready (`Plan.saves`)
+#     that checkpoint is complete (`log_ends`)       the log is given up; everybody keeps the target, or loads it
+#
+# Before that the older checkpoint and the log are as they were: nothing of what comes off the log is written there.
+# So others are replayed from them exactly, while who is off the log keeps what it has. It is not kept
+#
+#     where a stage beside it is replayed too    what its predecessor had not got out must be made again, bit for bit
+#     where help was refused in this recovery    nobody could save it: it is replayed, exactly and alone
+#     where a newer checkpoint is complete       that one and the log say what the state is
+
+
+def plan_off_log(
+    reports: Sequence[Report],
+    assignment: Assignment,
+    log_inventory: Mapping[str, StreamSummary],
+    checkpoints: Checkpoints,
+    config: PlanConfig,
+    refused: Refusals = Refusals(),
+    measured: Mapping[int, RankMeasured] = MappingProxyType({}),
+    *,
+    log_ends: bool = False,
+) -> tuple[Plan | None, str]:
+    """As `plan`, which it asks. `log_ends`: the log is given up whatever is planned; nothing of it is to be read."""
+    reports = list(reports)
+    while True:
+        chosen, reason = plan(reports, assignment, log_inventory, checkpoints, config, refused, measured)
+        if chosen is None or chosen.restores:
+            return chosen, reason
+        if log_ends and chosen.reads_log:
+            refused = refused.and_everything(
+                "the log has ended, and there is more to replay than a checkpoint"
+            )
+            continue
+        kept = [r.rank for r in reports if r.off_log and r.version is not None]
+        useless = {
+            rank
+            for rank in kept
+            if not log_ends and _is_useless(rank, chosen, assignment, checkpoints, refused)
+        }
+        if not useless:
+            break
+        reports = [_without_state(r) if r.rank in useless else r for r in reports]
+    if not (kept or log_ends):
+        return chosen, reason
+    chosen = replace(chosen, exact=False, saves=not log_ends)
+    chosen = replace(chosen, reason="; ".join([chosen.reason, *_words(chosen, kept, log_ends=log_ends)]))
+    return chosen, chosen.reason
+
+
+def _is_useless(
+    rank: int, chosen: Plan, assignment: Assignment, checkpoints: Checkpoints, refused: Refusals
+) -> bool:
+    newest = checkpoints.newest
+    covered = newest is not None and newest >= chosen.target_version
+    return refused.help or covered or _replays_beside(rank, chosen, assignment)
+
+
+def _replays_beside(rank: int, chosen: Plan, assignment: Assignment) -> bool:
+    """Another rank that sends to this one, or is sent something by it, replays a step."""
+    stages = assignment.stages[rank]
+    beside = {
+        other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other < assignment.num_stages
+    }
+    owners = {owner for stage in beside for owner in assignment.holders(stage)} - {rank}
+    return any(chosen.of(owner).from_version < chosen.target_version for owner in owners)
+
+
+def _without_state(report: Report) -> Report:
+    return replace(report, version=None, undo_to=None, forward_to=None, finish_to=None, off_log=False)
+
+
+def _words(chosen: Plan, kept: Sequence[int], *, log_ends: bool) -> list[str]:
+    words = [f"not bit for bit: {_named(kept)} came off the log"] if kept else []
+    if log_ends:
+        words.append(f"the log does not lead to version {chosen.target_version}, and begins anew")
+    else:
+        words.append(f"every rank saves version {chosen.target_version}, and the log ends there")
+    return words

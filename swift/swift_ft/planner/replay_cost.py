@@ -1,0 +1,222 @@
+"""What a plan says of the time that its replays take, and so of how many ranks help. Pure.
+
+Where the costs of a stage are not known nothing is predicted, and as many help as are configured and can.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from swift_ft.planner.assignment import Assignment
+from swift_ft.planner.decision import Help, Plan, Prediction, RankPlan
+from swift_ft.planner.groups import RecoveryGroups
+from swift_ft.planner.types import RankMeasured
+
+# How long a replay takes, and with how many ranks it is shortest.
+#
+# Formulas (4) to (6) of docs/planning.md, for the line of docs/replay.md. Neighbouring stages that replay together, or
+# one alone; d ranks each share their M microbatches. t: seconds of a stage for a microbatch; u: its update; G: bytes of
+# its weights, and as many of gradients; b: a bucket; V: bytes that it reads a step:
+#
+#     step(d) = max(sum(t) + (ceil(M / d) - 1) max(t) + max(u) + line(d), max(V) / B_log)
+#     line(d) = 2 (max(G) + (d - 2) b) / B_link if d > 1, else 0
+#
+# What is not known of a link is taken from LINK_BYTES_PER_S; a log of which hardly anything was read, as never waited
+# for.
+
+LINK_BYTES_PER_S = 1e9
+"""Between two ranks: what 10 Gbit/s have left."""
+BUCKET_BYTES = 4 << 20
+"""Of the line (`swift_ft.train.gradient_chain`)."""
+READ_BYTES_MIN = 8 << 20
+"""Fewer bytes, and what they were waited for tells of the way to the log, not of what it gives."""
+_EQUAL = 1 + 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageCost:
+    """Of one stage, as it was measured while it trained."""
+
+    microbatches: int
+    microbatch_s: float
+    """Forward and backward of one."""
+    update_s: float = 0.0
+    """What a step takes besides."""
+    weight_bytes: int = 0
+    read_bytes: int = 0
+    """Out of the log, a step."""
+    log_bytes_per_s: float = math.inf
+
+
+def of_rank(stages: Sequence[StageCost]) -> StageCost:
+    """Of one that runs several: it computes them one after the other, and updates them at once."""
+    first, *more = stages
+    return (
+        replace(
+            first,
+            microbatch_s=sum(stage.microbatch_s for stage in stages),
+            weight_bytes=sum(stage.weight_bytes for stage in stages),
+            read_bytes=sum(stage.read_bytes for stage in stages),
+        )
+        if more
+        else first
+    )
+
+
+def step_s(costs: Sequence[StageCost], workers: int = 1, link_bytes_per_s: float = LINK_BYTES_PER_S) -> float:
+    """A step of neighbouring stages that replay together, each shared by so many ranks."""
+    largest = -(-max(cost.microbatches for cost in costs) // workers)
+    took = sum(cost.microbatch_s for cost in costs)
+    took += (largest - 1) * max(cost.microbatch_s for cost in costs) + max(cost.update_s for cost in costs)
+    if workers > 1:
+        weights = max(cost.weight_bytes for cost in costs)
+        took += 2 * (weights + (workers - 2) * min(BUCKET_BYTES, weights)) / link_bytes_per_s
+    return max([took, *(cost.read_bytes / cost.log_bytes_per_s for cost in costs)])
+
+
+def fewest(seconds: Mapping[tuple[int, ...], Sequence[float]], free: int) -> dict[tuple[int, ...], int]:
+    """owners -> how many copies of them help; `seconds` of each: its replay with 0, 1, 2 … of them. A copy takes as
+    many of the `free` ranks as there are owners.
+
+    All wait for the replay that takes longest: it is made as short as it can be, and nobody helps who does not make it
+    so. Helping that does not pay is not done.
+    """
+    for limit in sorted({option_s for options in seconds.values() for option_s in options}):
+        wanted = {
+            owners: next((n for n, option_s in enumerate(options) if option_s <= limit * _EQUAL), None)
+            for owners, options in seconds.items()
+        }
+        chosen = {owners: count for owners, count in wanted.items() if count is not None}
+        if len(chosen) == len(seconds) and sum(len(o) * count for o, count in chosen.items()) <= free:
+            return chosen
+    return dict.fromkeys(seconds, 0)
+
+
+def costs_of(measured: Mapping[int, RankMeasured], groups: RecoveryGroups) -> dict[int, StageCost]:
+    """stage -> what its replay costs, where it was measured."""
+    rate = _read_rate(measured)
+    arriving: dict[int, int] = {}
+    for rank in measured.values():
+        for stage in rank.stages:
+            here = {other.stage for other in rank.stages}
+            for sent in stage.sent:
+                if sent.destination not in here and groups.crosses(stage.stage, sent.destination):
+                    arriving[sent.destination] = arriving.get(sent.destination, 0) + sent.bytes
+    return {
+        stage.stage: StageCost(
+            microbatches=rank.microbatches,
+            microbatch_s=stage.forward_s + stage.backward_s,
+            update_s=rank.update_s,
+            weight_bytes=stage.gradient_bytes,
+            read_bytes=arriving.get(stage.stage, 0),
+            log_bytes_per_s=rate,
+        )
+        for rank in measured.values()
+        for stage in rank.stages
+        if rank.microbatches
+    }
+
+
+def _read_rate(measured: Mapping[int, RankMeasured]) -> float:
+    """That replays have got out of the log: all their bytes over all their waits."""
+    told = [
+        (rank.log_read_bytes, rank.log_read_wait_s)
+        for rank in measured.values()
+        if rank.log_read_bytes is not None and rank.log_read_wait_s is not None
+    ]
+    size, waited_s = sum(size for size, _ in told), sum(waited for _, waited in told)
+    return size / waited_s if size >= READ_BYTES_MIN and waited_s > 0 else math.inf
+
+
+Costs = Mapping[int, StageCost]
+"""By stage."""
+
+
+class Predictor:
+    """(helps) ``wanted``; (plan) ``of``."""
+
+    def __init__(self, ranks: Sequence[RankPlan], target: int, assignment: Assignment, costs: Costs) -> None:
+        self._plans = {rank_plan.rank: rank_plan for rank_plan in ranks}
+        self._target, self._assignment, self._costs = target, assignment, costs
+
+    def wanted(
+        self, spans: Mapping[tuple[int, ...], int], at_most: int, free: int
+    ) -> dict[tuple[int, ...], int]:
+        """How many copies of the ranks that replay together make the recovery shortest; `spans`: up to which version
+        they can help. Nothing, if that is not known of all of them."""
+        seconds = {}
+        for owners, until in spans.items():
+            most = min(at_most, free // len(owners))
+            options = [self._seconds(owners, until, 1 + n) for n in range(most + 1)]
+            seconds[owners] = [option_s for option_s in options if option_s is not None]
+            if not seconds[owners]:
+                return {}
+        return fewest(seconds, free)
+
+    def of(self, help: Iterable[Help]) -> tuple[Prediction, ...]:
+        """Of each replay whose costs are known."""
+        helped = {shared.owner: shared for shared in help}
+        predictions = []
+        for rank, rank_plan in sorted(self._plans.items()):
+            shared = helped.get(rank)
+            workers, until = (
+                (1 + len(shared.helpers), shared.until) if shared is not None else (1, self._target)
+            )
+            owners = shared.together if shared is not None and shared.together else (rank,)
+            steps = self._target - rank_plan.from_version
+            seconds = self._seconds(owners, until, workers) if steps > 0 else None
+            if seconds is not None:
+                alone = self._seconds(owners, self._target, 1)
+                predictions.append(
+                    Prediction(
+                        rank=rank, workers=workers, steps=steps, seconds=seconds, alone_s=alone or seconds
+                    )
+                )
+        return tuple(predictions)
+
+    def _seconds(self, owners: Sequence[int], until: int, workers: int) -> float | None:
+        """Of a replay that `workers` ranks share up to the version `until`; None: it is not known."""
+        run = self._replayed_beside(owners)
+        if not run or any(
+            stage not in self._costs for rank in run for stage in self._assignment.stages[rank]
+        ):
+            return None
+        begun = self._plans[owners[0]].from_version
+        shared = max(0, until - begun) if workers > 1 else 0
+        own, together = ([self._cost(rank) for rank in ranks] for ranks in (owners, run))
+        return shared * step_s(own, workers) + (self._target - begun - shared) * step_s(together)
+
+    def _cost(self, rank: int) -> StageCost:
+        return of_rank([self._costs[stage] for stage in self._assignment.stages[rank]])
+
+    def _replayed_beside(self, owners: Sequence[int]) -> list[int]:
+        """They, and the ranks on both sides of their stages that replay without a gap. Nobody: it is not known how long
+        these take together (ranks of several stages feed each other in circles)."""
+
+        def replays(stage: int) -> int | None:
+            ranks = self._assignment.holders(stage) if 0 <= stage < self._assignment.num_stages else ()
+            return next((rank for rank in ranks if self._plans[rank].from_version < self._target), None)
+
+        together = list(owners)
+        for rank in together:
+            for stage in self._assignment.stages[rank]:
+                beside = {replays(stage - 1), replays(stage + 1)} - {None, *together}
+                together += [other for other in beside if other is not None]
+        alone = set(together) == set(owners) and len(owners) == 1
+        if not alone and any(len(self._assignment.stages[rank]) != 1 for rank in together):
+            return []
+        return together if all(self._assignment.stages[rank] for rank in together) else []
+
+
+def predicted_words(plan: Plan, possible: Iterable[int]) -> list[str]:
+    """For people. `possible`: the ranks that could have been helped."""
+    lines = []
+    for prediction in plan.predictions:
+        steps = f"{prediction.steps} step{'' if prediction.steps == 1 else 's'}"
+        line = f"rank {prediction.rank} replays {steps} in {prediction.seconds:.3g} s"
+        if prediction.workers > 1:
+            line += f", {prediction.workers} ranks; alone in {prediction.alone_s:.3g} s"
+        elif prediction.rank in possible:
+            line += ": with help nobody would be back sooner"
+        lines.append(line)
+    return lines

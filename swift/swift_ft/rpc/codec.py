@@ -1,0 +1,209 @@
+"""A message for programs: numbers are numbers, and every field is there.
+
+protobuf's own JSON leaves out what is zero and writes 64-bit integers as strings.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import ServiceError
+from swift_ft.planner import Help, Plan, Prediction, RankMeasured, RankPlan, Sent, StageMeasured, Strategy
+
+# A plan on its way from the coordinator to the ranks.
+#
+# (coordinator) ``encoded`` → `View.plan` → (rank) ``of_view``, once, where it enters the plan's generation: nobody else
+# reads the message.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedPlan:
+    """What the ranks of a generation carry out."""
+
+    generation: int
+    plan: Plan
+    sources: Mapping[str, tuple[str, ...]]
+    """Stream -> the log servers to read it from, the best first; empty: nothing of the log is read."""
+
+
+def encoded(plan: Plan, generation: int, sources: Mapping[str, Sequence[str]]) -> pb.Plan:
+    """The message for a plan; `sources`: for each stream the log servers to read it from. Inverse: `decoded`."""
+    return pb.Plan(
+        generation=generation,
+        target_version=plan.target_version,
+        ranks=[
+            pb.RankPlan(
+                rank=r.rank,
+                strategy=pb.Strategy.Value(r.strategy),
+                from_version=r.from_version,
+                reason=r.reason,
+                sources=r.sources,
+            )
+            for r in plan.ranks
+        ],
+        collective_source=plan.collective_source,
+        reason=plan.reason,
+        exact=plan.exact,
+        sources=[
+            pb.StreamSources(stream=stream, servers=servers) for stream, servers in sorted(sources.items())
+        ],
+        help=[
+            pb.Help(owner=h.owner, helpers=h.helpers, until=h.until, together=h.together) for h in plan.help
+        ],
+        saves=plan.saves,
+        predictions=[
+            pb.ReplayPrediction(
+                rank=prediction.rank,
+                workers=prediction.workers,
+                steps=prediction.steps,
+                seconds=prediction.seconds,
+                alone_s=prediction.alone_s,
+            )
+            for prediction in plan.predictions
+        ],
+    )
+
+
+def decoded(message: pb.Plan) -> PublishedPlan:
+    """Raises ServiceError if it names a strategy that this process does not know: its coordinator is a newer one."""
+    plan = Plan(
+        target_version=message.target_version,
+        ranks=tuple(
+            RankPlan(
+                rank=r.rank,
+                strategy=_strategy(r.strategy),
+                from_version=r.from_version,
+                reason=r.reason,
+                sources=tuple(r.sources),
+            )
+            for r in message.ranks
+        ),
+        collective_source=message.collective_source,
+        reason=message.reason,
+        exact=message.exact,
+        help=tuple(
+            Help(owner=h.owner, helpers=tuple(h.helpers), until=h.until, together=tuple(h.together))
+            for h in message.help
+        ),
+        saves=message.saves,
+        predictions=tuple(
+            Prediction(
+                rank=prediction.rank,
+                workers=prediction.workers,
+                steps=prediction.steps,
+                seconds=prediction.seconds,
+                alone_s=prediction.alone_s,
+            )
+            for prediction in message.predictions
+        ),
+    )
+    sources = {entry.stream: tuple(entry.servers) for entry in message.sources}
+    return PublishedPlan(generation=message.generation, plan=plan, sources=sources)
+
+
+def of_view(view: pb.View) -> PublishedPlan | None:
+    """The plan of its generation; None: there is none. Raises ServiceError as `decoded`."""
+    return decoded(view.plan) if view.HasField("plan") else None
+
+
+def _strategy(number: int) -> Strategy:
+    known = pb.Strategy.DESCRIPTOR.values_by_number.get(number)
+    if known is None or known.name not in Strategy.__members__:
+        raise ServiceError(
+            f"the plan has a strategy of number {number}, which is not known here: the coordinator is of another "
+            "version; install the same swift-ft everywhere"
+        )
+    return Strategy[known.name]
+
+
+# What ranks have measured, as messages: (rank) `to_message` → coordinator → (anyone) `from_message`.
+
+
+def to_message(measured: RankMeasured) -> pb.RankMeasured:
+    """The message for what one rank has measured; `from_message` is its inverse."""
+    return pb.RankMeasured(
+        step=measured.step,
+        steps=measured.steps,
+        microbatches=measured.microbatches,
+        step_s=measured.step_s,
+        update_s=measured.update_s,
+        stages=[
+            pb.StageMeasured(
+                stage=stage.stage,
+                forward_s=stage.forward_s,
+                backward_s=stage.backward_s,
+                sent=[pb.Sent(destination=sent.destination, bytes=sent.bytes) for sent in stage.sent],
+                gradient_bytes=stage.gradient_bytes,
+            )
+            for stage in measured.stages
+        ],
+        other_bytes=measured.other_bytes,
+        state_bytes=measured.state_bytes,
+        checkpoint_bytes=measured.checkpoint_bytes,
+        checkpoint_s=measured.checkpoint_s,
+        checkpoint_stall_s=measured.checkpoint_stall_s,
+        log_write_bytes_per_s=measured.log_write_bytes_per_s,
+        log_full=measured.log_full,
+        log_read_bytes=measured.log_read_bytes,
+        log_read_wait_s=measured.log_read_wait_s,
+    )
+
+
+def from_message(message: pb.RankMeasured) -> RankMeasured:
+    """ValueError: a value is out of its range."""
+    return RankMeasured(
+        step=message.step,
+        steps=message.steps,
+        microbatches=message.microbatches,
+        step_s=message.step_s,
+        update_s=message.update_s,
+        stages=tuple(
+            StageMeasured(
+                stage=stage.stage,
+                forward_s=stage.forward_s,
+                backward_s=stage.backward_s,
+                sent=tuple(Sent(destination=sent.destination, bytes=sent.bytes) for sent in stage.sent),
+                gradient_bytes=stage.gradient_bytes,
+            )
+            for stage in message.stages
+        ),
+        other_bytes=message.other_bytes,
+        log_full=message.log_full,
+        **{
+            field.name: value
+            for field, value in message.ListFields()
+            if field.has_presence and field.message_type is None
+        },
+    )
+
+
+def as_json(message: Message) -> dict[str, Any]:
+    """By field names as in the .proto; enums by name (by number those that only a newer service knows), keys of maps as
+    strings; None: an optional field is not set, or a number is none."""
+    return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _field(message: Message, field: Any) -> Any:
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    value = getattr(message, field.name)
+    of = field.message_type
+    if of is not None and of.GetOptions().map_entry:
+        to = of.fields_by_name["value"]
+        return {str(key): _value(value[key], to) for key in sorted(value)}
+    if field.is_repeated:
+        return [_value(item, field) for item in value]
+    return _value(value, field)
+
+
+def _value(value: Any, field: Any) -> Any:
+    if field.message_type is not None:
+        return as_json(value)
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(value)
+        return value if known is None else known.name
+    return value if not isinstance(value, float) or math.isfinite(value) else None

@@ -1,0 +1,584 @@
+"""One rank's checkpoint as two files in a folder (swift/swift_ft/state/checkpoint_file.py draws them): written and
+read as a stream.
+
+The elements go from the tensors' own memory to the file and back, so besides the tensors no more than a piece of a
+file is held. safetensors' layout, so that its library and everybody who has it can take the weights out of a
+checkpoint; written here, because the library wants the whole file in memory, and neither syncs nor checks anything.
+
+Only regular files are opened, without following links, and nothing is believed that their length denies.
+"""
+
+import ctypes
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from swift_ft.errors import UsageError
+from swift_ft.state.tree import empty_tensors, join, split
+
+# The element types that a checkpoint may hold. A name that is not here is refused, never looked up in torch.
+
+# Where safetensors has a word for it. The others lie in the file as bytes (U8); the index has their real type.
+_SAFETENSORS: Mapping[str, str] = MappingProxyType(
+    {
+        "bool": "BOOL",
+        "uint8": "U8",
+        "int8": "I8",
+        "int16": "I16",
+        "uint16": "U16",
+        "int32": "I32",
+        "uint32": "U32",
+        "int64": "I64",
+        "uint64": "U64",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "float32": "F32",
+        "float64": "F64",
+        "complex64": "C64",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e5m2": "F8_E5M2",
+        "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    }
+)
+_OTHERS = (
+    "complex32",
+    "complex128",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+    "bits8",
+    "bits16",
+    "bits1x8",
+    "bits2x4",
+    "bits4x2",
+)
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {name: getattr(torch, name) for name in (*_SAFETENSORS, *_OTHERS)}
+)
+
+
+def as_safetensors(dtype: str, shape: list[int], size: int) -> tuple[str, list[int]]:
+    """(element type, shape) of a tensor of `size` bytes in a safetensors header."""
+    word = _SAFETENSORS.get(dtype)
+    return (word, shape) if word is not None else ("U8", [size])
+
+
+# The index of one rank's checkpoint: what is where, and nothing that could be executed.
+#
+# ::
+#
+#     index.jsonl           line 1: {"swift_checkpoint": 1, "bytes": …, "xxh3_128": "…"}      of line 2
+#                           line 2: {"version", "rank", "data": {"bytes", "head_bytes", "head_xxh3_128"},
+#                                    "tensors": [{"name", "at", "bytes", "xxh3_128"} | {"name", "same_as"}, …],
+#                                    "state": the skeleton of swift_ft.state.tree}
+#     tensors.safetensors   8 bytes of length, a JSON header, the tensors' elements one after the other
+#
+# So every byte of both files is under a checksum. A checksum finds accidents; who writes one for a file that he made
+# up is stopped by what is checked here before anything is allocated: the tensors are those that the skeleton
+# describes, of known element types, as long as type and shape say, and lie one behind the other to the end of the file.
+
+FORMAT = 1
+INDEX = "index.jsonl"
+DATA = "tensors.safetensors"
+
+INDEX_BYTES_MAX = 64 << 20
+"""Longer ones are neither written nor read: parsing takes ten times as much."""
+_FIRST_LINE_MAX = 256
+DEPTH_MAX = 300
+"""Of the state: levels of JSON; a dict in another is three further down."""
+_DIMENSIONS_MAX = 64
+
+
+class Damaged(ValueError):
+    """What is there is not what a rank writes; the message says what is wrong."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """The elements of one tensor in the data file: row-major, whatever its strides are in memory."""
+
+    name: str
+    at: int
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Index:
+    """What `dump` writes and `parse` has checked."""
+
+    version: int
+    rank: int
+    data_bytes: int
+    """Of the data file, its head included."""
+    head_bytes: int
+    head_digest: str
+    pieces: tuple[Piece, ...]
+    same: Mapping[str, str]
+    """Names of tensors that are another one, in the same memory -> that one."""
+    state: Any
+    memory_bytes: int = 0
+    """What its tensors take when they are loaded."""
+
+
+def digest(data: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def dump(index: Index) -> bytes:
+    """Damaged: it would be longer than anybody reads."""
+    tensors: list[dict[str, Any]] = [
+        {"name": piece.name, "at": piece.at, "bytes": piece.size, "xxh3_128": piece.digest}
+        for piece in index.pieces
+    ]
+    tensors += [{"name": name, "same_as": other} for name, other in index.same.items()]
+    body = _line(
+        {
+            "version": index.version,
+            "rank": index.rank,
+            "data": {
+                "bytes": index.data_bytes,
+                "head_bytes": index.head_bytes,
+                "head_xxh3_128": index.head_digest,
+            },
+            "tensors": tensors,
+            "state": index.state,
+        }
+    )
+    if len(body) > INDEX_BYTES_MAX:
+        raise Damaged(
+            f"what is not tensors takes {len(body)} bytes, more than {INDEX_BYTES_MAX}; "
+            "keep large lists in tensors"
+        )
+    return _line({"swift_checkpoint": FORMAT, "bytes": len(body), "xxh3_128": digest(body)}) + body
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def parse_index(content: bytes) -> Index:
+    """Damaged: it is not what `dump` writes."""
+    first, newline, body = content.partition(b"\n")
+    if not newline or len(first) >= _FIRST_LINE_MAX:
+        raise Damaged("the index has no first line")
+    says = _fields(_json(first), "the first line", swift_checkpoint=int, bytes=int, xxh3_128=str)
+    if says["swift_checkpoint"] != FORMAT:
+        raise Damaged(
+            f"it has format {says['swift_checkpoint']}, and this version of swift-ft reads {FORMAT}"
+        )
+    if says["bytes"] != len(body) or says["xxh3_128"] != digest(body):
+        raise Damaged("the index is not what its checksum says")
+    return _index(_json(body))
+
+
+def _index(value: Any) -> Index:
+    top = _fields(value, "the index", version=int, rank=int, data=dict, tensors=list, state=object)
+    data = _fields(top["data"], "data", bytes=int, head_bytes=int, head_xxh3_128=str)
+    described = _described(top["state"])
+    pieces: list[Piece] = []
+    same: dict[str, str] = {}
+    at = data["head_bytes"]
+    if at < 0:
+        raise Damaged("the data begins in front of its file")
+    known: set[str] = set()
+    for entry in top["tensors"]:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or name not in described or name in known or name in same:
+            raise Damaged(f"tensor {str(name)[:80]!r} is listed twice, or is not of the state")
+        if "same_as" in entry:
+            other = _fields(entry, "a tensor", name=str, same_as=str)["same_as"]
+            if other not in known or described[other] != described[name]:
+                raise Damaged(f"tensor {name[:80]!r} is said to be another one that it cannot be")
+            same[name] = other
+            continue
+        piece = _fields(entry, "a tensor", name=str, at=int, bytes=int, xxh3_128=str)
+        if piece["bytes"] != described[name].size or piece["at"] != at:
+            raise Damaged(f"tensor {name[:80]!r} does not lie where its element type and shape put it")
+        known.add(name)
+        pieces.append(Piece(name=name, at=at, size=piece["bytes"], digest=piece["xxh3_128"]))
+        at += piece["bytes"]
+    if len(known) + len(same) != len(described):
+        raise Damaged("not all tensors of the state are listed")
+    if at != data["bytes"]:
+        raise Damaged("the tensors do not fill their file")
+    return Index(
+        version=top["version"],
+        rank=top["rank"],
+        data_bytes=data["bytes"],
+        head_bytes=data["head_bytes"],
+        head_digest=data["head_xxh3_128"],
+        pieces=tuple(pieces),
+        same=same,
+        state=top["state"],
+        memory_bytes=sum(described[piece.name].memory for piece in pieces),
+    )
+
+
+# --- the state's skeleton ---
+
+
+def check_skeleton(skeleton: Any) -> None:
+    """Damaged: nobody could read it again."""
+    for _ in _leaves(skeleton, 0):
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    size: int
+    memory: int
+    """With the gaps that its strides leave."""
+
+
+def _described(skeleton: Any) -> dict[str, _Described]:
+    """name -> what the skeleton says of the tensor, or of the array's bytes. What else it says is `join`'s to check."""
+    described: dict[str, _Described] = {}
+    for leaf in _leaves(skeleton, 0):
+        name = leaf["tensor"] if "tensor" in leaf else leaf["array"]
+        if not isinstance(name, str) or name in described:
+            raise Damaged(f"two tensors are called {str(name)[:80]!r}")
+        described[name] = _tensor(leaf, name) if "tensor" in leaf else _array(leaf, name)
+    return described
+
+
+def _tensor(leaf: Mapping[str, Any], name: str) -> _Described:
+    if not {"tensor", "dtype", "shape"} <= leaf.keys() <= {"tensor", "dtype", "shape", "stride"}:
+        raise Damaged(f"tensor {name[:80]!r} is not described")
+    dtype = leaf["dtype"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise Damaged(f"tensor {name[:80]!r} has the unknown element type {str(dtype)[:40]!r}")
+    shape = _lengths(leaf["shape"], name)
+    stride = _lengths(leaf["stride"], name) if "stride" in leaf else []
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    memory = size
+    if stride and len(stride) == len(shape) and size:
+        reach = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+        memory = max(size, (reach + 1) * DTYPES[dtype].itemsize)
+    if ("stride" in leaf and len(stride) != len(shape)) or max(memory, *shape, *stride, 0) >= _FAR:
+        raise Damaged(f"tensor {name[:80]!r} is larger than any memory")
+    return _Described(dtype, tuple(shape), tuple(stride), size, memory)
+
+
+def _array(leaf: Mapping[str, Any], name: str) -> _Described:
+    size = leaf.get("bytes")
+    if type(size) is not int or not 0 <= size < _FAR:
+        raise Damaged(f"array {name[:80]!r} has no size")
+    _lengths(leaf.get("shape"), name)
+    return _Described("array", (size,), (), size, size)
+
+
+_FAR = 1 << 62
+
+
+def _leaves(value: Any, depth: int) -> Iterator[dict[str, Any]]:
+    if not isinstance(value, dict | list):
+        return
+    if depth > DEPTH_MAX:
+        raise Damaged(f"the state is nested too deep, in {DEPTH_MAX} levels of JSON")
+    if isinstance(value, dict):
+        if "tensor" in value or "array" in value:
+            yield value
+            return
+        if "scalar" in value:
+            return
+    for item in value.values() if isinstance(value, dict) else value:
+        yield from _leaves(item, depth + 1)
+
+
+def _lengths(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list) or len(value) > _DIMENSIONS_MAX:
+        raise Damaged(f"tensor {name[:80]!r} has no shape")
+    if not all(type(length) is int and 0 <= length < _FAR for length in value):
+        raise Damaged(f"tensor {name[:80]!r} has a shape that none can have")
+    return value
+
+
+# --- JSON of unknown origin ---
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError:
+        raise Damaged("the index is nested too deep") from None
+    except Damaged:
+        raise
+    except ValueError as error:
+        raise Damaged(f"the index is no JSON: {error}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value_of = dict(pairs)
+    if len(value_of) != len(pairs):
+        raise Damaged("the index has a key twice")
+    return value_of
+
+
+def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
+    if not isinstance(value, dict) or value.keys() != kinds.keys():
+        raise Damaged(f"{what} has other fields than {', '.join(kinds)}")
+    for name, kind in kinds.items():
+        if not isinstance(value[name], kind) or (kind is int and isinstance(value[name], bool)):
+            raise Damaged(f"{what}: {name} is of another type")
+    return value
+
+
+_PIECE_BYTES = 8 << 20
+# What `join` raises for what `split` does not make.
+_NO_STATE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not make anybody wait
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Snapshot:
+    """A copy of a state at one moment, on the CPU. What was the same memory under two names is copied once."""
+
+    def __init__(self, state: Any, into: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+        """`into`: an older copy's tensors by name, which are filled as far as they have the same form. UsageError: it
+        holds what no checkpoint can."""
+        try:
+            tensors, self.skeleton = split(state)
+            check_skeleton(self.skeleton)
+        except (RecursionError, Damaged) as error:
+            reason = (
+                str(error) if isinstance(error, Damaged) else "the state is nested too deep, or in itself"
+            )
+            raise UsageError(f"the state cannot be saved: {reason}; keep it flatter") from None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.same: dict[str, str] = {}
+        copied: dict[tuple[Any, ...], str] = {}
+        filled: set[int] = set()
+        for name, tensor in tensors.items():
+            _check(name, tensor)
+            layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+            where = (tensor.device, tensor.data_ptr(), *layout)
+            first = copied.setdefault(where, name) if tensor.nbytes else name
+            if first != name:
+                self.same[name] = first
+            else:
+                plain = tensor.detach().resolve_conj().resolve_neg()
+                self.tensors[name] = _copied(plain, into.get(name), filled)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def state(self) -> Any:
+        """The copy, as the state was given."""
+        same = {name: self.tensors[first] for name, first in self.same.items()}
+        return join(self.skeleton, self.tensors | same)
+
+
+def _copied(tensor: torch.Tensor, room: torch.Tensor | None, filled: set[int]) -> torch.Tensor:
+    """On the CPU, with its strides. `filled`: rooms that have a tensor of this copy already, by address: what were two
+    names of one tensor may be two tensors by now."""
+    form = (tensor.dtype, tensor.shape, tensor.stride())
+    if room is None or room.data_ptr() in filled or (room.dtype, room.shape, room.stride()) != form:
+        return tensor.to("cpu", copy=True)
+    filled.add(room.data_ptr())
+    return room.copy_(tensor)
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else "sparse or nested"
+        raise UsageError(f"the state at {name} holds a {kind} tensor; keep it as plain tensors")
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+        raise UsageError(f"the state at {name} holds a tensor of {tensor.dtype}; keep it as another type")
+
+
+# --- writing ---
+
+
+def write_shard(
+    folder: Path, snapshot: Snapshot, version: int, rank: int, half: Callable[[], None] = lambda: None
+) -> int:
+    """Both files, durable, into an empty folder; gives their bytes. OSError, Damaged (the index would be too long).
+    `half`: called between the two."""
+    head = _head(snapshot.tensors)
+    pieces, at = [], len(head)
+    with _opened(folder / DATA, _NEW) as file:
+        _write(file, memoryview(head))
+        for name, tensor in snapshot.tensors.items():
+            state = xxhash.xxh3_128()
+            for part in _parts(elements(tensor)):
+                state.update(part)
+                _write(file, part)
+            pieces.append(Piece(name=name, at=at, size=tensor.nbytes, digest=state.hexdigest()))
+            at += tensor.nbytes
+        os.fsync(file)
+    half()
+    text = dump(
+        Index(
+            version=version,
+            rank=rank,
+            data_bytes=at,
+            head_bytes=len(head),
+            head_digest=xxhash.xxh3_128_hexdigest(head),
+            pieces=tuple(pieces),
+            same=snapshot.same,
+            state=snapshot.skeleton,
+        )
+    )
+    with _opened(folder / INDEX, _NEW) as file:
+        _write(file, memoryview(text))
+        os.fsync(file)
+    sync_folder(folder)
+    return at + len(text)
+
+
+def _head(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    header: dict[str, Any] = {}
+    at = 0
+    for name, tensor in tensors.items():
+        dtype, shape = as_safetensors(
+            str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.nbytes
+        )
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def bytes_of(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """uint8 [bytes], shared with the tensor, which lives as long as the array. `tensor`: contiguous, on the CPU.
+
+    Not by ``tensor.numpy()``: that marks its storage as one that is never resized again. The storage may be the
+    trainer's, and some of torch's functions resize what they are given (observers of quantization-aware training).
+    """
+    memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+def elements(tensor: torch.Tensor) -> memoryview:
+    """Row-major."""
+    return memoryview(bytes_of(tensor.resolve_conj().resolve_neg().contiguous()).data)
+
+
+def _parts(data: memoryview) -> Iterator[memoryview]:
+    for at in range(0, len(data), _PIECE_BYTES):
+        yield data[at : at + _PIECE_BYTES]
+
+
+def _write(file: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(file, data) :]
+
+
+# --- reading ---
+
+
+def read_shard(folder: Path, version: int, rank: int) -> Any:
+    """The state that `write` was given. Damaged, OSError. It is whole, and nothing of it came from anywhere but these
+    two files; no memory is taken for what they do not have."""
+    with _opened(folder.parent, _FOLDER) as above, _opened(folder.name, _FOLDER, above) as inside:
+        with _regular(INDEX, inside) as (file, size):
+            if size > INDEX_BYTES_MAX + 4096:
+                raise Damaged(f"the index has {size} bytes")
+            text = bytearray(size)
+            _read(file, memoryview(text))
+        index = parse_index(bytes(text))
+        if (index.version, index.rank) != (version, rank):
+            raise Damaged(f"it is version {index.version} of rank {index.rank}")
+        with _regular(DATA, inside) as (file, size):
+            if size != index.data_bytes:
+                raise Damaged(f"{DATA} has {size} bytes instead of {index.data_bytes}")
+            if index.memory_bytes > _memory_bytes():
+                raise Damaged(f"it takes {index.memory_bytes} bytes, more than this machine has memory")
+            _check_head(file, index)
+            tensors = empty_tensors(index.state)
+            for piece in index.pieces:
+                _fill(file, tensors[piece.name], piece)
+    for name, other in index.same.items():
+        tensors[name] = tensors[other]
+    try:
+        return join(index.state, tensors)
+    except _NO_STATE as error:
+        raise Damaged(f"its state cannot be put together: {' '.join(str(error).split())[:200]}") from None
+
+
+def _check_head(file: int, index: Index) -> None:
+    state, left = xxhash.xxh3_128(), index.head_bytes
+    while left:
+        part = bytearray(min(left, _PIECE_BYTES))
+        _read(file, memoryview(part))
+        state.update(part)
+        left -= len(part)
+    if state.hexdigest() != index.head_digest:
+        raise Damaged(f"the header of {DATA} is not what its checksum says")
+
+
+def _fill(file: int, tensor: torch.Tensor, piece: Piece) -> None:
+    row_major = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+    state = xxhash.xxh3_128()
+    for part in _parts(elements(row_major)):
+        _read(file, part)
+        state.update(part)
+    if state.hexdigest() != piece.digest:
+        raise Damaged(f"tensor {piece.name[:80]!r} is not what its checksum says")
+    if row_major is not tensor:
+        tensor.copy_(row_major)
+
+
+def _read(file: int, into: memoryview) -> None:
+    while len(into):
+        got = os.readv(file, [into])
+        if not got:
+            raise Damaged("a file ends too early")
+        into = into[got:]
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def _opened(path: str | Path, flags: int, inside: int | None = None) -> Iterator[int]:
+    file = os.open(path, flags, 0o600, dir_fd=inside)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def _regular(name: str, inside: int) -> Iterator[tuple[int, int]]:
+    """(descriptor, bytes)"""
+    with _opened(name, _FILE, inside) as file:
+        facts = os.fstat(file)
+        if not stat.S_ISREG(facts.st_mode):
+            raise Damaged(f"{name} is no file")
+        yield file, facts.st_size
+
+
+def sync_folder(path: Path) -> None:
+    with _opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as folder:
+        os.fsync(folder)

@@ -1,0 +1,432 @@
+"""A version of a whole job as one directory of `torch.distributed.checkpoint` (DCP).
+
+::
+
+    stages.<stage>.<name>           modules: once, however many replicas there are; shards are put together
+    ranks.<rank>.<part>             the rest of what each rank has saved: optimizers, registered objects, …
+    ranks.<rank>.same.<part>        the rank whose part is this one's, bit for bit; it is not written again
+    version, world_size
+
+A directory gets its name when all that is in it is durable and was read back.
+"""
+
+import io
+import json
+import os
+import pickle
+import re
+import secrets
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import Any, ClassVar, cast
+
+import torch
+import xxhash
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.files import open_regular, read_regular
+from swift_ft.state.checkpoint_file import elements, sync_folder
+from swift_ft.state.checkpoint_store import CheckpointStore
+from swift_ft.state.tree import join, split
+from swift_ft.text import listed, rank_of, version_of
+
+# Directories of `torch.distributed.checkpoint` (DCP), read without running anything that they say.
+#
+# DCP's index, the file ``.metadata``, is a pickle, and torch unpickles whatever is in it. Here it may name DCP's own
+# data classes and nothing else, and it may change nothing but the data that it makes. All that is in its other files
+# goes through torch's `weights_only` unpickler. Files are those of the directory itself.
+
+METADATA = ".metadata"
+METADATA_BYTES_MAX = 256 << 20
+_CUT_MAX = 8
+"""Dimensions in which a tensor is cut into chunks."""
+
+
+def _size(*values: Any) -> torch.Size:
+    return torch.Size(*values)
+
+
+def _layout(name: str) -> torch.layout:
+    if name != "torch.strided":
+        raise pickle.UnpicklingError(f"the layout {name[:40]!r}")
+    return torch.strided
+
+
+_DATA = (
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.TensorProperties,
+    filesystem._StorageInfo,
+)
+"""What is made of the file, and belongs to whoever loads it alone."""
+_NAMED: Mapping[tuple[str, str], Any] = MappingProxyType(
+    {
+        **{(cls.__module__, cls.__qualname__): cls for cls in (*_DATA, metadata._MEM_FORMAT_ENCODING)},
+        **{
+            ("torch", str(dtype).removeprefix("torch.")): dtype
+            for dtype in vars(torch).values()
+            if isinstance(dtype, torch.dtype)
+        },
+        ("torch", "Size"): _size,
+        ("torch.serialization", "_get_layout"): _layout,
+        # The directory in which it was written; nothing is done with it.
+        ("pathlib", "PosixPath"): PurePath,
+        ("pathlib", "WindowsPath"): PurePath,
+        ("pathlib._local", "PosixPath"): PurePath,
+        ("pathlib._local", "WindowsPath"): PurePath,
+    }
+)
+
+
+class _Unpickler(pickle._Unpickler):
+    """Finds what DCP names, and gives attributes to DCP's data alone. What was found is the process's own: if the file
+    gave attributes to a class, the class would have them everywhere. (pickle's in Python; that in C lets nobody look.)
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _NAMED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it names {module[:80]}.{name[:80]}") from None
+
+    def load_build(self) -> None:
+        target = self.stack[-2]  # type: ignore[attr-defined]
+        if type(target) not in _DATA:
+            raise pickle.UnpicklingError(f"it gives attributes to {str(target)[:80]}")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+class _Files(filesystem.FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with os.fdopen(open_regular(Path(path), os.O_RDONLY), mode) as file:
+            yield cast(io.IOBase, file)
+
+
+class Reader(filesystem.FileSystemReader):
+    """Of a directory that DCP has written."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        super().__init__(directory)
+        self.fs = _Files()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """Raises UsageError: it is none of DCP's, or says what DCP does not say."""
+        path = Path(self.path) / METADATA
+        try:
+            content = read_regular(path, METADATA_BYTES_MAX)
+        except OSError as error:
+            raise UsageError(
+                f"{path}: {error.strerror}; name a directory that torch.distributed.checkpoint has written"
+            ) from None
+        if len(content) > METADATA_BYTES_MAX:
+            raise UsageError(f"{path} has more than {METADATA_BYTES_MAX} bytes")
+        found = _unpickled(content, path)
+        for info in found.storage_data.values():
+            name = getattr(info, "relative_path", None)
+            if not isinstance(name, str) or not _is_plain(name) or (path.parent / name).is_symlink():
+                raise UsageError(f"{path} names a file outside of its directory: {str(name)[:80]!r}")
+        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return found
+
+
+def _is_plain(name: str) -> bool:
+    return name not in ("", ".", "..") and Path(name).name == name and "\0" not in name
+
+
+def _unpickled(content: bytes, path: Path) -> metadata.Metadata:
+    try:
+        found = _Unpickler(io.BytesIO(content)).load()
+    except Exception as error:  # noqa: BLE001  (whatever a stranger's bytes lead to)
+        why = " ".join(str(error).split())[:200]
+        raise UsageError(f"{path} is not what torch.distributed.checkpoint writes: {why}") from None
+    if not isinstance(found, metadata.Metadata) or not isinstance(getattr(found, "storage_data", None), dict):
+        raise UsageError(f"{path} is not what torch.distributed.checkpoint writes for a directory of files")
+    return found
+
+
+class _Planner(DefaultLoadPlanner):
+    def create_local_plan(self) -> LoadPlan:
+        """Raises ValueError: what is said to be there is not all of what is asked for. torch would load a part of it,
+        and say nothing."""
+        plan = super().create_local_plan()
+        assert self.metadata is not None
+        for name, wanted in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata[name]
+            if isinstance(saved, metadata.TensorStorageMetadata):
+                boxes = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks}
+                if not _make_all(boxes, tuple(saved.size)):
+                    raise ValueError(
+                        f"the chunks of {name} do not make a tensor of {list(saved.size)}: some are missing, or overlap"
+                    )
+            elif isinstance(wanted, torch.Tensor):
+                raise ValueError(f"{name} is no tensor there")
+        return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)  # what torch unpickles next is ours
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+def _make_all(boxes: Collection[Box], size: tuple[int, ...]) -> bool:
+    """Whether every element of a tensor is in one box, and in one alone.
+
+    A function on a grid is known by its mixed differences, those in all dimensions. The differences of a box are 1 and
+    -1 in turn at its corners, and 0 elsewhere. So the corners of all boxes must add up to those of the whole.
+    """
+    if 0 in size:
+        return True
+    if any(min(sizes, default=0) < 0 for _, sizes in boxes):
+        return False
+    cut = [at for at, length in enumerate(size) if any(sizes[at] != length for _, sizes in boxes)]
+    if len(cut) > _CUT_MAX:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for (offsets, sizes), sign in [(((0,) * len(size), size), -1), *((box, 1) for box in boxes)]:
+        for far in product((False, True), repeat=len(cut)):
+            corner = tuple(offsets[at] + sizes[at] * there for at, there in zip(cut, far, strict=True))
+            corners[corner] += -sign if sum(far) % 2 else sign
+    return not any(corners.values())
+
+
+def load_dcp(state_dict: dict[str, Any], directory: str | os.PathLike[str]) -> None:
+    """Loads into `state_dict` what `torch.distributed.checkpoint.save` has written, as its `load` does, but in this
+    process alone (also beside a session), and without unpickling anything but tensors and plain values.
+
+    (a trainer, before its first step) For a run that was begun without swift-ft. `state_dict`: nested dicts whose
+    tensors are filled in place, each DTensor with its shard; other values are replaced. Raises UsageError: the
+    directory is none of DCP's, lacks a key, or holds what is neither tensor nor plain.
+    """
+    reader = Reader(directory)
+    reader.read_metadata()
+    try:
+        with alone():
+            load(state_dict, storage_reader=reader, planner=_Planner(), no_dist=True)
+    except CheckpointException as error:  # no Exception
+        why = "; ".join(str(cause) for cause, _trace in error.failures.values())
+        raise UsageError(f"{os.fspath(directory)} cannot be loaded: {' '.join(why.split())[:300]}") from error
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """torch warns whoever loads or saves in one process, even those who ask for it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+_SHARD = re.compile(r"S(?:hard)?\((?:dim=)?([0-9]{1,9})\) [0-9]{1,9}/([1-9][0-9]{0,8}) of (\[[0-9, ]*\])")
+_WHOLE = "whole of "
+_BATCH_BYTES = 256 << 20
+"""Read back at once."""
+
+State = dict[str, Any]
+
+
+class Reading:
+    """Whoever only loads."""
+
+    fenced = False
+    entered = 0
+
+
+def load_states(directory: Path, version: int, world_size: int) -> list[State]:
+    """What each rank has saved. ServiceError: of some rank it is not whole, or not what was saved."""
+    return [_load(directory, version, rank) for rank in range(world_size)]
+
+
+def _load(directory: Path, version: int, rank: int) -> State:
+    state: State = CheckpointStore(directory, rank, Reading()).load(version)
+    if not (
+        _is_dict_of(object, state)
+        and type(state.get("version")) is int
+        and state["version"] == version
+        and _is_dict_of(dict, state.get("stages"))
+        and all(_is_dict_of(object, module) for module in state["stages"].values())
+        and _is_dict_of(str, state.get("placements", {}))
+    ):
+        raise ServiceError(f"version {version} of rank {rank} in {directory} is not the state of a rank")
+    return state
+
+
+def _is_dict_of(kind: type, value: Any) -> bool:
+    """By names."""
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(item, kind) for name, item in value.items()
+    )
+
+
+def world_size_of(directory: Path) -> int:
+    """As many ranks as have saved something there."""
+    folders = (path for path in directory.glob("v*/rank*") if version_of(path.parent.name) is not None)
+    ranks = (rank_of(path.name) for path in folders if path.is_dir())
+    return max((rank for rank in ranks if rank is not None), default=-1) + 1
+
+
+def assemble(states: Sequence[State]) -> State:
+    """What is written, from what each rank has saved. UsageError: shards that cannot be put together."""
+    wholes = list(_wholes(states))
+    stages: dict[str, State] = {}
+    ranks: dict[str, State] = {str(rank): {"same": {}} for rank in range(len(states))}
+    digests: dict[tuple[str, ...], str] = {}
+    firsts: dict[tuple[str, str], int] = {}
+    for rank, state in enumerate(wholes):
+        own = ranks[str(rank)]
+        for key, module in state.pop("stages").items():
+            for name, value in module.items():
+                where, digest = (key, name), _digest(value)
+                if digests.setdefault(where, digest) != digest:  # a buffer that replicas do not share
+                    own.setdefault("stages", {}).setdefault(key, {})[name] = value
+                else:
+                    stages.setdefault(key, {}).setdefault(name, value)
+        for part in sorted(state.keys() - {"version", "placements"}):
+            first = firsts.setdefault((part, _digest(state[part])), rank)
+            if first == rank:
+                own[part] = state[part]
+            else:
+                own["same"][part] = first
+    return {"version": states[0]["version"], "world_size": len(states), "stages": stages, "ranks": ranks}
+
+
+def _wholes(states: Sequence[State]) -> Iterator[State]:
+    """Each rank's state with what is sharded put together, once for all ranks that share it."""
+    parts = [split(state) for state in states]
+    made: dict[tuple[int, str], torch.Tensor] = {}
+    for rank, ((tensors, skeleton), state) in enumerate(zip(parts, states, strict=True)):
+        for path, words in state.get("placements", {}).items():
+            if words.startswith(_WHOLE):
+                continue
+            match = _SHARD.fullmatch(words)
+            if match is None:
+                raise UsageError(
+                    f"{path[:80]} of rank {rank} is {words[:80]}: only shards of one dimension are put together"
+                )
+            dimension, count = int(match[1]), int(match[2])
+            first = rank // count * count  # shards are numbered last
+            if (first, path) not in made:
+                made[first, path] = _together(
+                    path, [part for part, _ in parts[first : first + count]], dimension
+                )
+            tensors[path] = made[first, path]
+            if str(list(tensors[path].shape)) != match[3]:
+                raise UsageError(
+                    f"{path[:80]}: the shards of ranks {first} to {first + count - 1} are not {match[3][:80]}"
+                )
+        yield join(skeleton, tensors)
+
+
+def _together(path: str, parts: Sequence[Mapping[str, torch.Tensor]], dimension: int) -> torch.Tensor:
+    try:
+        return torch.cat([part[path] for part in parts], dimension)
+    except KeyError:
+        why = "a rank lacks its own"
+    except (IndexError, RuntimeError) as error:
+        why = " ".join(str(error).split())[:200]
+    raise UsageError(f"the shards of {path[:80]} cannot be put together: {why}")
+
+
+def _digest(value: Any) -> str:
+    tensors, skeleton = split(value)
+    state = xxhash.xxh3_128(json.dumps(skeleton).encode())
+    for tensor in tensors.values():
+        state.update(elements(tensor))
+    return state.hexdigest()
+
+
+def write_dcp(target: Path, exported: State) -> int:
+    """The bytes of its files. UsageError: it is there already, cannot be written, or was not read back as written."""
+    if target.exists() or target.is_symlink():
+        raise UsageError(f"{target} is there already: give another place")
+    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        part.mkdir(mode=0o700)
+        with alone():
+            save(exported, storage_writer=FileSystemWriter(part, sync_files=True), no_dist=True)
+        for path in part.iterdir():  # torch makes them as the umask says
+            path.chmod(0o600)
+        _check(part, exported)
+        sync_folder(part)
+        part.rename(target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}; give another place") from None
+    except CheckpointException as error:  # no Exception
+        why = "; ".join(str(cause) for cause, _trace in error.failures.values())
+        raise UsageError(
+            f"cannot write {target}: {' '.join(why.split())[:300]}; give another place"
+        ) from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return sum(path.stat().st_size for path in target.iterdir())
+
+
+def _check(directory: Path, exported: State) -> None:
+    """Reads every tensor back, some at a time."""
+    written = dict(_flat(exported))
+    named = set(Reader(directory).read_metadata().state_dict_metadata)
+    if lacking := written.keys() - named:
+        raise UsageError(f"{directory} lacks {listed(sorted(lacking))}")
+    names = sorted(written)
+    while names:
+        batch: dict[str, torch.Tensor] = {}
+        while names and (not batch or sum(t.nbytes for t in batch.values()) < _BATCH_BYTES):
+            name = names.pop()
+            batch[name] = torch.empty(written[name].shape, dtype=written[name].dtype)
+        load_dcp(batch, directory)
+        for name, tensor in batch.items():
+            if _digest(tensor) != _digest(written[name].contiguous()):
+                raise UsageError(f"{directory}: {name} was not read back as it was written")
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by the names that DCP gives them."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping | list | tuple):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in pairs:
+            yield from _flat(item, f"{path}.{key}" if path else str(key))
+
+
+def newest(directory: Path, world_size: int, said: Callable[[str], None]) -> tuple[int, list[State]]:
+    """The newest version that is whole, and its states. `said(reason)`: why a newer one is not taken. ServiceError:
+    there is none."""
+    for version in reversed(CheckpointStore(directory, 0, Reading()).versions()):
+        try:
+            return version, load_states(directory, version, world_size)
+        except ServiceError as error:
+            said(f"version {version} is not taken: {error}")
+    raise ServiceError(f"{directory} has no version that is whole for all of {world_size} ranks")
+
+
+def size_of(exported: State) -> tuple[int, int]:
+    """(tensors, their bytes)"""
+    tensors = [tensor for _, tensor in _flat(exported)]
+    return len(tensors), sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,186 @@
+"""Sharded state (FSDP2): parameters, gradients and optimizer state that are DTensors over the session's mesh.
+
+A rank's state is what lies in its own process. So checkpoints, copies and digests hold local shards, plain tensors that
+share the DTensors' memory, and beside them, in words, which shard of what each one is: `placements`. A state goes back
+only where the same words hold, so that a shard never lands in another one's place.
+
+Legend: R replicas, S shards; the mesh is [R, S].
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from swift_ft import torch_private
+from swift_ft.comm.backend import Collectives
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.optimizers import Lamb
+from swift_ft.planner import Assignment
+from swift_ft.state.transfer import local, placement
+
+# Their steps take norms or products of whole matrices: collectives of torch's after the vote.
+_COMMUNICATING = (Lamb, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
+
+
+def device_mesh(assignment: Assignment, groups: Mapping[str, ReconfigurableGroup]) -> DeviceMesh:
+    """("replicate", "shard"), or ("shard",) with one replica, over groups that outlive their generation. Raises
+    UsageError without shards, and for a torch that cannot take FSDP2 back."""
+    if assignment.shards == 1:
+        raise UsageError("session.mesh needs shards: Session.from_env(shards=...), or leave FSDP2 out")
+    if not torch_private.RESETS_SHARDED:
+        raise UsageError(
+            f"torch {torch.__version__} lacks FSDPModule.reset_iter_state, without which a step with FSDP2 that a "
+            "failure cut short cannot be taken back: install torch 2.13 or later, or leave FSDP2 out"
+        )
+    device = groups["shard"].backend.device.type
+    if assignment.replicas == 1:
+        return DeviceMesh.from_group(groups["shard"], device, mesh_dim_names=("shard",))
+    ranks = torch.tensor(groups["data"].ranks).view(assignment.replicas, assignment.shards)
+    return DeviceMesh.from_group(
+        [groups["replicate"], groups["shard"]], device, mesh=ranks, mesh_dim_names=("replicate", "shard")
+    )
+
+
+def is_sharded(tensor: Any) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def sharded_parameters(
+    module: torch.nn.Module, groups: Mapping[str, ReconfigurableGroup]
+) -> list[torch.nn.Parameter]:
+    """Those of a stage's parameters that FSDP2 shards, and whose gradients it reduces.
+
+    Raises UsageError if it does so over groups that end with a generation.
+    """
+    shards = [parameter for parameter in module.parameters() if is_sharded(parameter)]
+    lasting = set(groups.values())
+    for mesh in {parameter.device_mesh for parameter in shards}:  # type: ignore[attr-defined]
+        if not lasting.issuperset(mesh.get_all_groups()):
+            raise UsageError(
+                "a stage is sharded over a mesh that is not rebuilt after a failure; "
+                "use fully_shard(module, mesh=session.mesh)"
+            )
+    return shards
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UsageError for a step that communicates over shards: after the vote each rank must finish alone."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if isinstance(optimizer, _COMMUNICATING) and any(is_sharded(p) for p in parameters):
+        raise UsageError(
+            f"{type(optimizer).__name__} over sharded parameters communicates in its step, where a failure could "
+            "not be undone; use an element-wise optimizer (AdamW, SGD, ...)"
+        )
+
+
+def broadcast(group: ReconfigurableGroup, tensors: Iterable[torch.Tensor]) -> None:
+    """Gives all ranks of `group` the first one's values, bit for bit."""
+    kept = [tensor for tensor in tensors if tensor.numel()]
+
+    def run(collectives: Collectives) -> None:
+        for tensor in kept:
+            collectives.broadcast(tensor, 0)
+
+    group.run(run)
+
+
+# --- states ---
+
+
+def localized(state: Any, path: str = "state") -> tuple[Any, dict[str, str]]:
+    """(`state` with the local part of every DTensor, sharing its memory; the words of each, by its path).
+
+    Paths are those of swift_ft.state.tree.
+    """
+    words: dict[str, str] = {}
+
+    def change(at: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not is_sharded(tensor):
+            return tensor
+        words[at] = placement(tensor)
+        return local(tensor)
+
+    plain = _changed(state, path, change)
+    return (plain, words) if words else (state, words)
+
+
+def globalized(
+    state: Any, words: Mapping[str, str], like: Iterable[torch.Tensor], path: str = "state"
+) -> Any:
+    """The inverse: tensors that `words` names become shards again, on the mesh of the parameters `like`.
+
+    Raises ServiceError if none of these is the same shard of its own whole.
+    """
+    if not words:
+        return state
+    templates: dict[str, Any] = {}
+    for parameter in like:
+        if is_sharded(parameter):
+            templates.setdefault(_shard(placement(parameter)), parameter)
+            templates.setdefault("whole", parameter)
+
+    def change(at: str, tensor: torch.Tensor) -> torch.Tensor:
+        if at not in words:
+            return tensor
+        shard = _shard(words[at])
+        if shard not in templates:
+            raise ServiceError(f"the state at {at} is {words[at]}; this rank holds {', '.join(templates)}")
+        template = templates[shard]
+        placements = template.placements if shard != "whole" else [Replicate()] * len(template.placements)
+        shape = torch.Size(json.loads(words[at].rpartition(" of ")[2]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            tensor, template.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    return _changed(state, path, change)
+
+
+def check_placements(own: Mapping[str, str], given: Mapping[str, str], prefix: str) -> None:
+    """Raises ServiceError unless both say the same of every path that begins with `prefix`."""
+    for path in sorted({*own, *given}):
+        if path.startswith(prefix) and own.get(path) != given.get(path):
+            raise ServiceError(
+                f"the state at {path} is {given.get(path, 'not sharded')}, this rank holds "
+                f"{own.get(path, 'it unsharded')}"
+            )
+
+
+def _shard(words: str) -> str:
+    return words.rpartition(" of ")[0]
+
+
+def _changed(value: Any, path: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(path, value)
+    if isinstance(value, dict):
+        return {key: _changed(item, f"{path}.{key}", change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_changed(item, f"{path}.{i}", change) for i, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+# --- gradients ---
+
+
+def stand_in(parameter: Any) -> Any:
+    """The local part of a sharded parameter and of its gradient, sharing their memory; others are themselves."""
+    if not is_sharded(parameter):
+        return parameter
+    plain = torch.nn.Parameter(local(parameter), requires_grad=False)
+    if parameter.grad is not None:
+        plain.grad = local(parameter.grad)
+    return plain
+
+
+def part_of_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """What these gradients add to the norm of all: the sum of their powers, or their maximum. fp32 []."""
+    grads = [grad for grad in grads if grad.numel()]
+    norm = torch.nn.utils.get_total_norm(grads, norm_type).float()
+    return norm if norm_type == float("inf") else norm**norm_type

@@ -1,0 +1,614 @@
+"""Which buckets of the step under way are applied to a stock torch optimizer, exactly; and how to take them back.
+
+A bucket is applied by the optimizer's own `step`, which for the moment sees the bucket's parameters only. So the
+step through the journal has the same bits as the plain one, whichever implementation (for-loop, foreach, fused)
+runs. What says that a bucket is done is the journal alone: `state["step"]` and `_version` do not tell (the fused
+kernels bump neither).
+"""
+
+import copy
+import inspect
+import random
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.optimizers import Lamb, Lion
+from swift_ft.state import inverse_step, optimizer_names
+from swift_ft.state.exact_undo import Exact
+from swift_ft.state.inverse_step import RULES, Arithmetic, Bucket, numbers, snapshot, squares, unfit
+from swift_ft.state.kernels import Pool
+from swift_ft.state.optimizer_names import bare_step, own_post_hooks, post_hooks, pre_hooks
+
+# What is known of optimizer classes: whose step treats each parameter by itself, and so can be cut into buckets.
+
+PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+    torch.optim.Adafactor,
+    torch.optim.SparseAdam,
+    Lamb,
+    Lion,
+)
+"""Their step is the sum of their steps over any parts of the parameters. Of a class that is not here nobody knows:
+a counter in a group or a norm over all parameters would come out differently with every bucket."""
+
+
+def stock_step(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer] | None:
+    """The class of `PER_PARAMETER` whose step `cls` runs, unchanged; None if it has one of its own."""
+    step = _function(cls)
+    return next((known for known in PER_PARAMETER if _function(known) is step), None)
+
+
+def _function(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    function: Callable[..., Any] = inspect.unwrap(cls.step)
+    return function
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """True if its step cannot be called without a function that computes the loss again (LBFGS)."""
+    parameters = list(inspect.signature(bare_step(type(optimizer))).parameters.values())
+    required = [p for p in parameters[1:] if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    return any(p.kind is not p.VAR_KEYWORD for p in required)
+
+
+# A dictionary as it was, and as it will be again.
+
+# What torch.optim.Optimizer itself keeps; the step does not change it, or it is taken apart.
+OPTIMIZERS_OWN = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))) | {"step"}
+
+
+class Kept:
+    """``Kept(holder)`` … ``put_back()``
+
+    Values of tensors go back into the same tensors, numbers and containers into `holder`; what is there besides by then
+    goes. Keys keep their order: a state's keys are told in theirs. `but`: keys that are left alone. Generators of
+    random numbers go back to their states, and so does an optimizer around which another one is built (SAM, Lookahead);
+    unless `states`, without its state: that is as large as the parameters, and changes in its step alone.
+    """
+
+    def __init__(
+        self,
+        holder: dict[Any, Any],
+        *,
+        but: Collection[Any] = (),
+        states: bool = True,
+        seen: frozenset[int] = frozenset(),
+    ):
+        """`seen`: ids of optimizers that are kept already."""
+        self._holder = holder
+        self._states = states
+        self._seen = seen
+        self._but = frozenset(but)
+        self._order = list(holder)
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._generators: list[tuple[Any, Any]] = []
+        self._optimizers: list[Kept] = []
+        self._value = {key: self._take(value) for key, value in holder.items() if key not in self._but}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The copies that are held."""
+        return [copied for kept in (self, *self._optimizers) for _, copied in kept._tensors]
+
+    @torch.no_grad()
+    def put_back(self) -> dict[Any, Any]:
+        """Gives `holder`."""
+        for tensor, copied in self._tensors:
+            tensor.copy_(copied)
+        for generator, state in self._generators:
+            _set_state(generator, state)
+        for kept in self._optimizers:
+            kept.put_back()
+        left_alone = {key: value for key, value in self._holder.items() if key in self._but}
+        again = {key: _walk(value, lambda item: item) for key, value in self._value.items()} | left_alone
+        self._holder.clear()
+        self._holder.update({key: again[key] for key in self._order if key in again} | left_alone)
+        return self._holder
+
+    def _take(self, value: Any) -> Any:
+        return _walk(value, self._remember)
+
+    def _remember(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            self._tensors.append((value, value.detach().clone()))
+        elif isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
+            self._generators.append((value, _state_of(value)))
+        elif isinstance(value, torch.optim.Optimizer) and id(value) not in self._seen:
+            seen = self._seen | {id(value)}
+            self._optimizers += [Kept(group, but=("params",)) for group in value.param_groups]
+            self._optimizers += [Kept(value.state)] if self._states else []
+            self._optimizers += [Kept(vars(value), but=OPTIMIZERS_OWN, states=self._states, seen=seen)]
+        return value
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    return generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _walk(value: Any, visit: Any) -> Any:
+    """Containers anew, so that nobody can change ours; of everything else what `visit` gives."""
+    if type(value) is tuple:
+        return tuple(_walk(item, visit) for item in value)
+    if isinstance(value, dict):
+        named = copy.copy(value)
+        named.update({key: _walk(item, visit) for key, item in value.items()})
+        return named
+    if isinstance(value, list | deque):
+        listed: list[Any] | deque[Any] = copy.copy(value)
+        for index, item in enumerate(value):
+            listed[index] = _walk(item, visit)
+        return listed
+    if isinstance(value, set):
+        return copy.copy(value)
+    return visit(value)
+
+
+# Undo by copies: parameters and their state, taken before a bucket is applied. For any optimizer; dear.
+
+
+class PreImage:
+    """(journal) before the step ``PreImage(...)`` → the optimizer's step → ``undo()``
+
+    `whole` also takes what an unknown class may keep elsewhere: the groups' values, state of no parameter, and its own
+    plain attributes.
+    """
+
+    exact = True
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], *, whole: bool
+    ):
+        self._optimizer = optimizer
+        self.parameters = parameters
+        with torch.no_grad():
+            self.values = [parameter.detach().clone() for parameter in parameters]
+        self._state = {p: Kept(optimizer.state[p]) for p in parameters if p in optimizer.state}
+        self._around: list[Kept] = []
+        if whole:
+            self._around = [Kept(group, but=("params",)) for group in optimizer.param_groups]
+            self._around += [Kept(optimizer.state, but=parameters), Kept(vars(optimizer), but=OPTIMIZERS_OWN)]
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes that are held until the next step."""
+        return _size(self.values) + sum(_size(kept.tensors) for kept in self._state.values())
+
+    def after(self) -> None:
+        """Nothing: all was taken before."""
+
+    def distances(self) -> list[float]:
+        """Squared distance of each parameter from its copy."""
+        return [squares(p.detach(), value) for p, value in zip(self.parameters, self.values, strict=True)]
+
+    def undo(self) -> None:
+        """Puts parameters, their state and what the optimizer keeps besides back to the copies."""
+        with torch.no_grad():
+            if self.values:
+                optimizer_names.copy_([p.detach() for p in self.parameters], self.values)
+            for parameter in self.parameters:
+                if parameter in self._state:
+                    self._optimizer.state[parameter] = self._state[parameter].put_back()
+                else:
+                    self._optimizer.state.pop(parameter, None)
+            for kept in self._around:
+                kept.put_back()
+
+
+def _size(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+MODES = ("none", "exact", "arithmetic", "preimage")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UndoResult:
+    """What was taken back, and how well."""
+
+    mode: str
+    exact: bool
+    """Parameters and state have the bits they had before the step."""
+    buckets: int
+    ulps_max: float | None = None
+    """Largest error of a parameter's element, in units of the last place of its true value; if measured."""
+    ulps_mean: float | None = None
+    exact_share: float | None = None
+    """Share of the parameters' elements that came back bit for bit; if measured."""
+    step_error: float | None = None
+    """Norm of the parameters' error over the norm of the step that was taken back; if measured."""
+
+
+class Record(Protocol):
+    """What is kept of one applied bucket."""
+
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def extra_bytes(self) -> int: ...
+    def after(self) -> None: ...
+    def undo(self) -> None: ...
+
+
+class Journal:
+    """The buckets of one optimizer.
+
+    (runtime) per step ``begin(step)`` → ``recut()`` if it is ``stale`` → ``apply(bucket)`` of some, in any order →
+    ``apply_rest()`` of all others, with the optimizer's step hooks around it. After a failure, before the next
+    ``begin``: ``undo()``.
+
+    Raises UsageError for an optimizer that should be taken back and cannot be.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, undo: str = "none", bucket_bytes: int = 25 << 20
+    ) -> None:
+        if undo not in MODES:
+            raise UsageError(f"undo={undo!r} is unknown; there are: {', '.join(MODES)}")
+        self._optimizer = optimizer
+        self._bucket_bytes = bucket_bytes
+        self._bare = bare_step(type(optimizer))
+        self._known = known = stock_step(type(optimizer))
+        self._pool = Pool()
+        self.whole = known is None
+        """The class is unknown: one bucket, its step called as it is (`apply_whole` if it wants a closure)."""
+        self.why = ""
+        """Why `mode` is not what was asked for, in one line; empty if it is."""
+        self.mode = self._mode_for(undo, known)
+        """How buckets are taken back: none, exact, arithmetic or preimage."""
+        self.measure = False
+        """Keep copies besides, so that UndoResult tells the true error."""
+        self._step = -1
+        self._held = False
+        self._forget()
+        self._rebuild()
+
+    def _mode_for(self, undo: str, known: type[torch.optim.Optimizer] | None) -> str:
+        name = type(self._optimizer).__name__
+        if undo != "none" and needs_closure(self._optimizer):
+            raise UsageError(
+                f"{name} calls a closure in its step, so it can be neither cut into buckets nor taken back; "
+                "use updates='after_backward' with it"
+            )
+        if undo in ("none", "preimage"):
+            return undo
+        if known is None:
+            self.why = f"{name} is no class that swift knows: one bucket, and copies of it are kept"
+            return "preimage"
+        reasons = [self._refusal(group) for group in self._optimizer.param_groups]
+        if any(reasons):
+            reason = next(filter(None, reasons))
+            which = "" if all(reasons) else " of some groups"
+            self.why = f"{name} has no inverse ({reason}): copies of the buckets{which} in flight are kept"
+        return "preimage" if all(reasons) else undo
+
+    def _refusal(self, group: dict[str, Any]) -> str:
+        """Why this group's steps cannot be computed backwards; empty if they can."""
+        if self._known not in RULES:
+            return "none is known"
+        if self._known is torch.optim.SGD and group["fused"]:
+            if any(p.device.type == "cpu" and p.element_size() == 2 for p in group["params"]):
+                # pytorch issue 191763: parameters stay, momentum is trash.
+                return "torch's fused SGD is wrong for 16 bits on a CPU"
+            if getattr(self._optimizer, "found_inf", None) is not None:
+                return "fused SGD changes its momentum in steps that a scaler skips"
+        return RULES[self._known].refuses(numbers(snapshot(group)))
+
+    def _rebuild(self) -> None:
+        groups = self._optimizer.param_groups
+        self._layout = [list(group["params"]) for group in groups]
+        size = self._bucket_bytes if not self.whole else None
+        buckets = make_buckets(groups, size)
+        self.buckets: list[list[torch.nn.Parameter]] = [parameters for _, parameters in buckets]
+        self._group_of = [group for group, _ in buckets]
+        self._pinned = [not self.whole and _mixed(group) for group in groups]
+
+    def _forget(self) -> None:
+        self._earlier: list[dict[int, Record | None]] = []  # updates of this step before the one under way
+        self._records: dict[int, Record | None] = {}
+        self._copies: dict[int, PreImage] = {}
+        self._torn: int | None = None
+        self._states = len(self._optimizer.state)  # when the update under way began
+        self._hooked = False  # step pre-hooks have been called
+        self._ended = False  # and post-hooks too
+
+    # --- one step ---
+
+    @property
+    def step(self) -> int:
+        """The step under way, as given to `begin`."""
+        return self._step
+
+    @property
+    def early(self) -> bool:
+        """A bucket may be applied before `apply_rest`. Not so with step pre-hooks: they are to see all gradients
+        and no update."""
+        return not pre_hooks(self._optimizer)
+
+    @property
+    def applied(self) -> tuple[int, ...]:
+        """Buckets that are applied, in the order in which they were; those of earlier updates of this step too."""
+        return tuple(bucket for records in (*self._earlier, self._records) for bucket in records)
+
+    @property
+    def takes_back(self) -> str:
+        """How this step is taken back: the mode, or "preimage" if it is held."""
+        return "preimage" if self._held else self.mode
+
+    def of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """It is this optimizer's."""
+        return self._optimizer is optimizer
+
+    def again(self) -> None:
+        """The optimizer steps once more in this step."""
+        if self._ended:
+            self._earlier.append(self._records)
+            self._records, self._hooked, self._ended = {}, False, False
+            self._states = len(self._optimizer.state)
+
+    @property
+    def complete(self) -> bool:
+        return len(self._records) == len(self.buckets)
+
+    @property
+    def partial(self) -> bool:
+        return self._torn is not None or (bool(self._records) and not self.complete)
+
+    def begin(self, step: int, *, held: bool = False) -> None:
+        """A new step: forgets the last one, with the gradients and what was kept to take it back.
+
+        `held`: whatever the mode, copies of what this step changes are kept until the next one begins, so that it can
+        be taken back however often the optimizer has stepped and whatever has become of the gradients.
+        """
+        self._step = step
+        self._held = held
+        self._forget()
+        if self.stale:
+            self._rebuild()
+
+    @property
+    def stale(self) -> bool:
+        """The optimizer has other parameters than when buckets were cut."""
+        groups = self._optimizer.param_groups
+        return len(groups) != len(self._layout) or not all(
+            len(group["params"]) == len(known) and all(map(is_, group["params"], known))
+            for group, known in zip(groups, self._layout)
+        )
+
+    def recut(self) -> None:
+        """Cuts buckets of the parameters that the optimizer has now. Raises UsageError in the middle of an update."""
+        self.again()
+        if self._hooked or self._records:
+            raise UsageError(
+                "an optimizer's parameters have changed in the middle of its update: change them before "
+                "optimizer.step(), not in its hooks or its closure"
+            )
+        self._rebuild()
+
+    def apply(self, bucket: int) -> None:
+        """The optimizer's own step for this bucket, with the gradients that its parameters have now.
+
+        Raises UsageError if there are step pre-hooks that have not been called (see `early`).
+        """
+        assert bucket not in self._records, f"bucket {bucket} of step {self._step} is applied already"
+        assert self._torn is None, "a bucket failed half-way in this step, or its undo"
+        if not self._hooked and not self.early:
+            raise UsageError(
+                "the optimizer has a step pre-hook, which must see all gradients before any update; "
+                "use updates='after_backward'"
+            )
+        parameters = [p for p in self.buckets[bucket] if p.grad is not None]
+        self._torn = bucket
+        record = self._before(bucket, parameters)
+        with self._only(bucket):
+            self._bare(self._optimizer)
+        if record is not None:
+            record.after()
+        self._records[bucket] = record
+        self._torn = None
+
+    def apply_rest(self, between: Callable[[int], None] | None = None) -> None:
+        """All buckets that are not applied, between the optimizer's step hooks (each is called once in a step).
+
+        `between(n)` is called between buckets, `n` of them being applied. What it raises passes through; the buckets
+        are then partial, and calling again goes on. Raises UsageError if the step was ended before.
+        """
+        if self._ended:
+            raise UsageError("optimizer.step() twice in one step of the journal; call again() in between")
+        self._call_pre_hooks()
+        if self.stale:  # by a hook
+            self.recut()
+        for bucket in range(len(self.buckets)):
+            if bucket in self._records:
+                continue
+            self.apply(bucket)
+            if between is not None and not self.complete:
+                between(len(self._records))
+        self._ended = True
+        self._order_states()
+        for hook in post_hooks(self._optimizer):
+            hook(self._optimizer, (self._optimizer,), {})
+
+    def _call_pre_hooks(self) -> None:
+        if not self._hooked:
+            for hook in pre_hooks(self._optimizer):
+                hook(self._optimizer, (self._optimizer,), {})
+            self._hooked = True
+
+    def _order_states(self) -> None:
+        """What this update has made states of comes in the order of the parameters, as in the plain step."""
+        state = self._optimizer.state
+        new = set(list(state)[self._states :])
+        for parameter in (p for group in self._optimizer.param_groups for p in group["params"] if p in new):
+            state[parameter] = state.pop(parameter)
+
+    def apply_whole(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The step of an optimizer that is one bucket, called as it is; returns what it returns."""
+        assert self.whole
+        if self.complete:
+            self.apply_rest()
+            return None
+        self._ended = True
+        arguments = () if closure is None else (closure,)
+        self._torn = 0
+        self._hooked = True
+        record = self._before(0, self.buckets[0])
+        result = type(self._optimizer).step(self._optimizer, *arguments)
+        if record is not None:
+            record.after()
+        self._records[0] = record
+        self._torn = None
+        return result
+
+    def _before(self, bucket: int, parameters: list[torch.nn.Parameter]) -> Record | None:
+        if self.takes_back == "none":
+            return None
+        if self.measure and not self._earlier:
+            self._copies[bucket] = PreImage(self._optimizer, parameters, whole=False)
+        # Post-hooks and unknown classes may change parameters that have no gradient, too.
+        if self.whole or own_post_hooks(self._optimizer):
+            return PreImage(self._optimizer, self.buckets[bucket], whole=self.whole)
+        if self.takes_back == "preimage":
+            return PreImage(self._optimizer, parameters, whole=self.whole)
+        assert self._known is not None
+        group, rule = self._optimizer.param_groups[self._group_of[bucket]], RULES.get(self._known)
+        if rule is None or self._refusal(group):
+            return PreImage(self._optimizer, parameters, whole=False)
+        known = Bucket(self._optimizer, rule, group, parameters)
+        if unfit(self._optimizer, parameters, known.names):
+            return PreImage(self._optimizer, parameters, whole=False)
+        return Arithmetic(known) if self.mode == "arithmetic" else Exact(known, self._pool, bucket)
+
+    @contextmanager
+    def _only(self, bucket: int) -> Any:
+        """The optimizer sees this bucket and nothing else."""
+        if self.whole:
+            yield
+            return
+        groups = self._optimizer.param_groups
+        group = groups[self._group_of[bucket]]
+        everything, foreach = group["params"], group.get("foreach")
+        group["params"] = self.buckets[bucket]
+        self._optimizer.param_groups = [group]
+        if self._pinned[self._group_of[bucket]]:
+            group["foreach"] = False
+        try:
+            yield
+        finally:
+            group["params"] = everything
+            self._optimizer.param_groups = groups
+            if self._pinned[self._group_of[bucket]]:
+                group["foreach"] = foreach
+
+    # --- after a failure ---
+
+    def undo(self) -> UndoResult:
+        """Takes every applied bucket back: parameters, optimizer state, step counters.
+
+        Raises ServiceError if the step cannot be taken back.
+        """
+        if self.takes_back == "none" and self.applied:
+            raise ServiceError(
+                "this step cannot be taken back: the journal keeps nothing to undo it (undo='none')"
+            )
+        if self._torn is not None:
+            raise ServiceError("this step cannot be taken back: its optimizer, or its undo, failed half-way")
+        stepped = {bucket: kept.distances() for bucket, kept in self._copies.items()}
+        records = [record for each in (*self._earlier, self._records) for record in each.values()]
+        self._torn = -1  # until all is taken back
+        for record in reversed(records):
+            assert record is not None
+            record.undo()
+        worst = inverse_step.Error()
+        for bucket, kept in self._copies.items():
+            for parameter, truth, distance in zip(kept.parameters, kept.values, stepped[bucket], strict=True):
+                worst.add(truth, parameter, distance)
+        measured = bool(self._copies)
+        self._forget()
+        return UndoResult(
+            mode=self.takes_back,
+            exact=all(record.exact for record in records if record is not None),
+            buckets=len(records),
+            ulps_max=worst.ulps_max if measured else None,
+            ulps_mean=worst.ulps_mean if measured else None,
+            exact_share=worst.exact_share if measured else None,
+            step_error=worst.step_error if measured else None,
+        )
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes that are kept of the buckets applied in this step, until the next one."""
+        return sum(
+            record.extra_bytes
+            for records in (*self._earlier, self._records)
+            for record in records.values()
+            if record is not None
+        )
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes of buffers that the exact undo holds for the passing copy of its largest bucket."""
+        return self._pool.bytes_of("old", "estimate", "nibble", "where", "escaped")
+
+
+def make_buckets(
+    groups: list[dict[str, Any]], bucket_bytes: int | None
+) -> list[tuple[int, list[torch.nn.Parameter]]]:
+    """(index of the group, parameters) of each bucket, in reverse parameter order.
+
+    A bucket is closed once it holds `bucket_bytes`; it has one group, dtype and device. None: one for everything.
+    """
+    if bucket_bytes is None:
+        return [(0, [parameter for group in reversed(groups) for parameter in reversed(group["params"])])]
+    done: list[tuple[int, list[torch.nn.Parameter]]] = []
+    for index in range(len(groups) - 1, -1, -1):
+        open_: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        for parameter in reversed(groups[index]["params"]):
+            key = (parameter.dtype, parameter.device)
+            open_.setdefault(key, []).append(parameter)
+            sizes[key] = sizes.get(key, 0) + parameter.numel() * parameter.element_size()
+            if sizes[key] >= bucket_bytes:
+                done.append((index, open_.pop(key)))
+                del sizes[key]
+        done += [(index, parameters) for parameters in open_.values()]
+    return done
+
+
+def _mixed(group: dict[str, Any]) -> bool:
+    """True if torch, left to choose, takes the for-loop for the group but might take foreach for a part of it."""
+    if group.get("foreach") is not None or group.get("fused") or "foreach" not in group:
+        return False
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return len({(parameter.device.type, type(parameter) in plain) for parameter in group["params"]}) > 1

@@ -1,0 +1,137 @@
+"""Every torch name that the journal and undo need and that torch does not promise to keep, checked at import.
+
+torch 2.13. What is missing is named, before anything is trained.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import optimizer as _module
+
+from swift_ft.errors import ServiceError
+
+_NEEDED: dict[str, tuple[object, list[str]]] = {
+    "torch.optim.optimizer": (_module, ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"]),
+    "torch": (torch, ["_foreach_clone", "_foreach_copy_", "_fused_adamw_"]),
+    "torch.optim.Optimizer": (torch.optim.Optimizer, ["_process_value_according_to_param_policy"]),
+    "torch.Tensor": (torch.Tensor, ["_version", "_is_zerotensor"]),
+}
+
+
+def missing_names() -> list[str]:
+    """The needed names that this torch does not have, dotted."""
+    return [
+        f"{where}.{name}"
+        for where, (holder, names) in _NEEDED.items()
+        for name in names
+        if not hasattr(holder, name)
+    ]
+
+
+_missing = missing_names()
+if _missing:
+    raise ServiceError(
+        f"torch {torch.__version__} lacks {', '.join(_missing)}: install a version of docs/compatibility.md, such as "
+        "2.13"
+    )
+
+Tensors = list[torch.Tensor]
+copy_: Callable[..., None] = torch._foreach_copy_
+
+
+def clone(tensors: Tensors) -> Tensors:
+    """A copy of each."""
+    return list(torch._foreach_clone(tensors))
+
+
+@contextmanager
+def state_left_alone() -> Iterator[None]:
+    """Optimizers that load a state take its tensors as they are, instead of casting them to their parameters' type."""
+    base: Any = torch.optim.Optimizer
+    policy = base.__dict__["_process_value_according_to_param_policy"]
+
+    def as_it_is(param: Any, value: Any, *_: Any, **__: Any) -> Any:
+        return value
+
+    base._process_value_according_to_param_policy = staticmethod(as_it_is)
+    try:
+        yield
+    finally:
+        base._process_value_according_to_param_policy = policy
+
+
+_STANDING = 1 - 2.0**-53  # 1 in every type, but its powers vanish
+_steps: dict[torch.device, torch.Tensor] = {}
+
+
+def adamw_(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    lr: float = 0.0,
+    betas: tuple[float, float] = (_STANDING, _STANDING),
+    decay: float = 0.0,
+    eps: float = 1.0,
+    maximize: bool = False,
+) -> None:
+    """m ← β1·m + (1 - β1)·g, v ← β2·v + (1 - β2)·g², p ← (1 - lr·decay)·p - lr·m/(√v + eps) in one pass.
+
+    There is no bias correction: the step is so far away that powers of rates under 1 are 0. (With rates over 1
+    `p` becomes NaN.)
+    """
+    if p.device not in _steps:
+        _steps[p.device] = torch.tensor(1e30, dtype=torch.float32, device=p.device)
+    torch._fused_adamw_(
+        [p],
+        [g],
+        [m],
+        [v],
+        [],
+        [_steps[p.device]],
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=maximize,
+    )
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Its elements are what lies in its memory, one after another."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Grows with every change of the tensor in place."""
+    return tensor._version
+
+
+def pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """What torch would call before `optimizer`'s step, in its order: everybody's, then its own."""
+    return [*_module._global_optimizer_pre_hooks.values(), *_own(optimizer, "_optimizer_step_pre_hooks")]
+
+
+def post_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """What torch would call after `optimizer`'s step, in its order: its own, then everybody's."""
+    return [*_own(optimizer, "_optimizer_step_post_hooks"), *_module._global_optimizer_post_hooks.values()]
+
+
+def own_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Somebody has asked to be called after this optimizer's steps."""
+    return bool(_own(optimizer, "_optimizer_step_post_hooks"))
+
+
+def _own(optimizer: torch.optim.Optimizer, name: str) -> list[Callable[..., Any]]:
+    return list(getattr(optimizer, name).values())
+
+
+def bare_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """The class's step without the wrapper that torch puts around it to call the hooks."""
+    step = cls.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

@@ -1,0 +1,150 @@
+"""Randomness from a counter, so that replay needs no history.
+
+The default generators of torch, `random` and numpy are seeded per (seed, step, stage, microbatch) before each forward
+and backward, so the bits do not depend on the schedule, on what ran before, or on who computes the microbatch.
+Activation checkpointing saves and restores torch's state around its recomputation, so it sees the same bits. What a
+trainer draws outside of the stages follows from (seed, step, dp_rank) at the step's begin and behind each call of a
+schedule: so the ranks of one pipeline draw the same there, as ranks with one `torch.manual_seed` do.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from swift_ft import torch_private
+
+_MASK = (1 << 64) - 1
+# No stage has this index: the seed of what a trainer draws outside of its stages.
+OUTSIDE_STAGES = 0xFFFF_FFFF
+# Beside a stage's index: what is computed there.
+_BACKWARD, _WEIGHTS, _WHOLE, _ITERATOR = (kind << 33 for kind in range(1, 5))
+# Microbatches of different data-parallel ranks see different randomness.
+_DP_RANK_BITS = 40
+
+
+def _mix(value: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014): every input bit reaches every output bit."""
+    value = (value + 0x9E37_79B9_7F4A_7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def seed_for(seed: int, step: int, stage: int, microbatch: int) -> int:
+    """The generator seed of one forward: a 63-bit integer, different for every coordinate."""
+    value = _mix(seed & _MASK)
+    for part in (step, stage, microbatch):
+        value = _mix(value ^ (part & _MASK))
+    return value >> 1
+
+
+def seed_all(seed: int, device: torch.device | None = None) -> None:
+    """Every default generator of the host, and that of `device`.
+
+    numpy's takes 32 bits of the seed: more take it a long way through its code, which is in no cache after a stage has
+    computed (140 µs instead of 40).
+    """
+    torch_private.set_generator_seed(seed, device)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
+
+
+class Randomness:
+    """The default generators of one rank.
+
+    (engine) ``begin_step(step)`` before the trainer's step; (channel) ``forward``, ``backward``, ``weights`` of stages,
+    ``outside`` behind a schedule; (whole modules) ``whole``
+    """
+
+    def __init__(self, seed: int, dp_rank: int, device: torch.device | None):
+        self._seed = seed
+        self.dp_rank = dp_rank
+        """Whose batch is computed."""
+        self._device = device
+        self.step = 0
+        self._calls = 0
+
+    def _set(self, stage: int, count: int) -> None:
+        seed_all(self.seed(self.step, stage, count), self._device)
+
+    def seed(self, step: int, stage: int, count: int) -> int:
+        return seed_for(self._seed, step, stage, self.dp_rank << _DP_RANK_BITS | count)
+
+    def begin_step(self, step: int) -> None:
+        """The trainer's own code is next."""
+        self.step, self._calls = step, 0
+        self._set(OUTSIDE_STAGES, 0)
+
+    def outside(self) -> None:
+        """A schedule has returned to it."""
+        self._calls += 1
+        self._set(OUTSIDE_STAGES, self._calls)
+
+    def forward(self, stage: int, microbatch: int) -> None:
+        self._set(stage, microbatch)
+
+    def backward(self, stage: int, microbatch: int) -> None:
+        self._set(stage + _BACKWARD, microbatch)
+
+    def weights(self, stage: int, microbatch: int) -> None:
+        """(a backward in two parts) The second one."""
+        self._set(stage + _WEIGHTS, microbatch)
+
+    def whole(self, module: int, count: int) -> None:
+        """The forward of that number, in this step, of that whole module."""
+        self._set(module + _WHOLE, count)
+
+    def iterator(self, step: int, count: int) -> int:
+        """The seed of a data loader's iterator, the one of that number that was made in that step."""
+        return self.seed(step, _ITERATOR, count)
+
+    def workers(self, step: int, count: int) -> int:
+        """The same for what an iterator's own state tells: it is the same on all data-parallel ranks."""
+        return seed_for(self._seed, step, _ITERATOR, count)
+
+    def digest(self, step: int) -> str:
+        """SHA-256 of the states with which all generators begin that step."""
+        with kept():
+            mine = Randomness(self._seed, self.dp_rank, self._device)
+            mine.begin_step(step)
+            return digest_of_states()
+
+
+def digest_of_states() -> str:
+    """SHA-256 of the default generators' states: of torch on each device, of `random`, of numpy."""
+    sha = hashlib.sha256()
+    for state in torch_private.generator_states():
+        sha.update(state.numpy().tobytes())
+    sha.update(repr(random.getstate()).encode())
+    for part in np.random.get_state(legacy=True):
+        sha.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+    return sha.hexdigest()
+
+
+def digests_of_states() -> dict[str, str]:
+    """The same of each generator by itself: "torch" (and "torch.cuda0", …), "random", "numpy"."""
+    words = ["torch", *(f"torch.cuda{n}" for n in range(len(torch_private.generator_states()) - 1))]
+    found = {
+        word: state.numpy().tobytes()
+        for word, state in zip(words, torch_private.generator_states(), strict=True)
+    }
+    found["random"] = repr(random.getstate()).encode()
+    parts = np.random.get_state(legacy=True)
+    found["numpy"] = b"".join(p.tobytes() if isinstance(p, np.ndarray) else repr(p).encode() for p in parts)
+    return {word: hashlib.sha256(state).hexdigest()[:32] for word, state in found.items()}
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """The default generators are afterwards what they were before."""
+    ours, theirs, tensors = random.getstate(), np.random.get_state(), torch_private.generator_states()
+    try:
+        yield
+    finally:
+        random.setstate(ours)
+        np.random.set_state(theirs)
+        torch_private.set_generator_states(tensors)

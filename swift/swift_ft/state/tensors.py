@@ -1,0 +1,88 @@
+"""Tensors as bytes and back, bit for bit, for every dtype."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from swift_ft.errors import Divergence
+from swift_ft.log.record import Record
+from swift_ft.state.checkpoint_file import bytes_of
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor as uint8 [bytes] on the CPU: shared with it if it is contiguous there, else a copy."""
+    flat = plain(tensor)
+    # Not view(-1): one element is contiguous whatever its stride, and keeps it.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bits, contiguous on the CPU: the tensor's own memory if it is so already, else a copy.
+
+    With its own memory it also has its own version counter, which tells of changes in place.
+    """
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of one type and shape. NaN equals itself, and 0.0 is not -0.0."""
+    return torch.equal(as_bytes(one), as_bytes(other))
+
+
+def byte_view(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """The bytes of a contiguous CPU tensor, shared with it."""
+    return bytes_of(plain(tensor))
+
+
+def owned_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], memoryview]:
+    """(dtype, shape, bytes) of a copy that nobody else can change.
+
+    A copy, not a reference: an activation may be a view of a receive buffer, which the next step overwrites
+    while the log client still reads.
+    """
+    copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return dtype_name(tensor), tuple(tensor.shape), byte_view(copy).data
+
+
+def laid_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """With the strides that a sum of tensors like that would have: records have none, and kernels look at them."""
+    laid = torch.empty_like(like, dtype=value.dtype)
+    return value if value.stride() == laid.stride() else laid.copy_(value)
+
+
+def fill(tensor: torch.Tensor, record: Record, what: str) -> None:
+    """Copies a record's bytes into `tensor`. Raises Divergence if dtype or shape differ."""
+    if (record.dtype, tuple(record.shape)) != (dtype_name(tensor), tuple(tensor.shape)):
+        raise Divergence(
+            f"{what}: the log holds {record.dtype}{list(record.shape)}, "
+            f"the stage expects {dtype_name(tensor)}{list(tensor.shape)}"
+        )
+    if tensor.is_contiguous() and tensor.device.type == "cpu":
+        byte_view(tensor)[:] = np.frombuffer(record.body, dtype=np.uint8)
+    else:
+        with torch.no_grad():
+            tensor.copy_(to_tensor(record))
+
+
+def to_tensor(record: Record) -> torch.Tensor:
+    """A new CPU tensor with a record's bits."""
+    tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+    byte_view(tensor)[:] = np.frombuffer(record.body, dtype=np.uint8)
+    return tensor
+
+
+def digest(tensors: dict[str, torch.Tensor], rest: str = "") -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, by name, and over `rest`."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().to("cpu").contiguous()
+        sha.update(f"{name}|{dtype_name(tensor)}|{tuple(tensor.shape)}|".encode())
+        sha.update(byte_view(tensor).data)
+    sha.update(rest.encode())
+    return sha.hexdigest()

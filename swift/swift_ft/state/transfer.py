@@ -1,0 +1,844 @@
+"""A joiner gets a replica's state, bit for bit, over the rebuilt default group.
+
+(source) ``send_state``: header (also says whether the log has all that this rank has done), manifest, its share of the
+chunks, digests of every piece of the whole state
+(joiner) ``receive_state``: manifests of all sources compared, chunks, digests of all sources compared with each other
+and with what arrived
+
+Every source tells the digest of everything although it sends only its share, so that replicas that have drifted
+apart are found out before the joiner resumes from a mixture of them. Bytes go from the source's tensors into the
+joiner's without a copy between; small tensors are packed, and a tensor whose memory is not one contiguous run of
+bytes on the CPU goes through a copy that is.
+
+The payload goes through the backend's point-to-point operations. With chunks of 4 MiB and more, several in flight,
+they reach a raw TCP socket's speed while a core is free for each end (`swift-ft bench replica`); a socket of our own,
+sent and digested by one thread, was slower then, and about a tenth faster with all cores taken, which is not worth
+another port to guard. Digests (XXH3, several times as fast as a socket) are computed between two waits, while the
+backend moves the chunks that are in flight.
+
+What goes wrong: a peer that dies, or a group that a notice broke open, shows as torch's RuntimeError; `check`
+raises what it raises. Both leave no operation behind that writes anywhere.
+The joiner's tensors then hold parts of the new state: it holds no version until another copy succeeds.
+"""
+
+import itertools
+import json
+import math
+import mmap
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from swift_ft.comm.backend import (
+    REPLICA_CHUNK,
+    REPLICA_DIGESTS,
+    REPLICA_HEADER,
+    REPLICA_MANIFEST,
+    Pending,
+    Wire,
+)
+from swift_ft.errors import ReplayRefused, ReplicaDiffers, UsageError
+from swift_ft.state.tensors import as_bytes, byte_view, dtype_name
+from swift_ft.state.tree import join, split, stride_told
+
+# What a state consists of, told from one replica to another, and how its bytes are cut into chunks.
+#
+# A manifest is JSON: the state's skeleton (swift_ft.state.tree) and, in the skeleton's order, one entry per tensor.
+# Tensors that are the same memory (tied weights) are sent once. Sharded tensors (FSDP2) are entries of their local
+# shard; `placement` says in words which shard of what it is, without naming a mesh or a rank, so that replicas of one
+# shard have equal manifests and everybody else has not.
+
+# Bytes. From 4 MiB on a message moves at a raw socket's speed, one of 1 MiB at half of it.
+CHUNK_BYTES_MAX = 8 << 20
+CHUNK_BYTES_MIN = 64 << 10
+# So many times its own bytes a tensor may lie spread over.
+_REACH_MAX = 1 << 10
+_STRIDE_MAX = (1 << 63) - 1  # torch's
+# A state is cut so that every source has about this many chunks, as far as the two bounds allow.
+_CHUNKS_PER_SOURCE = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One tensor. `shape` is that of the local shard, `placement` is empty if the tensor is not sharded.
+
+    `same_as` is the path of the earlier tensor whose memory this one is, or empty. `stride` is empty for the usual
+    strides; the bytes come in the order of the indices all the same.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    placement: str
+    same_as: str
+    stride: tuple[int, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self.same_as else math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}" + (f" ({self.placement})" if self.placement else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """A state at one version: its skeleton, and the tensors in the skeleton's order."""
+
+    version: int
+    skeleton: Any
+    entries: tuple[TensorEntry, ...]
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(
+            {
+                "version": self.version,
+                "skeleton": self.skeleton,
+                "entries": [asdict(entry) for entry in self.entries],
+            },
+            sort_keys=True,
+        ).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Manifest":
+        """Raises ValueError for what `to_bytes` does not make: nothing is allocated on a peer's word alone."""
+        try:
+            value = json.loads(data)
+            entries = tuple(
+                TensorEntry(**{**fields, "shape": tuple(fields["shape"]), "stride": tuple(fields["stride"])})
+                for fields in value["entries"]
+            )
+            version, skeleton = value["version"], value["skeleton"]
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+        _check_entries(entries)
+        if type(version) is not int or version < 0:
+            raise ValueError(f"version {version!r}")
+        return cls(version=version, skeleton=skeleton, entries=entries)
+
+
+def _check_entries(entries: Sequence[TensorEntry]) -> None:
+    known: dict[str, TensorEntry] = {}
+    for entry in entries:
+        if not all(isinstance(v, str) for v in (entry.path, entry.dtype, entry.placement, entry.same_as)):
+            raise ValueError("an entry's fields have other types")
+        if entry.path in known:
+            raise ValueError(f"{entry.path} comes twice")
+        if any(type(size) is not int or size < 0 for size in entry.shape):
+            raise ValueError(f"{entry.path} has the shape {list(entry.shape)}")
+        torch_dtype(entry.dtype)
+        _check_stride(entry)
+        if entry.same_as:
+            other = known.get(entry.same_as)
+            alike = other is not None and (other.dtype, other.shape, other.stride) == (
+                entry.dtype,
+                entry.shape,
+                entry.stride,
+            )
+            if other is None or other.same_as or not alike:
+                raise ValueError(f"{entry.path} is said to be {entry.same_as}")
+        known[entry.path] = entry
+
+
+def _check_stride(entry: TensorEntry) -> None:
+    """`split` tells strides of tensors whose elements are apart; in so much memory at most (slices of bigger ones)."""
+    if not entry.stride:
+        return
+    if len(entry.stride) != len(entry.shape) or any(type(s) is not int or s < 0 for s in entry.stride):
+        raise ValueError(f"{entry.path} has the strides {list(entry.stride)}")
+    numel = math.prod(entry.shape)
+    if not numel and max(entry.stride) <= _STRIDE_MAX:
+        return  # an empty tensor reaches nothing, whatever its strides
+    reach = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride, strict=True) if size)
+    if reach > _REACH_MAX * max(numel, 1):
+        raise ValueError(f"{entry.path} has the strides {list(entry.stride)}")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises ValueError for a name that is no dtype."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no dtype {name!r}")
+    return dtype
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that lies in this process, without its gradient history: itself unless sharded."""
+    tensor = tensor.detach()
+    to_local = getattr(tensor, "to_local", None)  # asked, not imported: DTensor costs what few states need
+    return tensor if to_local is None else to_local().detach()
+
+
+def placement(tensor: Any) -> str:
+    """Which shard of what `local` gives; empty for a tensor that is not sharded. Raises UsageError for partial sums."""
+    if not hasattr(tensor, "to_local"):
+        return ""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    words = []
+    for dimension, kind in enumerate(tensor.placements):
+        if kind.is_partial():
+            raise UsageError("a state holds partial sums (DTensor with Partial()); redistribute them first")
+        if not kind.is_replicate():
+            words.append(f"{kind} {coordinate[dimension] + 1}/{mesh.size(dimension)}")
+    return f"{', '.join(words) or 'whole'} of {list(tensor.shape)}"
+
+
+def _check_dense(path: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise UsageError(f"the state at {path} is a {tensor.layout} tensor on {tensor.device}; keep it dense")
+
+
+def entry_of(path: str, tensor: torch.Tensor, same_as: str = "") -> TensorEntry:
+    return TensorEntry(
+        path=path,
+        dtype=dtype_name(tensor),
+        shape=tuple(local(tensor).shape),
+        placement=placement(tensor),
+        same_as=same_as,
+        stride=tuple(stride_told(local(tensor))),
+    )
+
+
+def manifest_of(state: dict[str, Any], version: int) -> tuple[Manifest, list[torch.Tensor]]:
+    """(manifest, local tensors in its order)."""
+    tensors, skeleton = split(state)
+    entries: list[TensorEntry] = []
+    parts: list[torch.Tensor] = []
+    seen: dict[Any, str] = {}
+    for path, tensor in tensors.items():
+        _check_dense(path, tensor)
+        part = local(tensor)
+        memory = (part.data_ptr(), part.dtype, part.shape, part.stride(), placement(tensor))
+        first = seen.setdefault(memory, path) if part.numel() else path
+        entries.append(entry_of(path, tensor, "" if first == path else first))
+        parts.append(part)
+    version = int(state.get("version", version))
+    return Manifest(version=version, skeleton=skeleton, entries=tuple(entries)), parts
+
+
+def first_difference(one: Manifest, other: Manifest) -> str:
+    """The first path at which two manifests are not equal, for the message."""
+    mine, theirs = ({entry.path: entry for entry in manifest.entries} for manifest in (one, other))
+    for path, entry in mine.items():
+        if theirs.get(path) != entry:
+            return path
+    for path in theirs:
+        if path not in mine:
+            return path
+    return _first_difference(one.skeleton, other.skeleton, "state") or "state.version"
+
+
+def _first_difference(one: Any, other: Any, path: str) -> str:
+    if json.dumps(one) == json.dumps(other):
+        return ""
+    if not (isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys()):
+        return path
+    for kind in one:  # "dict", "list" or "tuple"; tensors have been compared
+        mine, theirs = one[kind], other[kind]
+        if kind == "dict":
+            pairs = [(str(a[0]), a[1], b[1]) for a, b in zip(mine, theirs) if a[0] == b[0]]
+        elif isinstance(mine, list):
+            pairs = [(str(i), a, b) for i, (a, b) in enumerate(zip(mine, theirs))]
+        else:
+            pairs = []
+        for name, a, b in pairs:
+            if difference := _first_difference(a, b, f"{path}.{name}"):
+                return difference
+    return path
+
+
+# --- chunks ---
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [begin, end) of the tensor of that index."""
+
+    tensor: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one operation moves: a piece of a big tensor as it lies in memory, or many small tensors packed."""
+
+    index: int
+    source: int  # index into the transfer's sources
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.end - piece.begin for piece in self.pieces)
+
+
+def plan_chunks(sizes: Sequence[int], sources: int) -> list[Chunk]:
+    """Every byte of tensors of `sizes` bytes exactly once, over `sources` sources by turns. Deterministic."""
+    limit = min(max(sum(sizes) // (sources * _CHUNKS_PER_SOURCE), CHUNK_BYTES_MIN), CHUNK_BYTES_MAX)
+    chunks: list[tuple[Piece, ...]] = []
+    pack: list[Piece] = []
+    packed = 0
+    for tensor, size in enumerate(sizes):
+        if size == 0:
+            continue
+        if size * 4 > limit:  # a copy into a pack would cost more than an operation of its own
+            parts = -(-size // limit)
+            cuts = [size * part // parts for part in range(parts + 1)]
+            chunks.extend((Piece(tensor, begin, end),) for begin, end in itertools.pairwise(cuts))
+            continue
+        if packed + size > limit:
+            chunks.append(tuple(pack))
+            pack, packed = [], 0
+        pack.append(Piece(tensor, 0, size))
+        packed += size
+    if pack:
+        chunks.append(tuple(pack))
+    return [Chunk(index, index % sources, pieces) for index, pieces in enumerate(chunks)]
+
+
+def fits(entry: TensorEntry, destination: torch.Tensor) -> bool:
+    expected = entry_of(entry.path, destination)
+    return (entry.dtype, entry.shape, entry.placement) == (expected.dtype, expected.shape, expected.placement)
+
+
+def check_fits(entry: TensorEntry, destination: torch.Tensor, source: int, joiner: int) -> None:
+    """Raises ReplicaDiffers, in one line, if a tensor of that entry cannot be received into `destination`."""
+    if not fits(entry, destination):
+        expected = entry_of(entry.path, destination)
+        raise ReplicaDiffers(
+            f"{entry.path}: rank {source} holds {entry}, rank {joiner} has room for {expected}"
+        )
+
+
+# Where a received state goes: the joiner's own tensors, and new ones for what it has none of.
+
+# A new tensor of this many bytes lies in huge pages. The kernel clears pages when they are first written; one by
+# one that takes as long as receiving does (2.4 GB/s against 7 in huge pages).
+_HUGE_BYTES = 2 << 20
+
+
+# What is there may have another shape from step to step.
+_GROWING = ("state.optimizers.", "state.objects.")
+
+
+class Destination:
+    """(joiner) ``parts``: uint8 views, one per entry, that the chunks are received into … ``finish()``.
+
+    Raises ReplicaDiffers if `into` has a tensor of another shape, type or shard than the source `source`, and
+    ReplayRefused if the memory does not suffice.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        into: dict[str, torch.Tensor],
+        source: int,
+        joiner: int,
+        *,
+        older_copy: bool = False,
+    ):
+        """`older_copy`: `into` is nobody's state, only memory to use again. A tensor of another shape or type gets new
+        memory, whatever it is of; what is one tensor at the source is one here, and what is two is two."""
+        self._older_copy = older_copy
+        self._entries = manifest.entries
+        self._into = into
+        self._joiner = joiner
+        here: dict[str, torch.Tensor] = {}
+        for entry in self._entries:
+            if entry.path not in into:
+                continue
+            may_differ = older_copy or entry.path.startswith(_GROWING)
+            if may_differ and not fits(entry, into[entry.path]):
+                continue
+            check_fits(entry, into[entry.path], source, joiner)
+            here[entry.path] = local(into[entry.path])
+        if older_copy:
+            here = _each_once(self._entries, here)
+        # One memory here as there: filled through the entry that it is the same as.
+        tied = {e.path for e in self._entries if e.path in here and _same(here[e.path], here.get(e.same_as))}
+        self._overlapping = _overlapping({path: tensor for path, tensor in here.items() if path not in tied})
+        for entry in self._entries:
+            if entry.path in here and entry.path not in self._overlapping and not _laid_alike(entry, here):
+                del here[entry.path]  # it gets a new tensor
+        tied &= here.keys()
+        direct = {path for path in here if path not in self._overlapping and _is_bytes(here[path])}
+        _check_memory(entry.bytes for entry in self._entries if entry.path not in direct)
+        self._received = {
+            entry.path: here[entry.path] if entry.path in direct else fresh(entry)
+            for entry in self._entries
+            if not entry.same_as
+        }
+        self._copies = [
+            (here[entry.path], self._received[entry.same_as or entry.path])
+            for entry in self._entries
+            if entry.path in here and entry.path not in tied and (entry.same_as or entry.path not in direct)
+        ]
+        self._here = here
+        empty = torch.empty(0, dtype=torch.uint8)
+        self.parts = [empty if e.same_as else as_bytes(self._received[e.path]) for e in self._entries]
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """All tensors by path, the ones of `into` filled. Raises ReplicaDiffers if these share memory wrongly."""
+        for destination, value in self._copies:
+            destination.copy_(value)
+        for entry in self._entries:  # what the source keeps apart may be one memory here: one value is gone
+            if entry.path in self._overlapping:
+                mine, theirs = self._here[entry.path], self._received[entry.same_as or entry.path]
+                if not torch.equal(as_bytes(mine), as_bytes(theirs)):
+                    raise ReplicaDiffers(
+                        f"{entry.path} shares memory on rank {self._joiner} with what its replicas keep apart"
+                    )
+        tensors: dict[str, torch.Tensor] = {}
+        laid: dict[str, torch.Tensor] = {}
+        for entry in self._entries:
+            if entry.path in self._here:
+                tensors[entry.path] = self._into[entry.path]
+                continue
+            first = entry.same_as or entry.path
+            if self._older_copy and first in self._here:
+                tensors[entry.path] = tensors[first]
+                continue
+            if first not in laid:
+                laid[first] = _laid_out(self._received[first], entry.stride)
+            tensors[entry.path] = self._sharded(entry, laid[first])
+        return tensors
+
+    def _sharded(self, entry: TensorEntry, tensor: torch.Tensor) -> Any:
+        """A new tensor as a shard of the mesh on which a tensor of `into` is sharded the same way."""
+        if not entry.placement:
+            return tensor
+        template: Any
+        for template in self._into.values():
+            if placement(template) == entry.placement:
+                return type(template).from_local(
+                    tensor,
+                    template.device_mesh,
+                    template.placements,
+                    run_check=False,
+                    shape=template.shape,
+                    stride=template.stride(),
+                )
+        raise ReplicaDiffers(
+            f"{entry.path} is {entry}; rank {self._joiner} has no tensor that is sharded like it"
+        )
+
+
+def _each_once(entries: Iterable[TensorEntry], here: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those that are filled: of two names of one tensor the first, here and at the source."""
+    once: dict[str, torch.Tensor] = {}
+    filled: set[int] = set()
+    for entry in entries:
+        if entry.path in here and not entry.same_as and here[entry.path].data_ptr() not in filled:
+            once[entry.path] = here[entry.path]
+            filled.add(here[entry.path].data_ptr())
+    return once
+
+
+def _laid_alike(entry: TensorEntry, here: dict[str, torch.Tensor]) -> bool:
+    """Kernels choose their way by strides, so a tensor must not lie otherwise than at its source."""
+    return tuple(stride_told(here[entry.path])) == entry.stride
+
+
+def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    if not stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+
+
+def fresh(entry: TensorEntry) -> torch.Tensor:
+    """An uninitialised CPU tensor of an entry's shape and type, for its bytes in their order."""
+    dtype = torch_dtype(entry.dtype)
+    if entry.bytes < _HUGE_BYTES:
+        return torch.empty(entry.shape, dtype=dtype)
+    memory = mmap.mmap(-1, entry.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(entry.shape)).view(entry.shape)
+
+
+def _is_bytes(tensor: torch.Tensor) -> bool:
+    """Whether its elements are one run of bytes that can be received into."""
+    return (
+        tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
+
+
+def _overlapping(tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Paths of tensors whose memory, from the first element to the last, reaches into another one's."""
+    spans = []
+    for path, tensor in tensors.items():
+        if tensor.numel():
+            last = sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize, path))
+    overlapping: set[str] = set()
+    end, longest = 0, ""
+    for begin, end_of_this, path in sorted(spans):
+        if begin < end:
+            overlapping |= {path, longest}
+        if end_of_this > end:
+            end, longest = end_of_this, path
+    return overlapping
+
+
+def _check_memory(sizes: Iterable[int]) -> None:
+    needed = sum(sizes)
+    free = available_memory()
+    if free is not None and needed > free:
+        raise ReplayRefused(
+            f"a replica's state needs {needed >> 20} MiB, {free >> 20} MiB are free; add memory to this machine"
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes that can be allocated without swapping; None if the system does not tell."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+# Operations in flight per source: the backend has the next one at hand while a chunk is digested. They hold no copies.
+_IN_FLIGHT = 8
+_DIGEST_BYTES = 16
+_HEADER_WORDS = 5
+_PROTOCOL = 0x7377_6966_7403
+_MANIFEST_BYTES_MAX = 1 << 30
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+OnChunk = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """One joiner and the replicas that it copies from (global ranks). They share the chunks between them.
+
+    A rank that takes part in several transfers carries them out in the same order as the others do.
+    """
+
+    joiner: int
+    sources: tuple[int, ...]
+    version: int
+
+    def __post_init__(self) -> None:
+        if not self.sources or self.joiner in self.sources or len(set(self.sources)) != len(self.sources):
+            raise ValueError(f"sources {self.sources} for joiner {self.joiner}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    digest: str  # of the whole state
+    bytes: int  # of this source's share
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Received:
+    """`state` is what TrainerState.load_state_dict takes; tensors of `into` are in it, already filled."""
+
+    state: dict[str, Any]
+    digest: str
+    bytes: int
+    seconds: float
+    witnesses: tuple[int, ...] = ()
+    """The sources whose logs hold all that they have done (`swift_ft.train.replay`)."""
+
+
+class DefaultGroup:
+    """The `Wire` of torch's default process group, whichever it is now."""
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
+        work = dist.isend(tensors[0], to, tag=tag)
+        assert work is not None
+        return work
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending:
+        work = dist.irecv(tensors[0], source, tag=tag)
+        assert work is not None
+        return work
+
+
+def _nothing(done: int, total: int) -> None:
+    pass
+
+
+def send_state(
+    transfer: Transfer,
+    rank: int,
+    state: dict[str, Any],
+    check: Callable[[], None],
+    on_chunk: OnChunk = _nothing,
+    wire: Wire | None = None,
+    logged: bool = True,
+) -> Sent:
+    """(each source) Sends its share of `state`, a TrainerState's state_dict. Returns when the bytes are on their way.
+
+    `check` is called between chunks, and so is `on_chunk` with (chunks sent, this source's chunks), first with 0.
+    `logged`: the log has all that this rank has done.
+    Raises RuntimeError (torch's) if the joiner is lost, UsageError for a state that cannot be sent.
+    """
+    begin = time.monotonic()
+    wire = wire or DefaultGroup()
+    manifest, tensors = manifest_of(state, transfer.version)
+    source = transfer.sources.index(rank)
+    data = manifest.to_bytes()
+    header = torch.tensor(
+        [_PROTOCOL, manifest.version, len(data), xxhash.xxh3_64_intdigest(data) >> 1, logged]
+    )
+    check()
+    in_flight: deque[tuple[torch.Tensor, Pending]] = deque()
+
+    def send(part: torch.Tensor, tag: int) -> None:
+        in_flight.append((part, wire.send([part], transfer.joiner, tag)))
+
+    try:
+        send(header.view(torch.uint8), REPLICA_HEADER)
+        send(torch.frombuffer(bytearray(data), dtype=torch.uint8), REPLICA_MANIFEST)
+        parts = [
+            _NO_BYTES if e.same_as else as_bytes(t) for e, t in zip(manifest.entries, tensors, strict=True)
+        ]
+        chunks = plan_chunks([entry.bytes for entry in manifest.entries], len(transfer.sources))
+        mine = [chunk for chunk in chunks if chunk.source == source]
+        digests = bytearray()
+        done = 0
+        on_chunk(0, len(mine))
+        for chunk in chunks:
+            if chunk.source == source:
+                check()
+                send(_packed(chunk, parts), REPLICA_CHUNK + chunk.index)
+                done += 1
+                while len(in_flight) > _IN_FLIGHT:
+                    in_flight.popleft()[1].wait()
+                on_chunk(done, len(mine))
+            digests += _digests(chunk, parts)
+        if digests:
+            send(torch.frombuffer(digests, dtype=torch.uint8), REPLICA_DIGESTS)
+        while in_flight:
+            check()
+            in_flight.popleft()[1].wait()
+    finally:
+        in_flight.clear()
+    return Sent(
+        digest=_combined(data, digests),
+        bytes=sum(chunk.bytes for chunk in mine),
+        seconds=time.monotonic() - begin,
+    )
+
+
+def receive_state(
+    transfer: Transfer,
+    rank: int,
+    into: dict[str, torch.Tensor],
+    check: Callable[[], None],
+    on_chunk: OnChunk = _nothing,
+    wire: Wire | None = None,
+    *,
+    older_copy: bool = False,
+) -> Received:
+    """(joiner) Receives the state of `transfer.version` from all its sources and verifies it.
+
+    `into`: tensors by path, as swift_ft.state.tree.split names them, that are filled in place; tensors of the
+    state that it lacks are made. `check` is called between chunks, and so is `on_chunk` with (chunks arrived, all
+    chunks), first with 0. `older_copy`: `into` is only memory to use again (`Destination`).
+    Raises ReplicaDiffers if the sources differ from each other, from what arrived, or in shapes and types from
+    `into`; RuntimeError (torch's) if a source is lost.
+    """
+    assert rank == transfer.joiner
+    begin = time.monotonic()
+    wire = wire or DefaultGroup()
+    manifest, data, witnesses = _same_manifest(transfer, wire, check)
+    destination = Destination(manifest, into, transfer.sources[0], rank, older_copy=older_copy)
+    chunks = plan_chunks([entry.bytes for entry in manifest.entries], len(transfer.sources))
+    digests = bytearray()
+    in_flight: deque[tuple[Chunk, torch.Tensor, Pending]] = deque()
+
+    def arrived() -> None:
+        chunk, packed, pending = in_flight.popleft()
+        pending.wait()
+        if len(chunk.pieces) > 1:
+            _unpack(chunk, packed, destination.parts)
+        digests.extend(_digests(chunk, destination.parts))
+        on_chunk(chunk.index + 1, len(chunks))
+
+    on_chunk(0, len(chunks))
+    try:
+        for chunk in chunks:
+            check()
+            if len(in_flight) >= _IN_FLIGHT * len(transfer.sources):
+                arrived()
+            room = _room(chunk, destination.parts)
+            source = transfer.sources[chunk.source]
+            in_flight.append((chunk, room, wire.recv([room], source, REPLICA_CHUNK + chunk.index)))
+        while in_flight:
+            check()
+            arrived()
+    finally:
+        in_flight.clear()
+    _compare(transfer, wire, check, manifest, chunks, bytes(digests))
+    tensors = destination.finish()
+    return Received(
+        state=join(manifest.skeleton, tensors),
+        digest=_combined(data, digests),
+        bytes=sum(chunk.bytes for chunk in chunks),
+        seconds=time.monotonic() - begin,
+        witnesses=witnesses,
+    )
+
+
+def digest_of(state: dict[str, Any], version: int) -> str:
+    """What `Sent` and `Received` tell of a state that one source sends."""
+    manifest, tensors = manifest_of(state, version)
+    parts = [_NO_BYTES if e.same_as else as_bytes(t) for e, t in zip(manifest.entries, tensors, strict=True)]
+    chunks = plan_chunks([entry.bytes for entry in manifest.entries], 1)
+    return _combined(manifest.to_bytes(), b"".join(_digests(chunk, parts) for chunk in chunks))
+
+
+# --- manifests ---
+
+
+def _same_manifest(
+    transfer: Transfer, wire: Wire, check: Callable[[], None]
+) -> tuple[Manifest, bytes, tuple[int, ...]]:
+    """The manifest of all sources (ReplicaDiffers if they have several), and those that have logged everything."""
+    begun = {source: _receive_manifest(source, wire, check) for source in transfer.sources}
+    texts = {source: text for source, (text, _) in begun.items()}
+    manifests = {}
+    for source, text in texts.items():
+        try:
+            manifests[source] = Manifest.from_bytes(text)
+        except ValueError as error:
+            raise ReplicaDiffers(f"rank {source} sent an invalid manifest: {error}", damaged=True) from None
+    for source, manifest in manifests.items():
+        if manifest.version != transfer.version:
+            raise ReplicaDiffers(
+                f"rank {source} holds version {manifest.version}, the plan says {transfer.version}"
+            )
+    first = transfer.sources[0]
+    for source in transfer.sources[1:]:
+        if texts[source] != texts[first]:
+            path = first_difference(manifests[first], manifests[source])
+            raise ReplicaDiffers(f"{_camps(texts)} hold different states, first at {path}")
+    return manifests[first], texts[first], tuple(source for source, (_, logged) in begun.items() if logged)
+
+
+def _receive_manifest(source: int, wire: Wire, check: Callable[[], None]) -> tuple[bytes, bool]:
+    """And whether its log is whole."""
+    check()
+    header = torch.zeros(_HEADER_WORDS, dtype=torch.int64)
+    wire.recv([header.view(torch.uint8)], source, REPLICA_HEADER).wait()
+    protocol, _version, length, digest, logged = header.tolist()
+    if protocol != _PROTOCOL or not 0 < length <= _MANIFEST_BYTES_MAX:
+        raise ReplicaDiffers(
+            f"rank {source} sent {protocol:#x} where a copy begins; run one version of swift-ft", damaged=True
+        )
+    check()
+    text = torch.empty(length, dtype=torch.uint8)
+    wire.recv([text], source, REPLICA_MANIFEST).wait()
+    data = text.numpy().tobytes()
+    if xxhash.xxh3_64_intdigest(data) >> 1 != digest:
+        raise ReplicaDiffers(
+            f"the manifest of rank {source} is not what it sent: its checksum differs", damaged=True
+        )
+    return data, bool(logged)
+
+
+def _camps(values: dict[int, bytes]) -> str:
+    """Which ranks agree with which: ``ranks 0, 1 and rank 2``."""
+    camps: dict[bytes, list[str]] = {}
+    for rank, value in values.items():
+        camps.setdefault(value, []).append(str(rank))
+    return " and ".join(f"rank{'s' if len(c) > 1 else ''} {', '.join(c)}" for c in camps.values())
+
+
+# --- chunks and digests ---
+
+
+def _room(chunk: Chunk, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Where a chunk is received: its place in the state, or a pack that is taken apart later."""
+    if len(chunk.pieces) > 1:
+        return torch.empty(chunk.bytes, dtype=torch.uint8)
+    piece = chunk.pieces[0]
+    return parts[piece.tensor][piece.begin : piece.end]
+
+
+def _packed(chunk: Chunk, parts: list[torch.Tensor]) -> torch.Tensor:
+    if len(chunk.pieces) > 1:
+        return torch.cat([parts[piece.tensor][piece.begin : piece.end] for piece in chunk.pieces])
+    return _room(chunk, parts)
+
+
+def _unpack(chunk: Chunk, packed: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    at = 0
+    for piece in chunk.pieces:
+        size = piece.end - piece.begin
+        parts[piece.tensor][piece.begin : piece.end] = packed[at : at + size]
+        at += size
+
+
+def _digests(chunk: Chunk, parts: list[torch.Tensor]) -> bytes:
+    """One digest per piece: a difference is found out by its tensor's name."""
+    return b"".join(
+        xxhash.xxh3_128_digest(byte_view(parts[piece.tensor][piece.begin : piece.end]).data)
+        for piece in chunk.pieces
+    )
+
+
+def _combined(manifest: bytes, digests: bytes | bytearray) -> str:
+    return xxhash.xxh3_128_hexdigest(xxhash.xxh3_128_digest(manifest) + digests)
+
+
+def _compare(
+    transfer: Transfer,
+    wire: Wire,
+    check: Callable[[], None],
+    manifest: Manifest,
+    chunks: list[Chunk],
+    digests: bytes,
+) -> None:
+    """Raises ReplicaDiffers unless all sources told the digests that were computed here from what arrived."""
+    if not digests:
+        return
+    told: dict[int, bytes] = {}
+    for source in transfer.sources:
+        check()
+        room = torch.empty(len(digests), dtype=torch.uint8)
+        wire.recv([room], source, REPLICA_DIGESTS).wait()
+        told[source] = room.numpy().tobytes()
+    pieces = [(piece, chunk) for chunk in chunks for piece in chunk.pieces]
+
+    def different(one: bytes, other: bytes) -> list[int]:
+        size = _DIGEST_BYTES
+        return [
+            i
+            for i in range(len(pieces))
+            if one[i * size : (i + 1) * size] != other[i * size : (i + 1) * size]
+        ]
+
+    def path(which: list[int]) -> str:
+        return manifest.entries[min(pieces[i][0].tensor for i in which)].path
+
+    first = told[transfer.sources[0]]
+    for source in transfer.sources[1:]:
+        if which := different(first, told[source]):
+            raise ReplicaDiffers(f"{_camps(told)} hold different states, first at {path(which)}")
+    if which := different(first, digests):
+        source = transfer.sources[pieces[which[0]][1].source]
+        raise ReplicaDiffers(
+            f"what rank {transfer.joiner} received from rank {source} is not what it sent, first at {path(which)}",
+            damaged=True,
+        )

@@ -1,0 +1,483 @@
+"""Job tokens: JSON web tokens signed with Ed25519.
+
+Asymmetric, so that a server, which holds public keys only, cannot make a token, nor can who steals its
+files. Claims, besides ``aud`` and ``exp``::
+
+    job    the job's name, or "*": every job
+    roles  of `Role`
+    gen    the token is good until the job's generation is above; absent: whatever the generation
+    sub    who it was made for, in the audit trail
+    jti    its own name, of 32 hexadecimal digits: by it one token is revoked (`Revoked`)
+
+The header's ``kid`` is the name of the key's file (of the file that a link leads to): several keys are good at a
+time, and one is replaced by adding the next, minting with it, and removing the old one, which revokes its tokens.
+"""
+
+import base64
+import contextlib
+import grp
+import json
+import os
+import pwd
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Self
+
+from swift_ft.errors import UsageError
+from swift_ft.files import read_regular, write_whole
+from swift_ft.text import one_line
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+
+# What each role may call. A call that is not in the table is nobody's.
+
+
+class Role(StrEnum):
+    """What a token lets its bearer do."""
+
+    WRITER = "writer"
+    """A rank or a launcher: appends, and speaks to the coordinator as a member."""
+    REPLAYER = "replayer"
+    """A rank that replays: reads."""
+    OPERATOR = "operator"
+    """A person: looks at everything of a job, trims and drops it, declares a rank dead or a job failed, names log
+    servers."""
+    COORDINATOR = "coordinator"
+    """The coordinator, towards log servers: fences, trims, resets."""
+
+
+LOG = "/swift.log.v1.Log/"
+COORDINATOR = "/swift.coordinator.v1.Coordinator/"
+
+_MEMBER = frozenset({Role.WRITER})
+_MEMBER_OR_OPERATOR = frozenset({Role.WRITER, Role.OPERATOR})
+_READ = frozenset({Role.REPLAYER, Role.OPERATOR})
+_SEE = frozenset({Role.WRITER, Role.REPLAYER, Role.OPERATOR})
+_COORDINATOR = frozenset({Role.COORDINATOR})
+
+MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
+    {
+        LOG + "Append": _MEMBER,
+        LOG + "Read": _READ,
+        LOG + "Digests": _READ,
+        LOG + "Inventory": frozenset({Role.REPLAYER, Role.OPERATOR, Role.COORDINATOR}),
+        LOG + "Fence": _COORDINATOR,
+        LOG + "Trim": frozenset({Role.OPERATOR, Role.COORDINATOR}),
+        LOG + "Reset": _COORDINATOR,
+        LOG + "Status": frozenset({Role.OPERATOR, Role.COORDINATOR}),
+        LOG + "Drop": frozenset({Role.OPERATOR}),
+        COORDINATOR + "Join": _MEMBER,
+        COORDINATOR + "Watch": _SEE,
+        COORDINATOR + "Heartbeat": _MEMBER,
+        COORDINATOR + "Report": _MEMBER,
+        COORDINATOR + "Ready": _MEMBER,
+        COORDINATOR + "Refuse": _MEMBER,
+        COORDINATOR + "Differs": _MEMBER,
+        COORDINATOR + "Rehearsed": _MEMBER,
+        COORDINATOR + "CheckpointDurable": _MEMBER,
+        COORDINATOR + "AskCheckpoint": _MEMBER,
+        COORDINATOR + "Measure": _MEMBER,
+        COORDINATOR + "Share": _MEMBER,
+        COORDINATOR + "Meet": _MEMBER,
+        COORDINATOR + "Measurements": _SEE,
+        COORDINATOR + "MemberExited": _MEMBER_OR_OPERATOR,
+        COORDINATOR + "Suspect": _MEMBER,
+        COORDINATOR + "Finish": _MEMBER,
+        COORDINATOR + "ChangeLogServers": frozenset({Role.OPERATOR}),
+        COORDINATOR + "Fail": _MEMBER_OR_OPERATOR,
+        COORDINATOR + "Revoke": _MEMBER,
+        COORDINATOR + "Vote": _MEMBER,
+        COORDINATOR + "Stop": _MEMBER,
+        COORDINATOR + "Status": _SEE,
+        COORDINATOR + "Jobs": _SEE,
+    }
+)
+
+
+# Secrets in files: made for their owner alone, and refused if others can read them.
+
+_BYTES_MAX = 1 << 20
+
+
+def read_file(path: Path, flag: str) -> bytes:
+    """What is in a file that need not be secret. UsageError names the flag or variable it came from."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_BYTES_MAX)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from None
+
+
+def read_secret(path: Path, flag: str) -> bytes:
+    """What is in a file that only its owner may read. UsageError if others may."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if stat.S_IMODE(mode) & 0o077:
+                raise UsageError(f"{flag} {path}: users other than its owner can access it: chmod 600 {path}")
+            return file.read(_BYTES_MAX)
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: {error.strerror}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose a file is to be."""
+
+    uid: int
+    gid: int
+
+    @classmethod
+    def parse(cls, text: str, flag: str) -> Self:
+        """Of USER or USER:GROUP, names or numbers; without a group the user's own. UsageError: there is no such user
+        or group, or this process may not give files away."""
+        user, colon, group = text.partition(":")
+        try:
+            account = pwd.getpwuid(int(user)) if user.isdecimal() else pwd.getpwnam(user)
+            gid = account.pw_gid
+            if colon:
+                gid = (grp.getgrgid(int(group)) if group.isdecimal() else grp.getgrnam(group)).gr_gid
+        except (KeyError, OverflowError):
+            raise UsageError(f"{flag} {text}: there is no such user or group here") from None
+        if os.geteuid() != 0 and (
+            account.pw_uid != os.geteuid() or gid not in {os.getegid(), *os.getgroups()}
+        ):
+            raise UsageError(
+                f"{flag} {text}: only root can give files to others; run it as root, or leave it out"
+            )
+        return cls(account.pw_uid, gid)
+
+
+def write_file(path: Path, data: bytes, *, secret: bool, owner: Owner | None = None) -> None:
+    """As `swift_ft.files.write_whole`; one that is not secret is for all to read."""
+    write_whole(path, data, 0o600 if secret else 0o644, None if owner is None else (owner.uid, owner.gid))
+
+
+Signature = tuple[tuple[str, int, int, int], ...]
+
+
+def signature(paths: "list[Path]") -> Signature:
+    """Changes whenever one of the files is written, replaced or removed."""
+    parts = []
+    for path in paths:
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        parts.append((str(path), status.st_mtime_ns, status.st_ino, status.st_size))
+    return tuple(parts)
+
+
+EVERY_JOB = "*"
+AUDIENCE = "swift"
+ALGORITHM = "EdDSA"
+SUFFIX = ".pem"
+TOKEN_BYTES_MAX = 4096
+REFRESH_S = 1.0
+"""A key that was removed is used no longer than this."""
+_GRANTS_MAX = 4096
+_KEY_BYTES_MAX = 1 << 16
+_NONSENSE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+"""What JSON may raise that is no token's."""
+_REVOKED_BYTES_MAX = 16 << 20
+SUBJECT_MAX = 128
+
+
+class NotAuthenticated(Exception):
+    """The token is none that counts here. The message never holds any of it."""
+
+    grant: "Grant | None" = None
+    """Whose it was, where it is signed and does not count any more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """What the bearer of a token may do, until `expires_at` on the monotonic clock."""
+
+    job: str
+    roles: frozenset[Role]
+    generation_max: int | None
+    expires_at: float
+    subject: str = ""
+    token_id: str = ""
+    """Not a secret: it tells one token from another in lists and logs."""
+
+    def covers(self, job: str, generation: int = 0) -> bool:
+        """Whether it is of this job, and reaches as far as this generation."""
+        if self.job not in (job, EVERY_JOB):
+            return False
+        return self.generation_max is None or generation <= self.generation_max
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SigningKey:
+    """A private Ed25519 key; `name` is the `kid` of the tokens that it signs."""
+
+    name: str
+    private: "Ed25519PrivateKey"
+
+    @classmethod
+    def load(cls, path: Path, flag: str) -> "SigningKey":
+        """UsageError: unreadable, readable by others, or no Ed25519 key."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        data = read_secret(path, flag)
+        try:
+            key = load_pem_private_key(data, password=None)
+        except (ValueError, TypeError):
+            key = None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise UsageError(
+                f"{flag} {path}: not an Ed25519 private key: make one with swift-ft token --new-key"
+            )
+        return cls(name=path.resolve().stem, private=key)
+
+    def mint(
+        self,
+        job: str,
+        roles: Iterable[Role],
+        lifetime_s: float,
+        *,
+        generation_max: int | None = None,
+        subject: str = "",
+        token_id: str = "",
+    ) -> str:
+        """A token that is good for `lifetime_s` from now on. ``token_id``: made up unless it is given."""
+        import jwt
+
+        claims: dict[str, object] = {
+            "aud": AUDIENCE,
+            "exp": int(time.time() + lifetime_s),
+            "job": job,
+            "roles": sorted(role.value for role in roles),
+            "jti": token_id or uuid.uuid4().hex,
+        }
+        if subject:
+            claims["sub"] = subject
+        if generation_max is not None:
+            claims["gen"] = generation_max
+        return jwt.encode(claims, self.private, algorithm=ALGORITHM, headers={"kid": self.name})
+
+
+def new_key(directory: Path) -> tuple[Path, Path]:
+    """(signing key, verifying key), as files in `directory`."""
+    from cryptography.hazmat.primitives import serialization as s
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    private = Ed25519PrivateKey.generate()
+    name = uuid.uuid4().hex[:12] + SUFFIX
+    signing, verifying = directory / "signing" / name, directory / "verifying" / name
+    signing.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    signing.parent.chmod(0o700)
+    verifying.parent.mkdir(exist_ok=True)
+    secret = private.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
+    public = private.public_key().public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo)
+    write_file(signing, secret, secret=True)
+    write_file(verifying, public, secret=False)
+    return signing, verifying
+
+
+def shown(text: str) -> str:
+    """For a line of a log: short, and nothing in it that ends or colours the line."""
+    return one_line(text[:SUBJECT_MAX])
+
+
+class Revoked:
+    """A file of tokens that do not count any more: a line for each, its id (jti) or ``sub:NAME`` for all of a subject;
+    what stands behind a # is for people. Looked at again every second. Thread-safe.
+
+    The file must be there at the start. If it goes away, or cannot be read, what it last said counts.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._signature: Signature = ()
+        self._look_at = 0.0
+        self._lock = threading.Lock()
+        self._names: frozenset[str] = frozenset()
+        try:
+            self._read()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--revoked {path}: {error}: make it, it may be empty") from None
+
+    def names(self, grant: Grant, now: float) -> bool:
+        """Whether the token, or all of its subject's, are in the list."""
+        if now >= self._look_at:
+            with self._lock:
+                self._look_at = now + REFRESH_S
+                if signature([self._path]) not in (self._signature, ()):
+                    with contextlib.suppress(OSError, ValueError):  # looked at again
+                        self._read()
+        names = self._names
+        return bool(names) and (
+            grant.token_id in names or bool(grant.subject and f"sub:{grant.subject}" in names)
+        )
+
+    def _read(self) -> None:
+        now = signature([self._path])
+        with self._path.open("rb") as file:
+            data = file.read(_REVOKED_BYTES_MAX + 1)
+        if len(data) > _REVOKED_BYTES_MAX:
+            raise ValueError(f"more than {_REVOKED_BYTES_MAX} bytes")
+        lines = (line.partition("#")[0].strip() for line in data.decode().splitlines())
+        self._names = frozenset(line for line in lines if line)
+        self._signature = now
+
+
+class Authority:
+    """Checks tokens against the public keys in a directory, which it looks at again every second.
+
+    What was found out about a token is kept, so that a call costs a look into a dictionary. Thread-safe.
+    """
+
+    def __init__(self, directory: Path, revoked: "Revoked | None" = None) -> None:
+        self._directory = directory
+        self._revoked = revoked
+        self._lock = threading.Lock()
+        self._keys: Mapping[str, Ed25519PublicKey] = {}
+        self._signature: Signature | None = None
+        self._look_at = 0.0
+        self._grants: dict[str, Grant] = {}
+        self._refresh(time.monotonic())
+        if not self._keys:
+            raise UsageError(
+                f"--token-keys {directory}: no public key (*.pem) is there: make one with "
+                "swift-ft token --new-key DIR and give DIR/verifying"
+            )
+
+    def grant(self, token: str) -> Grant:
+        """NotAuthenticated: it is malformed, expired, or not signed by a key that is there now."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._refresh(now)
+        grants = self._grants  # before the keys are looked at: `_refresh` changes them first
+        grant = grants.get(token)
+        if grant is None:
+            grant = self._verify(token, now)
+            with self._lock:
+                if len(grants) >= _GRANTS_MAX:
+                    grants.clear()
+                grants[token] = grant  # of keys that are gone by now: nobody looks there any more
+        why = ""
+        if now >= grant.expires_at:
+            why = "the token has expired: put a newer one into its file"
+        elif self._revoked is not None and self._revoked.names(grant, now):
+            why = "the token was revoked: put another one into its file"
+        if why:
+            refused = NotAuthenticated(why)
+            refused.grant = grant
+            raise refused
+        return grant
+
+    def _refresh(self, now: float) -> None:
+        with self._lock:
+            self._look_at = now + REFRESH_S
+            paths = sorted(self._directory.glob(f"*{SUFFIX}"))
+            current = signature(paths)
+            if current == self._signature:
+                return
+            data = {path.stem: _bytes_of(path) for path in paths}
+            self._keys = {name: key for name, pem in data.items() if pem and (key := _public_key(pem))}
+            # What could not be read now is looked at again, although its file stays as it is.
+            self._signature = None if None in data.values() else current
+            self._grants = {}
+
+    def _verify(self, token: str, now: float) -> Grant:
+        import jwt
+
+        if len(token) > TOKEN_BYTES_MAX:
+            raise NotAuthenticated("the token is too long")
+        try:
+            name = jwt.get_unverified_header(token).get("kid")
+            key = self._keys.get(name) if isinstance(name, str) else None
+            if key is None:
+                raise NotAuthenticated("the token is not signed by a key that counts here")
+            claims = jwt.decode(
+                token,
+                key,
+                algorithms=[ALGORITHM],
+                audience=AUDIENCE,
+                options={"require": ["exp", "aud", "job", "roles"]},
+            )
+            _check_said_once(token)
+            return _grant_of(claims, now)
+        except jwt.ExpiredSignatureError:
+            raise NotAuthenticated("the token has expired: put a newer one into its file") from None
+        except (jwt.PyJWTError, *_NONSENSE):
+            raise NotAuthenticated("the token is not valid") from None
+
+
+def _check_said_once(token: str) -> None:
+    """Of a token that says something twice, others may believe the other one. ValueError."""
+    for part in token.split(".")[:2]:
+        json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)), object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value_of = dict(pairs)
+    if len(value_of) < len(pairs):
+        raise ValueError("twice")
+    return value_of
+
+
+def _grant_of(claims: Mapping[str, object], now: float) -> Grant:
+    """Signed, but by a key that may sign other things: nothing is taken for granted."""
+    job, roles, generation, expires = (claims.get(name) for name in ("job", "roles", "gen", "exp"))
+    if not isinstance(job, str) or not job or not isinstance(roles, list):
+        raise ValueError("job or roles")
+    if generation is not None and (not isinstance(generation, int) or isinstance(generation, bool)):
+        raise ValueError("gen")
+    if not isinstance(expires, int | float):
+        raise ValueError("exp")
+    subject, token_id = claims.get("sub", ""), claims.get("jti", "")
+    if not isinstance(subject, str) or not isinstance(token_id, str):
+        raise ValueError("sub or jti")
+    return Grant(
+        subject=shown(subject),
+        token_id=shown(token_id),
+        job=job,
+        roles=frozenset(Role(role) for role in roles),
+        generation_max=generation,
+        expires_at=now + expires - time.time(),
+    )
+
+
+def claims_of(token: str) -> Grant | None:
+    """What a token says, believed or not, for whoever holds it; None: it is none. Its end is by the wall clock."""
+    import jwt
+
+    try:
+        claims = jwt.decode(token, options={"verify_signature": False})
+        return _grant_of(claims, time.time())
+    except (jwt.PyJWTError, *_NONSENSE):
+        return None
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    """None: it cannot be read now."""
+    try:
+        return read_regular(Path(os.path.realpath(path)), _KEY_BYTES_MAX)
+    except OSError:
+        return None
+
+
+def _public_key(data: bytes) -> "Ed25519PublicKey | None":
+    """None: not an Ed25519 public key. A server goes on with its other keys."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    try:
+        key = load_pem_public_key(data)
+    except (ValueError, TypeError):
+        return None
+    return key if isinstance(key, Ed25519PublicKey) else None

@@ -1,0 +1,496 @@
+"""`swift-ft doctor`: gathers, judges, prints a table. Exit code 0: nothing fails; 3: something does; 2: usage."""
+
+import ctypes
+import errno
+import fcntl
+import importlib.util
+import json
+import mmap
+import os
+import re
+import resource
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from swift_ft.cli_parser import Parser, host_and_port
+from swift_ft.credentials import ENV_TOKEN_FILE, SECURITY_KEY, advised, read_token
+from swift_ft.errors import SwiftError, UsageError
+from swift_ft.log.protocol import TIME_KEY, VERSION_KEY, message_of, open_channel
+from swift_ft.text import show, tell
+from swift_ft.tokens import claims_of
+from swift_ft.tools.machine_checks import (
+    Certificate,
+    Directory,
+    Facts,
+    Finding,
+    Machine,
+    Peer,
+    Port,
+    Software,
+    Status,
+    Token,
+    examine,
+    exit_code,
+)
+
+# `swift-ft doctor`: is this machine fit for swift, and do the services answer?
+#
+# facts    what was found, as plain data
+# gather   finds it: the only part that touches the machine
+# checks   judges it: pure functions
+# command  the command line
+
+
+# Certificates and keys in PEM files, as far as the doctor looks at them. ValueError: it is not one.
+
+
+def read_certificate(data: bytes) -> tuple[float, float]:
+    """(valid from, valid to) in seconds since 1970; of several, the one that ends first. Raises ValueError for
+    anything else."""
+    try:
+        certificates = x509.load_pem_x509_certificates(data)
+    except ValueError:
+        raise ValueError("not a certificate in PEM") from None
+    first = min(certificates, key=lambda certificate: certificate.not_valid_after_utc)
+    return first.not_valid_before_utc.timestamp(), first.not_valid_after_utc.timestamp()
+
+
+def read_key(data: bytes) -> PrivateKeyTypes:
+    try:
+        return load_pem_private_key(data, None)
+    except TypeError:
+        raise ValueError("the key is encrypted: give one without a passphrase") from None
+    except ValueError:
+        raise ValueError("not a private key in PEM") from None
+
+
+def same_key(certificate: bytes, key: bytes) -> bool | None:
+    """None: the certificate cannot be read, which is said elsewhere."""
+    try:
+        mine = x509.load_pem_x509_certificates(certificate)[0].public_key()
+    except ValueError:
+        return None
+    theirs = read_key(key).public_key()
+    plain = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return mine.public_bytes(*plain) == theirs.public_bytes(*plain)
+
+
+# Finds the facts: looks at this machine, writes a little into the log's directory, asks the services.
+
+PACKAGES = ("swift-ft", "torch", "numpy", "grpcio", "protobuf", "cryptography", "prometheus-client")
+TLS_VARIABLES = ("SWIFT_TLS_CERT", "SWIFT_TLS_KEY", "SWIFT_TLS_CA")
+SERVICES = {"log server": "swift.log.v1.Log", "coordinator": "swift.coordinator.v1.Coordinator"}
+SYNCS = 40
+APPEND_BYTES = 64 << 20
+_PIECE_BYTES = 4 << 20
+_BLOCK_BYTES = 4096
+_KEEP_SIZE = 1  # <linux/falloc.h>
+_ROUND_TRIPS = 7
+_CLOCK = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
+
+
+def software() -> Software:
+    """Versions of Python and of the packages that swift needs, and which kernels are compiled."""
+    versions: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    package = importlib.util.find_spec("swift_ft")
+    folder = Path(package.origin).parent / "optim" if package is not None and package.origin else Path()
+    return Software(
+        python=sys.version_info[:3],
+        packages=versions,
+        kernels=sorted(path.stem.removeprefix("_kernels_") for path in folder.glob("_kernels_*.so")),
+    )
+
+
+def machine() -> Machine:
+    """Processors, limits of this process, free bytes in /dev/shm, and whether memfd works."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    try:
+        space = os.statvfs("/dev/shm")
+        shared: int | None = space.f_bavail * space.f_frsize
+    except OSError:
+        shared = None
+    try:
+        os.close(os.memfd_create("swift-doctor"))
+        memfd = True
+    except (AttributeError, OSError):
+        memfd = False
+    return Machine(
+        cpus=len(os.sched_getaffinity(0)),
+        open_files=-1 if files == resource.RLIM_INFINITY else files,
+        locked_bytes=-1 if locked == resource.RLIM_INFINITY else locked,
+        shared_bytes=shared,
+        memfd=memfd,
+    )
+
+
+# -- the directory --------------------------------------------------------------------------------------
+
+
+def filesystem_of(path: str, mounts: Iterable[str]) -> str:
+    """Of the lines of /proc/self/mountinfo, the type of the mount that `path` (absolute, resolved) is on."""
+    best, kind = "", ""
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        if len(fields) < 5 or not after:
+            continue
+        point = fields[4].replace("\\040", " ")
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, after.split()[0]
+    return kind
+
+
+def directory(path: Path) -> Directory:
+    """Leaves nothing behind: its file has no name any more when it is written to."""
+    path = Path(os.path.abspath(path))
+    nearest = path
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    kind = ""
+    try:
+        with open("/proc/self/mountinfo") as mounts:
+            kind = filesystem_of(str(nearest.resolve()), mounts)
+    except OSError:
+        pass
+    space = os.statvfs(nearest)
+    known: dict[str, object] = {
+        "path": str(path),
+        "filesystem": kind,
+        "free_bytes": space.f_bavail * space.f_frsize,
+        "size_bytes": space.f_blocks * space.f_frsize,
+    }
+    if not path.exists():
+        writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+        return Directory(**known, parent_writable=writable)  # type: ignore[arg-type]
+    known["exists"] = True
+    try:
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        measured = _measured(path)
+    except OSError as error:
+        return Directory(**known, problem=error.strerror or str(error))  # type: ignore[arg-type]
+    return Directory(**known, **measured, in_use=_in_use(path))  # type: ignore[arg-type]
+
+
+def _measured(path: Path) -> dict[str, object]:
+    fd, name = tempfile.mkstemp(prefix=".doctor.", dir=path)
+    direct_fd = -1
+    try:
+        try:
+            direct_fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+        os.unlink(name)
+        preallocates = _preallocates(fd)
+        direct = direct_fd >= 0 and _writes_direct(direct_fd)
+        return {
+            "preallocates": preallocates,
+            "direct": direct,
+            "syncs_s": _syncs_s(fd),
+            "append_bytes_per_s": _append(direct_fd if direct else fd),
+        }
+    finally:
+        os.close(fd)
+        if direct_fd >= 0:
+            os.close(direct_fd)
+        Path(name).unlink(missing_ok=True)
+
+
+def _preallocates(fd: int) -> bool:
+    """Asks the kernel itself: Python's posix_fallocate writes zeros where the file system cannot."""
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if fallocate is None:
+        return False
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return bool(fallocate(fd, _KEEP_SIZE, 0, 1 << 20) == 0)
+
+
+def _writes_direct(fd: int) -> bool:
+    """It may be opened so, and refuse the write."""
+    with mmap.mmap(-1, _BLOCK_BYTES) as block:
+        try:
+            return os.pwrite(fd, block, 0) == _BLOCK_BYTES
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+
+
+def _syncs_s(fd: int) -> list[float]:
+    times = []
+    for at in range(SYNCS):
+        os.pwrite(fd, os.urandom(_BLOCK_BYTES), at * _BLOCK_BYTES)
+        began = time.perf_counter()
+        os.fdatasync(fd)
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def _append(fd: int) -> float:
+    """Bytes per second, of pieces as the log server writes them, with one sync at the end."""
+    with mmap.mmap(-1, _PIECE_BYTES) as piece:
+        piece[:] = os.urandom(1 << 20) * (_PIECE_BYTES >> 20)
+        began = time.perf_counter()
+        for offset in range(0, APPEND_BYTES, _PIECE_BYTES):
+            done = 0
+            while done < _PIECE_BYTES:
+                with memoryview(piece) as view, view[done:] as rest:
+                    done += os.pwrite(fd, rest, offset + done)
+        os.fdatasync(fd)
+        return APPEND_BYTES / (time.perf_counter() - began)
+
+
+def _in_use(path: Path) -> bool:
+    try:
+        fd = os.open(path / ".lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+# -- the network ----------------------------------------------------------------------------------------
+
+
+def port(address: str) -> Port:
+    """Whether a server could listen at this address: binds it for a moment."""
+    host, number = host_and_port(address, "--listen")
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host.strip("[]"), number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen()
+    except OSError as error:
+        return Port(address=address, problem=error.strerror or str(error))
+    return Port(address=address)
+
+
+def peer(kind: str, address: str, timeout_s: float) -> Peer:
+    """Asks for its health a few times. The clock is compared in the quickest round trip."""
+    try:
+        channel = open_channel(address)
+    except UsageError as error:  # of this side: a token or a certificate, or none where one is needed
+        return Peer(kind=kind, address=address, problem=str(error))
+    trips: list[float] = []
+    offset: tuple[float, float] | None = None
+    version, serving = "", False
+    security: frozenset[str] = frozenset()
+    try:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=SERVICES[kind])
+        grpc.channel_ready_future(channel).result(timeout_s)
+        for _ in range(_ROUND_TRIPS):
+            began, wall = time.perf_counter(), time.time()
+            reply, call = stub.Check.with_call(request, timeout=timeout_s)
+            trip_s = time.perf_counter() - began
+            trips.append(trip_s)
+            serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+            about = {key: str(value) for key, value in call.trailing_metadata() or ()}
+            version = about.get(VERSION_KEY, "")
+            security = frozenset(filter(None, about.get(SECURITY_KEY, "").split(",")))
+            told = about.get(TIME_KEY)
+            if told is not None and _CLOCK.fullmatch(told) and trip_s == min(trips):
+                offset = (trip_s, float(told) - (wall + trip_s / 2))
+    except grpc.FutureTimeoutError:
+        problem = f"cannot be reached within {timeout_s:g} s"
+        return Peer(kind=kind, address=address, problem=advised(address, problem))
+    except grpc.RpcError as error:
+        return Peer(kind=kind, address=address, problem=f"does not tell its health: {message_of(error)}")
+    finally:
+        channel.close()
+    return Peer(
+        kind=kind,
+        address=address,
+        serving=serving,
+        round_trips_s=trips,
+        version=version,
+        security=security,
+        clock_offset_s=offset[1] if offset is not None else None,
+    )
+
+
+# -- certificates ---------------------------------------------------------------------------------------
+
+
+def certificates(environment: Mapping[str, str], now: float) -> Sequence[Certificate]:
+    """The files that the TLS variables name: who may read them, until when they are good, whether a key fits."""
+    named = {variable: environment[variable] for variable in TLS_VARIABLES if environment.get(variable)}
+    certificates = []
+    for variable, path in named.items():
+        try:
+            mode = os.stat(path).st_mode & 0o7777
+            data = Path(path).read_bytes()
+            if variable.endswith("_KEY"):
+                read_key(data)
+                pair = named.get("SWIFT_TLS_CERT")
+                matches = same_key(Path(pair).read_bytes(), data) if pair else None
+                certificates.append(
+                    Certificate(variable=variable, path=path, mode=mode, is_key=True, matches=matches)
+                )
+            else:
+                begins, ends = read_certificate(data)
+                certificates.append(
+                    Certificate(
+                        variable=variable,
+                        path=path,
+                        mode=mode,
+                        expires_in_s=ends - now,
+                        valid_since_s=now - begins,
+                    )
+                )
+        except OSError as error:
+            certificates.append(
+                Certificate(variable=variable, path=path, problem=error.strerror or str(error))
+            )
+        except ValueError as error:
+            certificates.append(Certificate(variable=variable, path=path, problem=str(error)))
+    return certificates
+
+
+def token(environment: Mapping[str, str], now: float) -> Token | None:
+    """What is in the file that this machine's clients would take."""
+    name = environment.get(ENV_TOKEN_FILE)
+    if not name:
+        return None
+    try:
+        claims = claims_of(read_token(Path(name)))
+    except UsageError as error:
+        return Token(path=name, problem=str(error).removeprefix(f"{ENV_TOKEN_FILE} {name}: "))
+    if claims is None:
+        return Token(path=name, problem="holds something that is no token of ours")
+    return Token(
+        path=name,
+        job=claims.job,
+        roles=sorted(claims.roles),
+        generation=claims.generation_max,
+        expires_in_s=claims.expires_at - now,
+    )
+
+
+TIMEOUT_S_MAX = 3600.0
+
+
+def parser() -> Parser:
+    parser = Parser(
+        prog="swift-ft doctor",
+        description="Checks whether this machine is fit for swift, and whether the services answer.",
+    )
+    parser.add_argument(
+        "--directory", type=Path, help="the log server's directory; 64 MiB are written there and removed"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="the number of ranks that will run on this machine"
+    )
+    for flag, what in (
+        ("--listen", "must be free here"),
+        ("--server", "a log server that must answer"),
+        ("--coordinator", "a coordinator that must answer"),
+    ):
+        parser.add_argument(
+            flag, action="append", default=[], metavar="HOST:PORT", help=f"{what}; may be repeated"
+        )
+    parser.add_argument(
+        "--certificate-days",
+        type=float,
+        default=30.0,
+        help="warn if a certificate expires within this many days",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, metavar="SECONDS", help="how long to wait for each service"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write findings and facts as JSON, for programs"
+    )
+    return parser
+
+
+def gathered(argv: Sequence[str]) -> tuple[Facts, Path | None]:
+    """What the command line asks for. UsageError: before anything is touched."""
+    options = parser().parse_args(argv)
+    for flag in ("listen", "server", "coordinator"):
+        for address in getattr(options, flag):
+            host_and_port(address, f"--{flag}")
+    for flag, least in (("ranks", 0), ("certificate_days", 0), ("timeout", 0.01)):
+        if getattr(options, flag) < least:
+            raise UsageError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: give at least {least}")
+    if options.timeout > TIMEOUT_S_MAX:
+        raise UsageError(f"--timeout {options.timeout:g}: give at most {TIMEOUT_S_MAX:g} s")
+    if options.json is not None and not options.json.parent.is_dir():
+        raise UsageError(f"--json: there is no directory {options.json.parent}")
+    asked = [("log server", address) for address in options.server]
+    asked += [("coordinator", address) for address in options.coordinator]
+    facts = Facts(
+        own_version=metadata.version("swift-ft"),
+        software=software(),
+        machine=machine(),
+        ranks=options.ranks,
+        certificate_days=options.certificate_days,
+        directory=directory(options.directory) if options.directory is not None else None,
+        ports=[port(address) for address in options.listen],
+        peers=[peer(kind, address, options.timeout) for kind, address in asked],
+        certificates=certificates(os.environ, time.time()),
+        token=token(os.environ, time.time()),
+    )
+    return facts, options.json
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """One line each: status, check, what was found, and after a dash what to do."""
+    width = max(len(finding.check) for finding in findings)
+    lines = [
+        f"{finding.status:<4}  {finding.check:<{width}}  {finding.found}"
+        + (f" - {finding.advice}" if finding.advice else "")
+        for finding in findings
+    ]
+    counts = {status: sum(finding.status is status for finding in findings) for status in Status}
+    lines.append(f"{counts[Status.OK]} ok, {counts[Status.WARN]} to look at, {counts[Status.FAIL]} failed")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        facts, json_path = gathered(sys.argv[1:] if argv is None else argv)
+        findings = examine(facts)
+        if json_path is not None:
+            report = {
+                "ok": exit_code(findings) == 0,
+                "findings": [asdict(finding) for finding in findings],
+                "facts": asdict(facts),
+            }
+            json_path.write_text(json.dumps(report, indent=1, default=sorted) + "\n")
+        show(table(findings).splitlines())
+        return exit_code(findings)
+    except SwiftError as error:
+        tell(error)
+        return error.exit_code
+    except OSError as error:
+        tell(error)
+        return 3

@@ -1,0 +1,100 @@
+"""`swift-ft export`: a version of a job for those who have no swift-ft."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swift_ft.cli_parser import Parser
+from swift_ft.errors import ServiceError, SwiftError, UsageError
+from swift_ft.log.record import check_name
+from swift_ft.state import export
+from swift_ft.text import one_line, tell
+
+EXIT_USAGE, EXIT_DAMAGE = 2, 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportConfig:
+    """What the command line says, checked."""
+
+    directory: Path
+    """The job's own."""
+    target: Path
+    version: int | None
+    ranks: int | None
+
+    def __post_init__(self) -> None:
+        if not self.directory.is_dir():
+            raise UsageError(
+                f"there is no directory {self.directory}: --checkpoint-dir and --job must be those of swift-ft run"
+            )
+        if not self.target.parent.is_dir():
+            raise UsageError(f"there is no directory {self.target.parent}")
+        if self.target.exists() or self.target.is_symlink():
+            raise UsageError(f"{self.target} is there already: give another place")
+        if self.version is not None and self.version < 0:
+            raise UsageError(f"--version must be 0 or more, not {self.version}")
+        if self.ranks is not None and self.ranks < 1:
+            raise UsageError(f"--ranks must be at least 1, not {self.ranks}")
+
+
+def parse(argv: Sequence[str]) -> ExportConfig:
+    parser = Parser(
+        prog="swift-ft export",
+        description="Writes a version of a job as a directory that torch.distributed.checkpoint.load opens.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit codes: 0 done, 2 usage, 3 no version is whole (or not the one named)",
+    )
+    parser.add_argument("--checkpoint-dir", required=True, metavar="DIR", help="as swift-ft run was given it")
+    parser.add_argument("--job", required=True, help="the job's name")
+    parser.add_argument(
+        "--version", type=int, metavar="V", help="export this version (default: the newest one that is whole)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="the job's number of ranks (default: as many as have saved something)",
+    )
+    parser.add_argument("target", metavar="DIRECTORY", help="what is made; it must not be there yet")
+    arguments = parser.parse_args(argv)
+    check_name("job", arguments.job)
+    return ExportConfig(
+        directory=Path(arguments.checkpoint_dir, arguments.job).absolute(),
+        target=Path(arguments.target).absolute(),
+        version=arguments.version,
+        ranks=arguments.ranks,
+    )
+
+
+def run(config: ExportConfig) -> None:
+    """The command, and its one line on stdout. ServiceError: no version is whole; UsageError: it cannot be written."""
+    ranks = config.ranks or export.world_size_of(config.directory)
+    if not ranks:
+        raise UsageError(f"there is no checkpoint in {config.directory}")
+    if config.version is None:
+        version, states = export.newest(config.directory, ranks, tell)
+    else:
+        version, states = config.version, export.load_states(config.directory, config.version, ranks)
+    exported = export.assemble(states)
+    file_bytes = export.write_dcp(config.target, exported)
+    tensors, tensor_bytes = export.size_of(exported)
+    print(
+        f"version {version} of {ranks} ranks: {tensors} tensors, {tensor_bytes} bytes, in {file_bytes} bytes of files; "
+        f"torch.distributed.checkpoint.load opens {config.target}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        run(parse(sys.argv[1:] if argv is None else argv))
+    except SwiftError as error:
+        tell(one_line(str(error)))
+        return EXIT_DAMAGE if isinstance(error, ServiceError) else EXIT_USAGE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

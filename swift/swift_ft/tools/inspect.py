@@ -1,0 +1,380 @@
+"""`swift-ft inspect`: what is in the log, of a running server or of a directory."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from swift_ft.cli_parser import Parser
+from swift_ft.credentials import advised
+from swift_ft.errors import LogUnavailable, RecordCorrupt, ServiceError, SwiftError, UsageError
+from swift_ft.files import whole_number
+from swift_ft.log import admin
+from swift_ft.log.directory import (
+    LIVES_S,
+    age_s,
+    check_directory,
+    check_job,
+    forget_job,
+    owned,
+    remove_forgotten,
+)
+from swift_ft.log.record import check_name
+from swift_ft.text import one_line, tell
+from swift_ft.tools.log_contents import DirectoryLog, JobFacts, LogFacts, ServedLog, StreamFacts, export
+
+# Tables for people, in plain columns.
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+JOB_COLUMNS = (
+    "job",
+    "generation",
+    "trimmed below step",
+    "streams",
+    "records",
+    "size",
+    "of",
+    "writers",
+    "idle",
+)
+STREAM_COLUMNS = (
+    "job",
+    "stream",
+    "first",
+    "durable",
+    "appended",
+    "records",
+    "size",
+    "steps",
+    "segments",
+    "state",
+)
+SEGMENT_COLUMNS = ("job", "stream", "segment", "records", "size", "ends")
+_LEFT = {"job", "stream", "segment", "state", "ends", "steps"}
+
+
+def size_words(count: int) -> str:
+    """1234567 -> "1.2 MB"."""
+    value = float(count)
+    for unit in _UNITS:
+        if value < 999.95 or unit == _UNITS[-1]:
+            return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def time_words(seconds: float) -> str:
+    """90.0 -> "1.5 min"."""
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def show(facts: LogFacts, *, segments: bool) -> None:
+    """``segments``: every file, too."""
+    print(one_line(_head(facts)))
+    _table(JOB_COLUMNS, [_job_row(job) for job in facts.jobs])
+    _table(STREAM_COLUMNS, [_stream_row(job.job, s) for job in facts.jobs for s in job.streams])
+    if segments:
+        _table(
+            SEGMENT_COLUMNS, [row for job in facts.jobs for s in job.streams for row in _files(job.job, s)]
+        )
+    for alarm in (facts.alarm, *(job.alarm for job in facts.jobs)):
+        if alarm:
+            print(one_line(f"alarm: {alarm}"))
+    if facts.verified is None:
+        for problem in facts.problems():
+            print(one_line(f"problem: {problem}"))
+
+
+def _head(facts: LogFacts) -> str:
+    of = f" of {size_words(facts.limit_bytes)} that it may" if facts.limit_bytes else ""
+    words = {True: "a log server runs on it", False: "no log server runs on it", None: ""}
+    runs = f"; {words[facts.server_runs]}" if words[facts.server_runs] and ":" not in facts.source else ""
+    return f"{facts.source} keeps {size_words(facts.used_bytes)}{of}{runs}"
+
+
+def _job_row(job: JobFacts) -> list[str]:
+    return [
+        job.job,
+        str(job.generation),
+        str(job.trimmed_below_step),
+        str(len(job.streams)),
+        str(job.records),
+        size_words(job.bytes),
+        size_words(job.limit_bytes) if job.limit_bytes else "-",
+        "-" if job.writers is None else str(job.writers),
+        time_words(job.idle_seconds),
+    ]
+
+
+def _stream_row(job: str, stream: StreamFacts) -> list[str]:
+    steps = "-" if stream.first_step is None else f"{stream.first_step} to {stream.last_step}"
+    if stream.unlogged is not None:
+        steps += " but {} to {}".format(*stream.unlogged)
+    problems = len(stream.problems)
+    return [
+        job,
+        stream.stream,
+        str(stream.first_sequence),
+        str(stream.durable_sequence),
+        str(stream.appended_sequence),
+        str(stream.records),
+        size_words(stream.bytes),
+        steps,
+        "-" if stream.segments is None else str(len(stream.segments)),
+        "ok" if not problems else f"{problems} problem{'s' if problems > 1 else ''}",
+    ]
+
+
+def _files(job: str, stream: StreamFacts) -> list[list[str]]:
+    return [
+        [
+            job,
+            stream.stream,
+            segment.name,
+            str(segment.records),
+            size_words(segment.bytes),
+            f"torn, {segment.torn_bytes} B" if segment.torn_bytes else segment.ending,
+        ]
+        for segment in stream.segments or []
+    ]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if not rows:
+        return
+    rows = [[one_line(cell) for cell in row] for row in rows]
+    widths = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns))]
+    print()
+    for row in [columns, *rows]:
+        cells = [
+            cell.ljust(width) if name in _LEFT else cell.rjust(width)
+            for name, cell, width in zip(columns, row, widths)
+        ]
+        print("  ".join(cells).rstrip())
+
+
+# gRPC's own lines about a server that is not there would stand beside ours.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+EXIT_DAMAGE = 1
+TIMEOUT_S_MAX = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InspectConfig:
+    """What the command line says, checked."""
+
+    directory: Path | None
+    server: str
+    job: str
+    stream: str
+    segments: bool
+    verify: bool
+    export: Path | None
+    first_step: int
+    end_step: int | None
+    drop_job: str
+    force: bool
+    json: Path | None
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        if (self.directory is None) == (not self.server):
+            raise UsageError("give --directory DIR or --server HOST:PORT, one of them")
+        for kind, name in (("job", self.job or "x"), ("stream", self.stream or "x")):
+            check_name(kind, name)
+        if self.verify and self.directory is None:
+            raise UsageError(
+                "--verify reads files: give --directory; a server verifies what it reads by itself"
+            )
+        if self.drop_job and (self.verify or self.export is not None):
+            raise UsageError("--drop-job goes alone")
+        if self.force and not self.drop_job:
+            raise UsageError("--force is for --drop-job")
+        for path in (self.export, self.json):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise UsageError(f"there is no directory {path.absolute().parent}")
+        if not 0 < self.timeout_s <= TIMEOUT_S_MAX:
+            raise UsageError(f"--timeout-s must be positive, at most {TIMEOUT_S_MAX:g}")
+
+    @property
+    def wanted(self) -> Callable[[int], bool]:
+        """Is this step to be exported?"""
+        return lambda step: step >= self.first_step and (self.end_step is None or step < self.end_step)
+
+
+def _steps(text: str) -> tuple[int, int | None]:
+    """``N`` or ``N:M``; M is exclusive."""
+    first, colon, end = text.partition(":")
+    begin, behind = whole_number(first), whole_number(end)
+    if begin is None or (end and behind is None):
+        raise UsageError(f"--step {text[:80]}: write N, or N:M for the steps from N up to but not M")
+    return (begin, behind) if colon else (begin, begin + 1)
+
+
+def parse(argv: Sequence[str]) -> InspectConfig:
+    parser = Parser(
+        prog="swift-ft inspect",
+        description="Shows what is in the log, verifies it, exports records, drops the log of a job.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit codes: 0 done, 1 something is damaged, 2 usage, 3 the server or the disk does not allow it",
+    )
+    parser.add_argument(
+        "--directory", type=Path, metavar="DIR", help="a log server's directory; the server may be running"
+    )
+    parser.add_argument("--server", default="", metavar="HOST:PORT", help="ask a running log server")
+    parser.add_argument("--job", default="", help="only this job")
+    parser.add_argument("--stream", default="", help="only this stream, such as s2.F")
+    parser.add_argument("--segments", action="store_true", help="list every file too (with --directory)")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="check every record, down to its digest; print a line for each damage",
+    )
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE.safetensors",
+        help="write the job's records, as s2.F/step/microbatch/slot",
+    )
+    parser.add_argument(
+        "--step", default="0:", metavar="N[:M]", help="export these steps only, from N to M - 1"
+    )
+    parser.add_argument(
+        "--drop-job",
+        default="",
+        metavar="JOB",
+        help="delete a job's log: its records, its generation, its trim",
+    )
+    parser.add_argument("--force", action="store_true", help="drop the job even if it may live")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write what is shown as JSON, for programs")
+    parser.add_argument(
+        "--timeout-s",
+        type=float,
+        default=10.0,
+        help="how long to wait for a server's answer; default %(default)s",
+    )
+    options = parser.parse_args(argv)
+    first_step, end_step = _steps(options.step)
+    fields = {name: value for name, value in vars(options).items() if name != "step"}
+    return InspectConfig(first_step=first_step, end_step=end_step, **fields)
+
+
+def run(config: InspectConfig) -> int:
+    """The command: shows, exports or drops. Returns the exit code. UsageError: there is no such stream."""
+    if config.drop_job:
+        return _drop(config)
+    log = DirectoryLog(config.directory) if config.directory is not None else None
+    served = ServedLog(config.server, config.timeout_s)
+    if config.export is not None:
+        return _export(config, log or served, config.export)
+    if log is not None:
+        facts = log.facts(config.job, config.stream, config.verify)
+    else:
+        facts = served.facts(config.job, config.stream)
+    if config.stream and not any(job.streams for job in facts.jobs):
+        raise UsageError(
+            f"there is no stream {config.stream} in {f'job {config.job}' if config.job else 'any job'}"
+        )
+    _write_json(config.json, asdict(facts))
+    show(facts, segments=config.segments)
+    return _verdict(facts)
+
+
+def _verdict(facts: LogFacts) -> int:
+    if facts.verified is not None:
+        for line in facts.verified.damage:
+            print(one_line(f"damaged: {line}"))
+        count = len(facts.verified.damage)
+        words = f"{count} damaged" if count else "all is well"
+        checked = f"{facts.verified.records} records, {size_words(facts.verified.bytes)}"
+        print(f"\nverified {checked}: {words}")
+        return EXIT_DAMAGE if count else 0
+    problems = [job.problem for job in facts.jobs if job.problem]
+    for problem in problems:
+        tell(problem, "inspect")
+    return EXIT_DAMAGE if problems else 0
+
+
+def _export(config: InspectConfig, log: DirectoryLog | ServedLog, path: Path) -> int:
+    job = config.job
+    if not job:
+        jobs = [held.job for held in log.facts().jobs]
+        if len(jobs) != 1:
+            raise UsageError(f"--export needs --job; there are: {', '.join(jobs) or 'none'}")
+        (job,) = jobs
+    records = log.records(job, config.stream, config.wanted)
+    count, size = export(path, records, {"job": job, "made_by": "swift-ft inspect"})
+    _write_json(config.json, {"file": str(path), "job": job, "records": count, "bytes": size})
+    print(one_line(f"{path}: {count} records of job {job}, {size_words(size)}"))
+    return 0
+
+
+def _drop(config: InspectConfig) -> int:
+    job = check_name("job", config.drop_job)
+    if config.directory is None:
+        records, size = admin.drop(config.server, job, config.timeout_s, force=config.force)
+    else:
+        records, size = _drop_offline(config.directory, job, config.force)
+    _write_json(config.json, {"dropped": job, "records": records, "bytes": size})
+    print(f"job {job} is dropped: {records} records, {size_words(size)}")
+    return 0
+
+
+def _drop_offline(directory: Path, job: str, force: bool) -> tuple[int, int]:
+    check_directory(directory)
+    with owned(directory):
+        check_job(directory, job)
+        touched_s = age_s(directory, job) or 0.0
+        if touched_s < LIVES_S and not force:
+            raise ServiceError(
+                f"job {job} was written {touched_s:.0f} s ago, and its coordinator may come back to it: end it, "
+                f"wait {LIVES_S - touched_s:.0f} s, then drop it; or add --force"
+            )
+        (facts,) = DirectoryLog(directory).facts(job).jobs
+        forget_job(directory, job)
+        remove_forgotten(directory)
+    return facts.records, facts.bytes
+
+
+def _write_json(path: Path | None, values: object) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(values, indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; give another place") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    server = ""
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv)
+        server = config.server
+        return run(config)
+    except LogUnavailable as error:
+        tell(advised(server, str(error)) if server else error, "inspect")
+        return error.exit_code
+    except RecordCorrupt as error:
+        tell(error, "inspect")
+        return EXIT_DAMAGE
+    except SwiftError as error:
+        tell(error, "inspect")
+        return error.exit_code
+    except OSError as error:
+        tell(error, "inspect")
+        return ServiceError.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,564 @@
+"""Records as a safetensors file: 8 bytes of length, a JSON header, the tensors' bytes one after the other.
+
+Written here, not by the library: it takes whole tensors that are in memory at once, and numpy's element types,
+which have no bfloat16 and no float8. The bytes are the log's own, so nothing can be rounded.
+"""
+
+import json
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import grpc
+
+from swift_ft._pb import log_pb2, log_pb2_grpc
+from swift_ft.errors import LogError, RecordCorrupt, ServiceError, UsageError
+from swift_ft.files import open_regular, private
+from swift_ft.log import admin
+from swift_ft.log.directory import NAME as ACKED
+from swift_ft.log.directory import (
+    NOTHING,
+    Of,
+    age_s,
+    check_directory,
+    check_job,
+    free_bytes,
+    in_the_way,
+    load_manifest,
+    read_acked,
+    segment_paths,
+    server_runs,
+    sub_directories,
+)
+from swift_ft.log.frame import FrameHeader, decode_header, decode_record
+from swift_ft.log.manifest import GRANTED, NO_UID, JobMeta, StreamMeta
+from swift_ft.log.protocol import as_error, open_channel
+from swift_ft.log.record import MARK_SLOT, Record, declared, stream_tag
+from swift_ft.log.segment import (
+    FILE_BYTES_LEAST,
+    SEQUENCE_MAX,
+    Ending,
+    Owner,
+    ScannedRecord,
+    SegmentScan,
+    walk,
+)
+
+# What is told of a log, whoever tells it: a server over gRPC, or the files of a directory.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentFacts:
+    """A file."""
+
+    name: str
+    first_sequence: int
+    records: int
+    bytes: int
+    ending: str
+    torn_bytes: int
+
+
+@dataclass(kw_only=True, slots=True)
+class StreamFacts:
+    """first <= durable <= appended; each is exclusive, the first sequence that is *not* there."""
+
+    stream: str
+    first_sequence: int
+    durable_sequence: int
+    appended_sequence: int
+    records: int = 0
+    bytes: int = 0
+    first_step: int | None = None
+    last_step: int | None = None
+    unlogged: tuple[int, int] | None = None
+    """The first and the last step that the writer has declared not to be whole."""
+    segments: list[SegmentFacts] | None = None
+    """None: a server does not tell."""
+    problems: list[str] = field(default_factory=list)
+    """Holes and the quarantine, with their reasons."""
+
+
+@dataclass(kw_only=True, slots=True)
+class JobFacts:
+    """One job in a log."""
+
+    job: str
+    generation: int = 0
+    trimmed_below_step: int = 0
+    records: int = 0
+    bytes: int = 0
+    limit_bytes: int = 0
+    """0: no quota."""
+    alarm: str = ""
+    idle_seconds: float = 0.0
+    """Since anybody wrote, read, or spoke for it (a server), or since a file changed (a directory)."""
+    writers: int | None = None
+    """Streams that are open for appending. None: a directory does not tell."""
+    problem: str = ""
+    """Why nothing more is known."""
+    streams: list[StreamFacts] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class Verified:
+    """What --verify has found. ``damage`` is one line for each thing that is wrong."""
+
+    records: int = 0
+    bytes: int = 0
+    damage: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class LogFacts:
+    """A whole log: its space, its jobs, and what was verified."""
+
+    source: str
+    used_bytes: int = 0
+    limit_bytes: int = 0
+    """Most that may be kept, by quota or by what the disk has; 0: unknown."""
+    alarm: str = ""
+    """Empty, or what is wrong."""
+    server_runs: bool | None = None
+    jobs: list[JobFacts] = field(default_factory=list)
+    verified: Verified | None = None
+
+    def problems(self) -> list[str]:
+        """One line each."""
+        lines = [f"{job.job}: {job.problem}" for job in self.jobs if job.problem]
+        return lines + [
+            f"{job.job}/{stream.stream}: {problem}"
+            for job in self.jobs
+            for stream in job.streams
+            for problem in stream.problems
+        ]
+
+
+# A log from its files. Reads only, so a server may run beside it: what is shown is what a server would find if it
+# started now, but for records that are being written.
+
+_LOOKS = 5
+_LOOK_AGAIN_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A record in a file."""
+
+    path: Path
+    scanned: ScannedRecord
+
+    @property
+    def header(self) -> FrameHeader:
+        return self.scanned.header
+
+    def read(self) -> Record:
+        """Checked down to the digest. Raises RecordCorrupt; FileNotFoundError if it was dropped meanwhile."""
+        fd = open_regular(self.path, os.O_RDONLY)
+        try:
+            data = os.pread(fd, self.header.frame_bytes, self.scanned.offset)
+        finally:
+            os.close(fd)
+        if len(data) != self.header.frame_bytes:
+            raise RecordCorrupt(f"{self.header.key}: the file ends within it")
+        return decode_record(self.header, memoryview(data)[self.header.header_bytes :])
+
+
+class Apart(ServiceError):
+    """A log server that starts now serves nothing of this job."""
+
+    exit_code = 1
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: {why}; put it right, or drop the job (--drop-job)")
+
+
+class DirectoryLog:
+    """The log in a server's directory. UsageError: it is none."""
+
+    def __init__(self, directory: Path) -> None:
+        check_directory(directory)
+        self.directory = directory
+        self.server_runs = server_runs(directory)
+        self._acked: Mapping[Of, int] = NOTHING
+
+    def facts(self, job: str = "", stream: str = "", verify: bool = False) -> LogFacts:
+        """Of one job, one stream, or all. UsageError: there is none of that name."""
+        if job:
+            check_job(self.directory, job)
+        facts = LogFacts(source=str(self.directory), server_runs=self.server_runs)
+        facts.verified = Verified() if verify else None
+        try:  # before the files: a server that runs beside goes on
+            self._acked = read_acked(self.directory)
+        except OSError as error:
+            why = f"cannot be read ({error.strerror}): what was acknowledged is unknown"
+            facts.alarm = f"{self.directory / ACKED} {why}"
+        for name in [job] if job else sub_directories(self.directory):
+            facts.jobs.append(self._job(name, stream, facts.verified))
+        if not job:
+            facts.jobs += self._in_the_way()
+        facts.used_bytes = sum(job_facts.bytes for job_facts in facts.jobs)
+        free = free_bytes(self.directory)
+        facts.limit_bytes = facts.used_bytes + free if free is not None else 0
+        if facts.verified is not None:
+            facts.verified.damage += facts.problems()
+        return facts
+
+    def _job(self, name: str, only: str, verified: Verified | None) -> JobFacts:
+        facts = JobFacts(job=name, idle_seconds=age_s(self.directory, name) or 0.0)
+        try:
+            meta = load_manifest(self.directory, name)
+        except ServiceError as error:
+            facts.problem = str(error)
+            meta = JobMeta()
+        facts.generation, facts.trimmed_below_step = meta.generation, meta.trimmed_below_step
+        folder = self.directory / name
+        for stream in sorted({*meta.streams, *sub_directories(folder)}):
+            if only in ("", stream):
+                try:
+                    facts.streams.append(self._stream(name, stream, meta, verified))
+                except Apart as apart:
+                    facts.problem = facts.problem or str(apart)
+        for stream in in_the_way(folder):
+            facts.problem = facts.problem or str(Apart(folder / stream, "it is not a directory"))
+        facts.records = sum(stream.records for stream in facts.streams)
+        facts.bytes = sum(stream.bytes for stream in facts.streams)
+        return facts
+
+    def _in_the_way(self) -> list[JobFacts]:
+        """(A file that somebody has put here is nobody's, unless a job of that name was here.)"""
+        paths = [self.directory / name for name in in_the_way(self.directory)]
+        return [
+            JobFacts(job=path.name, problem=str(Apart(path, "it is not a directory")))
+            for path in paths
+            if not path.is_file() or path.is_symlink() or path.with_name(f"{GRANTED}{path.name}").exists()
+        ]
+
+    def _stream(self, job: str, name: str, meta: JobMeta, verified: Verified | None) -> StreamFacts:
+        scans = self._scans(job, name, meta, verify_bodies=verified is not None)
+        meta = self._meta_now(job, meta)
+        self._check_generation(scans, meta)
+        stream_meta, trimmed = meta.streams.get(name, StreamMeta()), meta.trimmed_below_step
+        first = stream_meta.first
+        facts = StreamFacts(
+            stream=name, first_sequence=first, durable_sequence=first, appended_sequence=first, segments=[]
+        )
+        if stream_meta.quarantined:
+            facts.problems.append(f"quarantined: {stream_meta.quarantined}")
+        expected = first
+        for scan in scans:
+            expected = self._segment(scan, facts, expected, trimmed, verified)
+        acked = self._acked.get((bytes.fromhex(meta.uid), stream_tag(job, name)), 0)
+        for at_least, what in ((stream_meta.next_at_least, "durable"), (acked, "acknowledged")):
+            if expected < at_least:
+                facts.problems.append(f"records {expected} to {at_least - 1} were {what} and are gone")
+                expected = at_least
+        facts.durable_sequence = facts.appended_sequence = expected
+        return facts
+
+    def _meta_now(self, job: str, before: JobMeta) -> JobMeta:
+        """Beside a server the manifest is read again after the files: a trim or a fence may have come between."""
+        if self.server_runs:
+            try:
+                return load_manifest(self.directory, job)
+            except ServiceError:
+                pass  # it was told already
+        return before
+
+    @staticmethod
+    def _check_generation(scans: Sequence[SegmentScan], meta: JobMeta) -> None:
+        for scan in scans if meta.uid != NO_UID else ():
+            headers = [scan.header, *(record.header for record in scan.records)]
+            newest = max((header.generation for header in headers if header is not None), default=0)
+            if newest > meta.generation:
+                raise Apart(scan.path, f"it is of generation {newest}, the manifest of {meta.generation}")
+
+    def _scans(self, job: str, name: str, meta: JobMeta, *, verify_bodies: bool) -> list[SegmentScan]:
+        paths = segment_paths(self.directory, job, name)
+        owner = Owner(job, name, meta.uid) if meta.uid != NO_UID else None
+        scans = []
+        for index, path in enumerate(paths):
+            last = index == len(paths) - 1
+            try:
+                self._check_file(path)
+                scan = walk(path, verify_bodies=verify_bodies, last=last, owner=owner)
+                for _ in range(_LOOKS if last and self.server_runs else 0):
+                    if not scan.damage:
+                        break
+                    time.sleep(_LOOK_AGAIN_S)  # a record that is being written looks damaged for a moment
+                    scan = walk(path, verify_bodies=verify_bodies, last=last, owner=owner)
+            except FileNotFoundError:
+                continue  # trimmed meanwhile
+            except OSError as error:
+                raise Apart(path, error.strerror or str(error)) from None
+            scans.append(scan)
+        return scans
+
+    @staticmethod
+    def _check_file(path: Path) -> None:
+        if int(path.stem) > SEQUENCE_MAX:
+            raise Apart(path, "it is named after a record that there cannot be")
+        size = path.lstat().st_size
+        if size > FILE_BYTES_LEAST:
+            raise Apart(path, f"it has {size} bytes: no segment has so many")
+
+    def _segment(
+        self, scan: SegmentScan, facts: StreamFacts, expected: int, trimmed: int, verified: Verified | None
+    ) -> int:
+        """Adds a file's facts; gives the sequence that the next one begins with."""
+        begin = int(scan.path.stem)
+        if begin > expected:
+            facts.problems.append(f"records {expected} to {begin - 1} are gone")
+        steps = {record.header.sequence: record.header.key.step for record in scan.records}
+        told: set[int] = set()
+        for damage in scan.damage:
+            end = damage.end_sequence if damage.end_sequence is not None else damage.sequence + 1
+            counts = end > facts.first_sequence and steps.get(damage.sequence, trimmed) >= trimmed
+            if counts and damage.sequence not in told:
+                told.add(damage.sequence)  # a footer may say the same once more
+                facts.problems.append(f"{scan.path.name}: {damage.reason}")
+            expected = max(expected, end)
+        for record in scan.records:
+            if _kept(record, facts.first_sequence, trimmed):
+                _count(record, facts)
+                if verified is not None and not record.damaged:
+                    _verify(Stored(scan.path, record), facts, verified)
+            expected = max(expected, record.header.sequence + 1)
+        assert facts.segments is not None
+        ending = "damaged" if scan.damage else str(scan.ending)
+        facts.segments.append(
+            SegmentFacts(
+                name=scan.path.name,
+                first_sequence=begin,
+                records=len(scan.records),
+                bytes=scan.size,
+                ending="open" if ending == Ending.CLEAN else ending,
+                torn_bytes=scan.torn_bytes,
+            )
+        )
+        return max(expected, begin)
+
+    def records(self, job: str, stream: str, wanted: Callable[[int], bool]) -> Iterator[tuple[str, Record]]:
+        """(stream, record) of the steps that are wanted. RecordCorrupt: one of them is damaged."""
+        check_job(self.directory, job)
+        meta = load_manifest(self.directory, job)
+        for name in sorted({*meta.streams, *sub_directories(self.directory / job)}):
+            if stream not in ("", name):
+                continue
+            first = meta.streams.get(name, StreamMeta()).first
+            for scan in self._scans(job, name, meta, verify_bodies=False):
+                there = {record.header.sequence for record in scan.records}
+                unknown = [
+                    damage
+                    for damage in scan.damage
+                    if damage.sequence not in there and (damage.end_sequence or damage.sequence + 1) > first
+                ]
+                for record in scan.records:
+                    if _kept(record, first, meta.trimmed_below_step) and wanted(record.header.key.step):
+                        yield name, _read(name, Stored(scan.path, record))
+                if unknown:
+                    raise RecordCorrupt(f"{name}: {unknown[0].reason}; nobody knows of which steps it was")
+
+
+def _read(stream: str, stored: Stored) -> Record:
+    try:
+        return stored.read()
+    except LogError as error:
+        raise RecordCorrupt(f"{stream} record {stored.header.sequence}: {error}") from None
+
+
+def _kept(record: ScannedRecord, first: int, trimmed: int) -> bool:
+    return record.header.sequence >= first and record.header.key.step >= trimmed
+
+
+def _count(record: ScannedRecord, facts: StreamFacts) -> None:
+    step = record.header.key.step
+    facts.records += 1
+    facts.bytes += record.header.frame_bytes
+    facts.first_step = step if facts.first_step is None else min(facts.first_step, step)
+    facts.last_step = step if facts.last_step is None else max(facts.last_step, step)
+    steps = declared(record.header.key)
+    if steps is not None:
+        begin, end = facts.unlogged or steps
+        facts.unlogged = (min(begin, steps.first), max(end, steps.last))
+
+
+def _verify(stored: Stored, facts: StreamFacts, verified: Verified) -> None:
+    try:
+        stored.read()
+    except FileNotFoundError:
+        return  # trimmed meanwhile
+    except LogError as error:
+        where = f"record {stored.header.sequence} at offset {stored.scanned.offset}"
+        facts.problems.append(f"{stored.path.name}: {where}: {error}")
+        return
+    verified.records += 1
+    verified.bytes += stored.header.frame_bytes
+
+
+# A log as its server tells it.
+
+_ANY_BODY_BYTES = 1 << 62
+
+
+class ServedLog:
+    """The log of a running server."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+
+    def facts(self, job: str = "", stream: str = "") -> LogFacts:
+        """Of one job, one stream, or all. UsageError: there is none of that name; LogUnavailable."""
+        status = admin.status(self.address, self._timeout_s)
+        facts = LogFacts(
+            source=self.address,
+            used_bytes=status.space.used_bytes,
+            limit_bytes=status.space.limit_bytes,
+            alarm=status.closed_reason or status.space.reason,
+            server_runs=True,
+        )
+        self._check(job, status)
+        for held in status.jobs:
+            if job in ("", held.job):
+                facts.jobs.append(self._job(held, stream))
+        return facts
+
+    def _check(self, job: str, status: log_pb2.StatusReply) -> None:
+        known = [held.job for held in status.jobs]
+        if job and job not in known:
+            raise UsageError(
+                f"there is no job {job} on {self.address}; there are: {', '.join(known) or 'none'}"
+            )
+
+    def _job(self, status: log_pb2.JobStatus, only: str) -> JobFacts:
+        inventory = admin.inventory(self.address, status.job, self._timeout_s)
+        return JobFacts(
+            job=status.job,
+            generation=status.generation,
+            trimmed_below_step=status.trimmed_below_step,
+            records=status.records,
+            bytes=status.space.used_bytes,
+            limit_bytes=status.space.limit_bytes,
+            alarm=status.space.reason,
+            idle_seconds=status.idle_seconds,
+            writers=status.writers,
+            streams=[_stream(stream) for stream in inventory if only in ("", stream.stream)],
+        )
+
+    def records(self, job: str, stream: str, wanted: Callable[[int], bool]) -> Iterator[tuple[str, Record]]:
+        """(stream, record) of the steps that are wanted. RecordCorrupt: one of them is damaged."""
+        facts = self.facts(job, stream).jobs[0]
+        channel = open_channel(self.address)
+        stub = log_pb2_grpc.LogStub(channel)
+        try:
+            for stream_facts in facts.streams:
+                request = log_pb2.ReadRequest(
+                    job=job, stream=stream_facts.stream, from_step=facts.trimmed_below_step, follow=False
+                )
+                for reply in stub.Read(request):
+                    for record in _records_of(reply.frames):
+                        if wanted(record.key.step):
+                            yield stream_facts.stream, record
+        except grpc.RpcError as error:
+            raise as_error(self.address, error) from None
+        finally:
+            channel.close()
+
+
+def _records_of(frames: bytes) -> Iterator[Record]:
+    at = 0
+    while at < len(frames):
+        header = decode_header(frames, at, _ANY_BODY_BYTES)
+        end = at + header.frame_bytes
+        yield decode_record(header, memoryview(frames)[at + header.header_bytes : end])
+        at = end
+
+
+def _stream(inventory: admin.StreamInventory) -> StreamFacts:
+    quarantined = [f"quarantined: {inventory.quarantined}"] if inventory.quarantined else []
+    return StreamFacts(
+        stream=inventory.stream,
+        first_sequence=inventory.first_sequence,
+        durable_sequence=inventory.durable_sequence,
+        appended_sequence=inventory.next_sequence,
+        records=inventory.records,
+        bytes=inventory.bytes,
+        first_step=inventory.first_step,
+        last_step=inventory.last_step,
+        unlogged=inventory.unlogged,
+        problems=[*quarantined, *inventory.holes],
+    )
+
+
+# The log's element types, as safetensors calls them.
+DTYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "bool": "BOOL",
+        "uint8": "U8",
+        "int8": "I8",
+        "int16": "I16",
+        "uint16": "U16",
+        "int32": "I32",
+        "uint32": "U32",
+        "int64": "I64",
+        "uint64": "U64",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "float32": "F32",
+        "float64": "F64",
+        "complex64": "C64",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e5m2": "F8_E5M2",
+        "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        "float8_e8m0fnu": "F8_E8M0",
+    }
+)
+
+
+def export(path: Path, records: Iterable[tuple[str, Record]], metadata: Mapping[str, str]) -> tuple[int, int]:
+    """Writes (stream, record) pairs under names like ``s2.F/17/3/0`` (stream, step, microbatch, slot); gives their
+    number and bytes. The file is there whole or not at all. UsageError: nothing to write, an element type that
+    safetensors does not have, a place that cannot be written."""
+    bodies = path.with_name(f".{path.name}.bodies")
+    aside = path.with_name(f".{path.name}.new")
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    try:
+        with open(bodies, "w+b", opener=private) as data:
+            for stream, record in records:
+                if record.key.slot == MARK_SLOT:
+                    continue  # no tensor
+                name = f"{stream}/{record.key.step}/{record.key.microbatch}/{record.key.slot}"
+                dtype = DTYPES.get(record.dtype)
+                if dtype is None:
+                    raise UsageError(
+                        f"{name} is of {record.dtype}, which safetensors does not have: leave it out"
+                    )
+                end = at + record.body.nbytes
+                header[name] = {"dtype": dtype, "shape": list(record.shape), "data_offsets": [at, end]}
+                data.write(record.body)
+                at = end
+            if len(header) == 1:
+                raise UsageError("no record is of that job, stream and step: nothing to export")
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            data.seek(0)
+            with open(aside, "wb", opener=private) as out:
+                out.write(struct.pack("<Q", len(text)) + text)
+                shutil.copyfileobj(data, out, 4 << 20)
+                out.flush()
+                os.fsync(out.fileno())
+        os.replace(aside, path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; give another place") from None
+    finally:
+        for left in (bodies, aside):
+            left.unlink(missing_ok=True)
+    return len(header) - 1, at

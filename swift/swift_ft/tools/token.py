@@ -1,0 +1,203 @@
+"""`swift-ft token`: makes keys, and tokens signed with them; with --renew it goes on and keeps one fresh."""
+
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swift_ft import tokens
+from swift_ft.cli_parser import Parser
+from swift_ft.credentials import LOOK_EVERY_S, Complaints, Renewal
+from swift_ft.errors import ServiceError, SwiftError, UsageError
+from swift_ft.text import check_job, tell
+from swift_ft.tokens import Owner, Role, write_file
+
+HOURS_MAX = 24 * 366
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenConfig:
+    """What the command line asks for, checked. Either `new_key`, or all of the others."""
+
+    new_key: Path | None = None
+    key: Path | None = None
+    job: str = ""
+    roles: frozenset[Role] = frozenset()
+    hours: float = 0
+    generation_max: int | None = None
+    out: Path | None = None
+    renew: bool = False
+    owner: Owner | None = None
+    """Of `out`."""
+    subject: str = ""
+
+    def __post_init__(self) -> None:
+        if self.new_key is not None:
+            if self.key is not None or self.job or self.roles or self.renew or self.owner:
+                raise UsageError("token: --new-key makes a key and nothing else; leave the other flags out")
+            return
+        if self.key is None or not self.job or not self.roles:
+            raise UsageError("token: give --new-key DIR, or --key FILE --job NAME --role ROLE")
+        if self.job != tokens.EVERY_JOB:
+            check_job(self.job)
+        if not 0 < self.hours <= HOURS_MAX:
+            raise UsageError(f"token: --hours {self.hours:g}: more than 0, at most {HOURS_MAX}")
+        if len(self.subject) > tokens.SUBJECT_MAX or not self.subject.isprintable():
+            raise UsageError(f"token: --subject: at most {tokens.SUBJECT_MAX} characters that can be printed")
+        if self.generation_max is not None and self.generation_max < 1:
+            raise UsageError(f"token: --generation {self.generation_max}: they start at 1")
+        if self.renew and self.out is None:
+            raise UsageError("token: --renew rewrites a file: name it with --out FILE")
+        if self.owner and self.out is None:
+            raise UsageError("token: --owner is the owner of a file: name it with --out FILE")
+        if self.renew and self.generation_max is not None:
+            raise UsageError(
+                "token: --generation is for one generation, --renew for a whole run: leave one out"
+            )
+
+
+def parse(argv: Sequence[str]) -> TokenConfig:
+    parser = Parser(prog="swift-ft token", description="Makes signing keys, and job tokens signed with them.")
+    add = parser.add_argument
+    add(
+        "--new-key",
+        type=Path,
+        metavar="DIR",
+        help="make a key pair: DIR/signing/KID.pem, DIR/verifying/KID.pem",
+    )
+    add("--key", type=Path, metavar="FILE", help="the signing key, or a link to it")
+    add("--job", default="", metavar="NAME", help="the job, or '*' for every job")
+    add(
+        "--role",
+        action="append",
+        default=[],
+        metavar="ROLE",
+        help=f"{', '.join(Role)}; repeat the flag or use commas for several",
+    )
+    add("--hours", type=float, default=24.0, metavar="H", help="lifetime of the token (default %(default)g)")
+    add(
+        "--generation",
+        type=int,
+        metavar="G",
+        help="the token is valid until the job's generation is above G, that is until its next recovery (default: in "
+        "every generation)",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the token to this file, mode 0600, instead of to the terminal",
+    )
+    add(
+        "--renew",
+        action="store_true",
+        help="run until SIGTERM: write a new token whenever half of --hours is over, or the key has changed",
+    )
+    add(
+        "--owner",
+        default="",
+        metavar="USER[:GROUP]",
+        help="(as root) the owner of the file of --out; default: you",
+    )
+    add(
+        "--subject",
+        default="",
+        metavar="NAME",
+        help="the bearer, a person or a machine, as the servers' audit trails name it",
+    )
+    options = parser.parse_args(argv)
+    return TokenConfig(
+        new_key=options.new_key,
+        key=options.key,
+        job=options.job,
+        roles=frozenset(_role(word) for words in options.role for word in words.split(",")),
+        hours=options.hours,
+        generation_max=options.generation,
+        out=options.out,
+        renew=options.renew,
+        subject=options.subject,
+        owner=Owner.parse(options.owner, "token: --owner") if options.owner else None,
+    )
+
+
+def _role(word: str) -> Role:
+    try:
+        return Role(word.strip())
+    except ValueError:
+        raise UsageError(f"token: --role {word}: there are {', '.join(Role)}") from None
+
+
+def run(config: TokenConfig) -> None:
+    """The command: makes a key or a token, or keeps one fresh until interrupted. UsageError: an unusable file."""
+    if config.new_key is not None:
+        signing, verifying = tokens.new_key(config.new_key)
+        print(f"keep secret, mint with it: {signing}\ngive to servers (--token-keys): {verifying.parent}")
+        return
+    assert config.key is not None
+    if config.renew:
+        assert config.out is not None
+        lifetime_s = config.hours * 3600
+        renewal = Renewal(
+            config.key, config.out, config.job, config.roles, lifetime_s, config.owner, config.subject
+        )
+        _keep(renewal, config.hours)
+        return
+    key = tokens.SigningKey.load(config.key, "--key")
+    token_id = uuid.uuid4().hex
+    token = key.mint(
+        config.job,
+        config.roles,
+        config.hours * 3600,
+        generation_max=config.generation_max,
+        subject=config.subject,
+        token_id=token_id,
+    )
+    _say(f"the token's id, by which it can be revoked (--revoked): {token_id}")
+    if config.out is None:
+        print(token)
+    else:
+        write_file(config.out, f"{token}\n".encode(), secret=True, owner=config.owner)
+
+
+def _keep(renewal: Renewal, hours: float) -> None:
+    """Until SIGTERM or SIGINT. What is wrong at the start is raised; later it is said, and tried again."""
+    stop = {signal.SIGTERM, signal.SIGINT}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stop)
+    complaints = Complaints()
+    try:
+        renewal.turn()
+        _say(f"{renewal.out}: written, good for {hours:g} h; renewed at half of that")
+        while signal.sigtimedwait(stop, LOOK_EVERY_S) is None:
+            line = _turn(renewal, complaints, hours)
+            if line:
+                _say(f"{renewal.out}: {line}")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _turn(renewal: Renewal, complaints: Complaints, hours: float) -> str:
+    """What is to be said of it, if anything."""
+    try:
+        renewed = renewal.turn()
+    except (UsageError, OSError) as error:
+        return complaints.about(error)
+    complaints.about(None)
+    return f"renewed, good for {hours:g} h" if renewed else ""
+
+
+def _say(line: str) -> None:
+    tell(line)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        run(parse(sys.argv[1:] if argv is None else argv))
+    except SwiftError as error:
+        tell(error)
+        return error.exit_code
+    except OSError as error:
+        tell(f"token: {error.filename}: {error.strerror}")
+        return ServiceError.exit_code
+    return 0

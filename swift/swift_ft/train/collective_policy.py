@@ -1,0 +1,198 @@
+"""What a trainer communicates by itself, over the default group and over those of the session.
+
+    outside of train_step    refused: a process that replaces a lost rank comes there alone
+    in train_step            one result for all ranks: recorded, and answered from the log in a replay, as the session's
+                             own collectives are; anything else (point-to-point, scatter, objects): refused
+    behind session.run       let through
+
+A replay has nobody to communicate with. What is neither answered nor refused would wait for ever.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+import torch
+
+from swift_ft.comm.backend import Backend, Collective
+from swift_ft.comm.groups import Group, ReconfigurableGroup
+from swift_ft.errors import UsageError
+from swift_ft.train.batch_redistribution import Adoption
+from swift_ft.train.boundary_log import Channel
+from swift_ft.train.updates import Updates
+
+_INSTEAD = "session.all_reduce, dist.all_reduce, dist.broadcast or dist.all_gather"
+
+
+class Gate:
+    """In front of the groups that a trainer may use.
+
+    It is made before the groups, which are made before all that communicates over them: what is to know of it is
+    bound afterwards, once, and nothing passes before.
+
+    (session) ``bind`` → ``around`` the trainer's function, ``passing`` around what torch or the session communicates
+    in it
+    (groups) ``collective``, ``message``, ``used``, ``messaged``, ``reducing``; (schedules) ``scheduled``; (torch,
+    before it pickles) ``pickles``; (default group) ``new_group``
+    """
+
+    def __init__(self) -> None:
+        self._bound: tuple[Channel, Updates, Adoption] | None = None
+        self._in_step = False
+        self._passing = False
+        self.over = False
+        """`session.run` has returned."""
+
+    def bind(self, channel: Channel, updates: Updates, adoption: Adoption) -> None:
+        """What results are recorded by, and what learns that a step has communicated."""
+        if self._bound is not None:
+            raise AssertionError("Gate.bind was called before")
+        self._bound = channel, updates, adoption
+
+    def _parts(self) -> tuple[Channel, Updates, Adoption]:
+        if self._bound is None:
+            raise AssertionError(
+                "Gate.bind was not called: what passes a group would be neither known nor recorded"
+            )
+        return self._bound
+
+    def around(self, train_step: Callable[[int], object]) -> Callable[[int], object]:
+        """The trainer's function, as a step in which what it communicates is looked at."""
+
+        def step(number: int) -> object:
+            rank = os.getpid()
+            with self.step():
+                try:
+                    result = train_step(number)
+                except Exception:
+                    if os.getpid() == rank:
+                        raise
+                    # A child that the step has forked is no rank: its end is none of the job's.
+                    with suppress(Exception):
+                        sys.excepthook(*sys.exc_info())
+                    raise SystemExit(1) from None
+            if os.getpid() != rank:
+                raise SystemExit
+            return result
+
+        step.__wrapped__ = train_step  # type: ignore[attr-defined]
+        return step
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        before, self._passing = self._passing, True
+        try:
+            yield
+        finally:
+            self._passing = before
+
+    def collective(
+        self,
+        group: Group,
+        name: str,
+        results: list[torch.Tensor],
+        run: Collective,
+        *,
+        alike: bool,
+    ) -> bool:
+        """True: `results` hold what `run` gives. False: it is to be carried out as ever. Raises UsageError.
+
+        `alike`: all ranks of the group get the same.
+        """
+        if self._passing or self.over:
+            return False
+        self._check_place(name)
+        if not alike:
+            raise UsageError(
+                f"dist.{name} in train_step: every rank gets something else from it, so a replay cannot take it from "
+                f"a survivor; use {_INSTEAD}"
+            )
+
+        channel, updates, _ = self._parts()
+        with updates.spoiling():
+            channel.collective_into(name, results, lambda: group.run_into(results, run), group.ranks)
+        return True
+
+    def used(self, group: Group) -> None:
+        """Torch, or the trainer, carries out a collective over it."""
+        channel, updates, adoption = self._parts()
+        updates.communicates()
+        if len(group.ranks) > 1 and self._in_step and not channel.replaying:
+            adoption.communicated(channel.step, of_pipeline=group.is_pipeline)
+
+    def messaged(self) -> None:
+        """Torch sends or receives."""
+        self._parts()[1].communicates()
+
+    def scheduled(self) -> None:
+        """A schedule is called. Raises UsageError where it cannot be."""
+        self._parts()[2].scheduled()
+
+    def reducing(self) -> None:
+        """A reduction that torch has asked for is under way."""
+        self._parts()[1].reducing()
+
+    def message(self, name: str) -> None:
+        """Raises UsageError for one of the trainer's own."""
+        if self._passing or self.over:
+            return
+        self._check_place(name)
+        raise UsageError(
+            f"dist.{name} in train_step: what two ranks send each other by hand is not logged, and a replay would wait "
+            f"for it for ever; use {_INSTEAD} (messages of a schedule pass if it is registered: session.register)"
+        )
+
+    def pickles(self) -> None:
+        """An object collective begins. Raises UsageError in a step."""
+        if self._in_step:
+            raise UsageError(
+                "a collective of Python objects in train_step: a replay would unpickle what it reads from the log, "
+                f"which is never done; put it into a tensor and use {_INSTEAD}"
+            )
+
+    def new_group(self) -> None:
+        raise UsageError(
+            "dist.new_group: a group of the trainer's own is not made again after a failure; use session.groups, or "
+            "session.all_reduce"
+        )
+
+    def check_in_step(self, name: str) -> None:
+        """Raises UsageError for what makes sense nowhere else."""
+        if not self._in_step:
+            raise UsageError(f"{name} outside of train_step: call it in the step that is to be the last one")
+
+    def _check_place(self, name: str) -> None:
+        if not self._in_step:
+            raise UsageError(
+                f"dist.{name} outside of train_step: a process that replaces a lost rank comes there alone, and would "
+                "wait for ever; do it in train_step, or leave it out (DistributedDataParallel: use session.ddp)"
+            )
+
+
+def groups_behind(
+    gate: Gate, rank: int, ranks_of: Mapping[str, tuple[int, ...]], backend: Backend
+) -> dict[str, ReconfigurableGroup]:
+    """The groups that a trainer, and torch, communicate over, by name. All that passes is known to the step; the
+    trainer's own is decided on in those that it is told to use. DDP's reducer must not see an error: its group swallows
+    them."""
+    return {
+        name: ReconfigurableGroup(
+            name,
+            ranks,
+            ranks.index(rank),
+            backend,
+            step=gate,
+            gate=gate if name in ("world", "pipeline") else None,
+            swallow=name == "data",
+        )
+        for name, ranks in ranks_of.items()
+    }

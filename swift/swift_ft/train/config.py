@@ -1,0 +1,478 @@
+"""The settings of a session, what must be equal on all ranks, and what `swift-ft run` passes to a rank."""
+
+import os
+import platform
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from swift_ft.cli_parser import metrics_address
+from swift_ft.errors import UsageError
+from swift_ft.log.codec import NAMES as CODECS
+from swift_ft.log.protocol import Fsync
+from swift_ft.log.record import WHEN_FULL
+from swift_ft.planner import Assignment, quickest
+from swift_ft.planner.groups import RecoveryGroups
+from swift_ft.planner.types import (
+    LOST_SHARDS,
+    QUICKEST,
+    SNAPSHOTTING,
+    STRATEGIES,
+    lost_shard_problem,
+    reroutes,
+    shrinks,
+)
+from swift_ft.state import MODES as CHECKPOINT_MODES
+from swift_ft.state import kernels
+from swift_ft.text import check_job
+
+# What must be equal on all ranks for their bits to be equal.
+#
+# Measured: another thread count, CPU capability, oneDNN limit or torch build gives other bits; a fresh process
+# with the same values gives the same ones. oneDNN and MKL choose their kernels by the CPU's model besides, and the C
+# library its `exp` and `sin`. The coordinator compares the values at join and names what differs.
+
+# What libraries read to choose their kernels, or how exact these are.
+ENVIRONMENT = (
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_CPU_ISA_HINTS",
+    "DNNL_CPU_ISA_HINTS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_DYNAMIC",
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "OMP_DYNAMIC",
+    "ATEN_CPU_CAPABILITY",
+    "GLIBC_TUNABLES",
+)
+_MODEL = ("vendor_id", "cpu family", "model", "model name", "stepping")
+# ARM's.
+_ARM = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision")
+
+
+def determinism_fingerprint(undo: str) -> dict[str, str]:
+    """`undo`: how half-applied updates are taken back. Only an arithmetic undo's bits depend on what computes it."""
+    computed = "kernels.cpp" if kernels.library() is not None else "torch"
+    return {
+        **({"undo": computed} if undo == "arithmetic" else {}),
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_model": cpu_model(),
+        "machine": platform.machine(),
+        "libc": " ".join(platform.libc_ver()),
+        "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "onednn": str(torch.backends.mkldnn.enabled),
+        "default_dtype": str(torch.get_default_dtype()),
+        **{name.lower(): os.environ.get(name, "") for name in ENVIRONMENT},
+    }
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Vendor, family, model and stepping of the CPUs here; more than one if they are not all alike."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return platform.processor() or "unknown"
+    models: set[str] = set()
+    for cpu in text.split("\n\n"):
+        fields = {name.strip(): value.strip() for name, _, value in map(_halves, cpu.splitlines())}
+        words = [fields[name] for name in (*_MODEL, *_ARM) if name in fields]
+        if words:
+            models.add(" ".join(words))
+    return "; ".join(sorted(models)) or "unknown"
+
+
+def _halves(line: str) -> tuple[str, str, str]:
+    return line.partition(":")
+
+
+# The settings of a session, and those that must be equal on all ranks of a job.
+
+UPDATES = ("after_backward", "wait_free")
+UNDOS = ("exact", "arithmetic", "preimage")
+REDUCTIONS = ("auto", "ordered", "fast")
+SNAPSHOT_EVERY = 10
+NON_FINITE = ("warn", "fail", "ignore")
+REHEARSE = ("start", "always", "off")
+
+
+_ADAPTIVE = {
+    "exact_gradients": True,
+    "split_backward": True,
+    "adaptive_memory": 1.0,
+    "staggered": False,
+}
+"""Settings of strategy "adaptive", as they are if nothing is said."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionConfig:
+    """Settings of one rank's session; those in `agreed` must be equal on all ranks."""
+
+    seed: int = 0
+    """The root of all randomness in steps: of torch, `random` and numpy, inside the stages and outside."""
+    checkpoint_every: int = 100
+    """Optimizer steps between two checkpoints. The log holds the steps since the newest complete one."""
+    checkpoint_mode: str = "async"
+    """When training goes on after a checkpoint: "async" (once the state is copied in memory; the copy is written beside
+    training), or "sync" (once this rank's part is durable)."""
+    strategy: str = "auto"
+    """How a lost rank's state is restored: "auto" (from a replica, else from the log, else all ranks from the
+    checkpoint), "replica", "replay", "checkpoint", "shrink" (the others go on without the lost rank, until another
+    process comes for it; jobs without shards; docs/strategies.md), "adaptive" (as "shrink", for pipelines with
+    replicas: the peers of a lost rank share its microbatches), "rollback" (as "shrink", but the
+    step that was interrupted is always taken back and done again), "lossy-forward" (for replicas of a whole model: as
+    "shrink", but a step that was interrupted in the reduction of its gradients is finished with those that are left;
+    not exact: `allow_inexact`), "snapshot" (all ranks go back to the newest copies of their states in host memory:
+    each rank keeps its own and another one's), "reinit" (as "checkpoint", but the training function begins again in
+    every process: `swift_ft.reinit`)."""
+    lost_shard: str = ""
+    """With "shrink" and "rollback", and with "auto" if no process takes a lost rank's place (empty: then the job ends
+    or waits): what becomes of the batches of a lost rank. "redistribute" (the default of the first two): the others
+    compute them, and the job stays exact. "reroute" (with "auto", for pipelines): its peers share them, as with
+    "adaptive". "quickest" (with "auto"): "reroute" for pipelines, else "redistribute". "drop": nobody does; the mean is
+    over those that are left, the learning rate stays what it is, and the job is not exact (`allow_inexact`). With
+    "lossy-forward" they are always dropped."""
+    exact_gradients: bool = True
+    """With "adaptive": gradients of other ranks' microbatches are kept apart and added in the order of origins. False:
+    they are added to a rank's own, which saves memory and messages, and is not exact (`allow_inexact`).
+    """
+    split_backward: bool = True
+    """With "adaptive": while ranks are missing, gradients of weights are computed after those of inputs, where nobody
+    waits for them, if a trial in the first step gives the same bits. It costs a step at the start."""
+    adaptive_memory: float = 1.0
+    """With "adaptive": how many times the activations that the schedule holds at a time a rank may hold while others
+    are missing. From 2 on there are hardly any gaps in which it waits."""
+    staggered: bool = False
+    """With "adaptive": a rank begins the next step once its own stage has stepped. What it needs of other stages (the
+    vote over the step, the norm of `Session.clip_grad_norm_`) it learns in the next step; if that demands clipping, the
+    step is taken back and done again. It keeps up to two copies of its state (docs/adaptive.md)."""
+    snapshot_every: int = 0
+    """Optimizer steps between two copies of the state in host memory, for strategy="snapshot" (0: 10), and for "auto",
+    which goes back to them where that takes less time than a replay (0: there are none)."""
+    allow_inexact: bool = False
+    """Strategies may be used that do not lead to the bits of a run that never failed."""
+    groups: str = ""
+    """Recovery groups, such as "0-1,2-3": runs of stages that fail and recover together. Only what passes between
+    groups is logged. Empty: every rank is a group by itself."""
+    replicas: int = 1
+    """The number D of data-parallel replicas of every stage. rank = (pipeline rank * D + replica) * shards + shard."""
+    shards: int = 1
+    """The number of ranks that share one replica's state (FSDP2 on `session.mesh`)."""
+    updates: str = "after_backward"
+    """When the optimizer updates a bucket of parameters: "after_backward", or "wait_free" (as soon as it is
+    reduced)."""
+    undo: str = "exact"
+    """How a wait-free step is taken back: "exact" (keeps up to 3 bytes per parameter), "arithmetic" (keeps nothing, not
+    exact), "preimage" (keeps a copy of the buckets in flight)."""
+    reduction: str = "auto"
+    """The order in which gradients are summed: "fast" (the backend's), "ordered" (by `dp_rank`), "auto" (ordered from 3
+    ranks on)."""
+    bucket_bytes: int = 25 << 20
+    """Bytes of gradients that are reduced and applied together."""
+    measure_undo: bool = False
+    """Keep copies that show the true error of an arithmetic undo (for drills)."""
+    codec: str = "none"
+    """The codec of this rank's log streams: "none", "lz4" (for zeros after ReLU) or "bitshuffle" (for floats)."""
+    log_fsync: str = ""
+    """When a record of this rank counts as durable: "always" (after fdatasync), "interval" or "never" (after the
+    write). Empty: the log server's own setting."""
+    log_queue_bytes: int = 256 << 20
+    """Bytes of shared memory for records that the log has not acknowledged. A larger record is refused."""
+    log_when_full: str = "block"
+    """What happens when that memory is full: "block" (training waits for the log), or "drop" (training never waits).
+    With "drop", steps that were not logged are declared so, and a checkpoint is made soon. A failure before it is
+    complete costs the steps since the previous one."""
+    helpers: int = 3
+    """At most this many other ranks help to replay each lost stage, if trainers call `Session.help_replay`. A recovery
+    group is replayed in copies: at most this many besides its own, each with as many ranks as the group has."""
+    last_checkpoint: bool = True
+    """Save a checkpoint of the version at which the run ends. With it the job can be started again with more steps, and
+    a rank that is lost after the end can be restored. False: the trainer saves the end by itself."""
+    rehearse: str = "off"
+    """When recoveries are rehearsed: a process that is no rank does some of a rank's steps again, from a checkpoint and
+    the log, and compares them with what the rank has done. "start" (each rank twice, after its first checkpoints),
+    "always" (then one rank after the other, as long as the job runs), "off". `Session.from_env` takes "start" if
+    `swift-ft run` keeps a spare, else "off". What differs is named, and the job is not exact from there on
+    (docs/rehearsals.md)."""
+    require_exact: bool = False
+    """The job fails once it is known to be not exact, in place of going on."""
+    non_finite_loss: str = "warn"
+    """What happens if a loss is nan or infinite: "warn" (a message at the first one), "fail" (the job ends, and may be
+    started again from its newest checkpoint), "ignore"."""
+    metrics_listen: str = ""
+    """HOST:PORT (loopback) where this rank shows Prometheus metrics. A port other than 0 is raised by the local rank.
+    Empty: the value of SWIFT_METRICS_LISTEN; without that, metrics are off."""
+    suspicion_timeout_s: float = 30.0
+    """How long a rank waits for a failure to be announced after a communication error. If the coordinator answers and
+    announces none by then, the error is raised as the trainer's own. Time in which it does not answer does not
+    count."""
+
+    replay_stall_s: float = 180.0
+    """A replay that makes no progress for this long is given up, and a checkpoint is restored. (The trainer then waits
+    for something that the session does not know.)"""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every < 1:
+            raise UsageError(f"checkpoint_every={self.checkpoint_every}; give at least 1")
+        if self.snapshot_every < 0:
+            raise UsageError(f"snapshot_every={self.snapshot_every}; give 0 or more")
+        if self.snapshot_every and self.strategy not in SNAPSHOTTING:
+            raise UsageError(
+                f"snapshot_every={self.snapshot_every} with strategy={self.strategy!r}: nobody goes back to snapshots; "
+                f"use strategy='snapshot' or 'auto'"
+            )
+        if self.strategy not in STRATEGIES:
+            raise UsageError(f"strategy={self.strategy!r}; give one of {', '.join(STRATEGIES)}")
+        try:
+            object.__setattr__(self, "groups", str(RecoveryGroups.parse(self.groups)))
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if self.codec not in CODECS:
+            raise UsageError(f"codec={self.codec!r}; give one of {', '.join(CODECS)}")
+        if self.log_fsync not in ("", *Fsync):
+            raise UsageError(f"log_fsync={self.log_fsync!r}; give one of {', '.join(Fsync)}")
+        if self.log_when_full not in WHEN_FULL:
+            raise UsageError(f"log_when_full={self.log_when_full!r}; give one of {', '.join(WHEN_FULL)}")
+        for name, count in (("replicas", self.replicas), ("shards", self.shards)):
+            if count < 1:
+                raise UsageError(f"{name}={count}; give at least 1")
+        for name, value, allowed in (
+            ("checkpoint_mode", self.checkpoint_mode, CHECKPOINT_MODES),
+            ("updates", self.updates, UPDATES),
+            ("undo", self.undo, UNDOS),
+            ("reduction", self.reduction, REDUCTIONS),
+            ("non_finite_loss", self.non_finite_loss, NON_FINITE),
+            ("rehearse", self.rehearse, REHEARSE),
+            ("lost_shard", self.lost_shard or "redistribute", (*LOST_SHARDS, QUICKEST)),
+        ):
+            if value not in allowed:
+                raise UsageError(f"{name}={value!r}; give one of {', '.join(allowed)}")
+        if self.updates == "wait_free" and self.replicas * self.shards == 1:
+            raise UsageError(
+                "updates='wait_free' needs replicas: without them nothing is reduced; leave it out"
+            )
+        self._check_shrink()
+        if not self.adaptive_memory >= 1:
+            raise UsageError(f"adaptive_memory={self.adaptive_memory}; give at least 1")
+        for name, usual in _ADAPTIVE.items():
+            if getattr(self, name) != usual and not self.reroutes and self.lost_shard != QUICKEST:
+                raise UsageError(
+                    f"{name}={getattr(self, name)} with strategy={self.strategy!r}: it is for strategy='adaptive', and "
+                    "for 'auto' with lost_shard='reroute'"
+                )
+        if self.staggered and self.strategy != "adaptive":
+            raise UsageError(
+                f"staggered=True with strategy={self.strategy!r}: only strategy='adaptive' takes whole steps back; "
+                "leave it out"
+            )
+        if self.helpers < 0:
+            raise UsageError(f"helpers={self.helpers}; give 0 or more")
+        if self.bucket_bytes < 1:
+            raise UsageError(f"bucket_bytes={self.bucket_bytes}; give at least 1")
+        if self.log_queue_bytes < 1 << 20:
+            raise UsageError(f"log_queue_bytes={self.log_queue_bytes}; give at least {1 << 20}")
+        metrics_address(self.metrics_listen, insecure=False, flag="metrics_listen")
+        if self.suspicion_timeout_s <= 0:
+            raise UsageError(f"suspicion_timeout_s={self.suspicion_timeout_s}; give more than 0")
+        if self.replay_stall_s <= 0:
+            raise UsageError(f"replay_stall_s={self.replay_stall_s}; give more than 0")
+
+    def _check_shrink(self) -> None:
+        if problem := lost_shard_problem(self.strategy, self.lost_shard):
+            raise UsageError(f"lost_shard={self.lost_shard!r} with strategy={self.strategy!r}: {problem}")
+        if not self.shrinks:
+            return
+        moves = self.strategy == "shrink" and not self.drops
+        if self.shards > 1 or (self.replicas == 1 and not moves):
+            raise UsageError(
+                f"strategy={self.strategy!r} with replicas={self.replicas} and shards={self.shards}: others go on "
+                "for a lost rank if they hold all of its state; give at least 2 replicas, without shards"
+            )
+        if not self.exact_gradients and not self.allow_inexact:
+            raise UsageError(
+                "exact_gradients=False does not lead to the bits of a run that never failed: say allow_inexact=True "
+                "(--allow-inexact), or leave it out"
+            )
+        if self.strategy == "auto" and self.snapshot_every:
+            raise UsageError(
+                f"lost_shard={self.lost_shard!r} with snapshot_every={self.snapshot_every}: a rank that is not there "
+                "keeps no snapshot; leave one out"
+            )
+        if self.finishes_cut_steps and not self.allow_inexact:
+            raise UsageError(
+                f"strategy={self.strategy!r} does not lead to the bits of a run that never failed: say "
+                "allow_inexact=True (--allow-inexact), or use strategy='rollback'"
+            )
+        if self.lost_shard == "drop" and not self.allow_inexact:
+            raise UsageError(
+                "lost_shard='drop' does not lead to the bits of a run that never failed: say allow_inexact=True "
+                "(--allow-inexact), or use lost_shard='redistribute'"
+            )
+        if self.redistributes and self.updates == "wait_free":
+            raise UsageError(
+                "lost_shard='redistribute' with updates='wait_free': gradients are applied before those of a lost rank "
+                "are computed; use updates='after_backward'"
+            )
+        if self.redistributes and self.reduction == "fast" and self.replicas > 2:
+            raise UsageError(
+                "lost_shard='redistribute' with reduction='fast': the sum would have another order with fewer ranks; "
+                "use reduction='ordered'"
+            )
+
+    @property
+    def steps_to_snapshot(self) -> int:
+        """Steps between two snapshots; 0: none is taken."""
+        return self.snapshot_every or (SNAPSHOT_EVERY if self.strategy == "snapshot" else 0)
+
+    @property
+    def shrinks(self) -> bool:
+        """The job goes on without a rank that is lost; with "auto", if no other process takes its place."""
+        return shrinks(self.strategy) or (self.strategy == "auto" and bool(self.lost_shard))
+
+    @property
+    def redistributes(self) -> bool:
+        """The batches of a lost rank are computed by others."""
+        return self.shrinks and not self.drops and self.replicas > 1
+
+    @property
+    def reroutes(self) -> bool:
+        """Microbatches of a lost rank are shared by its peers, in the step of all."""
+        return reroutes(self.strategy, self.lost_shard)
+
+    @property
+    def drops(self) -> bool:
+        """Nobody computes the batches of a lost rank."""
+        return self.finishes_cut_steps or (self.shrinks and self.lost_shard == "drop")
+
+    @property
+    def finishes_cut_steps(self) -> bool:
+        """A step whose reduction a loss cuts short is finished with the gradients of those that are left."""
+        return self.strategy == "lossy-forward"
+
+    def not_shared(self, problem: str, instead: str = "") -> UsageError:
+        """The job's way to do what a lost rank would have done does not go with this. `instead`: what does."""
+        way, usual = "lost_shard='redistribute'", "use lost_shard='drop'"
+        if self.reroutes:
+            way, usual = "lost_shard='reroute'", "use lost_shard='redistribute'"
+        if self.strategy == "adaptive":
+            way, usual = "strategy='adaptive'", "use strategy='shrink'"
+        return UsageError(f"{way} {problem}; {instead or usual}")
+
+    def _of_lost(self) -> str:
+        return "drop" if self.drops else "reroute" if self.reroutes else "redistribute"
+
+    def agreed(self) -> dict[str, str]:
+        """The settings that must be equal on all ranks, as text: the coordinator compares them at each join."""
+        return {
+            "seed": str(self.seed),
+            "checkpoint_every": str(self.checkpoint_every),
+            "strategy": self.strategy,
+            "groups": self.groups,
+            "replicas": str(self.replicas),
+            "shards": str(self.shards),
+            "updates": self.updates,
+            "undo": self.undo,
+            "reduction": self.reduction,
+            "bucket_bytes": str(self.bucket_bytes),
+            "helpers": str(self.helpers),
+            "last_checkpoint": str(self.last_checkpoint),
+            **({"require_exact": "True"} if self.require_exact else {}),
+            **({"snapshot_every": str(self.steps_to_snapshot)} if self.steps_to_snapshot else {}),
+            **({name: str(getattr(self, name)) for name in _ADAPTIVE} if self.reroutes else {}),
+            **({"lost_shard": self._of_lost()} if self.shrinks else {}),
+        }
+
+
+ENV_CHECKPOINT_DIR = "SWIFT_CHECKPOINT_DIR"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Which process of which job this is, from its environment variables."""
+
+    rank: int
+    """The number of its slot."""
+    world_size: int
+    coordinator: str
+    """host:port"""
+    job: str
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """A rank's part in the job of a session."""
+
+    place: Place
+    assignment: Assignment
+    """Of the full world: no slot is vacant."""
+    config: SessionConfig
+    """As the number of ranks decides it."""
+    checkpoint_dir: str
+    """The job's own folder in the directory of `--checkpoint-dir`, which jobs may share."""
+
+
+def place_from_environment() -> Place:
+    """Raises UsageError: this process was not started by ``swift-ft run``."""
+    try:
+        place = Place(
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            coordinator=os.environ["SWIFT_COORDINATOR"],
+            job=os.environ["SWIFT_JOB"],
+            incarnation=os.environ["SWIFT_INCARNATION"],
+        )
+    except KeyError as error:
+        raise UsageError(f"{error.args[0]} is not set; start the trainer with `swift-ft run`") from None
+    check_job(place.job)  # it becomes a part of a path
+    return place
+
+
+def from_environment(config: SessionConfig) -> Launched:
+    """Reads the environment. Raises UsageError: this process was not started by ``swift-ft run``, or `config` does not
+    fit the number of ranks."""
+    place = place_from_environment()
+    checkpoints = os.environ.get(ENV_CHECKPOINT_DIR, "")
+    if not checkpoints:
+        raise UsageError(
+            "the job has no directory for checkpoints: name it with `swift-ft run --checkpoint-dir DIR`"
+        )
+    try:
+        assignment = Assignment.grid(place.world_size, replicas=config.replicas, shards=config.shards)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if config.lost_shard == QUICKEST:
+        config = replace(config, lost_shard=quickest(assignment.stage_groups, config.replicas))
+    if config.shrinks and place.world_size == 1:
+        raise UsageError(f"strategy={config.strategy!r} with one rank: nobody is left to go on without it")
+    if config.finishes_cut_steps and assignment.stage_groups > 1:
+        raise UsageError(
+            f"strategy='lossy-forward' with {assignment.stage_groups} pipeline ranks: only replicas of a whole model "
+            "finish a step so; use strategy='rollback'"
+        )
+    if config.drops and assignment.stage_groups > 1:
+        raise UsageError(
+            f"lost_shard='drop' with {assignment.stage_groups} pipeline ranks: the other ranks of a lost one's "
+            "pipeline would have nothing to do; use lost_shard='redistribute'"
+        )
+    if config.steps_to_snapshot and place.world_size == 1:
+        raise UsageError(
+            f"strategy={config.strategy!r} with snapshots and one rank: no other one can keep a copy of its state; "
+            "start more ranks, or use "
+            "strategy='checkpoint'"
+        )
+    return Launched(
+        place=place,
+        assignment=assignment,
+        config=config,
+        checkpoint_dir=os.path.join(checkpoints, place.job),
+    )

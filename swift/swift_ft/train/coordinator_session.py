@@ -1,0 +1,330 @@
+"""This process as the holder of a rank: join, lease, and the notices that end a step.
+
+Two threads beside the trainer's: one renews the lease, one watches the coordinator's View. When the View says
+that this rank must stop, the watcher frees the trainer's thread from wherever it waits.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.comm.process_groups import Interrupted
+from swift_ft.errors import Fenced, JobFailed, ServiceError, SwiftError, UnknownJob, UsageError
+from swift_ft.planner import RankMeasured
+from swift_ft.rpc.client import CoordinatorClient, Unanswered
+
+ENV_RUN = "SWIFT_RUN"
+"""The launcher that started this process."""
+ENV_HAS_RUN = "SWIFT_HAS_RUN"
+"""Set: so has the job, as that launcher knows."""
+ENV_FROM_JOB = "SWIFT_FROM_JOB"
+ENV_FROM_VERSION = "SWIFT_FROM_VERSION"
+"""The checkpoint with which the job is to begin."""
+_MEASURED_EVERY_S = 2.0
+_FREEING_S = 5.0
+RESAY_S = 0.5
+"""How long a statement to the coordinator stands before it is said again, unless heartbeats are further apart."""
+
+
+class Holder(Protocol):
+    """Who holds the rank by this line (the engine). Called by the lease's and the watcher's threads."""
+
+    def interrupt(self, generation: int) -> None:
+        """A newer generation is published: the trainer's thread is to be freed from whatever it waits in."""
+
+    def measured(self) -> RankMeasured | None:
+        """What this rank has measured of its steps."""
+
+    def unsaved(self) -> pb.UnsavedCheckpoint | None:
+        """A checkpoint that this rank could not write yet."""
+
+
+class _Nobody:
+    """Between two holders."""
+
+    def interrupt(self, generation: int) -> None:
+        pass
+
+    def measured(self) -> None:
+        return None
+
+    def unsaved(self) -> None:
+        return None
+
+
+class Member:
+    """The line to the coordinator.
+
+    (main thread) ``join`` → ``latest`` … ``enter(generation)`` once it acts on a generation … ``check()``
+    (watcher thread) on a newer generation: ``holder.interrupt(generation)``, which must free the main thread
+    """
+
+    def __init__(self, address: str, job: str, rank: int, incarnation: str):
+        self.client = CoordinatorClient(address, job)
+        self.identity = pb.Member(
+            rank=rank, incarnation=incarnation, pid=os.getpid(), host=socket.gethostname()
+        )
+        self.version = 0  # for heartbeats
+        self.replay: Callable[[], pb.ReplayProgress] | None = None
+        """While this rank replays: how far it is."""
+        self._entered = 0
+        self._noticed = 0
+        self._fenced = ""
+        self._wanted: tuple[int, str] | None = (
+            None  # an early checkpoint, until the coordinator has heard of it
+        )
+        self._wanting = threading.Lock()
+        self._measured_at = 0.0
+        self._said_unknown = False
+        self._resay_s = RESAY_S
+        self.lease: dict[str, Any] = {}
+        """What the sidecar needs to keep it while no thread of ours can run; since `join`."""
+        self._closed = threading.Event()
+        self._heart: threading.Thread | None = None
+        self._freeing: threading.Thread | None = None
+
+    def join(
+        self,
+        world_size: int,
+        config: Mapping[str, str],
+        fingerprint: Mapping[str, str],
+        holder: Holder,
+    ) -> None:
+        """Becomes the holder of the rank; raises JoinRefused. Lease and notices run from here on.
+
+        Who holds it already goes on with another `holder`; raises UsageError if that has other settings.
+        """
+        if self._heart is not None:
+            self._go_on_with(holder, config)
+            return
+        run, from_job = os.environ.get(ENV_RUN, ""), os.environ.get(ENV_FROM_JOB, "")
+        version = os.environ.get(ENV_FROM_VERSION)
+        if os.environ.get(ENV_HAS_RUN):
+            self._check_known()
+        generation = self.client.join(
+            self.identity,
+            world_size,
+            config,
+            fingerprint,
+            run=run,
+            from_job=from_job,
+            from_version=int(version) if version else None,
+        )
+        self._holder: Holder = holder
+        self._config = dict(config)
+        self._entered = self._noticed = generation
+        interval_s = self.client.heartbeat(0).interval_s
+        self._resay_s = max(RESAY_S, interval_s)
+        self.lease = {
+            "coordinator": self.client.address,
+            "rank": self.identity.rank,
+            "incarnation": self.identity.incarnation,
+            "pid": self.identity.pid,
+            "interval_s": interval_s,
+        }
+        self.watcher = self.client.watch(self._saw)
+        self._heart = threading.Thread(target=self._beat, args=(interval_s,), name="swift-lease", daemon=True)
+        self._heart.start()
+
+    @property
+    def joined(self) -> bool:
+        """It holds the rank already, for a session that was there before."""
+        return self._heart is not None
+
+    def let_go(self) -> None:
+        """Its holder is gone; another one follows (`join`). Until then nobody is freed, and nothing is measured."""
+        self._holder, self.replay = _Nobody(), None
+        if self._freeing is not None:
+            self._freeing.join(_FREEING_S)  # it has the old one until it sees that there is nothing to free
+
+    def _go_on_with(self, holder: Holder, config: Mapping[str, str]) -> None:
+        other = sorted(
+            name for name in config.keys() | self._config if config.get(name) != self._config.get(name)
+        )
+        if other:
+            raise UsageError(
+                f"the training function was called again, and its session has another {other[0]} "
+                f"({config.get(other[0])}, before: {self._config.get(other[0])}): give it the same settings every time"
+            )
+        self._holder = holder
+        self.version, self.replay = 0, None
+
+    def _check_known(self) -> None:
+        """Raises UnknownJob: what this process has come for is not there, and must not begin anew in its place."""
+        try:
+            self.client.status()
+        except UnknownJob:
+            raise UnknownJob(self.client.forgotten) from None
+        except SwiftError:
+            return  # `join` says it
+
+    # --- watcher thread and lease thread ---
+
+    def _saw(self, view: pb.View) -> None:
+        if any(member.incarnation == self.identity.incarnation for member in view.fenced):
+            self._fenced = (
+                self._fenced or f"generation {view.generation} has fenced this process: {view.reason}"
+            )
+        stop = self._fenced or view.state == pb.FAILED
+        if view.generation > self._noticed or stop:
+            self._noticed = max(self._noticed, view.generation + (1 if stop else 0))
+            events.emit("notice", rank=self.identity.rank, generation=view.generation, reason=view.reason)
+            # A thread of its own: the watcher must stay able to see the next View.
+            self._freeing = threading.Thread(
+                target=self._holder.interrupt, args=(self._noticed,), daemon=True
+            )
+            self._freeing.start()
+
+    def _beat(self, interval_s: float) -> None:
+        pause_s = interval_s
+        while not self._closed.wait(pause_s):
+            pause_s = self.client.renewed_at + interval_s - time.monotonic()
+            if pause_s > 0:  # a Report or a Ready was as good as this beat
+                continue
+            pause_s = interval_s
+            try:
+                replay = self.replay
+                self.client.heartbeat(
+                    self.version, replay() if replay is not None else None, self._holder.unsaved()
+                )
+                self._say_wanted()
+                if time.monotonic() - self._measured_at >= _MEASURED_EVERY_S:
+                    self.say_measured()
+            except Fenced as error:
+                self._fenced = str(error)
+                self._noticed += 1
+                self._holder.interrupt(self._noticed)
+                return
+            except (ServiceError, UnknownJob) as error:
+                # Training does not need the coordinator; the next beat tries again.
+                events.emit("heartbeat_unanswered", rank=self.identity.rank, reason=str(error))
+                if isinstance(error, UnknownJob):
+                    self._say_unknown(error)
+            else:
+                self._said_unknown = False
+
+    def _say_unknown(self, error: UnknownJob) -> None:
+        if self.identity.rank == 0 and not self._said_unknown:
+            with suppress(OSError, ValueError):
+                print(
+                    f"swift: {error}; training goes on, but the job can neither recover nor finish",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        self._said_unknown = True
+
+    def _say_wanted(self) -> None:
+        wanted, latest = self._wanted, self.watcher.latest
+        if wanted is None or latest is None:
+            return
+        self.client.ask_checkpoint(latest.generation, *wanted)
+        # Said in a generation that is over, it was not heard: it is said again.
+        now = self.watcher.latest
+        with self._wanting:
+            if self._wanted is wanted and now is not None and now.generation == latest.generation:
+                self._wanted = None
+
+    def say_measured(self) -> None:
+        """Raises Fenced; whatever else keeps the coordinator from hearing it is no reason for anything."""
+        self._measured_at = time.monotonic()
+        try:
+            measured = self._holder.measured()
+            if measured is not None:
+                self.client.measure(measured)
+        except Fenced:
+            raise
+        except (SwiftError, ValueError) as error:
+            events.emit("measured_untold", rank=self.identity.rank, reason=str(error))
+
+    # --- main thread ---
+
+    def replaces_another(self) -> bool:
+        """(before it joins) The job is past its beginning, as far as anybody answers."""
+        try:
+            return self.client.status().view.state != pb.FORMING
+        except SwiftError:
+            return False
+
+    def ask_checkpoint(self, after_version: int, reason: str) -> None:
+        """All ranks are to save a version above `after_version` soon. Returns at once: it is said with the next
+        heartbeat, and again until it is heard."""
+        with self._wanting:
+            self._wanted = (after_version, reason)
+
+    def check_held(self) -> None:
+        """Asks the coordinator. Raises Fenced if another process holds the rank, ServiceError if nobody answers."""
+        self.client.heartbeat(self.version, unsaved=self._holder.unsaved())
+
+    @property
+    def fenced(self) -> bool:
+        """(any thread) This process does not hold its rank any more, as far as it knows."""
+        return bool(self._fenced)
+
+    @property
+    def entered(self) -> int:
+        """The generation that this rank acts in."""
+        return self._entered
+
+    @property
+    def noticed(self) -> bool:
+        """A notice has come that this rank has not acted on yet."""
+        return self._noticed > self._entered
+
+    def check(self) -> None:
+        """Raises Interrupted on a newer generation, Fenced or JobFailed if there is nothing to go on with."""
+        if not self.noticed:
+            return
+        if self._fenced:
+            raise Fenced(self._fenced)
+        view = self.watcher.latest
+        if view is not None and view.state == pb.FAILED:
+            raise JobFailed(f"job {view.job} failed: {view.reason}")
+        raise Interrupted(f"generation {self._noticed} supersedes {self._entered}")
+
+    def say(self, statement: Callable[[], None]) -> bool:
+        """Whether the coordinator has heard it: if nobody answers, it is to be said again. A refusal is raised."""
+        try:
+            statement()
+        except Unanswered as error:
+            events.emit("statement_unanswered", rank=self.identity.rank, reason=str(error))
+            return False
+        return True
+
+    def await_change(self, view: pb.View) -> None:
+        """Returns when the View has moved on, or when it is time to say again what this rank has said."""
+        try:
+            self.watcher.wait_for(
+                lambda newer: (newer.generation, newer.revision) != (view.generation, view.revision),
+                self._resay_s,
+            )
+        except ServiceError:
+            return  # not moved on: the caller looks again
+
+    def enter(self, generation: int) -> None:
+        """From here on this rank acts on `generation`; a newer one interrupts it again."""
+        self._entered = max(self._entered, generation)
+
+    def close(self) -> None:
+        self._closed.set()
+        self.client.close()
+        if self._heart is not None:
+            self._heart.join(timeout=5.0)
+
+
+def own_servers(view: pb.View, rank: int) -> dict[str, int]:
+    """Those that keep what the rank writes -> their numbers. One that was given up and has come again has another
+    number under the same address: Views may be skipped, so nobody need have seen it go."""
+    numbers = {place.address: n for n, place in enumerate(view.log_places) if not place.lost}
+    return {s: numbers[s] for logs in view.log_copies if logs.rank == rank for s in logs.servers}
+
+
+def is_filled(view: pb.View) -> bool:
+    """Every slot has a member, or is vacant."""
+    return len(view.members) + len(view.vacant) == view.world_size

@@ -1,0 +1,496 @@
+"""One rank's life: steps, and what comes between them when a rank is lost.
+
+    FORMING      build groups, save version 0, Ready
+    RUNNING      steps; every K steps a checkpoint, and at the version that the View names
+    (notice)     the step in flight is dropped; one that waits in the commit vote is held until there is a plan
+    PLANNING     log flushed under the new generation, Report
+    RECOVERING   groups rebuilt; roll forward, undo, copy, restore and replay as the plan says; Ready
+    RUNNING      on, at the plan's target version
+
+The loop is here, and the vote, which may have to recover from within a step. The rest is in parts::
+
+    membership     which generation this rank is in, with whom, and its groups      `swift_ft.train.generation`
+    log            what this rank writes, and where                                 `swift_ft.train.log_session`
+    steps          one step, done or dropped                                        `swift_ft.train.step`
+    recovery       the report, and the way to RUNNING by the plan                   `swift_ft.train.engine`
+    failures       what an error means                                              `swift_ft.train.failures`
+    ending         the last version, and nobody through before all are              `swift_ft.train.step`
+"""
+
+import time
+from collections.abc import Callable
+
+from swift_ft import events, reinitialization
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.comm.process_groups import ProcessGroups
+from swift_ft.errors import Fenced, JobFailed, ReplayRefused, ServiceError, UsageError
+from swift_ft.planner import Assignment, RankMeasured, RecoveryGroups
+from swift_ft.rpc.codec import PublishedPlan
+from swift_ft.state.checkpoint_store import CheckpointStore
+from swift_ft.train.batch_redistribution import Adoption
+from swift_ft.train.boundary_log import Channel
+from swift_ft.train.checkpointing import Saving
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.coordinator_session import Member
+from swift_ft.train.failures import Failures, Retries
+from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.generation import Membership
+from swift_ft.train.log_session import OwnLog
+from swift_ft.train.measures import Measures, progress
+from swift_ft.train.recording import Recording
+from swift_ft.train.replay import Restorer
+from swift_ft.train.replay_helper import MakeModule
+from swift_ft.train.snapshots import Snapshots
+from swift_ft.train.staggering import Staggering
+from swift_ft.train.step import Ending, Lines, StepRunner, TrainStep
+from swift_ft.train.step_digests import Witness
+from swift_ft.train.training_state import TrainerState
+from swift_ft.train.verification import Audit, write_digests, write_every_version
+
+# The beginning of a job: version 0, as the trainer has made it, or a checkpoint of another job.
+#
+# Either is this job's first checkpoint: whatever is lost from here on leads back to that. Of the other job's directory
+# nothing is written, and nothing is needed any more once this returns.
+
+
+def begin_at_version_0(
+    view: pb.View,
+    rank: int,
+    state: TrainerState,
+    store: CheckpointStore,
+    saving: Saving,
+) -> None:
+    """(every rank, FORMING) Returns when the coordinator knows of the first checkpoint."""
+    state.align()
+    if view.from_job:
+        _take(view.from_job, view.from_version, rank, state, store.of_job(view.from_job))
+    state.present = True
+    write_every_version(state, rank)
+    saving.save_first()
+
+
+def _take(job: str, version: int, rank: int, state: TrainerState, theirs: CheckpointStore) -> None:
+    """Raises UsageError: it is not there, or another trainer's. ServiceError: it cannot be read."""
+    if not theirs.directory.is_dir():
+        raise UsageError(
+            f"--from-job {job}: there is no {theirs.directory}; --checkpoint-dir must be the one that job {job} has had"
+        )
+    try:
+        saved = theirs.load(version)
+    except ServiceError as error:
+        raise ServiceError(f"--from-job {job}: {error}") from None
+    try:
+        state.load_state_dict(saved)
+    except Exception as error:
+        raise UsageError(f"--from-job {job}: its version {version} is not this trainer's: {error}") from error
+    state.stopped = None  # that was the other job's
+    events.emit("began_from", rank=rank, job=job, version=version)
+
+
+# This rank's part in a recovery: what it reports before there is a plan, and what it does by the plan.
+#
+#     PLANNING     ``report``: the log flushed under the new generation, the versions that this rank can give
+#     RECOVERING   ``rejoin``: undo, copy, restore and replay as the plan says; Ready; until RUNNING
+#     FORMING      ``rejoin``: version 0 saved, or what the job begins with loaded; Ready; until RUNNING
+#
+# How a rank gets to the plan's version is `swift_ft.train.replay`, and each strategy's part in it
+# `swift_ft.train.strategies`.
+
+
+class RankRecovery:
+    """Trainer's thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        shard: int,
+        member: Member,
+        channel: Channel,
+        state: TrainerState,
+        store: CheckpointStore,
+        log: OwnLog,
+        *,
+        saving: Saving,
+        restorer: Restorer,
+        witness: Witness,
+        faults: FaultInjector,
+        staggering: Staggering,
+    ) -> None:
+        self._rank = rank
+        self._shard = shard
+        self._member = member
+        self._channel = channel
+        self._state = state
+        self._store = store
+        self._log = log
+        self._saving = saving
+        self._restorer = restorer
+        self._witness = witness
+        self._faults = faults
+        self._staggering = staggering
+
+    def report(self, view: pb.View) -> None:
+        """(PLANNING) What this rank has to offer. Said again by the caller until the View moves on."""
+        if self._log.opened:
+            self._restorer.site.flushed = self._log.enter(view) is None
+        standing = self._staggering.standing(self._state.standing())
+        generation = view.generation
+
+        def statement() -> None:
+            self._member.client.report(
+                generation,
+                standing.version,
+                undo_to=standing.undo_to,
+                undo_exact=standing.undo_exact,
+                forward_to=standing.forward_to,
+                forward_by_all=standing.forward_by_all,
+                finish_to=standing.finish_to,
+                can_help=self._restorer.can_help,
+                off_log=standing.version is not None and self._channel.off_log,
+                snapshots=self._restorer.site.snapshots.held(),
+            )
+
+        if self._member.say(statement):
+            events.emit("reported", rank=self._rank, generation=generation, **standing.words())
+
+    def rejoin(self, view: pb.View, published: PublishedPlan | None, step: Callable[[], None]) -> None:
+        """From groups that are built to RUNNING. `published`: None where the job begins. `step` does one step of the
+        trainer."""
+        self._member.check()
+        if view.state == pb.FORMING:
+            begin_at_version_0(view, self._rank, self._state, self._store, self._saving)
+            self._log.writer.await_ready()  # so that the first steps do not only lie in its ring
+        else:
+            assert published is not None
+            self._follow(published, step)
+            if published.plan.saves:
+                self._saving.save_before_ready(view.generation)
+        version = self._member.version = self._state.version
+        events.emit("ready", rank=self._rank, generation=view.generation, version=version)
+        if view.state == pb.RECOVERING:
+            write_digests(self._state, self._rank, recovered_in=view.generation)
+        self._await_running(view, self._ready_of(view.generation))
+        self._state.lived = True
+        self._state.updates.hold_next = True  # whoever is new here does not know what the others need
+        if published is not None and published.plan.saves_once_running and version not in view.checkpoints:
+            self._saving.save()
+        events.emit("resumed", rank=self._rank, generation=view.generation, version=version)
+
+    def _follow(self, published: PublishedPlan, step: Callable[[], None]) -> None:
+        if not published.plan.exact:
+            self._witness.forget()
+        done_again = published.plan.of(self._rank).loads
+        incomplete = self._log.why_incomplete()
+        if incomplete is not None and not done_again:
+            raise ReplayRefused(f"what rank {self._rank} has done is not in the log: {incomplete}")
+        self._restorer.follow(published, self._log.writer, self._log.servers, step)
+        if done_again:
+            self._log.done_again()
+
+    def _ready_of(self, generation: int) -> Callable[[], None]:
+        version, stages = self._state.version, self._state.stages
+        indices = sorted({stage.stage_index for stage in stages})
+        return lambda: self._member.client.ready(
+            generation,
+            version,
+            indices,
+            stages[0].num_stages,
+            self._shard,
+            off_log=self._channel.off_log,
+        )
+
+    def _await_running(self, view: pb.View, say_ready: Callable[[], None]) -> None:
+        """Until all others are ready as well. It is said once for each change of the View, and every `RESAY_S`."""
+        while True:
+            self._member.check()
+            # `view` may be an old one by now: what is awaited is a change of the newest.
+            latest = self._member.watcher.latest or view
+            if latest.state == pb.RUNNING and latest.generation == view.generation:
+                return
+            self._member.say(say_ready)
+            self._faults.while_others_replay(self._state.version)
+            self._member.await_change(latest)
+
+
+class StepDropped(Exception):
+    """The plan drops the step that waited in the vote. The new generation's groups are built already."""
+
+
+class Engine:
+    """One rank's life, from join to the end of the run."""
+
+    def __init__(
+        self,
+        rank: int,
+        config: SessionConfig,
+        member: Member,
+        communicator: ProcessGroups,
+        channel: Channel,
+        state: TrainerState,
+        store: CheckpointStore,
+        faults: FaultInjector,
+        world: ReconfigurableGroup,
+        assignment: Assignment,
+        *,
+        witness: Witness,
+        adoption: Adoption,
+        audit: Audit | None,
+        lines: Lines,
+        staggering: Staggering,
+        recording: Recording,
+    ):
+        """`assignment`: of the full world, in which `rank` is the number of a slot. `audit`: None if there are no
+        replicas to compare with. `world`: all ranks, for the session itself."""
+        self._rank = rank
+        self._member = member
+        self._communicator = communicator
+        self._state = state
+        self._store = store
+        self._faults = faults
+        self._world = world
+        self._lines = lines
+        self._staggering = staggering
+        self._num_steps = 0
+        self._reinits = config.strategy == "reinit"
+        self.vote_seconds = 0.0
+        self._measures = Measures(channel, store)
+        self._adoption = adoption
+        self._recording = recording
+        retries = Retries(rank)
+        self._saving = Saving(
+            rank,
+            member,
+            state,
+            store,
+            recording,
+            sync=config.checkpoint_mode == "sync",
+        )
+        self.ending = Ending(rank, member, state, store, self._saving, saves=config.last_checkpoint)
+        self._failures = Failures(rank, member, communicator, retries, config.suspicion_timeout_s)
+        self.log = OwnLog(rank, config, member, channel)
+        groups, every = RecoveryGroups.parse(config.groups), config.steps_to_snapshot
+        self._snapshots = Snapshots(rank, every, member, state, world, faults, groups)
+        self._restorer = self._restorer_of(config, channel)
+        shard = assignment.slots[rank].shard
+        self._recovery = self._recovery_of(shard, channel, self._restorer, witness)
+        self.membership = Membership(
+            rank,
+            assignment,
+            member,
+            communicator,
+            self.log,
+            self._failures,
+            self._recovery.report,
+            redistributes=config.redistributes,
+            reroutes=config.reroutes,
+        )
+        self._steps = self._steps_of(config, channel, witness, retries, audit)
+        state.updates.vote.bind(self.vote)
+        staggering.lasts.bind(lambda version: self._saving_or_end(version, config.checkpoint_every))
+
+    def _restorer_of(self, config: SessionConfig, channel: Channel) -> Restorer:
+        return Restorer(
+            self._rank,
+            self._member,
+            channel,
+            self._state,
+            self._store,
+            self._faults,
+            self._world,
+            config.replay_stall_s,
+            self._snapshots,
+            self._staggering,
+        )
+
+    def _recovery_of(
+        self, shard: int, channel: Channel, restorer: Restorer, witness: Witness
+    ) -> RankRecovery:
+        return RankRecovery(
+            self._rank,
+            shard,
+            self._member,
+            channel,
+            self._state,
+            self._store,
+            self.log,
+            saving=self._saving,
+            restorer=restorer,
+            witness=witness,
+            faults=self._faults,
+            staggering=self._staggering,
+        )
+
+    def _steps_of(
+        self, config: SessionConfig, channel: Channel, witness: Witness, retries: Retries, audit: Audit | None
+    ) -> StepRunner:
+        return StepRunner(
+            self._rank,
+            config,
+            self._member,
+            channel,
+            self._state,
+            self.log,
+            membership=self.membership,
+            witness=witness,
+            recording=self._recording,
+            adoption=self._adoption,
+            retries=retries,
+            ending=self.ending,
+            saving=self._saving,
+            audit=audit,
+            lines=self._lines,
+            snapshots=self._snapshots,
+            staggering=self._staggering,
+        )
+
+    def _saving_or_end(self, version: int, every: int) -> bool:
+        """That version is saved, or the run ends with it, as far as is known here."""
+        view = self._member.watcher.latest
+        early = view is not None and view.HasField("checkpoint_at") and view.checkpoint_at == version
+        return early or version % every == 0 or version >= self.ending.last(self._num_steps)
+
+    def help_replay(self, make_module: MakeModule) -> None:
+        """This rank can build any stage."""
+        self._restorer.make_module = make_module
+
+    # --- what the lease's and the watcher's threads, and metrics, ask (`swift_ft.train.coordinator_session.Holder`) ---
+
+    def progress(self) -> dict[str, float]:
+        """(any thread) What this rank has done so far, by the names of `metrics.Progress`."""
+        return progress(self.membership.generation, self._state.version, self.vote_seconds, self.log)
+
+    def measured(self) -> RankMeasured | None:
+        """(lease thread)"""
+        return self._measures.now(self.log.stats)
+
+    def unsaved(self) -> pb.UnsavedCheckpoint | None:
+        """(lease thread) A checkpoint that could not be written yet."""
+        return self._saving.unsaved()
+
+    def interrupt(self, generation: int) -> None:
+        """(notice thread) Frees the trainer's thread from whatever it waits in."""
+        self.membership.interrupt(generation)
+
+    # --- the loop ---
+
+    def run(self, train_step: TrainStep, num_steps: int) -> None:
+        """Steps until `num_steps` are done, through every recovery. Returns when all ranks are there."""
+        self._adoption.check()
+        if self.membership.view.state == pb.FINISHED:
+            self.ending.come_back(self.membership.view, num_steps)
+            return
+        self.ending.begin(num_steps)
+        self._num_steps = num_steps
+        while True:
+            try:
+                self._rejoin(train_step)
+                while self._state.version < self.ending.last(num_steps):
+                    self._faults.at("idle", self._state.version)
+                    self._member.check()
+                    self._steps.run(train_step)
+                    if self._steps.rolled_forward:
+                        self._rejoin(train_step)
+                self._staggering.settle()
+                write_digests(self._state, self._rank)
+                self._lines.cut(self._state.version)
+                self.ending.finish(num_steps, self.log.writer, self._member.await_change, self.vote_seconds)
+                return
+            except (JobFailed, Fenced):
+                raise
+            except StepDropped:
+                self._steps.drop()
+                continue
+            except Exception as error:  # noqa: BLE001  (a lost peer shows as any error; the others are raised again)
+                self._failures.handle(self._staggering.blamed(error), self.membership.generation)
+            self._freed()
+            self._recording.abandon()
+            if self._reinits:
+                raise reinitialization.hand_on(self._member)
+            self._steps.drop()
+            self.membership.form()
+
+    def _rejoin(self, train_step: TrainStep) -> None:
+        """From groups that are built to RUNNING."""
+        self._steps.rolled_forward = False
+        view, published = self.membership.view, self.membership.plan
+        self._recovery.rejoin(view, published, lambda: self._steps.run(train_step))
+        self._staggering.forget()
+        self._measures.gradient_bytes = self._state.gradient_bytes()
+        at_start = view.state == pb.FORMING
+        self._adoption.arm(at_start=at_start)
+
+    def _freed(self) -> None:
+        latest = self._member.watcher.latest
+        events.emit("freed", rank=self._rank, generation=latest.generation if latest is not None else 0)
+
+    def vote(self) -> None:
+        """(inside optimizer.step, or at the end of a step that is held) Returns if this rank's update is to be applied,
+        or stays applied.
+
+        A barrier of all ranks, which nobody enters before its gradients are all reduced. If it fails, this rank
+        cannot know whether others are through it. So it does not unwind: it takes part in the recovery
+        from here, with the trainer's step on the stack, and finishes the step if the plan says roll forward.
+        Raises StepDropped if the plan says anything else. A step that goes on without its vote does not wait here
+        (`swift_ft.train.staggering`). (Where steps that are cut short are finished together, it
+        raises what has broken the vote instead: `swift_ft.train.lossy`.)
+        """
+        self._staggering.settle()
+        began = time.monotonic()
+        self._member.check()
+        self._communicator.check_whole()
+        self._lines.write(self._state.version)
+        updates, step = self._state.updates, self._state.version
+        updates.voting = not updates.ahead  # only now: what DDP has made of a broken reduction is no vote
+        stage_group = self.membership.slot.stage_group
+        stage_groups, waits = self.membership.assignment.stage_groups, self._staggering.waits()
+        ballot = updates.ballot(stage_group, stage_groups, lines=self._lines.in_use, waits=waits)
+        if updates.ahead:
+            vote = self._world.submit(lambda collectives: collectives.barrier(ballot))
+            self._staggering.voted(ballot, vote)
+            return
+        try:
+            self._world.run(lambda collectives: collectives.barrier(ballot))
+            self.vote_seconds += time.monotonic() - began
+            self._staggering.agreed(updates.heard(ballot, step).waits_next)
+            return
+        except (JobFailed, Fenced, UsageError):
+            raise
+        except Exception as error:
+            if updates.cut_step.wanted:
+                raise
+            self.held_over(error)
+
+    def held_over(self, error: Exception) -> bool:
+        """(inside of the trainer's step) From an error to the groups of a newer generation, in which the step is
+        finished. Returns whether that takes those that are left together. Raises the error if it is no failure's
+        consequence, StepDropped if the plan drops the step.
+        """
+        self._failures.handle(error, self.membership.generation)
+        self._freed()
+        self._recording.abandon()
+        if self._reinits:
+            raise reinitialization.hand_on(self._member)
+        self.membership.form()
+        published = self.membership.plan
+        assert published is not None
+        mine = published.plan.of(self._rank)
+        if not mine.policy.finishes_step:
+            raise StepDropped
+        self._steps.rolled_forward = True
+        events.emit(
+            "roll_forward", rank=self._rank, generation=published.generation, version=mine.from_version
+        )
+        return any(ranks.policy.together for ranks in published.plan.ranks)
+
+    def close(self) -> None:
+        """What is not acknowledged by the log is given up. The line to the coordinator stays if it was handed on."""
+        self.log.close()
+        self._store.close()
+        self._lines.close()
+        handed_on = reinitialization.has(self._member)
+        if not handed_on:
+            self._member.close()
+        self._communicator.let_go()
+        if handed_on:
+            self._member.let_go()

@@ -1,0 +1,132 @@
+"""The generation that this rank is in, and with whom: from a View of the coordinator's to groups that are built.
+
+    (trainer's thread) ``form`` → the generation's groups are there, and its `view`, `plan` and `assignment`
+    (notice thread)    ``interrupt``: a newer generation is published
+
+A member decides nothing alone. What it says in a state it says again until the View moves on: the coordinator may have
+been restarted.
+"""
+
+import threading
+from collections.abc import Callable
+
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.comm.process_groups import Interrupted, ProcessGroups
+from swift_ft.errors import LogInterrupted
+from swift_ft.planner import Assignment
+from swift_ft.rpc.codec import PublishedPlan, of_view
+from swift_ft.train.coordinator_session import Member, is_filled
+from swift_ft.train.failures import Failures
+from swift_ft.train.log_session import OwnLog
+
+_ANY = -1
+"""Instead of an origin: the route of the stages' representatives."""
+
+
+class Membership:
+    """One rank's way through the generations."""
+
+    def __init__(
+        self,
+        rank: int,
+        assignment: Assignment,
+        member: Member,
+        communicator: ProcessGroups,
+        log: OwnLog,
+        failures: Failures,
+        report: Callable[[pb.View], None],
+        *,
+        redistributes: bool,
+        reroutes: bool,
+    ) -> None:
+        """`assignment`: of the full world. `report(view)`: tells the planner what this rank has to offer.
+        `redistributes`: the batches of vacant slots are computed by others; `reroutes`: microbatch by microbatch."""
+        self._rank = rank
+        self._member = member
+        self._communicator = communicator
+        self._log = log
+        self._failures = failures
+        self._report = report
+        self._redistributes = redistributes
+        self._reroutes = reroutes
+        self.assignment = assignment
+        """Of the generation whose groups are built; before there is one, of the full world."""
+        self.slot = assignment.slots[rank]
+        """The place that this process holds; it has the same one in every generation."""
+        self._view: pb.View | None = None
+        self.plan: PublishedPlan | None = None
+        """By which the ranks came into this generation; None: the job begins."""
+        self._entering = threading.Lock()
+
+    @property
+    def generation(self) -> int:
+        """Whose groups are built; 0 before the first."""
+        return 0 if self._view is None else self._view.generation
+
+    @property
+    def view(self) -> pb.View:
+        """By which the groups were built; the newest one may have moved on."""
+        assert self._view is not None, "no generation was formed yet"
+        return self._view
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Where the rank of each slot runs, as its member has said; empty: not known."""
+        return {member.rank: member.host for member in self.view.members}
+
+    def form(self) -> None:
+        """Blocks until this rank is in a generation whose groups are built (FORMING or RECOVERING).
+
+        If the job has finished there is nobody to be in a group with: the View says FINISHED then.
+        """
+        while True:
+            view = self._member.watcher.wait_for(lambda _view: True, None)
+            with self._entering:
+                self._member.enter(view.generation)
+            try:
+                self._member.check()
+                if view.state == pb.PLANNING:
+                    self._report(view)
+                    self._member.await_change(view)
+                elif view.state == pb.FINISHED:
+                    self._view = view
+                    self._communicator.stand_alone()
+                    return  # this process has come for one that was lost after the end
+                elif view.state in (pb.FORMING, pb.RECOVERING) and is_filled(view):
+                    self._build(view)
+                    return
+                else:
+                    self._member.await_change(view)
+            except (Interrupted, LogInterrupted):
+                continue  # a newer generation came meanwhile
+            except RuntimeError as error:  # a peer was lost while the groups were being built
+                self._failures.await_notice(error, view.generation)
+
+    def _build(self, view: pb.View) -> None:
+        self._log.open(view)
+        assignment = self.assignment.held_by({member.rank: member.id for member in view.members})
+        if self._redistributes:
+            assignment = assignment.rerouted() if self._reroutes else assignment.redistributed()
+        self._communicator.build(view.generation, assignment.occupied, self._routes(assignment))
+        self._view, self.plan, self.assignment = view, of_view(view), assignment
+
+    def _routes(self, assignment: Assignment) -> dict[int, tuple[int, ...]]:
+        """Of the pipelines that this rank sits in, its own first; none if all are whole.
+
+        Where microbatches are rerouted there is one of the stages' representatives, and others are alone."""
+        if assignment.stage_groups == 1 or not assignment.adopted:
+            return {}
+        if self._reroutes:
+            first = assignment.representatives()
+            # Nothing passes along a pipeline of somebody who is no representative
+            # (`swift_ft.train.batch_redistribution`).
+            return {_ANY: first} if self._rank in first else {_ANY - 1 - self._rank: (self._rank,)}
+        origins = (self.slot.dp_rank, *assignment.adopted_by(self._rank))
+        return {origin: assignment.pipeline(origin) for origin in origins}
+
+    def interrupt(self, generation: int) -> None:
+        """(notice thread) Frees the trainer's thread from whatever it waits in."""
+        with self._entering:  # a notice that was acted on meanwhile must not stop the new generation
+            if self._member.noticed:
+                self._log.interrupt()
+        self._communicator.interrupt(generation, lambda: not self._member.noticed)

@@ -1,0 +1,143 @@
+"""What the session computes over several ranks in a step: sums and the norm of gradients. Each result is logged.
+
+Legend: a *crossing* collective goes over the boundaries of stages, so that a replay has nobody to carry it out with.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from swift_ft import torch_private
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.errors import UsageError
+from swift_ft.state import fsdp
+from swift_ft.state.tensors import laid_like
+from swift_ft.train import updates as wait_free
+from swift_ft.train.boundary_log import Channel
+from swift_ft.train.staggering import Staggering, norm_of, summed
+from swift_ft.train.updates import Updates
+
+
+class Crossing:
+    """Carried out in a step by the ranks of the session's groups; answered from the log in a replay."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        updates: Updates,
+        groups: Mapping[str, ReconfigurableGroup],
+        staggering: Staggering,
+        registered: Mapping[str, Any],
+    ):
+        """`registered`: the trainer's objects that a recovery restores, by name."""
+        self._registered = registered
+        self._staggering = staggering
+        self._channel = channel
+        self._updates = updates
+        self._groups = groups
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, ranks: Sequence[int] | None) -> torch.Tensor:
+        """As `Session.all_reduce`."""
+        group = self._groups["pipeline"]
+        if ranks is not None:
+            group = group.part(ranks)
+        self._updates.communicates()
+        if group.answers is not None:
+            group.answers.trainers(self._channel.step)
+        with self._updates.spoiling():
+            total = self._channel.collective(name, lambda: summed(group.gathered(tensor)), group.ranks)
+            return laid_like(total, tensor)
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """As `Session.reduce_gradients`."""
+        self._updates.check_whole()
+        if optimizer is None and len(self._updates.optimizers) > 1:
+            raise UsageError(
+                "reduce_gradients() with several optimizers; name the one that is about to step: "
+                "session.reduce_gradients(optimizer)"
+            )
+        self._updates.communicates()
+        self._updates.reduce(optimizer)
+
+    def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """As `Session.unscale_`."""
+        if self._updates.wait_free:
+            raise wait_free.no_scaler()
+        if not any(scaler is value for value in self._registered.values()):
+            raise UsageError(
+                "unscale_ with a gradient scaler that the session does not know: a recovery could not put its scale "
+                "back; call session.register(scaler=scaler) before session.run"
+            )
+        self.reduce_gradients(optimizer)
+        device = next(p.device for group in optimizer.param_groups for p in group["params"])
+        scaler.scale(torch.zeros((), device=device))  # only the last stage has a loss to scale
+        scaler.unscale_(optimizer)
+        enabled = scaler.is_enabled()
+        found = torch_private.found_infinite(scaler, optimizer, device) if enabled else []
+        own = torch.stack([each.cpu() for each in found]).max() if found else torch.zeros(())
+
+        def anywhere() -> torch.Tensor:
+            told = torch.stack([own, torch.tensor(float(enabled)), torch.tensor(float(not enabled))])
+            if "shard" in self._groups:
+                told = torch.stack(self._groups["shard"].gathered(told)).amax(0)
+            return torch.stack(self._groups["pipeline"].gathered(told)).amax(0)
+
+        with self._updates.spoiling():
+            if self._updates.ahead:  # as if no other stage had found any
+                self._staggering.found_infinite(own)
+                return
+            total, some, others = self._channel.collective("unscale_", anywhere).unbind()
+        if some and others:
+            raise UsageError(
+                "unscale_ with a gradient scaler that some ranks have enabled and others not; make it alike on all "
+                "ranks, also on those that compute no loss"
+            )
+        self._staggering.told_infinite(total)
+        for each in found:
+            each.copy_(total)
+
+    def clip_grad_norm_(
+        self,
+        parameters: Iterable[torch.nn.Parameter] | torch.Tensor,
+        max_norm: float,
+        norm_type: float,
+        uncounted: Iterable[torch.nn.Parameter],
+    ) -> torch.Tensor:
+        """As `Session.clip_grad_norm_`."""
+        self._updates.check_whole()
+        self._updates.communicates()
+        if self._updates.wait_free:
+            raise UsageError(
+                "clip_grad_norm_ with updates='wait_free': gradients are applied before their norm is known; "
+                "use updates='after_backward'"
+            )
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._updates.reduce_of(given)
+        own = [fsdp.stand_in(parameter) for parameter in given]
+        elsewhere = {id(parameter) for parameter in (*uncounted, *self._updates.ties.uncounted())}
+        counted = [mine for mine, theirs in zip(own, given, strict=True) if id(theirs) not in elsewhere]
+        shards = {id(mine) for mine, theirs in zip(own, given, strict=True) if mine is not theirs}
+        infinite = norm_type == float("inf")
+
+        def own_part() -> torch.Tensor:
+            grads = [p.grad for p in counted if p.grad is not None and id(p) not in shards]
+            return fsdp.part_of_norm(grads, norm_type)
+
+        def total() -> torch.Tensor:
+            part = own_part()
+            if "shard" in self._groups:
+                grads = [p.grad for p in counted if p.grad is not None and id(p) in shards]
+                parts = self._groups["shard"].gathered(fsdp.part_of_norm(grads, norm_type))
+                of_shards = torch.stack(parts).max() if infinite else summed(parts)
+                part = torch.maximum(part, of_shards) if infinite else part + of_shards
+            return norm_of(self._groups["pipeline"].gathered(part), norm_type)
+
+        if self._updates.ahead:  # as if it did not clip
+            with self._updates.spoiling():
+                return self._staggering.norm(own_part(), norm_type, max_norm)
+        with self._updates.spoiling():
+            norm = self._channel.collective("clip_grad_norm_", total)
+        self._staggering.clipped(norm, max_norm)
+        torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
+        return norm

@@ -1,0 +1,256 @@
+"""What each step of a rank takes: the seconds of its stages, what it sends, what it gives to the log.
+
+Always on: a stage's microbatch costs two readings of the clock more, which is nothing. What the recent steps took is
+said to the coordinator every few seconds (`swift_ft.planner.types`), for `swift-ft plan` and for the planner
+of recoveries. With ``SWIFT_PROFILE=1`` every step ends with an event ``profiled`` as well, of which the drill's
+report is made. Seconds are on the wall clock, without any wait for a neighbour or the log.
+"""
+
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median, median_low
+from types import TracebackType
+from typing import Any
+
+from swift_ft import events
+from swift_ft.planner.types import RankMeasured, Sent, StageMeasured
+from swift_ft.state.checkpoint_store import Saved
+
+ENV_PROFILE = "SWIFT_PROFILE"
+STEPS_KEPT = 16
+WARM_STEPS = 2
+"""The first steps of a process allocate memory and infer shapes: they are left out."""
+FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
+
+
+class _Stopwatch:
+    """Around what a stage computes for one microbatch, in one direction."""
+
+    __slots__ = ("_began", "_busy", "_profile", "seconds", "times")
+
+    def __init__(self, profile: "StepProfile") -> None:
+        self._profile = profile
+        self.seconds = 0.0
+        self.times = 0
+        self._began = self._busy = 0.0
+
+    def __enter__(self) -> None:
+        self._busy = time.thread_time()
+        self._began = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self._began
+        self.times += 1
+        self._profile.settled_at = now
+        self._profile.computed_busy_s += time.thread_time() - self._busy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """One that is done."""
+
+    step: int
+    step_s: float
+    update_s: float
+    computed: dict[tuple[int, str], tuple[float, int]]
+    """(stage, direction) -> seconds, microbatches"""
+    sent: Counter[tuple[int, int]]
+    """(stage, destination) -> bytes"""
+    other_bytes: int
+
+
+class StepProfile:
+    """(engine) ``begin``; (stages, channel) ``computing``, ``settled``, ``sent``, ``beside``, ``logged``, ``read``;
+    (engine) ``end``; (lease thread) ``measured``.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._says = os.environ.get(ENV_PROFILE) == "1"
+        self._watches: dict[tuple[int, str], _Stopwatch] = {}
+        self._sent: Counter[tuple[int, int]] = Counter()
+        self._other = 0
+        self._logged: Counter[str] = Counter()
+        self._read = [0.0, 0.0]
+        self._began = 0.0
+        self.settled_at = 0.0
+        self._busy = self.computed_busy_s = 0.0
+        self._lock = threading.Lock()
+        self._done = 0
+        self._recent: deque[_Step] = deque(maxlen=STEPS_KEPT)
+        self._replaying = False
+        self._replayed = (0.0, 0.0)  # of the last replay: bytes out of the log, seconds of waiting for them
+
+    def begin(self) -> None:
+        for watch in self._watches.values():
+            watch.seconds, watch.times = 0.0, 0
+        self._sent.clear()
+        self._other = 0
+        self._logged.clear()
+        self._read = [0.0, 0.0]
+        self._busy, self.computed_busy_s = time.thread_time(), 0.0
+        self._began = self.settled_at = time.perf_counter()
+
+    def computing(self, stage: int, direction: str) -> _Stopwatch:
+        """Around what a stage computes for one microbatch."""
+        watch = self._watches.get((stage, direction))
+        if watch is None:
+            watch = self._watches[stage, direction] = _Stopwatch(self)
+        return watch
+
+    def settled(self) -> None:
+        """Nobody else is waited for from here on: what follows up to the end of the step is the update."""
+        self.settled_at = time.perf_counter()
+
+    def sent(self, stage: int, destination: int, size: int) -> None:
+        """A stage gives so many bytes to another one, whether they are logged or not."""
+        self._sent[stage, destination] += size
+
+    def beside(self, size: int) -> None:
+        """So many bytes are logged that no stage sends, or would be if there were groups to log for."""
+        self._other += size
+
+    def logged(self, stream: str, size: int) -> None:
+        """A record of so many raw bytes was given to the log."""
+        self._logged[stream] += size
+
+    def read(self, size: int, waited_s: float) -> None:
+        """(replay) So many bytes came out of the log, after so long a wait."""
+        self._read[0] += size
+        self._read[1] += waited_s
+
+    def end(self, step: int, *, replay: bool) -> None:
+        """The step is done: it counts as a recent one, or (`replay`) as what a recovery has read from the log."""
+        now = time.perf_counter()
+        # Between its microbatches a step waits for others. What its thread does itself there counts as well.
+        update_s = max(now - self.settled_at, time.thread_time() - self._busy - self.computed_busy_s)
+        with self._lock:
+            if replay:
+                size, waited_s = self._replayed if self._replaying else (0.0, 0.0)
+                self._replayed = (size + self._read[0], waited_s + self._read[1])
+            else:
+                self._done += 1
+                if self._done > WARM_STEPS:
+                    self._recent.append(self._as_done(step, now - self._began, update_s))
+            self._replaying = replay
+        if self._says:
+            events.emit(
+                "profiled",
+                rank=self._rank,
+                step=step,
+                replay=replay,
+                seconds={
+                    f"s{stage}.{kind}": watch.seconds
+                    for (stage, kind), watch in self._watches.items()
+                    if watch.times
+                },
+                update_s=update_s,
+                logged=dict(self._logged),
+                read=self._read,
+            )
+
+    def _as_done(self, step: int, step_s: float, update_s: float) -> _Step:
+        return _Step(
+            step=step,
+            step_s=step_s,
+            update_s=update_s,
+            computed={at: (watch.seconds, watch.times) for at, watch in self._watches.items() if watch.times},
+            sent=self._sent.copy(),
+            other_bytes=self._other,
+        )
+
+    def backwards(self) -> dict[int, tuple[float, float]]:
+        """Stage -> what its backwards have taken in this step so far, and how much of that was for gradients of weights
+        that were computed apart."""
+        taken: dict[int, tuple[float, float]] = {}
+        for (stage, kind), watch in self._watches.items():
+            if kind != FORWARD:
+                whole, weights = taken.get(stage, (0.0, 0.0))
+                taken[stage] = whole + watch.seconds, weights + watch.seconds * (kind == WEIGHTS)
+        return taken
+
+    def stage_seconds(self) -> dict[int, tuple[float, float]]:
+        """Stage -> what a microbatch took there in recent steps: its forward, and its whole backward. Empty: nothing is
+        known yet."""
+        measured = self.measured({}, None, None)
+        stages = measured.stages if measured is not None else ()
+        return {stage.stage: (stage.forward_s, stage.backward_s) for stage in stages}
+
+    def message_bytes(self) -> int:
+        """What a stage of this rank gives to another one's in a microbatch, at most. 0: nothing is known yet."""
+        measured = self.measured({}, None, None)
+        if measured is None or not measured.microbatches:
+            return 0
+        here = {stage.stage for stage in measured.stages}
+        sent = (sent for stage in measured.stages for sent in stage.sent if sent.destination not in here)
+        return max((each.bytes // measured.microbatches for each in sent), default=0)
+
+    def measured(
+        self,
+        gradient_bytes: Mapping[int, int],
+        saved: Saved | None,
+        log_write_bytes_per_s: float | None,
+        *,
+        log_full: bool = False,
+    ) -> RankMeasured | None:
+        """(any thread) What recent steps took; None: there was none yet.
+
+        `gradient_bytes` of each stage, the newest checkpoint and the log's pace are known elsewhere.
+        """
+        with self._lock:
+            recent, (read_bytes, read_wait_s) = list(self._recent), self._replayed
+        if not recent:
+            return None
+        indices = sorted({stage for done in recent for stage, _ in done.computed})
+        stages = tuple(_stage(recent, index, gradient_bytes.get(index, 0)) for index in indices)
+        of_checkpoint: dict[str, Any] = {}
+        if saved is not None:
+            of_checkpoint = {
+                "state_bytes": saved.tensor_bytes,
+                "checkpoint_bytes": saved.file_bytes,
+                "checkpoint_s": saved.seconds,
+                "checkpoint_stall_s": saved.stall_s,
+            }
+        return RankMeasured(
+            step=recent[-1].step,
+            steps=len(recent),
+            microbatches=max((_forwards(recent, index) for index in indices), default=0),
+            step_s=median(done.step_s for done in recent),
+            update_s=median(done.update_s for done in recent),
+            stages=stages,
+            other_bytes=median_low(done.other_bytes for done in recent),
+            log_write_bytes_per_s=log_write_bytes_per_s,
+            log_full=log_full,
+            log_read_bytes=int(read_bytes) if read_bytes else None,
+            log_read_wait_s=read_wait_s if read_bytes else None,
+            **of_checkpoint,
+        )
+
+
+def _stage(recent: list[_Step], stage: int, gradient_bytes: int) -> StageMeasured:
+    destinations = sorted({to for done in recent for source, to in done.sent if source == stage})
+    sent = tuple(
+        Sent(destination=to, bytes=median_low(done.sent[stage, to] for done in recent)) for to in destinations
+    )
+    forward_s, backward_s = (
+        median(
+            sum(seconds for (index, kind), (seconds, _) in done.computed.items() if (index, kind) in of)
+            / max(done.computed.get((stage, FORWARD), (0.0, 0))[1], 1)
+            for done in recent
+        )
+        for of in ([(stage, FORWARD)], [(stage, BACKWARD), (stage, WEIGHTS)])
+    )
+    return StageMeasured(
+        stage=stage, forward_s=forward_s, backward_s=backward_s, sent=sent, gradient_bytes=gradient_bytes
+    )
+
+
+def _forwards(recent: list[_Step], stage: int) -> int:
+    return median_low(done.computed.get((stage, FORWARD), (0.0, 0))[1] for done in recent)

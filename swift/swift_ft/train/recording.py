@@ -1,0 +1,345 @@
+"""A rank records some of its steps, so that a rehearsal can be compared with them (`swift_ft.train.rehearsal`).
+
+The first steps after a checkpoint are recorded while the View says that this rank is still to be rehearsed: what a
+thorough witness sees of them, and what collectives gave (`swift_ft.train.tape`). Both go into this rank's log when the
+step is done, and are trimmed with it.
+
+    (at a checkpoint) ``begins_at(version)`` → (each step) ``begin``, ``state_told`` → ``end``, or ``drop``
+    (a new generation) ``abandon``: what comes now may be done otherwise than what was recorded
+
+Streams: `swift_ft.log.record`. The key's microbatch is the generation that recorded a transcript or results.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch.overrides import TorchFunctionMode
+
+from swift_ft import torch_private
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.log.record import RecordKey, results, transcripts
+from swift_ft.state.tensors import to_tensor
+from swift_ft.state.transfer import local
+from swift_ft.state.tree import split
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.step_digests import Witness, digest_of, tensors_of
+from swift_ft.train.tape import Results, Tape
+from swift_ft.train.transcript import (
+    CALLED,
+    ENTERS,
+    GRADIENT,
+    LEAVES,
+    STATE,
+    Seen,
+    Transcript,
+    as_json,
+    from_json,
+)
+
+# What a script computes by itself in a step that is recorded: functions of torch's that change a tensor in place,
+# called without gradients and outside of modules. So an average of weights is kept, or a statistic. A loss does not
+# show whether it is captured, so the results of these calls are compared as well (`swift_ft.train.step_digests`), by
+# the line of the script that has made them.
+
+
+class ScriptCalls(TorchFunctionMode):
+    """``begin`` … ``end``: a step. ``enters``, ``leaves``: a module, in which it is no mode meanwhile: each function
+    that a model calls would take twice its time."""
+
+    def __init__(self, witness: Witness) -> None:
+        super().__init__()
+        self._witness = witness
+        self._inside = 0
+        self._lifted = False
+
+    def begin(self) -> None:
+        self._inside, self._lifted = 0, False  # a forward that has raised an error has not left
+        if not torch_private.has_compiled():  # a mode would be compiled, too
+            torch_private.push_mode(self)
+
+    def end(self) -> None:
+        torch_private.remove_mode(self)
+
+    def enters(self) -> None:
+        if not self._inside and torch_private.is_innermost_mode(self):
+            torch_private.remove_mode(self)
+            self._lifted = True
+        self._inside += 1
+
+    def leaves(self) -> None:
+        self._inside -= 1
+        if not self._inside and self._lifted:
+            torch_private.push_mode(self)
+            self._lifted = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._inside or torch.is_grad_enabled() or not _is_in_place(getattr(func, "__name__", "")):
+            return result
+        line = "" if torch_private.is_in_backward() else _line()
+        if line and self._witness.thorough:
+            name = f"{func.__name__} in {line}"
+            number = self._witness.count(CALLED, name)
+            for slot, tensor in enumerate(tensors_of(result) or tensors_of(args[:1])):
+                self._witness.saw(CALLED, 0, number, slot, tensor, name)
+        return result
+
+
+def _is_in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+
+
+def _line() -> str:
+    """Of the script, or of a library that it uses; empty: it is the session's doing."""
+    frame: Any = sys._getframe(2)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "contextlib"):
+        frame = frame.f_back
+    if frame.f_globals.get("__name__", "").partition(".")[0] == "swift_ft":
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+STEPS = 4
+"""So many steps after a checkpoint are rehearsed, and the state that the next one begins with."""
+TIMES_AT_START = 2
+"""So often each rank is rehearsed at the start: at its first checkpoint there is not much yet that a new process could
+lack."""
+
+_ITEMS_MAX = 1000
+"""Of a longer list no single item is named."""
+
+Record = Callable[[str, RecordKey, torch.Tensor], None]
+Names = Callable[[], Mapping[torch.nn.Parameter, str]]
+
+
+class ThoroughWatch:
+    """What a witness sees in a thorough step besides what passes the channel."""
+
+    def __init__(self, witness: Witness, stages: Sequence[Any], names: Names) -> None:
+        """`stages`: of this rank, as far as they are made. `names`: of their parameters."""
+        self._witness = witness
+        self._stages = stages
+        self._names = names
+        self._named: Mapping[torch.nn.Parameter, str] = {}
+        self._hooks: list[Any] = []
+        self._watched: set[torch.nn.Module] = set()
+        self.calls = ScriptCalls(witness)
+
+    def begin(self) -> None:
+        self._witness.thorough = True
+        self.calls.begin()
+        self._named = self._names()
+        for key, stage in enumerate(self._stages):
+            self.also(stage, stage.submod, str(key) if key else "")
+
+    def also(self, stage: Any, module: torch.nn.Module, name: str) -> None:
+        """(the step has begun) This module as well, and those inside. `stage`: to which it belongs, if to any."""
+        for of_part, part in _plain_modules(module, name):
+            if part not in self._watched:
+                self._watched.add(part)
+                self._watch(stage, of_part or "(the whole)", part)
+
+    def _watch(self, stage: Any, name: str, module: torch.nn.Module) -> None:
+        for kind, register in (
+            (ENTERS, module.register_forward_pre_hook),
+            (LEAVES, module.register_forward_hook),
+        ):
+            hook = _ModuleHook(self._witness, self.calls, stage, kind, name)
+            self._hooks.append(register(hook, with_kwargs=True))
+
+    def end(self) -> None:
+        self._witness.thorough = False
+        self.calls.end()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._watched.clear()
+
+    def state(self, parts: Mapping[str, Any]) -> None:
+        """The state that the step begins with, by the names that a message gives its parts."""
+        for name, digest in told_digests(parts, whole=self._witness.whole):
+            self._witness.note(Seen(STATE, 0, 0, 0, name), digest)
+
+    def gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """They are complete, and about to be reduced, or applied where nothing is reduced."""
+        for parameter in parameters if self._witness.thorough else ():
+            name = self._named.get(parameter)
+            if parameter.grad is not None and name is not None:
+                number = self._witness.count(GRADIENT, name)
+                self._witness.saw(GRADIENT, 0, number, 0, local(parameter.grad), name)
+
+
+class _ModuleHook:
+    """torch's, for one step; see `ThoroughWatch`. In a copy of the module that a trainer makes meanwhile it does
+    nothing."""
+
+    def __init__(
+        self, witness: Witness | None, calls: ScriptCalls | None, stage: Any, kind: str, name: str
+    ) -> None:
+        self._witness, self._calls, self._stage, self._kind, self._name = witness, calls, stage, kind, name
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any = None) -> None:
+        if torch.compiler.is_compiling() or self._witness is None or self._calls is None:
+            return
+        if self._kind == ENTERS:
+            self._calls.enters()
+        else:
+            self._calls.leaves()
+        if not self._witness.thorough or getattr(self._stage, "inferring", False):
+            return
+        number = self._witness.count(self._kind, self._name)
+        for slot, tensor in enumerate(tensors_of((args, kwargs) if self._kind == ENTERS else outputs)):
+            self._witness.saw(self._kind, 0, number, slot, tensor, self._name)
+
+    def __deepcopy__(self, memo: Any) -> "_ModuleHook":
+        return _ModuleHook(None, None, None, self._kind, self._name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ModuleHook, (None, None, None, self._kind, self._name)
+
+
+def _plain_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """Those whose forward Python carries out. What is compiled is one thing: hooks in it would be compiled, too."""
+    if torch_private.is_compiled(module):
+        return
+    yield name, module
+    for part, child in module.named_children():
+        yield from _plain_modules(child, f"{name}.{part}" if name else part)
+
+
+class Recording:
+    """One rank's. Trainer's thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        config: SessionConfig,
+        witness: Witness,
+        watch: ThoroughWatch,
+        tape: Tape,
+        record: Record,
+        held: Callable[[], bool],
+    ) -> None:
+        """`record` takes a tensor into the log. `held`: as `Updates.held`."""
+        self._held = held
+        self._rank = rank
+        self._config = config
+        self._witness = witness
+        self._tape = tape
+        self._watch = watch
+        self._record = record
+        self._from: int | None = None
+        self._generation = 0
+        self._under_way = False
+
+    def begins_at(self, version: int, view: pb.View | None, generation: int) -> bool:
+        """A checkpoint of this version is saved: whether the steps from here on are recorded."""
+        self._from, self._generation = None, generation
+        if view is not None and self._wanted(version, view):
+            self._from = version
+        return self._from is not None
+
+    def _wanted(self, version: int, view: pb.View) -> bool:
+        if self._config.rehearse == "off" or view.vacant or self._config.staggered:
+            return False
+        done = next((known.done for known in view.rehearsals if known.rank == self._rank), 0)
+        if done < TIMES_AT_START:
+            return True
+        turn = version // self._config.checkpoint_every % view.world_size
+        return self._config.rehearse == "always" and turn == self._rank
+
+    def abandon(self) -> None:
+        self._from = None
+
+    @property
+    def under_way(self) -> bool:
+        """The step under way is recorded."""
+        return self._under_way
+
+    def begin(self, step: int) -> None:
+        """(behind `Witness.begin`)"""
+        self._under_way = self._from is not None and self._from <= step <= self._from + STEPS
+        if self._under_way:
+            self._watch.begin()
+            self._tape.record(all_of_it=step == self._from)
+
+    def state_told(self, step: int, parts: Callable[[], Mapping[str, Any]]) -> None:
+        """(the step's state is kept, nothing was done yet)"""
+        if not self._under_way:
+            return
+        self._watch.state(parts())
+        if self._from is not None and step == self._from + STEPS:
+            self.end(step)  # the state is all that is compared of it
+
+    def end(self, step: int) -> None:
+        """The step is done: what was seen of it goes into the log."""
+        if not self._under_way:
+            return
+        given, gotten = self._tape.take()
+        self._stop()
+        body = encoded({**self._witness.transcript(), **given}, gotten, held=self._held())
+        self._record(transcripts(self._rank), RecordKey(step, self._generation, 0), body)
+        for slot, tensor in enumerate(tensor for tensors in gotten.values() for tensor in tensors):
+            self._record(results(self._rank), RecordKey(step, self._generation, slot), tensor)
+
+    def drop(self) -> None:
+        """The step is taken back."""
+        if self._under_way:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._under_way = False
+        self._watch.end()
+        self._tape.stop()
+
+
+def encoded(transcript: Transcript, gotten: Results, *, held: bool) -> torch.Tensor:
+    """uint8, of JSON: the transcript in its order, and which collectives' results there are, in the order in which
+    they are recorded. `held`: as `Updates.held`."""
+    said = {
+        "held": held,
+        "seen": as_json(transcript),
+        "results": [[*place, len(tensors)] for place, tensors in gotten.items()],
+    }
+    return torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+
+
+def decoded(record: Any) -> tuple[Transcript, list[tuple[str, int, int]], bool]:
+    """(transcript; group, number in it and number of tensors of each collective whose results were recorded; held)."""
+    said = json.loads(to_tensor(record).numpy().tobytes())
+    gotten = [(group, number, count) for group, number, count in said["results"]]
+    return from_json(said["seen"]), gotten, said["held"]
+
+
+def told_digests(parts: Mapping[str, Any], *, whole: bool = False) -> Iterator[tuple[str, bytes]]:
+    """(name, digest) of whatever is in a state: tensors one by one, other values as far as dictionaries go. `whole`: as
+    `digest_of`."""
+    for name, value in parts.items():
+        tensors, skeleton = split(value, name)
+        yield from ((path, digest_of(tensor, whole=whole)) for path, tensor in tensors.items())
+        yield from _values(name, skeleton)
+
+
+def _values(path: str, skeleton: Any) -> Iterator[tuple[str, bytes]]:
+    if isinstance(skeleton, dict) and len(skeleton) == 1:
+        [(kind, items)] = skeleton.items()
+        if kind in ("dict", "ordered", "counter"):
+            yield f"the keys of {path}", _digest([key for key, _ in items])
+            for key, value in items:
+                yield from _values(f"{path}.{key}", value)
+            return
+        if kind in ("list", "tuple") and len(items) <= _ITEMS_MAX and any(isinstance(i, dict) for i in items):
+            for number, item in enumerate(items):
+                yield from _values(f"{path}.{number}", item)
+            return
+    if not (isinstance(skeleton, dict) and "tensor" in skeleton):
+        yield path, _digest(skeleton)
+
+
+def _digest(told: Any) -> bytes:
+    return xxhash.xxh3_128_digest(json.dumps(told).encode())

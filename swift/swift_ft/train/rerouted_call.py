@@ -1,0 +1,646 @@
+"""One call of a schedule in which some ranks are missing: its ranks compute microbatches of other origins among theirs.
+
+torch's schedules give each stage one rank. So the call is carried out here: each rank walks its own list of actions
+(`swift_ft.train.rerouted_call`), sends what it has computed to whoever computes the next part, and keeps the
+gradients of other origins apart (`swift_ft.train.gradient_sums`).
+"""
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.pipelining import schedules as _schedules
+
+from swift_ft import torch_private
+from swift_ft.comm.backend import COLLECTIVES, REROUTED
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.errors import UsageError
+from swift_ft.planner import Assignment
+from swift_ft.planner.schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Costs,
+    Work,
+    found_steps,
+    period,
+    plan_step,
+)
+from swift_ft.state.module_state import KeptModules
+from swift_ft.train.batch_redistribution import Accumulator, OwnGradients
+from swift_ft.train.boundary_log import Channel
+from swift_ft.train.gradient_sums import SharedSums, Turn
+from swift_ft.train.reducer import Contribution, Row, Shares, Whole
+
+# A call of a torch schedule, carried out by somebody else: the private names of schedules and stages that this takes.
+#
+# `torch_private` has the rest.
+
+torch_private.require(
+    {
+        "torch.distributed.pipelining.schedules._PipelineSchedule": (
+            _schedules._PipelineSchedule,
+            ("_check_inputs", "_compute_loss", "_update_losses"),
+        )
+    }
+)
+
+
+def activations_held(schedule: Any) -> tuple[int, ...] | None:
+    """By pipeline rank: of how many microbatches, over its stages, activations are held at a time, at most. None:
+    nobody knows."""
+    count = torch_private.schedule_microbatches(schedule)
+    if type(schedule) is _schedules.Schedule1F1B:
+        return tuple(min(count, schedule._num_stages - rank) for rank in range(schedule._num_stages))
+    if type(schedule) is _schedules.ScheduleGPipe:
+        return (count,) * schedule._num_stages
+    if torch_private.schedule_actions(schedule) is None:
+        return None
+    return tuple(
+        _most_held(torch_private.actions_of(schedule.pipeline_order_with_comms[rank]))
+        for rank in sorted(schedule.pipeline_order_with_comms)
+    )
+
+
+def _most_held(actions: Iterable[tuple[int, str, int]]) -> int:
+    held = most = 0
+    for _, kind, _ in actions:
+        held += (kind == "F") - (kind in "BW")
+        most = max(most, held)
+    return most
+
+
+def instead_of_calls(schedule: Any, call: Any) -> None:
+    """What the schedule would do with its microbatches, ``call(schedule, its own way, arguments by name)`` does."""
+    inner = schedule._step_microbatches
+    signature = inspect.signature(inner)
+
+    def step_microbatches(*args: Any, **kwargs: Any) -> Any:
+        return call(schedule, lambda: inner(*args, **kwargs), signature.bind(*args, **kwargs).arguments)
+
+    schedule._step_microbatches = step_microbatches
+
+
+def split_inputs(schedule: Any, call: dict[str, Any]) -> None:
+    """In a call with these arguments: `arg_mbs` and `kwarg_mbs` have an entry for each microbatch from then on."""
+    given = [call.get(key) for key in ("arg_mbs", "kwarg_mbs", "target_mbs", "losses")]
+    call["arg_mbs"], call["kwarg_mbs"] = schedule._check_inputs(*given)
+
+
+def initialize_stages(schedule: Any, call: dict[str, Any]) -> None:
+    """What every schedule does first in a call with these arguments: in the first one shapes are learnt."""
+    split_inputs(schedule, call)
+    arg_mbs, kwarg_mbs = call["arg_mbs"], call["kwarg_mbs"]
+    targets = call.get("target_mbs")
+    first = (arg_mbs[0], kwarg_mbs[0], targets[0] if targets is not None else None)
+    initialize = getattr(schedule, "_initialize_stages", None) or schedule._initialize_stage
+    loss = (call.get("loss_kwargs"),) if len(inspect.signature(initialize).parameters) > 3 else ()
+    initialize(*first, *loss)
+
+
+def skips_stages(stage: Any) -> bool:
+    """It gets tensors from others than the stage before it, or sends some to others than the one behind it."""
+    sources = {info.source for info in stage.args_recv_info.get(0, ()) if not info.is_root_arg}
+    sent = {to for stages in stage.act_send_info.values() for to in stages if to is not None}
+    return bool(sources - {stage.stage_index - 1} or sent - {stage.stage_index + 1})
+
+
+def compute_loss(schedule: Any, output: Any, target: Any, loss_kwargs: Any) -> Any:
+    """Of one microbatch; None if the schedule has no loss function."""
+    if schedule._loss_fn is None:
+        return None
+    loss = (loss_kwargs,) if loss_kwargs is not None else ()
+    return schedule._compute_loss(output, target, *loss)
+
+
+def give_losses(schedule: Any, own: list[Any], call: dict[str, Any]) -> None:
+    """The losses of this rank's own microbatches, in their order, where a trainer expects them."""
+    schedule._internal_losses[:] = own
+    schedule._update_losses(torch_private.schedule_stages(schedule), call.get("losses"))
+
+
+def free_chunk(stage: Any) -> int:
+    """The first number of a microbatch that no schedule of the stage uses."""
+    return 1 + max((*stage.args_recv_info, *stage.grad_recv_info), default=-1)
+
+
+@contextmanager
+def more_chunks(stage: Any, chunks: Iterable[int]) -> Iterator[None]:
+    """In here there are receive buffers for these numbers of microbatches as well, like those of the first one."""
+    before, chunks = stage.chunks, list(chunks)
+    for infos in (stage.args_recv_info, stage.grad_recv_info):
+        for chunk in chunks:
+            if 0 in infos:
+                infos[chunk] = tuple(_alike(info) for info in infos[0])
+    stage.chunks = free_chunk(stage)
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            stage.args_recv_info.pop(chunk, None)
+            stage.grad_recv_info.pop(chunk, None)
+        stage.chunks = before
+
+
+def _alike(info: Any) -> Any:
+    other = copy.copy(info)
+    if getattr(info, "buffer", None) is not None:
+        other.buffer = torch.empty_like(info.buffer, requires_grad=info.buffer.requires_grad)
+    return other
+
+
+# Who computes what, in which order, in a call of a schedule that lacks ranks.
+#
+# A `Call` says what is to be done, `Seconds` what each part of it takes; `plan` puts it in an order
+# (`swift_ft.planner.canonical_plans`). Every rank makes the same plan from the same numbers, or has one that was made
+# ahead (`swift_ft.train.rerouting`).
+
+Orders = Mapping[int, tuple[Action, ...]]
+"""By slot: what it does, one after the other."""
+
+
+class Routes(NamedTuple):
+    """Who computes what in a call, and when."""
+
+    work: Work
+    orders: Orders
+
+    def owner(self, stage: int, origin: int, microbatch: int) -> int:
+        return self.work.owners[stage, origin][microbatch]
+
+    def microbatches_of(self, slot: int, stage: int, origin: int) -> list[int]:
+        """That this rank computes, ascending."""
+        return [mb for mb, owner in enumerate(self.work.owners[stage, origin]) if owner == slot]
+
+    def is_shared(self, stage: int, origin: int) -> bool:
+        """Several ranks compute the origin's microbatches there."""
+        return len(set(self.work.owners[stage, origin])) > 1
+
+    def sharers(self, slot: int, own: int) -> list[int]:
+        """The ranks of this one's stages, ascending. `own`: its own origin."""
+        stage = self._stages(slot, own)[0]
+        return sorted(
+            {owner for origin in range(self.work.origins) for owner in self.work.owners[stage, origin]}
+        )
+
+    def share_of(self, slot: int, own: int) -> list[Row]:
+        """What a rank has gradients of besides those of its own batch: of batches that it has adopted alone, and a part
+        of each that its peers have adopted with it."""
+        stage, place = self._stages(slot, own)[0], self.sharers(slot, own).index(slot)
+        rows = []
+        for origin in range(self.work.origins):
+            if self.is_shared(stage, origin):
+                rows.append(Row(origin, place))
+            elif origin != own and slot in self.work.owners[stage, origin]:
+                rows.append(Row(origin, 0))
+        return rows
+
+    def turns(self, slot: int, own: int) -> list[Turn]:
+        """In which the peers of a rank sum what they share: about as they compute it, and each origin's microbatches
+        ascending."""
+        sharers, stages = self.sharers(slot, own), self._stages(slot, own)
+        ends = {
+            (action.stage, action.origin, action.microbatch): (number + 1) / len(self.orders[each])
+            for each in sharers
+            for number, action in enumerate(self.orders[each])
+            if action.kind in (BACKWARD, BACKWARD_WEIGHT)
+        }
+        turns = []
+        for stage in stages:
+            for origin in range(self.work.origins):
+                latest = 0.0
+                for mb, owner in enumerate(
+                    self.work.owners[stage, origin] if self.is_shared(stage, origin) else ()
+                ):
+                    latest = max(latest, ends[stage, origin, mb])
+                    turns.append((latest, Turn(stage, origin, mb, sharers.index(owner))))
+        return [turn for _, turn in sorted(turns)]
+
+    def _stages(self, slot: int, own: int) -> list[int]:
+        """Of this rank. At each of them it computes the same microbatches."""
+        owners = self.work.owners
+        return [stage for stage, origin in owners if origin == own and slot in owners[stage, own]]
+
+
+class Seconds(NamedTuple):
+    """What parts of a step take, in any unit."""
+
+    stages: tuple[tuple[float, float, float], ...]
+    """By stage, of a microbatch: the forward, and the two parts of the backward (for inputs, for weights)."""
+    transfer: float = 0.0
+    """From one stage's rank to the next one's."""
+
+
+def equal_seconds(stages: int) -> Seconds:
+    """If nobody has measured anything."""
+    return Seconds(tuple(_in_parts(1.0, 2.0, _weights_share(stage, stages)) for stage in range(stages)))
+
+
+def seconds_of(told: Sequence[torch.Tensor], transfers: Sequence[float] = ()) -> Seconds:
+    """From what ranks have measured: [stages, 3] of each (forward, whole backward, the share of weights in it), with
+    nan for what it does not know; and what messages between neighbours took. The median of those that know, in units
+    of the mean forward. Of equal stages if nobody knows what one of them takes."""
+    medians = torch.stack(list(told)).nanmedian(dim=0).values
+    taken, stages = medians[:, :2], len(medians)
+    if not bool(torch.isfinite(taken).all() and (taken > 0).all()):
+        return equal_seconds(stages)
+    # One rounding, whatever the processor: all ranks plan by the same numbers.
+    mean = math.fsum(taken[:, 0].tolist()) / stages
+    known = sorted(seconds for seconds in transfers if 0 <= seconds < math.inf)
+    return Seconds(
+        tuple(
+            _in_parts(
+                forward / mean, backward / mean, _weights_share(stage, stages) if math.isnan(share) else share
+            )
+            for stage, (forward, backward, share) in enumerate(medians.tolist())
+        ),
+        known[(len(known) - 1) // 2] / mean if known else 0.0,
+    )
+
+
+def _weights_share(stage: int, stages: int) -> float:
+    """Of a backward, if nobody has measured it. Of the first stage it is all: there torch computes the whole backward
+    with the weights."""
+    return 1.0 if stage == 0 and stages > 1 else 0.5
+
+
+def _in_parts(forward: float, backward: float, share: float) -> tuple[float, float, float]:
+    weights = backward * share
+    return forward, backward - weights, weights
+
+
+class Call(NamedTuple):
+    """What is to be done in a call, before anybody has put it in an order. The same at all ranks."""
+
+    owners: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
+    """((stage, origin), the slot that computes each of its microbatches)."""
+    stages: int
+    microbatches: int
+    split: bool
+    """Backwards are."""
+    cap: tuple[tuple[int, int], ...] | None
+    """(slot, how many activations it may hold at a time). None: any number."""
+    staggered: bool
+    """What counts is the time between two steps that overlap."""
+
+    def work(self, seconds: Seconds) -> Work:
+        """Raises ValueError if some microbatch is computed by nobody."""
+        forward, inputs, weights = zip(*seconds.stages, strict=True)
+        return Work(
+            stages=self.stages,
+            origins=len(self.owners) // self.stages,
+            microbatches=self.microbatches,
+            owners=dict(self.owners),
+            split=self.split,
+            costs=Costs(
+                forward=forward, backward_input=inputs, backward_weight=weights, transfer=seconds.transfer
+            ),
+            cap=None if self.cap is None else dict(self.cap),
+        )
+
+
+def call_of(assignment: Assignment, schedule: Any, *, split: bool, memory: float, staggered: bool) -> Call:
+    """Of this schedule in this generation.
+
+    `split`: backwards are split, also if the schedule's are whole. `memory`: how many times the activations that a rank
+    holds in the schedule it may hold, at most.
+    """
+    stages = torch_private.schedule_stages(schedule)
+    groups = dict(stages[0].stage_index_to_group_rank)
+    microbatches = torch_private.schedule_microbatches(schedule)
+    owners = []
+    for stage, group in sorted(groups.items()):
+        for origin in range(assignment.dp_size):
+            told = (assignment.owner(group, origin, mb) for mb in range(microbatches))
+            owners.append(((stage, origin), tuple(owner for owner in told if owner is not None)))
+    held = activations_held(schedule)
+    caps = None if held is None else [math.ceil(count * memory) for count in held]
+    cap = (
+        None
+        if caps is None
+        else tuple((slot, caps[assignment.slots[slot].stage_group]) for slot in assignment.occupied)
+    )
+    split = split or torch_private.splits_backward(schedule)
+    return Call(tuple(owners), len(groups), microbatches, split, cap, staggered)
+
+
+@lru_cache(maxsize=8)
+def plan(call: Call, seconds: Seconds) -> Routes:
+    """As `planned`, once for each."""
+    return planned(call, seconds)
+
+
+def planned(call: Call, seconds: Seconds) -> Routes:
+    """The quickest order that is found. Raises ValueError as `Call.work`."""
+    work = call.work(seconds)
+    steps = [plan_step(work), *(found_steps(work) if call.staggered else ())]
+    if seconds != equal_seconds(call.stages):
+        # The rules are no exact method: now and then they find more where all stages are alike.
+        steps.append(plan_step(call.work(equal_seconds(call.stages))))
+    return Routes(work, min(steps, key=lambda step: period(work, step, staggered=call.staggered)).orders())
+
+
+_SLOTS = 16
+"""Tensors that one stage sends to the next, at most."""
+MESSAGES_MAX = (COLLECTIVES - REROUTED) // (2 * _SLOTS)
+"""Stages x origins x microbatches, at most."""
+
+
+class Inputs(NamedTuple):
+    """What enters an origin's call of the schedule from outside, at one stage group: by microbatch."""
+
+    args: Sequence[Any]
+    kwargs: Sequence[Any]
+    targets: Sequence[Any] | None
+    loss_kwargs: Mapping[str, Any] | None = None
+    gradients: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({})
+    """What is there before the call: zeros, or what the trainer has computed by itself."""
+
+
+class ReroutedCall:
+    """One, at one rank. Trainer's thread.
+
+    ``run()``, and then `shares`: what belongs to other origins. Raises RuntimeError if a peer is lost.
+    """
+
+    def __init__(
+        self,
+        routes: Routes,
+        slot: int,
+        origin: int,
+        channel: Channel,
+        world: ReconfigurableGroup,
+        *,
+        quiet: Callable[[], Any],
+        apart: bool,
+        not_shared: Callable[[str], UsageError],
+    ) -> None:
+        """`quiet`: a context in which nobody is shown what passes. `apart`: gradients of other origins are kept so.
+        `not_shared`: as `SessionConfig.not_shared`."""
+        self._routes = routes
+        self._slot = slot
+        self._own = origin
+        self._channel = channel
+        self._world = world
+        self._quiet = quiet
+        self._not_shared = not_shared
+        self._apart = apart
+        self._accumulators: dict[tuple[int, int], Accumulator] = {}
+        """(stage, origin) -> the gradients of a batch that this rank computes alone."""
+        self._sums: SharedSums | None = None
+        self._turns: dict[tuple[int, int, int], Turn] = {}
+        """(stage, origin, microbatch) -> its turn in `_sums`."""
+        self._modules = KeptModules(())
+        self._inputs: Mapping[int, Inputs] = {}
+        self._sends: list[Any] = []
+        self._chunks: dict[tuple[int, int], int] = {}
+        """(origin, microbatch) -> the number under which stages keep what they have of it."""
+        self._scale = 1
+        """What gradients are divided by under the schedule that was called: a trainer may have several."""
+        self._losses: dict[tuple[int, int], Any] = {}
+        self._outputs: dict[int, Any] = {}
+        """Of the last stage, by microbatch of this rank's own."""
+
+    def run(self, schedule: Any, call: dict[str, Any], inputs: Mapping[int, Inputs]) -> None:
+        """`call`: the arguments of this rank's own call, by name; `inputs`: of other origins."""
+        routes, count = self._routes, self._routes.work.microbatches
+        self._scale = torch_private.schedule_grad_scale(schedule)
+        initialize_stages(schedule, call)
+        stages = {stage.stage_index: stage for stage in torch_private.schedule_stages(schedule)}
+        self._modules = KeptModules(stage.submod for stage in stages.values())
+        self._inputs = inputs
+        of = {
+            self._own: Inputs(
+                call["arg_mbs"], call["kwarg_mbs"], call.get("target_mbs"), call.get("loss_kwargs")
+            ),
+            **inputs,
+        }
+        order = routes.orders.get(self._slot, ())
+        with self._with_chunks(stages.values(), order):
+            arriving = {action: self._receive(stages[action.stage], action) for action in order}
+            self._begin_sums(stages)
+            try:
+                for action in order:
+                    with self._as(action.origin):
+                        for work in arriving[action]:
+                            work.wait()
+                        self._do(schedule, stages, action, of[action.origin], call)
+                for work in self._sends:
+                    work.wait()
+                if self._sums is not None:
+                    self._sums.wait()
+            finally:
+                if self._sums is not None:
+                    self._sums.abandon()
+        own = [self._losses[self._own, mb] for mb in range(count) if (self._own, mb) in self._losses]
+        give_losses(schedule, own, call)
+        for stage in stages.values():
+            if stage.is_last:
+                stage.output_chunks[:] = [self._outputs[mb] for mb in sorted(self._outputs)]
+            stage.perform_reduce_grad(self._scale)
+
+    def computed(self, origin: int) -> list[int]:
+        """The microbatches of another origin that this rank computes, ascending."""
+        orders = self._routes.orders.get(self._slot, ())
+        return sorted({action.microbatch for action in orders if action.origin == origin})
+
+    def shares(self, slots: Sequence[int], origins: Sequence[int]) -> Shares:
+        """`slots`, `origins`: of the ranks of the data group, by their places. After `run`."""
+        rows = [
+            [Row(origin), *self._routes.share_of(slot, origin)]
+            for slot, origin in zip(slots, origins, strict=True)
+        ]
+        place = slots.index(self._slot)
+        return Shares(rows, place, self.contributions(rows[place][1:]), self._scale)
+
+    def contributions(self, rows: Sequence[Row]) -> list[Contribution]:
+        """What this rank has in each of its rows."""
+        return [self._contribution(row.origin) for row in rows]
+
+    @property
+    def bytes_max(self) -> int:
+        """Of other origins' gradients, that this rank held at a time."""
+        whole = sum(
+            gradient.nbytes
+            for (_, origin), accumulator in self._accumulators.items()
+            if origin != self._own
+            for gradient in accumulator.gradients.values()
+        )
+        return whole + (0 if self._sums is None else self._sums.bytes_max)
+
+    # --- ---
+
+    def _begin_sums(self, stages: Mapping[int, Any]) -> None:
+        turns = self._routes.turns(self._slot, self._own) if self._apart else []
+        if not turns:
+            return
+        sharers = self._routes.sharers(self._slot, self._own)
+        self._turns = {turn[:3]: turn for turn in turns}
+        self._sums = SharedSums(
+            self._world.part(sharers),
+            sharers.index(self._slot),
+            len(sharers),
+            turns,
+            {index: list(stage.submod.parameters()) for index, stage in stages.items()},
+        )
+
+    def _contribution(self, origin: int) -> Contribution:
+        if self._sums is not None and any(turn.origin == origin for turn in self._turns.values()):
+            return self._sums.part(origin)
+        whole: OwnGradients = {}
+        for (_, of), accumulator in self._accumulators.items():
+            if of == origin:
+                whole |= accumulator.gradients
+        return Whole(whole)
+
+    @contextmanager
+    def _with_chunks(self, stages: Collection[Any], order: Iterable[Action]) -> Iterator[None]:
+        """In here each stage has room for what it has of each microbatch. Numbers of other schedules stay theirs."""
+        others = sorted({(a.origin, a.microbatch) for a in order if a.origin != self._own})
+        first = max(free_chunk(stage) for stage in stages)
+        self._chunks = {each: number for number, each in enumerate(others, first)}
+        adopted = {number: microbatch for (_, microbatch), number in self._chunks.items()}
+        with ExitStack() as stack:
+            for stage in stages:
+                stack.enter_context(more_chunks(stage, adopted))
+                stage.adopted = adopted
+            try:
+                yield
+            finally:
+                for stage in stages:
+                    stage.adopted = {}
+
+    def _chunk(self, origin: int, microbatch: int) -> int:
+        return microbatch if origin == self._own else self._chunks[origin, microbatch]
+
+    @contextmanager
+    def _as(self, origin: int) -> Iterator[None]:
+        if origin == self._own:
+            yield
+            return
+        # What a forward changes in its modules (buffers, counters) is the origin's own, whose rank is not there.
+        self._modules.keep()
+        self._modules.lend()
+        try:
+            with self._quiet(), self._channel.as_origin(origin):
+                yield
+        finally:
+            self._modules.put_back()
+
+    def _tag(self, backward: bool, source: int, action: Action, position: int) -> int:
+        work = self._routes.work
+        number = (int(backward) * work.stages + source) * work.origins + action.origin
+        tag = REROUTED + (number * work.microbatches + action.microbatch) * _SLOTS + position
+        if position >= _SLOTS:
+            raise self._not_shared(
+                f"and a stage that sends {position + 1} tensors: at most {_SLOTS} are told apart"
+            )
+        return tag
+
+    def _receive(self, stage: Any, action: Action) -> list[Any]:
+        """What the action needs of another rank, under way."""
+        forward = action.kind == FORWARD
+        if action.kind == BACKWARD_WEIGHT or (stage.is_first if forward else stage.is_last):
+            return []
+        source = action.stage + (-1 if forward else 1)
+        whose = self._routes.owner(source, action.origin, action.microbatch)
+        if whose == self._slot:
+            return []
+        chunk = self._chunk(action.origin, action.microbatch)
+        infos = (stage.args_recv_info if forward else stage.grad_recv_info)[chunk]
+        buffers = [info.buffer for info in infos if not info.is_root_arg and info.buffer is not None]
+        return [
+            self._world.recv([buffer.detach()], whose, self._tag(not forward, source, action, position))
+            for position, buffer in enumerate(buffers)
+        ]
+
+    def _send(self, stage: Any, action: Action, to_stage: int, ops: Sequence[Any]) -> None:
+        to = self._routes.owner(to_stage, action.origin, action.microbatch)
+        backward = action.kind != FORWARD
+        for position, op in enumerate(ops):
+            tag = self._tag(backward, stage.stage_index, action, position)
+            self._sends.append(self._world.send([op.tensor.detach().contiguous()], to, tag))
+
+    def _do(
+        self, schedule: Any, stages: Mapping[int, Any], action: Action, of: Inputs, call: dict[str, Any]
+    ) -> None:
+        stage, chunk = stages[action.stage], self._chunk(action.origin, action.microbatch)
+        if action.kind == FORWARD:
+            self._forward(schedule, stages, action, chunk, of, call)
+            return
+        loss = self._losses.get((action.origin, action.microbatch)) if stage.is_last else None
+        last = action.origin == self._own and action.microbatch == self._routes.work.microbatches - 1
+        with self._into(stage, action):
+            if action.kind == BACKWARD_WEIGHT:
+                stage.backward_weight_one_chunk(chunk, last_backward=last)
+                return
+            stage.backward_one_chunk(
+                chunk, loss=loss, full_backward=action.kind == BACKWARD, last_backward=last
+            )
+        if stage.is_first:
+            return
+        before = stages.get(action.stage - 1)
+        if before is not None and self._is_mine(action.stage - 1, action):
+            before.set_local_bwd_input(stage.get_local_bwd_output(chunk), chunk)
+        else:
+            self._send(stage, action, action.stage - 1, stage.get_bwd_send_ops(chunk))
+
+    def _forward(
+        self,
+        schedule: Any,
+        stages: Mapping[int, Any],
+        action: Action,
+        chunk: int,
+        of: Inputs,
+        call: dict[str, Any],
+    ) -> None:
+        stage, mb, own = stages[action.stage], action.microbatch, action.origin == self._own
+        output = stage.forward_one_chunk(chunk, of.args[mb], of.kwargs[mb], save_forward_output=False)
+        if stage.is_last:
+            if own and call.get("return_outputs", True):
+                self._outputs[mb] = output
+            if of.targets is not None:
+                loss = compute_loss(schedule, output, of.targets[mb], of.loss_kwargs)
+                if loss is not None:
+                    self._losses[action.origin, mb] = loss
+            return
+        behind = stages.get(action.stage + 1)
+        if behind is not None and self._is_mine(action.stage + 1, action):
+            behind.set_local_fwd_input(output, chunk)
+        else:
+            self._send(stage, action, action.stage + 1, stage.get_fwd_send_ops(chunk))
+
+    def _is_mine(self, stage: int, action: Action) -> bool:
+        return self._routes.owner(stage, action.origin, action.microbatch) == self._slot
+
+    def _into(self, stage: Any, action: Action) -> AbstractContextManager[None]:
+        """Where gradients of weights of this microbatch go."""
+        if action.kind == BACKWARD_INPUT or (not self._apart and action.origin != self._own):
+            return nullcontext()
+        turn = self._turns.get((action.stage, action.origin, action.microbatch))
+        if turn is not None:
+            return self._giving(stage, turn)
+        place, own = (action.stage, action.origin), action.origin == self._own
+        if place not in self._accumulators:
+            mine = self._routes.microbatches_of(self._slot, action.stage, action.origin)
+            begun = {} if own else self._inputs[action.origin].gradients
+            self._accumulators[place] = Accumulator(stage.submod.parameters(), mine, own=own, begun=begun)
+        return self._accumulators[place].adding(action.microbatch)
+
+    @contextmanager
+    def _giving(self, stage: Any, turn: Turn) -> Iterator[None]:
+        """Around what computes the gradients of a microbatch that is summed with those of peers."""
+        assert self._sums is not None
+        begun = self._inputs[turn.origin].gradients if turn.microbatch == 0 else {}
+        accumulator = Accumulator(stage.submod.parameters(), [turn.microbatch], own=False, begun=begun)
+        with accumulator.adding(turn.microbatch):
+            yield
+        self._sums.give(turn, accumulator.gradients)

@@ -1,0 +1,866 @@
+"""Microbatches of data-parallel ranks whose slots are vacant, computed by the peers of their stages among their own.
+
+Before its own step a rank carries the trainer's step out once for each origin that it computes some of, up to the call
+of the schedule: then it knows what enters it from outside. It takes that step back. In its own step the schedule's call
+is a `ReroutedCall`: the ranks of all pipelines compute all microbatches together. Gradients of other origins are kept
+apart, and are added in the order of origins and microbatches (`swift_ft.train.reducer`): the bits are those of a full
+world.
+
+Whether a trainer's step can be carried out for another origin is tried out as for `Adoption`, in a full world.
+"""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch.utils import _pytree as pytree
+
+from swift_ft import events, torch_private
+from swift_ft.comm.backend import PROBE, Collectives
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.planner import Assignment
+from swift_ft.planner.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
+from swift_ft.state.tensors import byte_view, digest, plain
+from swift_ft.state.tree import split
+from swift_ft.train import rerouted_call
+from swift_ft.train.batch_redistribution import Adoption, Computed, OwnGradients
+from swift_ft.train.reducer import Contribution, Row, Shares, parts_of, summed_by_origin
+from swift_ft.train.rerouted_call import (
+    MESSAGES_MAX,
+    Call,
+    Inputs,
+    Orders,
+    ReroutedCall,
+    Routes,
+    Seconds,
+    call_of,
+    equal_seconds,
+    plan,
+    planned,
+    seconds_of,
+)
+from swift_ft.train.shared_replay import StepAction, unordered
+
+# Which calls of schedules can be carried out without some ranks (`swift_ft.train.rerouting`), as far as it shows before
+# they are called.
+
+
+def problem_of(schedule: Any, dp_size: int, *, exact_gradients: bool) -> str:
+    """Why calls of this schedule cannot be; empty: they can. `dp_size`: of the full world."""
+    actions = torch_private.schedule_actions(schedule)
+    if actions is None:
+        return "nobody knows what it computes in which order"
+    held = list(torch_private.schedule_stages(schedule))
+    order, count = [StepAction(*each) for each in actions], torch_private.schedule_microbatches(schedule)
+    if problem := unordered(order, [stage.stage_index for stage in held], count):
+        return problem
+    parameters = [parameter for stage in held for parameter in set(stage.submod.parameters())]
+    if len(set(parameters)) < len(parameters):
+        return "two stages of a rank share a parameter, whose gradients cannot be kept apart by microbatch"
+    if exact_gradients and any(parameter.is_complex() for parameter in parameters):
+        # torch adds 1 * b to a: a number that changes no bit of what it is added to does not exist then.
+        return "a parameter is complex: sums of complex gradients in parts have other zeros"
+    messages = held[0].num_stages * dp_size * count
+    return "" if messages <= MESSAGES_MAX else f"{messages} messages of a step cannot be told apart"
+
+
+def hooked_parameter(stages: Sequence[Any]) -> str:
+    """The name of one with a hook that is called when a gradient has been added up; empty: there is none. A lost rank's
+    peers add those of their microbatches apart from each other."""
+    named = (pair for stage in stages for pair in stage.submod.named_parameters())
+    return next((name for name, parameter in named if torch_private.told_of_sums(parameter)), "")
+
+
+# What a message between neighbouring stages takes, measured between two steps.
+#
+# The ranks of each pipeline send each other a message as large as those that their stages send, there and back: first
+# those of even stage groups to the next ones, then those of odd ones. The shortest of several rounds counts.
+
+ROUNDS = 3
+"""The first one may have to wait for the other rank."""
+FIRST_MEASURED = 4
+"""The step before which they are for the first time: some steps are measured by then."""
+
+
+def measures(step: int) -> bool:
+    """Before this step all ranks measure, and plan ahead: steps 4, 16, 64 and so on."""
+    return step >= FIRST_MEASURED and step & (step - 1) == 0 and step.bit_length() % 2 == 1
+
+
+def transfer_s(
+    world: ReconfigurableGroup, assignment: Assignment, slot: int, sizes: Mapping[int, int]
+) -> float:
+    """(all ranks of a full world) Seconds one way, to the rank of the next stage group; nan for the last group's ranks,
+    and where no size is known. `sizes`: stage group -> bytes of a message to the next one; the same at all ranks.
+    Raises RuntimeError if a rank is lost."""
+    group, origin = assignment.slots[slot].stage_group, assignment.slots[slot].dp_rank
+    taken = math.nan
+    for parity in (0, 1):
+        if group % 2 == parity:
+            if group in sizes and group + 1 < assignment.stage_groups:
+                taken = _ask(world, assignment.at(group + 1, origin), sizes[group])
+        elif group > 0 and group - 1 in sizes:
+            _answer(world, assignment.at(group - 1, origin), sizes[group - 1])
+    return taken
+
+
+def _ask(world: ReconfigurableGroup, other: int, size: int) -> float:
+    out, back = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    shortest = math.inf
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        sent = world.send([out], other, PROBE)
+        world.recv([back], other, PROBE).wait()
+        sent.wait()
+        shortest = min(shortest, time.perf_counter() - began)
+    return shortest / 2
+
+
+def _answer(world: ReconfigurableGroup, other: int, size: int) -> None:
+    buffer = torch.empty(size, dtype=torch.uint8)
+    for _ in range(ROUNDS):
+        world.recv([buffer], other, PROBE).wait()
+        world.send([buffer], other, PROBE).wait()
+
+
+# Plans for the loss that may come next, made before it comes.
+#
+# To put a step in an order takes milliseconds in a small job and seconds in a large one (docs/adaptive.md), and after a
+# loss all would wait for it. So each rank makes one plan while it trains, in a thread of its own: for the loss of the
+# rank that follows it. Together they have one for every loss. After a loss whoever has the plan sends it to all.
+#
+#     (trainer's thread)  ``begin`` of a generation → ``agree`` if it lacks ranks → ``prepare`` → ``routes`` in each
+#                         call; ``go_on`` before each step
+#
+# The thread takes turns with the trainer's own: while it plans, Python code of the trainer takes longer. So it plans
+# seldom (`transfers.measures`), and not again for what takes about as long as before.
+#
+# Two ranks that are lost at once, or the loss of a rank whose plan is lost with it, are planned for when it happens.
+
+KEPT = 8
+"""Plans that a rank keeps, at most. It makes one for each schedule of the trainer and each loss."""
+_KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+
+
+class PlansAhead:
+    """One rank's."""
+
+    def __init__(self, slot: int, world: ReconfigurableGroup) -> None:
+        self._slot = slot
+        self._world = world
+        self._kept: dict[Call, tuple[Seconds | None, Orders]] = {}
+        """That this rank has, the newest last; it may be alone with one. None: another one has made it."""
+        self._agreed: dict[Call, Orders] = {}
+        """That all ranks of this generation have."""
+        self._made: SimpleQueue[tuple[Call, Seconds, Orders]] = SimpleQueue()
+        """By the thread."""
+        self._thread: threading.Thread | None = None
+        self._due: tuple[Assignment, Callable[[Assignment], Sequence[Call]], Seconds] | None = None
+        """What the thread is to be begun for, once it has done something else."""
+
+    def begin(self) -> None:
+        """Another generation does: whatever its ranks have agreed on before, a process that is new has not."""
+        self._agreed, self._due = {}, None
+
+    def prepare(
+        self, assignment: Assignment, calls: Callable[[Assignment], Sequence[Call]], seconds: Seconds
+    ) -> None:
+        """Plans for the loss of the rank that follows, from here on or later (`go_on`). `calls`: of the trainer's
+        schedules, in a world."""
+        self._due = assignment, calls, seconds
+        self.go_on()
+
+    def go_on(self) -> None:
+        """(before a step) Begins what is due."""
+        if self._due is None or (self._thread is not None and self._thread.is_alive()):
+            return
+        (assignment, calls, seconds), self._due = self._due, None
+        self._take_made()
+        lost = next_lost(assignment, self._slot)
+        if lost is None:
+            return
+        members = {slot: member for slot, member in assignment.members.items() if slot != lost}
+        of_loss = calls(assignment.held_by(members).rerouted())
+        wanted = [call for call in of_loss if not self._has(call, seconds)]
+        if wanted:
+            self._thread = threading.Thread(
+                target=self._plan, args=(lost, wanted, seconds), name="swift-plans-ahead", daemon=True
+            )
+            self._thread.start()
+
+    def agree(self, calls: Sequence[Call]) -> bool:
+        """(all ranks, with the same calls) Everybody gets what somebody has. Whether that is all of them."""
+        self._take_made()
+        calls = calls[:KEPT]
+        mine = {call: packed(self._kept[call][1]) for call in calls if call in self._kept}
+        own = torch.zeros(KEPT, 2, dtype=torch.int64)  # of one size, whatever a rank knows of
+        for row, call in enumerate(calls):
+            own[row, 0] = _digest(call)
+            own[row, 1] = len(mine[call]) if call in mine else 0
+        told = self._world.gathered(own)
+        for row, call in enumerate(calls):
+            place = next((place for place, rows in enumerate(told) if rows[row, 1]), None)
+            if place is None or any(rows[row, 0] != own[row, 0] for rows in told):
+                continue
+            numbers = mine.get(call)
+            if numbers is None or len(numbers) != told[place][row, 1]:
+                numbers = torch.empty(int(told[place][row, 1]), dtype=torch.int32)
+            self._world.run(partial(_broadcast, numbers, place))
+            self._agreed[call] = unpacked(numbers)
+            if call not in mine:
+                self._keep(call, None, self._agreed[call])
+        return len(self._agreed) == len(set(calls))
+
+    def routes(self, call: Call, seconds: Seconds) -> Routes:
+        """By the plan that all have agreed on, or else by one that is made now."""
+        orders = self._agreed.get(call)
+        return plan(call, seconds) if orders is None else Routes(call.work(seconds), orders)
+
+    # --- ---
+
+    def _plan(self, lost: int, calls: Sequence[Call], seconds: Seconds) -> None:
+        """(a thread)"""
+        for call in calls:
+            began = time.thread_time()
+            self._made.put((call, seconds, planned(call, seconds).orders))
+            events.emit("planned_ahead", rank=self._slot, lost=lost, cpu_s=time.thread_time() - began)
+
+    def _take_made(self) -> None:
+        while not self._made.empty():
+            self._keep(*self._made.get())
+
+    def _has(self, call: Call, seconds: Seconds) -> bool:
+        made = self._kept[call][0] if call in self._kept else None
+        return made is not None and alike(made, seconds)
+
+    def _keep(self, call: Call, seconds: Seconds | None, orders: Orders) -> None:
+        self._kept.pop(call, None)
+        self._kept[call] = seconds, orders
+        while len(self._kept) > KEPT:
+            del self._kept[next(iter(self._kept))]
+
+
+def next_lost(assignment: Assignment, slot: int) -> int | None:
+    """The rank whose loss this one plans for: the next one that has a peer. None: there is none."""
+    there = assignment.occupied
+    behind = there[there.index(slot) + 1 :] + there[: there.index(slot)]
+    return next((other for other in behind if len(assignment.group(other)) > 1), None)
+
+
+def alike(one: Seconds, other: Seconds) -> bool:
+    """Nothing takes a fifth of a forward more or less than there: a plan by the one is as good by the other."""
+    pairs = zip([*_flat(one), one.transfer], [*_flat(other), other.transfer], strict=True)
+    return all(abs(before - now) <= 0.2 for before, now in pairs)
+
+
+def _flat(seconds: Seconds) -> list[float]:
+    return [part for stage in seconds.stages for part in stage]
+
+
+def packed(orders: Orders) -> torch.Tensor:
+    """As whole numbers: for each slot its number, that of its actions, and four for each action."""
+    numbers: list[int] = []
+    for slot, actions in orders.items():
+        numbers += (slot, len(actions))
+        for kind, stage, origin, microbatch in actions:
+            numbers += (_KINDS.index(kind), stage, origin, microbatch)
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def unpacked(numbers: torch.Tensor) -> Orders:
+    """What `packed` was given."""
+    orders: dict[int, tuple[Action, ...]] = {}
+    rest = iter(numbers.tolist())
+    for slot in rest:
+        count = next(rest)
+        orders[slot] = tuple(
+            Action(_KINDS[next(rest)], next(rest), next(rest), next(rest)) for _ in range(count)
+        )
+    return orders
+
+
+def _broadcast(numbers: torch.Tensor, root: int, collectives: Collectives) -> None:
+    collectives.broadcast(numbers, root)
+
+
+def _digest(call: Call) -> int:
+    """Equal calls, at all ranks, have equal ones."""
+    return xxhash.xxh3_64_intdigest(repr(tuple(call)).encode()) >> 1
+
+
+# A step that lacks ranks, tried out while all are there: what it would compute is compared with what a full world has.
+#
+# One slot of each stage group is taken for vacant. The peers of its stage compute its microbatches among their own
+# (`swift_ft.train.rerouting`), and it does nothing. What they have of its gradients is summed as it would be then, and
+# must be what it has computed by itself; what they have of their own must be what it was without that.
+#
+# So a trainer is refused in its first step if something that belongs to a batch reaches a module or the loss by another
+# way than the arguments of `schedule.step` (an attribute, a closure), or if a forward depends on earlier ones.
+
+_WORDS_BYTES = 200
+"""Of what a rank tells of a difference."""
+
+
+class Left(NamedTuple):
+    """By a call of a schedule, at one rank."""
+
+    gradients: OwnGradients
+    """Copies."""
+    digests: Mapping[str, bytes]
+    """Of all else that it leaves to the trainer, by what it is."""
+
+
+def left_by(
+    schedule: Any, call: Mapping[str, Any], stages: Sequence[Any], objects: Mapping[str, Any]
+) -> Left:
+    """`call`: its arguments, by name. `stages`: this rank's. `objects`: what the trainer has registered, by name."""
+    parameters = chain.from_iterable(stage.submod.parameters() for stage in stages)
+    gradients = {p: p.grad.detach().clone() for p in parameters if p.grad is not None and p.requires_grad}
+    digests = {
+        f"buffer {name!r} of stage {stage.stage_index}": _bits(buffer)
+        for stage in stages
+        for name, buffer in stage.submod.named_buffers()
+    }
+    digests |= {
+        f"the loss of microbatch {mb}": _bits(loss) for mb, loss in enumerate(call.get("losses") or ())
+    }
+    for stage in torch_private.schedule_stages(schedule):
+        if stage.is_last:
+            outputs = enumerate(stage.output_chunks)
+            digests |= {f"the output of microbatch {mb}": _bits(output) for mb, output in outputs}
+    for name, value in objects.items():
+        tensors, rest = split(value.state_dict())
+        digests[f"the state of register({name}=...)"] = digest(tensors, json.dumps(rest)).encode()
+    return Left(gradients, digests)
+
+
+def with_vacancies(assignment: Assignment) -> Assignment:
+    """Of each stage group one slot is vacant, of neighbouring ones those of different origins. Raises ValueError if it
+    is not a full world."""
+    groups = enumerate(assignment.groups())
+    vacant = {assignment.at(group, group % assignment.dp_size) for group, _ in groups}
+    return assignment.held_by(
+        {slot: member for slot, member in assignment.members.items() if slot not in vacant}
+    ).rerouted()
+
+
+def trial_difference(stages: Sequence[Any], one: Left, other: Left) -> str:
+    """The first thing that is not the same, bit for bit; empty: all is."""
+    for stage in stages:
+        for name, parameter in stage.submod.named_parameters():
+            if _differ(one.gradients.get(parameter), other.gradients.get(parameter)):
+                return f"the gradient of {name!r} of stage {stage.stage_index}"
+    names = [*one.digests, *(name for name in other.digests if name not in one.digests)]
+    return next((name for name in names if one.digests.get(name) != other.digests.get(name)), "")
+
+
+def summed(
+    group: ReconfigurableGroup,
+    stages: Sequence[Any],
+    rows: Sequence[Sequence[Row]],
+    mine: Sequence[Contribution],
+    scale: int,
+) -> OwnGradients:
+    """(all ranks of a stage group) The gradients of the one origin to which all rows belong. `rows`: of each rank, by
+    its place; `mine`: this rank's, by row. `scale`: what a sum over microbatches is divided by."""
+    given: OwnGradients = {}
+    parameters = dict.fromkeys(p for stage in stages for p in stage.submod.parameters() if p.requires_grad)
+    for parameter in parameters:
+        bucket = [parameter]
+        flat = [torch.cat(parts_of(bucket, contribution)) for contribution in mine]
+        sent = torch.stack(flat) if flat else parameter.new_empty(0, parameter.numel() + 1)
+        total: list[torch.Tensor] = []
+
+        def run(
+            collectives: Collectives, sent: torch.Tensor = sent, total: list[torch.Tensor] = total
+        ) -> None:
+            total.append(summed_by_origin(collectives, sent, rows, scale))
+
+        group.run(run)
+        gradient, used = torch.split(total[0], [parameter.numel(), 1])
+        if float(used):
+            given[parameter] = gradient.view_as(parameter)
+    return given
+
+
+def all_told(group: ReconfigurableGroup, words: str) -> list[str]:
+    """(all ranks) What each has said, by its place."""
+    said = words.encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES)
+    heard = group.gathered(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+    return [bytes(tensor.tolist()).decode(errors="replace").strip() for tensor in heard]
+
+
+def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    return _bits(one) != _bits(other)
+
+
+def _bits(value: Any) -> bytes:
+    """Of all the bits of its tensors."""
+    state = xxhash.xxh3_128()
+    for leaf in torch.utils._pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            state.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            state.update(byte_view(plain(leaf)).data)
+    return state.digest()
+
+
+_WHOLE, _SPLIT = 1, 2
+_NO_CALL = "and a train_step that does not call the schedule"
+_ONE_CALL = (
+    "and a train_step that calls the schedule more than once: while a rank is missing only one call, which trains, can "
+    "be shared"
+)
+
+
+class Rerouting(Adoption):
+    """One rank's. Trainer's thread."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._capturing = False
+        self._captured: Inputs | None = None
+        self._inputs: dict[int, Inputs] = {}
+        """By origin: what enters this rank's stages from outside, in the step under way."""
+        self._call: ReroutedCall | None = None
+        """Of the step under way."""
+        self._calls = 0
+        """Of the schedule, in the step under way."""
+        self._splits: bool | None = None
+        """All ranks get the same bits from split backwards. None: it is not known here."""
+        self._trying = False
+        """Whether they do."""
+        self._seconds: Seconds | None = None
+        """That stages take, as all have told at the beginning of this generation."""
+        self._transfer = math.nan
+        """Seconds of a message to the next stage's rank, when it was measured last."""
+        self._plans = PlansAhead(self._slot, self._world)
+        self._weights_share: dict[int, float] = {}
+        """Stage -> of the time that a split backward takes, what gradients of weights take."""
+        self._stops = False
+        """A step ends with its call of the schedule, and is taken back."""
+        self._evaluates = False
+        """In such a step the schedule was called before that for something else."""
+        self._schedule: Any = None
+        """Whose call the step under way trains by. A trainer may have several."""
+        self._looks_again = False
+        """The first step may have hung hooks upon parameters."""
+        self._left: Left | None = None
+        """By that call."""
+        self._pretended: Assignment | None = None
+        """In this step, slots of this one are taken for vacant."""
+        self._made: list[tuple[int, int]] | None = None
+        """Of gradients, as the schedule has left them: which, and of which version. None: nobody need look."""
+
+    def arm(self, *, at_start: bool) -> None:
+        """As `Adoption.arm`."""
+        super().arm(at_start=at_start)
+        self._looks_again = at_start and self._wanted
+
+    def check(self) -> None:
+        """As `Adoption.check`."""
+        if not self._state.schedules:
+            raise self._config.not_shared("without a pipeline schedule: microbatches are shared")
+        for schedule in self._state.schedules:
+            dp_size = self._assignment().dp_size
+            if problem := problem_of(schedule, dp_size, exact_gradients=self._config.exact_gradients):
+                raise self._config.not_shared(f"with {type(schedule).__name__}: {problem}")
+        super().check()
+
+    def shares(self) -> Shares | None:
+        """As `Adoption.shares`."""
+        assignment = self._assignment()
+        if not assignment.adopted:
+            return None
+        if self._call is None:
+            raise self._config.not_shared(
+                "and gradients that no call of the schedule has made: it is called once in each step"
+            )
+        if not self._config.exact_gradients:
+            return None
+        slots = assignment.group(self._slot)
+        origins = [assignment.slots[slot].dp_rank for slot in slots]
+        return self._call.shares(slots, origins)
+
+    def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
+        """As `Adoption.before`: learns what enters the schedule of the origins of which this rank computes some."""
+        self._call, self._inputs, self._calls, self._made = None, {}, 0, None
+        self._answers.reduced = False
+        if self._channel.replaying:
+            return
+        if self._begins:
+            self._begin(train_step, step, drop)
+        elif measures(step) and not self._assignment().vacant:
+            self._measure_transfers()
+            self._prepare(self._told_seconds())
+        else:
+            self._plans.go_on()
+        self._inputs = self._inputs_of(self._assignment(), train_step, step, drop)
+
+    def _inputs_of(
+        self,
+        assignment: Assignment,
+        train_step: Callable[[int], object],
+        step: int,
+        drop: Callable[[], None],
+    ) -> dict[int, Inputs]:
+        """Of each origin of which this rank computes some."""
+        group, inputs = assignment.slots[self._slot].stage_group, dict[int, Inputs]()
+        self._capturing = True
+        try:
+            for origin in assignment.adopted_by(self._slot):
+                taken = self._carried_out(origin, train_step, step, drop, self._taken)
+                # Gradients that were there before are a part of those of the first microbatch.
+                begins = assignment.owner(group, origin, 0) == self._slot
+                inputs[origin] = taken if begins else taken._replace(gradients={})
+            return inputs
+        finally:
+            self._capturing = False
+
+    def _before_reduction(self) -> None:
+        made, self._made = self._made, None
+        if made is not None and made != self._versions():
+            raise self._config.not_shared(
+                "and a train_step that changes gradients between schedule.step and their reduction: those that others "
+                "compute for a lost rank would stay as they are",
+                "call session.reduce_gradients() first",
+            )
+        super()._before_reduction()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        parameters = chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
+        return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
+
+    def after(self) -> None:
+        """As `Adoption.after`."""
+        super().after()
+        if self._calls > 1:
+            raise self._config.not_shared(_ONE_CALL)
+        if self._looks_again:
+            self._looks_again = False
+            self._check_hooks(self._channel.step)
+
+    def _begin(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
+        """The first step of a generation."""
+        self._begins, self._seconds = False, None
+        self._plans.begin()
+        self._agree_on_shapes()
+        self._check_hooks(step)
+        if not self._assignment().adopted:
+            if self._try_due():
+                self._try_all(train_step, step, drop)
+            self._prepare(self._told_seconds())
+            return
+        # A process that has come while ranks are missing cannot try it out. Its peers run the same stages, and have.
+        own = torch.tensor([self._tried], dtype=torch.uint8)
+        if not any(map(bool, self._data.gathered(own))):
+            self._differences.say(
+                step, "nobody was left to try out whether one rank can compute another's batches"
+            )
+        # A process that has come meanwhile does not know.
+        (whole, split) = (_WHOLE, _SPLIT) if self._splits is not None else (0, 0)
+        known = torch.tensor([split if self._splits else whole], dtype=torch.uint8)
+        self._splits = max(int(each) for each in self._world.gathered(known)) == _SPLIT
+        self._seconds = self._told_seconds()
+        ahead = self._plans.agree(self._calls_of(self._assignment()))
+        events.emit(
+            "planned_by",
+            rank=self._slot,
+            step=step,
+            splits=self._splits,
+            seconds=self._seconds.stages,
+            transfer=self._seconds.transfer,
+            ahead=ahead,
+        )
+        self._prepare(self._seconds)
+
+    def _try_all(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
+        """(all ranks, nobody is missing) A loss may cut this short. Who has not tried it before then still has not."""
+        tried, self._tried = self._tried, False
+        passed = tried
+        try:
+            self._try_out(train_step, step, drop)
+            in_torchs_way = self._left_by_call(train_step, step, drop)
+            self._try_to_split(in_torchs_way, train_step, step, drop)
+            self._try_vacancies(in_torchs_way, train_step, step, drop)
+            passed = True
+        finally:
+            self._tried = passed
+
+    def _check_hooks(self, step: int) -> None:
+        """A sum that is as large as a threshold comes long after the first step, so no trial finds this."""
+        name = hooked_parameter(self._state.stages if self._config.exact_gradients else ())
+        if not name:
+            return
+        error = self._config.not_shared(
+            "and a hook that is called when a gradient has been added up "
+            f"(register_post_accumulate_grad_hook of {name!r}): a lost rank's peers add those of their microbatches "
+            "apart from each other",
+            "do that behind schedule.step and session.reduce_gradients(), or use register_hook, which is called with "
+            "each microbatch's gradient",
+        )
+        if self._at_start:
+            raise error
+        self._differences.say(step, str(error))
+
+    def _stage_count(self) -> int:
+        """Of the schedule. (An assignment of this process counts each stage group as one.)"""
+        (schedule, *_) = self._state.schedules
+        return int(torch_private.schedule_stages(schedule)[0].num_stages)
+
+    def _told_seconds(self) -> Seconds:
+        """(all ranks) What each stage takes, from what all have measured. The same at each: they plan by it."""
+        own = torch.full((self._stage_count() + 1, 3), math.nan, dtype=torch.float64)
+        for stage, taken in self._channel.profile.stage_seconds().items():
+            share = self._weights_share.get(stage, math.nan)
+            own[stage] = torch.tensor([*taken, share], dtype=torch.float64)
+        own[-1, 0] = self._transfer
+        told = self._world.gathered(own)
+        return seconds_of([rows[:-1] for rows in told], [float(rows[-1, 0]) for rows in told])
+
+    def _measure_transfers(self) -> None:
+        """(all ranks, none is missing) What a message to the next stage's rank takes."""
+        assignment = self._assignment()
+        own = torch.tensor([self._channel.profile.message_bytes()], dtype=torch.int64)
+        told = dict(zip(assignment.occupied, map(int, self._world.gathered(own)), strict=True))
+        sizes = {assignment.slots[slot].stage_group: told[slot] for slot in assignment.representatives()}
+        known = {group: size for group, size in sizes.items() if size}
+        self._transfer = transfer_s(self._world, assignment, self._slot, known)
+
+    def _prepare(self, seconds: Seconds) -> None:
+        """While ranks train, they plan for the loss that may come next."""
+        self._plans.prepare(self._assignment(), self._calls_of, seconds)
+
+    def _try_to_split(
+        self, in_torchs_way: Left, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
+    ) -> None:
+        """Backwards are split, in steps that lack ranks, if that gives each rank the same bits as the schedule does.
+
+        It does as a rule. It does not for parameters that are used in a sum or twice (`x @ (a + b)`), of which torch
+        2.13 computes wrong gradients when it splits, and where a stage has hooks that are not called then.
+        """
+        equal, must = False, next(filter(torch_private.splits_backward, self._state.schedules), None)
+        if self._config.split_backward or must is not None:
+            self._trying = True
+            try:
+                left = self._left_by_call(train_step, step, drop)
+            finally:
+                self._trying, self._call = False, None
+            taken = self._channel.profile.backwards()  # of this call alone
+            self._weights_share = {stage: part / whole for stage, (whole, part) in taken.items() if part > 0}
+            equal = not trial_difference(self._state.stages, in_torchs_way, left)
+        told = torch.tensor([equal], dtype=torch.uint8)
+        self._splits = all(bool(each) for each in self._world.gathered(told))
+        if must is not None and not self._splits:
+            raise self._config.not_shared(
+                f"with {type(must).__name__}: where each microbatch's gradients are computed by themselves, they "
+                "have other bits"
+            )
+        events.emit("splits_backward", rank=self._slot, own=equal, all=self._splits)
+
+    def _try_vacancies(
+        self, in_torchs_way: Left, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
+    ) -> None:
+        """Whether a step that lacks ranks would have the same bits (`swift_ft.train.rerouting`)."""
+        assignment, stages = self._assignment(), self._state.stages
+        if assignment.vacant:
+            return  # nobody's batch is to be computed by others, or it would be adopted
+        if not self._config.exact_gradients:
+            return  # other bits are allowed, and there may be no memory to keep gradients apart
+        # Those that are taken for vacant do not call the schedule, so all have to know.
+        evaluates = self._world.gathered(torch.tensor([self._evaluates], dtype=torch.uint8))
+        if any(bool(each) for each in evaluates):
+            if self._at_start:
+                raise self._config.not_shared(_ONE_CALL)
+            return  # a recovery has led to such a step, and nobody is missing
+        pretended = with_vacancies(assignment)
+        routes, here = self._routes_of(pretended, self._schedule), self._slot in pretended.members
+        group = assignment.group(self._slot)
+        rows = [
+            routes.share_of(slot, assignment.slots[slot].dp_rank) if slot in pretended.members else []
+            for slot in group
+        ]
+        left, mine, held = in_torchs_way, list[Contribution](), 0
+        if here:
+            mine_of = rows[group.index(self._slot)]
+            left, mine, held = self._left_in(pretended, mine_of, train_step, step, drop)
+        theirs = summed(self._data, stages, rows, mine, torch_private.schedule_grad_scale(self._schedule))
+        if not here:
+            left = in_torchs_way._replace(gradients=theirs)
+        told = all_told(self._world, trial_difference(stages, in_torchs_way, left))
+        events.emit(
+            "vacancies_tried", rank=self._slot, step=step, vacant=list(pretended.vacant), gradient_bytes=held
+        )
+        slot, what = next((pair for pair in zip(assignment.occupied, told, strict=True) if pair[1]), (0, ""))
+        if what:
+            lost = " and ".join(map(str, pretended.vacant)) if len(pretended.vacant) < 3 else "of all stages"
+            self._refuse(
+                step,
+                f"was tried out as if ranks {lost} were lost, and {what} for the batch of rank {slot} has other bits: "
+                "what belongs to a batch must reach stages and loss as an argument of schedule.step, and a forward "
+                "must not depend on earlier ones",
+            )
+
+    def _left_in(
+        self,
+        pretended: Assignment,
+        rows: Sequence[Row],
+        train_step: Callable[[int], object],
+        step: int,
+        drop: Callable[[], None],
+    ) -> tuple[Left, list[Contribution], int]:
+        """What a call leaves in this world, in which this rank is there; what it has in each of these rows; and the
+        bytes that it held of them."""
+        self._inputs = self._inputs_of(pretended, train_step, step, drop)
+        self._pretended = pretended
+        try:
+            left = self._left_by_call(train_step, step, drop)
+        finally:
+            self._pretended, self._inputs = None, {}
+        call, self._call = self._call, None
+        assert call is not None
+        return left, call.contributions(rows), call.bytes_max
+
+    def _left_by_call(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> Left:
+        """What the call of the schedule leaves, in a step of this rank's own that is taken back."""
+        self._stops, self._evaluates = True, False
+        try:
+            return self._carried_out(self._channel.origin, train_step, step, drop, self._what_is_left)
+        finally:
+            self._stops = False
+
+    def _what_is_left(self) -> Left:
+        left, self._left = self._left, None
+        if left is None:
+            raise self._config.not_shared(_NO_CALL)
+        return left
+
+    def _taken(self) -> Inputs:
+        taken, self._captured = self._captured, None
+        if taken is None:
+            raise self._config.not_shared(_NO_CALL)
+        return taken
+
+    def reroute(self, schedule: Any, inner: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        """(the schedule is called) Raises Computed once what is wanted of the call is there, UsageError for a call
+        that others cannot carry out."""
+        self._answers.early = False
+        entering = [value for name, value in arguments.items() if name != "losses"]
+        tensors = (leaf for leaf in pytree.tree_leaves(entering) if isinstance(leaf, torch.Tensor))
+        if any(tensor.requires_grad for tensor in tensors):
+            raise self._config.not_shared(
+                "and an input of the schedule that requires a gradient: nobody would compute it for another rank",
+                "detach it, or compute it inside of the stage",
+            )
+        if self._capturing:
+            rerouted_call.split_inputs(schedule, arguments)
+            self._captured = pytree.tree_map_only(
+                torch.Tensor,
+                lambda tensor: tensor.detach().clone(),
+                Inputs(
+                    arguments["arg_mbs"],
+                    arguments["kwarg_mbs"],
+                    arguments.get("target_mbs"),
+                    arguments.get("loss_kwargs"),
+                ),
+            )._replace(gradients=self._gradients_now())
+            raise Computed
+        trains = all(stage.has_backward for stage in torch_private.schedule_stages(schedule))
+        self._schedule = schedule if trains else self._schedule
+        self._calls += trains and not (self.under_way or self._channel.rehearsing)
+        self._evaluates = self._evaluates or (self._stops and not trains)
+        given = self._called(schedule, inner, arguments, trains=trains)
+        if self._stops and trains:
+            self._left = left_by(schedule, arguments, self._state.stages, self._state.objects)
+            raise Computed
+        return given
+
+    def _called(
+        self, schedule: Any, inner: Callable[[], Any], arguments: dict[str, Any], *, trains: bool
+    ) -> Any:
+        assignment = self._pretended or self._assignment()
+        if not assignment.adopted and not (self._trying and trains):
+            return self._in_torchs_way(schedule, inner)
+        if self._calls > 1 or not trains:
+            raise self._config.not_shared(_ONE_CALL)
+        apart = self._config.exact_gradients
+        self._call = ReroutedCall(
+            self._routes_of(assignment, schedule),
+            self._slot,
+            self._channel.origin,
+            self._channel,
+            self._world,
+            quiet=self._quietly,
+            apart=apart,
+            not_shared=self._config.not_shared,
+        )
+        if not (apart or self._trying):
+            self._answers.name(
+                self._channel.step, "gradients of a lost rank's microbatches were added to other ranks' own"
+            )
+        rehearsing, self._channel.rehearsing = self._channel.rehearsing, True  # nothing is replayed of it
+        try:
+            self._call.run(schedule, arguments, self._inputs)
+        finally:
+            self._channel.rehearsing = rehearsing
+        for origin in self._inputs if self._pretended is None else ():
+            mine = self._call.computed(origin)
+            events.emit(
+                "adopted_step",
+                rank=self._slot,
+                step=self._channel.step,
+                origin=origin,
+                microbatches=mine,
+                gradient_bytes=self._call.bytes_max,
+            )
+        self._inputs = {}
+        return None
+
+    def _routes_of(self, assignment: Assignment, schedule: Any) -> Routes:
+        seconds = self._seconds or equal_seconds(self._stage_count())
+        return self._plans.routes(self._call_of(assignment, schedule), seconds)
+
+    def _calls_of(self, assignment: Assignment) -> list[Call]:
+        """Of each schedule that trains."""
+        return [
+            self._call_of(assignment, schedule)
+            for schedule in self._state.schedules
+            if torch_private.trains(schedule)
+        ]
+
+    def _call_of(self, assignment: Assignment, schedule: Any) -> Call:
+        return call_of(
+            assignment,
+            schedule,
+            split=self._trying or bool(self._splits),
+            memory=self._config.adaptive_memory,
+            staggered=self._config.staggered,
+        )
+
+    def _in_torchs_way(self, schedule: Any, inner: Callable[[], Any]) -> Any:
+        """Nobody is missing."""
+        given = inner()
+        if any(rerouted_call.skips_stages(stage) for stage in torch_private.schedule_stages(schedule)):
+            raise self._config.not_shared(
+                "and a stage that passes tensors by a stage: they go from one stage to the next"
+            )
+        self._made = self._versions()
+        return given
+
+    @contextmanager
+    def _quietly(self) -> Any:
+        quiet, self._witness.quiet = self._witness.quiet, True
+        try:
+            yield
+        finally:
+            self._witness.quiet = quiet

@@ -1,0 +1,866 @@
+"""The session: what a trainer sees of swift.
+
+(every rank) ``Session.from_env()`` joins the job and builds its process group → the trainer makes stages,
+schedule, optimizer with it → ``run(train_step, num_steps)``. Launched by ``swift-ft run``.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from swift_ft import events, reinitialization, torch_private, warm_up
+from swift_ft.comm import default_backend
+from swift_ft.comm.backend import Backend
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.comm.process_groups import ProcessGroups
+from swift_ft.comm.rank_store import CoordinatorStores
+from swift_ft.errors import UsageError
+from swift_ft.planner import Assignment
+from swift_ft.planner.groups import RecoveryGroups
+from swift_ft.planner.strategies import may_copy
+from swift_ft.state import fsdp
+from swift_ft.state.carried_gradients import WholeModule, accumulating
+from swift_ft.state.checkpoint_store import CheckpointStore
+from swift_ft.state.loaders import OriginLoader
+from swift_ft.text import ENV_ALLOW_INEXACT, ENV_SPARES, LAUNCHER_SETTINGS, flag_of
+from swift_ft.train import rerouted_call, verification
+from swift_ft.train.batch_redistribution import Adoption
+from swift_ft.train.boundary_log import Channel
+from swift_ft.train.collective_policy import Gate, groups_behind
+from swift_ft.train.config import SessionConfig, determinism_fingerprint, from_environment
+from swift_ft.train.coordinator_session import Member
+from swift_ft.train.engine import Engine
+from swift_ft.train.errors import Differences
+from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.log_session import OwnLog
+from swift_ft.train.lossy import CutStep, World
+from swift_ft.train.pipeline_collectives import Crossing
+from swift_ft.train.recording import Recording, ThoroughWatch
+from swift_ft.train.reducer import Reducer, Shares, is_ordered
+from swift_ft.train.rehearsal import Rehearsal, Shadow, Warming
+from swift_ft.train.rerouting import Rerouting
+from swift_ft.train.stage import LoggedPipelineStage, adopt, inferred_whole, logged_loss
+from swift_ft.train.staggering import Staggering
+from swift_ft.train.step import Lines, TrainStep
+from swift_ft.train.step_digests import Witness, watch_forwards
+from swift_ft.train.tape import Tape
+from swift_ft.train.tied_weights import Ties
+from swift_ft.train.training_state import TrainerState
+from swift_ft.train.updates import Losses, Updates
+from swift_ft.train.verification import Audit
+
+# The trainer's stages, whole modules and schedules, as a session takes them in.
+#
+# Each is refused here if a recovery could not give it its state back; else it is told to the parts that must know of
+# it: the channel logs its boundaries, the updates average its gradients, the state keeps what it holds.
+
+
+class ModelParts:
+    """Of one rank; the calls are those of `Session`, which say what they do."""
+
+    def __init__(
+        self,
+        rank: int,
+        assignment: Assignment,
+        backend: Backend,
+        gate: Gate,
+        groups: Mapping[str, ReconfigurableGroup],
+        channel: Channel,
+        updates: Updates,
+        state: TrainerState,
+        adoption: Adoption,
+    ) -> None:
+        self._rank = rank
+        self._assignment = assignment
+        self._backend = backend
+        self._gate = gate
+        self._groups = groups
+        self._channel = channel
+        self._updates = updates
+        self._state = state
+        self._adoption = adoption
+
+    def pipeline_stage(
+        self,
+        module: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        options: dict[str, Any],
+    ) -> LoggedPipelineStage:
+        """`options`: torch's. Raises UsageError."""
+        self._check_device(device)
+        options.setdefault("group", self._groups["pipeline"])
+        stage = LoggedPipelineStage(module, stage_index, num_stages, device, **options)
+        stage._attach(self._channel, self._updates)
+        self._add(stage)
+        return stage
+
+    def adopt(self, stage: Any) -> Any:
+        """Raises UsageError."""
+        self._check_device(torch.device(getattr(stage, "device", self._backend.device)))
+        if stage.group is None and self._assignment.dp_size == 1:
+            stage.group = self._groups["pipeline"]
+        if stage.group is not self._groups["pipeline"]:
+            raise UsageError(
+                "the stage communicates over a group that is not rebuilt after a failure; "
+                'build it with group=session.groups["pipeline"]'
+            )
+        self._add(adopt(stage, self._channel, self._updates))
+        return stage
+
+    def module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Raises UsageError."""
+        ranks = self._assignment.stage_groups
+        if ranks > 1:
+            raise UsageError(
+                f"session.module with {ranks} pipeline ranks; give replicas={len(self._assignment.slots)}, or use "
+                "session.pipeline_stage"
+            )
+        for parameter in module.parameters():
+            if parameter.device.type != "meta":  # not materialised yet
+                self._check_device(parameter.device)
+        whole = WholeModule(module)
+        self._add(whole)
+        watch_forwards(module, self._channel)
+        whole.seeded_by(self._channel.randomness, len(self._state.stages))
+        return module
+
+    def whole_modules(self) -> list[WholeModule]:
+        return [stage for stage in self._state.stages if isinstance(stage, WholeModule)]
+
+    def ddp(self, module: torch.nn.Module, options: dict[str, Any]) -> DistributedDataParallel:
+        """`options`: torch's. Raises UsageError."""
+        if self._assignment.replicas == 1:
+            raise UsageError("session.ddp needs replicas: Session.from_env(replicas=...), or leave DDP out")
+        wrapped = DistributedDataParallel(
+            module,
+            process_group=self._groups["data"],
+            **{"init_sync": False, "find_unused_parameters": True, **options},
+        )
+        torch_private.keep_reference(wrapped)
+        self._state.wrapped.append(wrapped)
+        return wrapped
+
+    def add_schedule(self, schedule: Any) -> None:
+        """Raises UsageError."""
+        if not isinstance(schedule, torch_private.Schedule):
+            raise UsageError(
+                f"register(schedule=...) was given a {type(schedule).__name__}; give a schedule of "
+                "torch.distributed.pipelining"
+            )
+        stages = torch_private.schedule_stages(schedule)
+        if not all(stage in self._state.stages for stage in stages):
+            raise UsageError(
+                "the schedule runs a stage that is not logged; use session.pipeline_stage or adopt"
+            )
+        for stage in stages:
+            if isinstance(stage.submod, DistributedDataParallel) and torch_private.splits_backward(schedule):
+                raise UsageError(
+                    f"{type(schedule).__name__} computes weight gradients apart, where DistributedDataParallel "
+                    "does not see them; give the stage a plain module, the session averages its gradients"
+                )
+        torch_private.wrap_loss(schedule, logged_loss(stages, self._channel))
+        if self._adoption.reroute is not None:
+            rerouted_call.instead_of_calls(schedule, self._adoption.reroute)
+        number = len(self._state.schedules)
+        torch_private.around_calls(schedule, lambda: self._around_call(number))
+        self._state.schedules.append(schedule)
+
+    @contextmanager
+    def _around_call(self, number: int) -> Iterator[None]:
+        """Of the schedule with this number."""
+        self._gate.scheduled()
+        self._channel.shapes.schedule = number
+        schedule = self._state.schedules[number]
+        for stage in torch_private.schedule_stages(schedule):
+            stage.grad_scale = torch_private.schedule_grad_scale(schedule)
+        self._updates.communicates()
+        with inferred_whole(schedule), self._updates.spoiling(), self._gate.passing():
+            yield
+        self._channel.randomness.outside()
+
+    def _add(self, stage: Any) -> None:
+        for name, part in stage.submod.named_modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise UsageError(
+                    f"{name or 'the module'} is TorchScript (torch.jit.script or trace): what it keeps besides "
+                    "parameters and buffers cannot be looked at; give the Python module, or torch.compile of it"
+                )
+        self._state.add_stage(stage)
+        mine = {self._rank: sorted({each.stage_index for each in self._state.stages})}
+        if problem := self._channel.groups.problem(stage.num_stages, mine):
+            raise UsageError(problem)
+        stage.groups = list(self._groups.values())
+        stage.called_too = lambda: (torch_private.loss_functions(self._state.schedules), self._state.objects)
+        self._channel.fails_at_layers(stage.submod)
+        self._updates.reduced_elsewhere(fsdp.sharded_parameters(stage.submod, self._groups))
+        if isinstance(stage.submod, DistributedDataParallel):
+            if stage.submod.process_group is not self._groups["data"]:
+                raise UsageError(
+                    "DistributedDataParallel over a group that is not made again after a failure; use "
+                    "session.ddp(module) in its place"
+                )
+            if self._updates.shrinks_by:
+                raise UsageError(
+                    f"strategy={self._updates.shrinks_by!r} with DistributedDataParallel, which divides by the "
+                    "ranks of a full world: give the plain module to the session, which averages its gradients"
+                )
+            # It leaves alone what is frozen when it is made: a step that trains that later is averaged here.
+            self._updates.reduced_elsewhere(p for p in stage.submod.parameters() if p.requires_grad)
+        elif self._updates.wait_free:
+            self._updates.awaited.add(stage)
+
+    def _check_device(self, device: torch.device) -> None:
+        """Raises UsageError: the backend moves no tensors of another device."""
+        if device.type != self._backend.device.type:
+            here = f"{self._backend.device.type.upper()} ({self._backend.name})"
+            raise UsageError(f"device {device}: this version recovers {here} pipelines only")
+
+
+# The parts of a session, made in the order in which they need each other.
+#
+# Two parts may need each other: the updates call the vote, and the engine, which holds it, is made of the state that
+# has the updates. Then one has a `Hook` (`swift_ft.train.errors`), or asks when it is called: a generation's store
+# and its assignment are there only once there is a generation.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a session hands its calls to."""
+
+    gate: Gate
+    groups: dict[str, ReconfigurableGroup]
+    """Those that the trainer communicates over, by name."""
+    channel: Channel
+    updates: Updates
+    state: TrainerState
+    adoption: Adoption
+    crossing: Crossing
+    losses: Losses
+    lines: Lines
+    model_parts: ModelParts
+    engine: Engine
+    shadow: Shadow | None
+    """Of a process that is no rank."""
+
+    @classmethod
+    def wired(
+        cls, rank: int, assignment: Assignment, member: Member, checkpoint_dir: str, config: SessionConfig
+    ) -> Self:
+        """`assignment`: of the full world. Raises UsageError if nothing can be written in `checkpoint_dir`."""
+        logs: list[OwnLog] = []  # groups have the backend, and are not to hold the engine
+
+        def assigned() -> Assignment:
+            """Of this generation."""
+            return engine.membership.assignment
+
+        def shares() -> Shares | None:
+            return adoption.shares()
+
+        def world_now() -> World:
+            return World.of(engine.membership.generation, assigned(), rank)
+
+        backend, gate = default_backend(lambda: _service_ports(member, logs)), Gate()
+        groups = groups_behind(gate, rank, assignment.process_groups(rank), backend)
+        world = _own_world(groups["world"].ranks, rank, backend)
+        faults = FaultInjector(rank)
+        store = _checked_store(checkpoint_dir, rank, member, _twins(assignment, config, rank), faults)
+        all_groups = (*groups.values(), world)
+        stores = CoordinatorStores(member.client)
+        communicator = ProcessGroups(backend, rank, all_groups, default=groups["world"], stores=stores)
+        channel = _channel_of(rank, assignment, config, backend, faults, communicator, member)
+        losses, differences = Losses(rank, config.non_finite_loss, channel), Differences(member.client)
+        witness = Witness(differences.say, lambda: communicator.broken is not None, losses.look)
+        channel.watch(witness)
+        tape = Tape(witness)
+        for group in groups.values():
+            group.tape = tape
+        reducer = _reducer_of(assignment, config, groups["data"], lambda: world_now().divisor, shares)
+        cut_step = CutStep(config.finishes_cut_steps, rank, reducer, world_now)
+        updates = _updates_of(config, reducer, faults, channel, groups, cut_step, member, communicator)
+        state = TrainerState(channel.randomness, updates, groups.get("replicate"))
+        state.iterators.install()
+        watch = ThoroughWatch(witness, state.stages, state.parameter_names)
+        recording = Recording(rank, config, witness, watch, tape, channel.note, lambda: updates.held)
+        updates.unreduced.bind(watch.gradients)
+
+        def before_update() -> None:
+            tape.check_seeing()
+            verification.before_update(state)
+
+        updates.before_update.bind(before_update)
+        adoption = _adopts(config)(
+            config, rank, channel, state, assigned, groups, world, witness, differences
+        )
+        staggering = Staggering(config.staggered, rank, member, state, world, assigned, channel)
+        lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
+        engine = Engine(
+            rank,
+            config,
+            member,
+            communicator,
+            channel,
+            state,
+            store,
+            faults,
+            world,
+            assignment,
+            witness=witness,
+            adoption=adoption,
+            audit=_audit_of(assignment, config, groups, state),
+            lines=lines,
+            staggering=staggering,
+            recording=recording,
+        )
+        logs.append(engine.log)
+        cut_step.held_over.bind(engine.held_over)
+        gate.bind(channel, updates, adoption)
+        torch_private.before_pickling(gate.pickles)
+        parts = ModelParts(rank, assignment, backend, gate, groups, channel, updates, state, adoption)
+        return cls(
+            gate=gate,
+            groups=groups,
+            channel=channel,
+            updates=updates,
+            state=state,
+            adoption=adoption,
+            crossing=Crossing(channel, updates, groups, staggering, state.objects),
+            losses=losses,
+            lines=lines,
+            model_parts=parts,
+            engine=engine,
+            shadow=_shadow_of(
+                config, watch, tape, rank, member.client, communicator, channel, state, store, witness
+            ),
+        )
+
+
+def _shadow_of(config: SessionConfig, watch: ThoroughWatch, tape: Tape, *parts: Any) -> Shadow | None:
+    if not warm_up.is_warming_up():
+        return None
+    if warm_up.this_run().rehearses:
+        return Rehearsal(*parts, watch=watch, tape=tape, seed=config.seed, stall_s=config.replay_stall_s)
+    return Warming(*parts)
+
+
+def _adopts(config: SessionConfig) -> type[Adoption]:
+    return Rerouting if config.reroutes else Adoption
+
+
+def _service_ports(member: Member, logs: Sequence[OwnLog]) -> list[int]:
+    addresses = [member.client.address, *(address for log in logs for address in log.servers_of_job)]
+    return [int(address.rpartition(":")[2]) for address in addresses]
+
+
+def _updates_of(
+    config: SessionConfig,
+    reducer: Reducer | None,
+    faults: FaultInjector,
+    channel: Channel,
+    groups: Mapping[str, ReconfigurableGroup],
+    cut_step: CutStep,
+    member: Member,
+    communicator: ProcessGroups,
+) -> Updates:
+    return Updates(
+        config,
+        reducer,
+        faults,
+        ties=Ties(channel, groups["pipeline"]),
+        cut_step=cut_step,
+        channel=channel,
+        check=member.check,
+        groups_whole=communicator.check_whole,
+    )
+
+
+def _own_world(ranks: Sequence[int], rank: int, backend: Backend) -> ReconfigurableGroup:
+    """All ranks, for what the session itself says: votes, copies. Nobody asks the gate about it."""
+    return ReconfigurableGroup("all", ranks, rank, backend, step=None, gate=None)
+
+
+def _channel_of(
+    rank: int,
+    assignment: Assignment,
+    config: SessionConfig,
+    backend: Backend,
+    faults: FaultInjector,
+    communicator: ProcessGroups,
+    member: Member,
+) -> Channel:
+    channel = Channel(
+        rank,
+        assignment,
+        config.seed,
+        backend.device,
+        faults,
+        lambda: communicator.store,
+        member.check,
+        communicator.check_whole,
+        RecoveryGroups.parse(config.groups),
+    )
+    channel.finishes_cut_steps = config.finishes_cut_steps
+    return channel
+
+
+def _reducer_of(
+    assignment: Assignment,
+    config: SessionConfig,
+    data: ReconfigurableGroup,
+    contributions: Callable[[], int],
+    shares: Callable[[], Shares | None],
+) -> Reducer | None:
+    """None: no other rank has gradients of this stage."""
+    if assignment.dp_size == 1:
+        return None
+    ordered = is_ordered(config.reduction, assignment.dp_size)
+    return Reducer(data, contributions, ordered=ordered, shares=shares)
+
+
+def _audit_of(
+    assignment: Assignment,
+    config: SessionConfig,
+    groups: Mapping[str, ReconfigurableGroup],
+    state: TrainerState,
+) -> Audit | None:
+    """None: there are no replicas, or nothing is copied from them."""
+    if assignment.replicas == 1 or not may_copy(config.strategy):
+        return None
+    return Audit(groups.get("replicate", groups["data"]), state)
+
+
+def _twins(assignment: Assignment, config: SessionConfig, rank: int) -> Sequence[int]:
+    """Ranks from whose checkpoints this one may begin."""
+    return assignment.peers(rank) if config.shrinks else ()
+
+
+def _checked_store(
+    checkpoint_dir: str, rank: int, member: Member, twins: Sequence[int], faults: FaultInjector
+) -> CheckpointStore:
+    """Raises UsageError if nothing can be written there; but who replaces a lost rank can go on without."""
+    store = CheckpointStore(
+        checkpoint_dir, rank, member, twins, lambda version: faults.at("save", version - 1)
+    )
+    try:
+        store.check()
+    except UsageError:
+        if not member.replaces_another():
+            raise
+    return store
+
+
+ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
+ENV_METRICS_LISTEN = "SWIFT_METRICS_LISTEN"
+ENV_LOCAL_PLACE = "SWIFT_LOCAL_PLACE"
+"""LOCAL_RANK names the device, which two ranks of a machine may share."""
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+class Session:
+    """One rank's part in a job that survives the loss of ranks."""
+
+    def __init__(
+        self, *, rank: int, assignment: Assignment, member: Member, checkpoint_dir: str, config: SessionConfig
+    ):
+        self.rank = rank
+        """This process's number among all ranks, from 0. A process that replaces a lost rank has the same number."""
+        self.world_size = len(assignment.slots)
+        """The number of ranks in the job."""
+        parts = Parts.wired(rank, assignment, member, checkpoint_dir, config)
+        self.groups = parts.groups
+        """Process groups that survive failures: ``world`` (all ranks), ``pipeline`` (this rank's pipeline), ``data``
+        (the data-parallel ranks of this stage), and with shards ``replicate`` and ``shard``."""
+        self._config = config
+        self._member = member
+        self._assignment, self._slot = assignment, assignment.slots[rank]  # of the full world
+        self._gate = parts.gate
+        self._channel, self._updates = parts.channel, parts.updates
+        self._state = parts.state
+        self._origin_loaders = parts.adoption.loaders
+        self._crossing = parts.crossing
+        self._model_parts = parts.model_parts
+        self._losses = parts.losses
+        self._lines = parts.lines
+        self._engine = parts.engine
+        self._end_metrics = self._show_metrics(member.client.job)
+        self._closed, self._process = False, os.getpid()
+        self._shadow = parts.shadow
+        if self._shadow is not None:
+            reinitialization.begin_session(self)
+            self._shadow.stand_in()
+            return
+        if config.strategy == "reinit":
+            reinitialization.begin_session(self)
+        fingerprint = determinism_fingerprint(config.undo)
+        with warm_up.waiting():
+            member.join(self.world_size, config.agreed(), fingerprint, self._engine)
+            self._engine.membership.form()
+
+    @classmethod
+    def from_env(
+        cls, *, seed: int = 0, checkpoint_every: int = 100, codec: str = "none", **settings: Any
+    ) -> "Session":
+        """Makes the session of this process, which ``swift-ft run`` has started as a rank. Blocks until all ranks have
+        joined.
+
+        `seed`: the root of all randomness in steps. `checkpoint_every`: optimizer steps between checkpoints. `codec`:
+        "none", "lz4" or "bitshuffle". `settings`: see `SessionConfig`.
+        Raises UsageError (not started by ``swift-ft run``, or a wrong setting) and JoinRefused (another rank has other
+        settings, another machine or another world size).
+        """
+        settings.setdefault("measure_undo", bool(os.environ.get(ENV_MEASURE_UNDO)))
+        settings |= _launchers(settings)
+        settings.setdefault("rehearse", "start" if os.environ.get(ENV_SPARES, "0") != "0" else "off")
+        config = SessionConfig(seed=seed, checkpoint_every=checkpoint_every, codec=codec, **settings)
+        here = from_environment(config)
+        place, config = here.place, here.config
+        alone = not (reinitialization.is_called_again() or warm_up.is_warming_up())
+        if config.strategy == "reinit" and alone:
+            raise UsageError(
+                "strategy='reinit': nobody calls the training function again: start the script with `swift-ft run`, or "
+                "decorate the function with swift_ft.reinit"
+            )
+        member = reinitialization.handed_on() or Member(
+            place.coordinator, place.job, place.rank, place.incarnation
+        )
+        events.configure(f"rank{place.rank}")
+        return cls(
+            rank=place.rank,
+            assignment=here.assignment,
+            member=member,
+            checkpoint_dir=here.checkpoint_dir,
+            config=config,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the job. Records that the log has not acknowledged are dropped: after an error no rank will replay
+        them, and after `run` there are none. In a process that this one has forked it does nothing."""
+        if not self._closed and os.getpid() == self._process:
+            self._closed = True
+            self._end_metrics()
+            self._engine.close()
+            # The next session of this process is made where this one's parts are gone.
+            if self._config.strategy == "reinit" or self._shadow is not None:
+                torch_private.let_go()
+
+    # --- where this rank stands ---
+
+    @property
+    def replicas(self) -> int:
+        """D: the number of ranks that hold the same state."""
+        return self._assignment.replicas
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's number among the data-parallel ranks of its stage. Each trains on batches of its own. While the
+        batch of a lost rank is computed here (`lost_shard`), it is that one's number."""
+        return self._channel.origin
+
+    @property
+    def dp_size(self) -> int:
+        """The number of data-parallel ranks of a stage: replicas * shards."""
+        return self._assignment.dp_size
+
+    @property
+    def pipeline_rank(self) -> int:
+        """This rank's position in its pipeline, from 0."""
+        return self._slot.stage_group
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """The number of ranks in a pipeline."""
+        return self._assignment.stage_groups
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh for ``fully_shard(module, mesh=session.mesh)``. Its dimensions are ("replicate", "shard"), or
+        ("shard",) with one replica.
+
+        It stays valid through failures. Shard a module before `pipeline_stage`, and make its optimizer after that.
+        """
+        return fsdp.device_mesh(self._assignment, self.groups)
+
+    # --- what the trainer makes ---
+
+    def pipeline_stage(
+        self,
+        module: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str = "cpu",
+        **options: Any,
+    ) -> LoggedPipelineStage:
+        """Makes a `torch.distributed.pipelining.PipelineStage` whose boundaries are logged. `options` are torch's.
+
+        The stage's group is this rank's pipeline. With replicas, the session averages the gradients of `module` over
+        them before the optimizer's step, unless `module` averages them itself (`session.ddp`, FSDP2 on
+        `session.mesh`). Raises UsageError: the device is not the backend's, or the stage does not fit the groups.
+        """
+        return self._model_parts.pipeline_stage(
+            module, stage_index, num_stages, torch.device(device), options
+        )
+
+    def module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Registers a whole model that is trained without a pipeline, and returns the same module. There may be several
+        (a GAN's).
+
+        The session averages the gradients of `module` over the replicas before the optimizer's step; with
+        updates='wait_free', while backward goes on. It does not if `module` averages them itself (`session.ddp`, FSDP2
+        on `session.mesh`). No schedule is needed.
+        """
+        return self._model_parts.module(module)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Accumulates gradients: backward passes inside of this context only add to the gradients of `session.module`.
+        Run the last backward pass of a step outside of it."""
+        with accumulating(self._model_parts.whole_modules()):
+            yield
+
+    def ddp(self, module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
+        """Wraps `module` as a DistributedDataParallel over the replicas, for `pipeline_stage`. `options` are torch's.
+
+        It differs from a DistributedDataParallel that a trainer makes itself in two ways. Its group is rebuilt under it
+        after a failure. And its buckets are never rearranged after the first step, because a replacement would
+        rearrange them in another step.
+        """
+        return self._model_parts.ddp(module, options)
+
+    def adopt(self, stage: Any) -> Any:
+        """Turns an existing stage (for example one that `pipeline().build_stage` has built) into a logged one, and
+        returns it."""
+        return self._model_parts.adopt(stage)
+
+    def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
+        """Registers an optimizer with the session, and returns the same object. It must hold parameters of stages only.
+
+        From then on its `step` is carried out bucket by bucket, with the same bits. Make it after the stages.
+        """
+        self._state.add_optimizer(optimizer)
+        return optimizer
+
+    def tie(self, parameter: torch.nn.Parameter, ranks: Sequence[int]) -> None:
+        """Ties this weight to the weights that the other `ranks` pass in the same call (an embedding and the head).
+
+        `ranks`: the pipeline ranks whose stages have the weight, this one among them. All begin with the first rank's
+        value. Their gradients are summed, in rank order, before the norm is taken or an optimizer steps. With equal
+        optimizers they stay equal. Call it on each of these ranks, in the same order, before `run`. The gradients need
+        no `all_reduce`, and `clip_grad_norm_` counts the weight once.
+        """
+        self._updates.tie(parameter, ranks)
+
+    def help_replay(self, make_module: Callable[[int], torch.nn.Module]) -> None:
+        """Lets this rank help when another rank's stage is replayed, instead of waiting for it.
+
+        ``make_module(stage_index)`` returns a new module of that stage on the CPU, as that stage's rank makes it for
+        `pipeline_stage`. Its weights are overwritten. The module must share nothing with this rank's own stages or with
+        earlier modules of this function, and must keep no state outside of parameters and buffers. Replays are shared
+        in pipelines without replicas, under torch's schedules except ScheduleLoopedBFS, by at most
+        `SessionConfig.helpers` ranks.
+        """
+        self._engine.help_replay(make_module)
+
+    def register(self, *, schedule: Any = None, **objects: Any) -> None:
+        """Registers the other objects that a recovery must restore: the pipeline schedule, and everything with a state
+        of its own that a step changes (LR scheduler, data loader, gradient scaler), under any name.
+
+        The objects' state_dict is copied at every step, so keep it small. `loader` counts as data position. Generators
+        (of torch, `random`, numpy), lists, dicts and deques may be passed as they are. Raises UsageError for any other
+        object without state_dict and load_state_dict.
+        """
+        if schedule is not None:
+            self._model_parts.add_schedule(schedule)
+        for name, value in objects.items():
+            self._state.add_object(name, value)
+
+    def loader(self, make: Callable[[int], Any], name: str = "loader") -> OriginLoader:
+        """Registers a data loader that can give other data-parallel ranks' batches as well, and returns it.
+
+        ``make(dp_rank)`` returns the loader of that data-parallel rank, with state_dict and load_state_dict. Its state
+        must be the same on all data-parallel ranks at the same step (a position). What is returned is used as that
+        loader is: attributes, iteration and `next` are those of the rank whose batch is computed. Needed only where
+        others compute a lost rank's batches (`lost_shard` "redistribute" and "reroute", and strategy "adaptive").
+        """
+        loader = OriginLoader(make, self._slot.dp_rank, lambda: self._channel.origin)
+        self._state.add_object(name, loader)
+        self._origin_loaders.add(loader, name)
+        return loader
+
+    def run(self, train_step: TrainStep, num_steps: int) -> None:
+        """Calls ``train_step(step)`` for every step below `num_steps` that is still to do. Returns when all ranks have
+        done all steps.
+
+        `train_step` does one whole optimizer step. When a rank is lost, an exception of torch's cuts it short, and it
+        is called again with the step where the job goes on. A replacement also calls it for the steps that it replays;
+        `replaying` is True then.
+
+        Raises UsageError if the job has run before, or its trainer cannot be recovered.
+        """
+        if num_steps < 0:
+            raise UsageError(f"num_steps={num_steps}; give 0 or more")
+        if self._config.strategy == "reinit" and not reinitialization.is_open(self):
+            raise UsageError(
+                "the training function was called again, and the session is the one of before: with strategy='reinit' "
+                "make the session in that function"
+            )
+        if self._gate.over:
+            raise UsageError(
+                "session.run was called before, and with it the job has finished: call it once, with all steps, and do "
+                "what is due every so many steps (a validation, say) inside of train_step"
+            )
+        self._state.check_complete()
+        self._state.remember()
+        if self._shadow is not None:
+            self._shadow.run(self._gate.around(train_step), num_steps)
+        events.emit("run_begin", rank=self.rank, script_seconds=warm_up.script_seconds())
+        self._engine.run(self._gate.around(train_step), num_steps)
+        self._gate.over = True
+
+    # --- inside a step ---
+
+    @property
+    def step(self) -> int:
+        """The number of the step under way. It equals the number of updates done."""
+        return self._state.version
+
+    @property
+    def replaying(self) -> bool:
+        """True while a step is replayed from the log. The lost rank had begun that step before, and may or may not have
+        reported its metrics (`log` reports them exactly once). Also True in a rehearsal (`swift_ft.is_warming_up`)."""
+        return self._channel.replaying or self._channel.rehearsing
+
+    def log(self, **values: object) -> None:
+        """Writes one line of JSON for this step to `metrics/rank<R>.jsonl` in the job's checkpoint directory. Each
+        step's line is written exactly once and in order, whatever fails. Several calls in a step make one line.
+
+        `values`: numbers, strings, and tensors of one number. Raises UsageError for others. Call it before
+        `optimizer.step()`. Values that are passed after the update may be lost: if the rank dies right there, it is
+        restored from a replica that has done the update, and does not run that code again.
+        """
+        self._lines.add(values)
+
+    def stop(self, reason: str = "") -> None:
+        """(inside a step) Ends the job early: all ranks do this step to its end, and then `run` returns.
+
+        Any rank may call it: only the last one of a pipeline, which has the loss, or all. Replicas of a stage must
+        decide alike, so sum over them what the decision depends on (`dist.all_reduce`). The job is then FINISHED. If
+        it is started again with the same number of steps, it has nothing to do; with more, it goes on. `reason` is for
+        people.
+        """
+        self._gate.check_in_step("session.stop")
+        self._engine.ending.call(" ".join(reason.split()))
+
+    def all_reduce(self, tensor: torch.Tensor, name: str, ranks: Sequence[int] | None = None) -> torch.Tensor:
+        """Returns the sum of `tensor` over the ranks of this rank's pipeline, as a new tensor of the same shape, and
+        logs it.
+
+        A replay has no peers, so it reads the result from the log. The same holds for torch's own functions that give
+        all ranks the same result (`dist.all_reduce` and the like); others are refused. The sum is taken in rank order,
+        so its bits do not depend on a backend's algorithm. `name` appears in messages. `ranks`: the pipeline ranks that
+        take part, this one among them; by default all.
+        """
+        return self._crossing.all_reduce(tensor, name, ranks)
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """(inside a step) Checks a loss that the session does not see: that of a whole module, if it is computed
+        outside of the module's forward.
+
+        If it is not finite, `SessionConfig.non_finite_loss` decides what happens.
+        """
+        self._losses.look(self.step, "the loss", loss)
+
+    def reduce_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Averages this optimizer's gradients over the replicas now, unless that was done since its last step.
+
+        `clip_grad_norm_` and `optimizer.step()` do this themselves. Call it before anything else that reads gradients
+        (a gradient scaler's `unscale_`). With several optimizers, pass the one that is about to step.
+        """
+        self._crossing.reduce_gradients(optimizer)
+
+    def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Does `scaler.unscale_(optimizer)`, and lets all stages know if one of them has found inf or nan.
+
+        Then `scaler.step(optimizer)` skips the update on all ranks or on none, and `scaler.update()` changes the scale
+        alike. Gradients are averaged over replicas first. What was found is a collective over all stages, and is
+        logged. `scaler` is a `torch.amp.GradScaler` that was registered; each rank passes its own.
+        """
+        self._crossing.unscale_(scaler, optimizer)
+
+    def clip_grad_norm_(
+        self,
+        parameters: Iterable[torch.nn.Parameter] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        uncounted: Iterable[torch.nn.Parameter] = (),
+    ) -> torch.Tensor:
+        """Does `torch.nn.utils.clip_grad_norm_` over the parameters of all stages, and returns the global norm.
+
+        Each rank passes its own parameters. With replicas, gradients are averaged over them first. The global norm is
+        a collective over all stages, and is logged. A weight that was passed to `tie` counts once. If ranks share a
+        weight in another way, all but one of them pass it in `uncounted`: there it is clipped, but left out of the
+        norm.
+        """
+        return self._crossing.clip_grad_norm_(parameters, max_norm, norm_type, uncounted)
+
+    # --- inside ---
+
+    def _show_metrics(self, job: str) -> Callable[[], None]:
+        listen = self._config.metrics_listen or os.environ.get(ENV_METRICS_LISTEN, "")
+        if not listen or warm_up.is_warming_up():
+            return lambda: None
+        from swift_ft.train import metrics
+
+        local_rank = int(os.environ.get(ENV_LOCAL_PLACE) or os.environ.get("LOCAL_RANK", "0"))
+        progress = self._engine.progress
+        return metrics.serve_metrics(
+            listen, job, self.rank, local_rank, lambda: metrics.Progress.of(progress())
+        )
+
+
+_USUAL = SessionConfig()
+
+
+def _launchers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What `swift-ft run` was told of a session's settings. Raises UsageError: the script says something else."""
+    told: dict[str, Any] = {}
+    for name, variable in LAUNCHER_SETTINGS.items():
+        word = os.environ.get(variable)
+        if not word:
+            continue
+        kind = type(getattr(_USUAL, name))
+        try:
+            value = {"on": True, "off": False}[word] if kind is bool else kind(word)
+        except (KeyError, ValueError):
+            wanted = "on or off" if kind is bool else "a number"
+            raise UsageError(
+                f"{variable}={word}: give {wanted} ({flag_of(name)} of swift-ft run sets it)"
+            ) from None
+        if settings.get(name, value) != value:
+            raise UsageError(
+                f"swift-ft run was given {flag_of(name)} {word}, and the script says {name}={settings[name]!r}: leave "
+                "one out"
+            )
+        told[name] = value
+    if os.environ.get(ENV_ALLOW_INEXACT):
+        told["allow_inexact"] = True
+    return told

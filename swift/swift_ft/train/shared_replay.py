@@ -1,0 +1,575 @@
+"""The rank whose stages are replayed, while others compute a part of them.
+
+    ask → offers → the line is made
+    every step: the trainer's own, in which the stages ask this for its share (`swift_ft.train.stage.Share`)
+    leave → the helpers go back to their own stages; the rest is replayed alone
+
+Whatever others cannot do as this rank would is found out before anything is computed, and said: then nobody helps.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from swift_ft import events, torch_private
+from swift_ft.comm.backend import Wire
+from swift_ft.errors import ReplayRefused
+from swift_ft.log.reader import ReadFilter
+from swift_ft.log.record import RecordKey
+from swift_ft.planner import Help
+from swift_ft.state.tensors import same_bits
+from swift_ft.state.transfer import available_memory, torch_dtype
+from swift_ft.train.boundary_log import Channel
+from swift_ft.train.gradient_chain import (
+    GradientChain,
+    OwnGradients,
+    Post,
+    Strides,
+    first_strides,
+    laid_out,
+    module_layout,
+    module_modes,
+    parameters_and_buffers,
+    taken_apart,
+    tied,
+    together,
+)
+from swift_ft.train.stage import LoggedPipelineStage
+from swift_ft.train.training_state import TrainerState
+
+# A lost stage is replayed by its owner and by survivors together, each with a share of every step's microbatches.
+#
+#     owner     the rank that replays: runs the trainer's own step, but computes its share only
+#     helper    a survivor that builds the stage besides its own, and computes microbatches of it
+#     line      helpers in the order of their shares, the owner last: gradients go up it, weights down
+#
+# Step by step: weights go down the line; all compute; the first adds its microbatches' gradients up as autograd does;
+# the next adds its own, one after the other, to what comes from before it; the owner ends with the sum that one process
+# would have got, to the bit, and does the rest of the trainer's step, which nobody else has to know.
+
+
+# Who computes which microbatches.
+
+
+def workers(microbatches: int, available: int) -> int:
+    """So many of the available ranks as make the largest share smaller, and no more."""
+    largest = -(-microbatches // max(1, min(available, microbatches)))
+    return -(-microbatches // largest)
+
+
+def shares(microbatches: int, count: int) -> list[range]:
+    """Runs of microbatches for `count` ranks in the order of the line. What does not divide goes to the first ones:
+    the last one, the owner, has the optimizer's step to do besides."""
+    each, left = divmod(microbatches, count)
+    bounds = [0]
+    for index in range(count):
+        bounds.append(bounds[-1] + each + (index < left))
+    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
+
+
+def memory_needed(weights: int, share: int) -> int:
+    """Bytes for gradients of a share, beside the module and its activations: what is on its way up and down the line,
+    and each microbatch's until those before them have come."""
+    return weights * (2 + share)
+
+
+# Ranks that compute a recovery group's stages together, and what they must do alike.
+#
+# Nothing that passes inside a group is logged: whoever computes a microbatch of one stage gets it from somebody who
+# computes the same microbatch of the stage before, and would wait for ever for one who leaves it to others. So the
+# owners of a group agree who computes what before they share anything, and in every step that they share it at all;
+# the helpers of a copy compare what they were given.
+
+
+def copy_of(helper: int, planned: Sequence[Help]) -> tuple[int, ...]:
+    """The ranks of the copy of a recovery group that `helper` is one of, by stage; itself alone for a single stage."""
+    mine = next((help for help in planned if helper in help.helpers), None)
+    if mine is None or not mine.together:
+        return (helper,)
+    number = list(mine.helpers).index(helper)
+    helpers = {help.owner: help.helpers for help in planned}
+    return tuple(helpers[owner][number] for owner in mine.together)
+
+
+class Together:
+    """One of `ranks`, which speak in turns: each says something, and knows what all have said."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], wire: Wire):
+        self._rank = rank
+        self.ranks = tuple(ranks)
+        self._post = Post(wire)
+
+    @property
+    def behind(self) -> int:
+        """How many stages of the group come behind this rank's."""
+        return len(self.ranks) - self.ranks.index(self._rank) - 1
+
+    def agree(self, mine: Any) -> list[Any]:
+        """What each says (JSON), by the order of the ranks. All must call it equally often; it waits for all."""
+        others = [rank for rank in self.ranks if rank != self._rank]
+        for other in others:
+            self._post.note(other, mine)
+        told = {other: self._post.read(other)[0] for other in others}
+        self._post.settle()
+        return [told.get(rank, mine) for rank in self.ranks]
+
+    def choose(self, able: Sequence[int], declined: dict[str, str]) -> tuple[list[int], dict[str, str]]:
+        """(owners, before anything is shared) The copies of which no helper has declined, and who has declined why."""
+        answers = self.agree({"able": list(able), "declined": declined})
+        reasons = {rank: why for answer in answers for rank, why in answer["declined"].items()}
+        return [copy for copy in able if all(copy in answer["able"] for answer in answers)], reasons
+
+    def first_reason(self, why: str) -> dict[str, str]:
+        """(owners) Who of them cannot share, the first of them; empty: all can."""
+        reasons = zip(self.ranks, self.agree(why), strict=True)
+        return next(({str(rank): words} for rank, words in reasons if words), {})
+
+    def at(self, step: int, own: range, why: str) -> str:
+        """(owners, in every step) Why no owner shares this one, be it this rank's `why`; empty: all do, alike."""
+        if len(self.ranks) == 1:
+            return why
+        answers = self.agree([step, own.start, own.stop, why])
+        self._compare([answer[:3] for answer in answers], "shares of a step")
+        refusing = next(
+            ((rank, answer[3]) for rank, answer in zip(self.ranks, answers, strict=True) if answer[3]), None
+        )
+        return "" if refusing is None else f"rank {refusing[0]}: {refusing[1]}"
+
+    def compare(self, given: Sequence[int]) -> None:
+        """(helpers of a copy) Raises ReplayRefused unless all were given the same."""
+        self._compare(self.agree(list(given)), "microbatches of one copy")
+
+    def _compare(self, answers: list[list[int]], what: str) -> None:
+        if any(answer != answers[0] for answer in answers):
+            shown = ", ".join(
+                f"rank {rank}: {answer}" for rank, answer in zip(self.ranks, answers, strict=True)
+            )
+            raise ReplayRefused(f"ranks that replay a recovery group together disagree on {what}: {shown}")
+
+
+def decline(wire: Wire, rank: int, help: Help, why: str) -> dict[str, str]:
+    """(an owner that cannot share its replay) To the other owners of its group. Who has declined, and why."""
+    return Together(rank, help.together or (rank,), wire).choose([], {str(rank): why})[1]
+
+
+# What a rank computes in a step, action by action, and the part of it that falls to a share of the microbatches.
+#
+# A schedule's own list is what says what is computed: a backward that torch splits into input and weight gradients has
+# no promise of the bits of the whole one, so each microbatch is split, or not, wherever it is computed as it was by the
+# rank that ran.
+
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
+"""A forward; a whole backward; the two parts of a split one."""
+_WAYS = ([FORWARD, BACKWARD], [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT])
+
+
+class StepAction(NamedTuple):
+    """A stage's forward or backward of a microbatch; as torch writes it: 3F0."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+def of_share(actions: Iterable[StepAction], share: Collection[int]) -> list[StepAction]:
+    """Those of some microbatches, in the order that they have."""
+    return [action for action in actions if action.microbatch in share]
+
+
+def one_by_one(actions: Iterable[StepAction]) -> list[StepAction]:
+    """Each microbatch through all stages of the rank before the next one begins: the activations of one are alive.
+
+    What a microbatch needs of itself keeps its order. What it needs of others is the order in which weights' gradients
+    are added, which `unordered` has found to be this one.
+    """
+    return sorted(actions, key=lambda action: action.microbatch)
+
+
+def ahead(actions: Iterable[StepAction], count: int) -> list[StepAction]:
+    """Of a stage that others follow: forwards `count` microbatches ahead of backwards, as in 1F1B, if they were one by
+    one."""
+    return sorted(
+        actions, key=lambda action: action.microbatch + (0 if action.kind == FORWARD else count + 0.5)
+    )
+
+
+def unordered(actions: Sequence[StepAction], stages: Collection[int], microbatches: int) -> str:
+    """Why a step of these actions cannot be shared by runs of microbatches; empty: it can.
+
+    Every stage computes every microbatch once, and adds to its weights' gradients in the order of microbatches.
+    """
+    done: dict[tuple[int, int], list[str]] = {}
+    added: dict[int, list[int]] = {stage: [] for stage in stages}
+    for action in actions:
+        if action.stage not in added:
+            return f"{action} is of a stage that is not this rank's"
+        done.setdefault((action.stage, action.microbatch), []).append(action.kind)
+        if action.kind in (BACKWARD, BACKWARD_WEIGHT):
+            added[action.stage].append(action.microbatch)
+    for at in ((stage, mb) for stage in added for mb in range(microbatches)):
+        if done.pop(at, []) not in _WAYS:
+            return f"stage {at[0]} has not one forward and one backward of microbatch {at[1]} in its schedule"
+    if done:
+        return f"the schedule has more than {microbatches} microbatches"
+    for stage, order in added.items():
+        if order != sorted(order):
+            return f"the gradients of stage {stage} are not added in the order of microbatches"
+    return ""
+
+
+def why_alone(state: TrainerState) -> str:
+    """Why this rank's replay cannot be shared; empty: it can."""
+    if why := why_no_help(state):
+        return why
+    if tied([stage.submod for stage in state.stages]):
+        return "stages of one rank share a parameter"  # it is added to by both, not microbatch by microbatch
+    return ""
+
+
+def why_no_help(state: TrainerState) -> str:
+    """Why this rank can share no other's replay, under the schedule that all have; empty: it can."""
+    if len(state.schedules) != 1:
+        return "there is more or less than one schedule"
+    stages = torch_private.schedule_stages(state.schedules[0])
+    if {id(stage) for stage in stages} != {id(stage) for stage in state.stages}:
+        return "a stage is not in the schedule"
+    if any(type(stage) is not LoggedPipelineStage for stage in stages):
+        return "a stage was traced, or is no stage of a pipeline"
+    if any(stage.dw_builder is not None for stage in stages):
+        return "a stage has a dw_builder"
+    if stages[0].num_stages == len(stages):
+        return "the whole pipeline is on one rank"  # nothing that it sends could be compared
+    actions = actions_of(state)
+    if actions is None:
+        return f"what {type(state.schedules[0]).__name__} computes in which order is not known"
+    microbatches = torch_private.schedule_microbatches(state.schedules[0])
+    return unordered(actions, [stage.stage_index for stage in stages], microbatches)
+
+
+def actions_of(state: TrainerState) -> list[StepAction] | None:
+    """What this rank computes in a step; None: not known."""
+    actions = torch_private.schedule_actions(state.schedules[0])
+    return None if actions is None else [StepAction(*action) for action in actions]
+
+
+def send_away(rank: int, help: Help, wire: Wire, generation: int, why: str) -> None:
+    """(an owner that cannot share its replay) To whoever waits to be asked, and to the other owners of its group."""
+    post = Post(wire)
+    for helper in help.helpers:
+        post.note(helper, None)
+    declined = decline(wire, rank, help, why)
+    _tell_begin(rank, generation, [], [], help, declined)
+    post.settle()
+
+
+def _tell_begin(
+    rank: int,
+    generation: int,
+    helpers: Sequence[int],
+    shares: Sequence[int],
+    help: Help,
+    declined: dict[str, str],
+) -> None:
+    events.emit(
+        "help_begin",
+        rank=rank,
+        generation=generation,
+        helpers=list(helpers),
+        shares=list(shares),
+        until=help.until,
+        declined=declined,
+        **({"together": list(help.together)} if help.together else {}),
+    )
+
+
+@dataclass
+class Helped:
+    """What helpers have done in a replay."""
+
+    steps: int = 0
+    """That were shared."""
+    microbatches: int = 0
+    """Of every stage."""
+    verified: int = 0
+    """Sends that were compared with the log."""
+    records: int = 0
+    """Read from the log."""
+    seconds: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Of each helper: where its time went (`swift_ft.train.boundary_log`)."""
+
+
+class Owner:
+    """(restorer) ``ask`` → ``gather`` → per step ``at`` → … → ``close``; (stage) what `Share` says."""
+
+    def __init__(
+        self,
+        rank: int,
+        help: Help,
+        wire: Wire,
+        channel: Channel,
+        state: TrainerState,
+        check: Callable[[], None],
+    ):
+        self._rank = rank
+        self._help = help
+        self._until = help.until
+        self._asked = tuple(help.helpers)
+        self._together = Together(rank, help.together or (rank,), wire)
+        self._post = Post(wire)
+        self._channel = channel
+        self._check = check
+        self._state = state
+        (schedule,) = state.schedules
+        self._stages = torch_private.schedule_stages(schedule)
+        self._last = next((stage for stage in self._stages if stage.is_last), None)
+        self._module = together(self._stages)
+        self._microbatches = torch_private.schedule_microbatches(schedule)
+        self._generation = 0
+        self._line: GradientChain | None = None
+        self._helpers: tuple[int, ...] = ()
+        """In the order of the line."""
+        self._own = range(0)
+        self._sharing = False
+        self._begun = -1
+        """The step that was looked at already."""
+        self._reduced: list[tuple[Any, int]] = []
+        """Stages of which this rank has computed its share of the step."""
+        self._gradients: OwnGradients | None = None
+        self._losses: dict[int, torch.Tensor] = {}
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.helped = Helped()
+
+    # --- before and after ---
+
+    def ask(self) -> None:
+        """The helpers build the stage while this rank loads its checkpoint."""
+        for helper in self._asked:
+            self._post.note(
+                helper,
+                {
+                    "stages": [stage.stage_index for stage in self._stages],
+                    "of": self._stages[0].num_stages,
+                    "microbatches": self._microbatches,
+                    "tensors": module_layout(self._module),
+                },
+            )
+
+    def gather(self, from_version: int, generation: int) -> None:
+        """Takes those who can, and no more than make it quicker."""
+        self._generation = generation
+        microbatches = self._microbatches
+        offers = {helper: self._post.read(helper)[0] for helper in self._asked}
+        able = [copy for copy, helper in enumerate(self._asked) if not offers[helper]["why"]]
+        why = {str(helper): offer["why"] for helper, offer in offers.items() if offer["why"]}
+        able, declined = self._together.choose(able, why)
+        count = workers(microbatches, 1 + len(able))
+        if count > 1:
+            lacking = self._lacks_memory(len(shares(microbatches, count)[-1]))
+            if lacks := self._together.first_reason(lacking):
+                declined |= lacks
+                count = 1
+        self._helpers = tuple(self._asked[copy] for copy in able[: count - 1])
+        for helper in self._asked:
+            if helper not in self._helpers:
+                self._post.note(helper, None)
+        each = shares(microbatches, count)
+        line = (*self._helpers, self._rank)
+        actions = actions_of(self._state)
+        assert actions is not None, "nobody owns a shared replay of an unknown schedule"
+        for helper, part in zip(self._helpers, each, strict=False):
+            begin: dict[str, Any] = {
+                "from": from_version,
+                "line": line,
+                "first": part.start,
+                "behind": part.stop,
+            }
+            begin["actions"] = ahead(one_by_one(of_share(actions, part)), self._together.behind)
+            self._post.note(helper, begin)
+        sizes = [len(part) for part in each]
+        _tell_begin(self._rank, generation, self._helpers, sizes, self._help, declined)
+        if not self._helpers:
+            return
+        self._own = own = each[-1]
+        self._line = GradientChain(self._post, line, self._rank, self._check)
+        for stage in self._stages:
+            stage.share = self
+        share = ReadFilter(first=own.start, behind=own.stop, of=microbatches, below_step=self._until)
+        self._channel.want(share, from_version)
+
+    def _lacks_memory(self, share: int) -> str:
+        weights = sum(parameter.nbytes for parameter in self._module.parameters())
+        needed, free = memory_needed(weights, share), available_memory()
+        if free is None or needed <= free:
+            return ""
+        return f"sharing needs {needed >> 20} MiB of memory, and {free >> 20} MiB are free"
+
+    def at(self, version: int) -> None:
+        """This step is next."""
+        if self._line is not None and version >= self._until:
+            self._leave("")
+
+    def close(self) -> None:
+        """Nothing of this rank waits for, or hooks into, anything any more."""
+        if self._gradients is not None:
+            self._gradients.close()
+        for stage in self._stages:
+            stage.share = None
+        self._gradients = self._line = None
+        self._sharing = False
+
+    def _leave(self, why: str) -> None:
+        for helper in self._helpers:
+            self._post.note(helper, None)
+        self._post.settle()
+        self.close()
+        events.emit(
+            "help_end", rank=self._rank, generation=self._generation, steps=self.helped.steps, reason=why
+        )
+
+    # --- what the stages ask ---
+
+    def begin(self, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves_output: bool) -> None:
+        """As `Share.begin`: at a step's first forward it tells the helpers, and passes them the weights.
+
+        If this step cannot be shared, the helpers leave, and this rank goes on alone.
+        """
+        if self.begun(stage):
+            return
+        self._begun = self._channel.step
+        first = any(stage.is_first for stage in self._stages)
+        why = self._unfit(args if first else (), kwargs, saves_output)
+        why = self._together.at(self._channel.step, self._own, why)
+        if why:
+            self._leave(why)
+            self._channel.want(None, self._channel.step)
+            return
+        assert self._line is not None
+        note = {
+            "step": self._channel.step,
+            "args": len(args) if first else 0,
+            "kwargs": list(kwargs),
+            "compared": not self._channel.off_log,
+            **module_modes(self._module),
+        }
+        for helper in self._helpers:
+            self._post.note(helper, note)
+        with torch.no_grad(), self._channel.clock.line():
+            self._line.pass_down([tensor for _, tensor in parameters_and_buffers(self._module)])
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
+        parameters = list(self._module.parameters())
+        self._gradients = OwnGradients(parameters, first=False)
+        self._losses = {}
+        self._reduced = []
+        self._sharing = True
+
+    def begun(self, stage: Any) -> bool:
+        # Where a schedule is run again in a step, gradients of its first call are there already.
+        return stage.call > 0 or self._begun == self._channel.step
+
+    def skips(self, mb: int) -> bool:
+        return self._sharing and mb not in self._own
+
+    def loss(self, mb: int) -> torch.Tensor:
+        assert self._last is not None
+        return self._losses.setdefault(mb, torch.empty_like(self._last.loss_like))
+
+    def weighing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._gradients is None else self._gradients.weighing()
+
+    def combine(self, stage: Any, scale: int) -> list[tuple[Any, int]]:
+        """As `Share.combine`: when the last stage asks, gradients of all workers are added in order."""
+        if not self._sharing or self._gradients is None or self._line is None:
+            return [(stage, scale)]
+        self._reduced.append((stage, scale))
+        if len(self._reduced) < len(self._stages):
+            return []
+        self._combine(self._gradients, self._line)
+        self._gradients = None
+        self._sharing = False
+        self.helped.steps += 1
+        return self._reduced
+
+    def _combine(self, gradients: OwnGradients, line: GradientChain) -> None:
+        parameters = list(self._module.parameters())
+        own = gradients.taken()
+        strides = first_strides(own)
+        with torch.no_grad(), self._channel.clock.line():
+            sums = line.pass_up(parameters, own)
+        told = [self._told(helper) for helper in self._helpers]
+        with self._channel.clock.line():
+            self._post.settle()
+        check_buffers(self._buffers)
+        for parameter, total, *candidates in zip(parameters, sums, *told, strides, strict=True):
+            first = next((strides_of for strides_of in candidates if strides_of is not None), None)
+            parameter.grad = None if total is None or first is None else laid_out(total, first)
+
+    def _told(self, helper: int) -> Strides:
+        with self._channel.clock.line():
+            told, payload = self._post.read(helper)
+        self.helped.seconds[helper] = told["seconds"]
+        return self._take(told, payload)
+
+    def _take(self, told: dict[str, Any], payload: torch.Tensor) -> Strides:
+        """What a helper has besides gradients: losses, and what the log lacked; and how its gradients are laid out."""
+        shapes = [(torch_dtype(dtype), shape) for *_, dtype, shape in [*told["losses"], *told["lacking"]]]
+        tensors = taken_apart(payload, shapes)
+        for (mb, *_), value in zip(told["losses"], tensors, strict=False):
+            loss = self.loss(mb)
+            if (loss.dtype, loss.shape) != (value.dtype, value.shape):
+                raise ReplayRefused(f"the loss of microbatch {mb} has another type or shape on its helper")
+            loss.copy_(value)
+        for (stream, mb, slot, *_), value in zip(
+            told["lacking"], tensors[len(told["losses"]) :], strict=True
+        ):
+            self._channel.hand_in(stream, RecordKey(self._channel.step, mb, slot), value)
+        for stream, size in told["bytes"].items():  # of this rank's step, wherever it was computed
+            self._channel.profile.logged(stream, size)
+        self.helped.verified += told["verified"]
+        self.helped.records += told["records"]
+        self.helped.microbatches += told["microbatches"]
+        strides: Strides = told["strides"]
+        return strides
+
+    def _unfit(self, args: Sequence[Any], kwargs: dict[str, Any], saves_output: bool) -> str:
+        """Why helpers would not do what this rank does; empty: they do."""
+        stages, module, last = self._stages, self._module, self._last
+        external = [*args, *kwargs.values()]
+        reasons = {
+            "the schedule runs without a backward first": not stages[0].has_backward,
+            "gradients are there before the first microbatch; use zero_grad(set_to_none=True)": any(
+                parameter.grad is not None for parameter in module.parameters()
+            ),
+            "a forward changes buffers, each microbatch those that the one before has left": any(
+                stage.changes_buffers for stage in stages
+            ),
+            "hooks on parameters' gradients": any(map(torch_private.gradient_hooks, module.parameters())),
+            "sparse gradients": any(getattr(part, "sparse", False) is True for part in module.modules()),
+            "an external input is no plain tensor": any(
+                not isinstance(value, torch.Tensor) or value.requires_grad for value in external
+            ),
+            "an external input is not contiguous": any(
+                isinstance(value, torch.Tensor) and not value.is_contiguous() for value in external
+            ),
+        }
+        if last is not None:
+            reasons |= {
+                "the outputs are asked for; call schedule.step with return_outputs=False": saves_output,
+                "the loss is no tensor": not isinstance(last.loss_like, torch.Tensor),
+                "the loss is scaled": any(
+                    isinstance(value, torch.amp.GradScaler) for value in self._state.objects.values()
+                ),
+            }
+        return next((why for why, unfit in reasons.items() if unfit), "")
+
+
+def check_buffers(before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Raises ReplayRefused if a shared step has changed them after all."""
+    if not all(same_bits(buffer, value) for buffer, value in before):
+        raise ReplayRefused("a forward changes buffers, each microbatch those that the one before has left")

@@ -1,0 +1,410 @@
+"""One step of the trainer: done to its end, with what a recovery needs of it kept, or dropped as if it had not begun.
+
+``run``   everything that remembers a step is told that it begins → the trainer's function → the same, that it ends
+          → what is due at this version: replicas compared, a checkpoint
+``drop``  (a failure cut it short) all is as it was at the step's start
+"""
+
+import json
+import math
+import os
+import sys
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.errors import JobFailed, UsageError
+from swift_ft.files import make_directory, open_regular
+from swift_ft.log.sidecar_client import Writer
+from swift_ft.state.checkpoint_store import CheckpointStore
+from swift_ft.train import verification
+from swift_ft.train.batch_redistribution import Adoption
+from swift_ft.train.boundary_log import Channel
+from swift_ft.train.checkpointing import EarlyCheckpoint, Saving, UnloggedSteps, flush_at_end
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.coordinator_session import Member
+from swift_ft.train.failures import Retries
+from swift_ft.train.generation import Membership
+from swift_ft.train.log_session import FLUSH_TIMEOUT_S, OwnLog, log_totals
+from swift_ft.train.recording import Recording
+from swift_ft.train.snapshots import Snapshots
+from swift_ft.train.staggering import Staggering
+from swift_ft.train.step_digests import Witness
+from swift_ft.train.strategies import load_checkpoint
+from swift_ft.train.training_state import Stopped, TrainerState
+from swift_ft.train.verification import Audit
+
+# A line for each step, exactly once, through failures: what a trainer reports of its steps.
+#
+# A file of JSON lines for each rank, in the order of the steps. What is given before the update is in the file before
+# this rank votes for it: nobody goes on to the next step while it is not. So a rank that dies leaves either no line,
+# and does the step again, or the line. A step that is done again finds its line and leaves it as it is; if it is
+# another one (the job is not exact), what was written from there on is void, and is written anew.
+#
+#     (trainer) ``add`` … (vote) ``write`` → (the step is done) ``end``; (it is dropped) ``forget``
+
+Value = float | int | str | bool | None
+
+
+class Lines:
+    """One rank's file. It is made with the first line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._are_there = path.exists()
+        # Of each line: a job has many steps, and one that is done again finds its line at once.
+        self._steps, self._places = array("q"), array("q")
+        self._end = 0
+        self._values: dict[str, Value] = {}
+        self._said = False
+
+    @property
+    def in_use(self) -> bool:
+        """Steps of this job have lines, as far as this rank knows."""
+        return bool(self._values) or self._file is not None or self._are_there
+
+    def add(self, values: dict[str, object]) -> None:
+        """Raises UsageError for what is no number, string or None."""
+        self._values |= {name: _plain(name, value) for name, value in values.items()}
+
+    def forget(self) -> None:
+        self._values = {}
+
+    def write(self, step: int) -> None:
+        """What was given in this step. If the file cannot be written that is said, once: the job is worth more."""
+        if not self._values:
+            return
+        try:
+            self._put(self._opened(), step)
+        except OSError as error:
+            if not self._said:
+                self._said = True
+                with suppress(OSError, ValueError):
+                    print(
+                        f"swift: {self._path} cannot be written ({error.strerror}): it lacks lines from step {step} on",
+                        file=sys.stderr,
+                    )
+
+    def end(self, step: int, *, lasts: bool) -> None:
+        """The step is done. `lasts`: the lines so far outlive the machine."""
+        self.write(step)
+        self.forget()
+        if lasts and self._file is not None:
+            os.fdatasync(self._file.fileno())
+
+    def cut(self, step: int) -> None:
+        """The run has ended before this step: one that was begun has left no line."""
+        if self._file is not None or self._path.exists():
+            with suppress(OSError):
+                self._drop_from(self._opened(), bisect_left(self._steps, step))
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.fdatasync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def _put(self, file: BinaryIO, step: int) -> None:
+        number = bisect_left(self._steps, step)
+        if number < len(self._steps):
+            if self._steps[number] == step and self._values.items() <= self._line(file, number).items():
+                return  # and perhaps what will be given behind the update
+            self._drop_from(file, number)
+        line = json.dumps({"step": step, **self._values}).encode() + b"\n"
+        os.pwrite(file.fileno(), line, self._end)
+        self._note(step, len(line))
+
+    def _drop_from(self, file: BinaryIO, number: int) -> None:
+        if number < len(self._steps):
+            self._end = self._places[number]
+            del self._steps[number:], self._places[number:]
+            file.truncate(self._end)
+
+    def _line(self, file: BinaryIO, number: int) -> dict[str, Value]:
+        at = self._places[number]
+        end = self._places[number + 1] if number + 1 < len(self._places) else self._end
+        values: dict[str, Value] = json.loads(os.pread(file.fileno(), end - at, at))
+        return values
+
+    def _note(self, step: int, size: int) -> None:
+        self._steps.append(step)
+        self._places.append(self._end)
+        self._end += size
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            make_directory(self._path.parent)
+            self._file = os.fdopen(open_regular(self._path, os.O_RDWR | os.O_CREAT), "rb+", buffering=0)
+            for line in self._file.read().splitlines(keepends=True):
+                if line.endswith(b"\n"):  # else its writer died in it
+                    self._note(json.loads(line)["step"], len(line))
+            self._file.truncate(self._end)
+        return self._file
+
+
+def _plain(name: str, value: object) -> Value:
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "ndim", None) == 0:  # a tensor or an array of one number
+        value = item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)  # JSON has no word for it
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UsageError(f"session.log({name}=...) was given a {type(value).__name__}; give a number or a string")
+
+
+# The end of a run: the last version is saved, and nobody is through before all are.
+#
+# ::
+#
+#     (every rank)  all steps are done: saves the last version, unless that is a checkpoint already; Finish
+#     (coordinator) all have said so: FINISHED, in which `Session.run` returns. Until then a death is a death as any
+#                   other, and all take part in the recovery
+#     (a rank)      is lost after that, while it saves its files: a process that takes its place loads the last version,
+#                   `Session.run` returns at once, and what comes behind it is done again
+#
+# What could not be saved holds nobody up: then who is lost after the end stays lost.
+#
+# A trainer may end a run before its last step::
+#
+#     (trainer)     ``call`` in step s, on all replicas of a stage
+#     (its rank)    does that step to its end, none after it, and says so with Finish(s + 1)
+#     (coordinator) tells all of it by the View; whoever has begun step s + 1, where it waits for this rank, drops it
+#                   in a generation of its own
+#
+# The word is a part of the state of version s + 1: who loads or copies that state has said it.
+
+
+class Ending:
+    """(trainer's thread) ``begin`` … ``finish``; or ``come_back`` in the place of a whole run"""
+
+    def __init__(
+        self,
+        rank: int,
+        member: Member,
+        state: TrainerState,
+        store: CheckpointStore,
+        saving: Saving,
+        *,
+        saves: bool,
+    ) -> None:
+        """`saves`: the last version (`SessionConfig.last_checkpoint`)."""
+        self._rank = rank
+        self._member = member
+        self._state = state
+        self._store = store
+        self._saving = saving
+        self._saves = saves
+        self._reason: str | None = None
+        """Why the trainer ends the run with the step under way; None: it does not."""
+        self._done_to = -1
+        """The version that the last step done here led to."""
+        self._num_steps = 0
+
+    def begin(self, num_steps: int) -> None:
+        """(before anything is replayed) So many are to be done."""
+        self._num_steps = num_steps
+
+    def begin_step(self) -> None:
+        self._reason = None
+
+    def call(self, reason: str) -> None:
+        """(in a step) It is the last one."""
+        self._reason = reason
+
+    def end_step(self, version: int) -> None:
+        self._done_to = version
+        self._state.stopped = None if self._reason is None else Stopped(self._reason, self._num_steps)
+
+    def last(self, num_steps: int) -> int:
+        """The version with which the run ends, as far as is known here."""
+        view = self._member.watcher.latest
+        ends = [num_steps]
+        stopped = self._state.stopped
+        if stopped is not None and num_steps <= stopped.num_steps:
+            ends.append(self._state.version)
+        if view is not None and view.HasField("ends_at") and num_steps <= view.ends_of:
+            ends.append(view.ends_at)
+        return min(ends)
+
+    def finish(
+        self,
+        num_steps: int,
+        writer: Writer,
+        await_change: Callable[[pb.View], None],
+        vote_seconds: float,
+    ) -> None:
+        """All steps are done here. A rank stays until all are: it may be needed for a recovery."""
+        version = self._state.version
+        stopped = self._state.stopped
+        called = None
+        if version < num_steps and (stopped is not None or version == self._done_to):
+            called = stopped is not None
+        if self._saves:
+            self._saving.save_last()
+        self._store.settle()
+        self._saving.tell_untold()
+        flush_at_end(writer, self._rank, FLUSH_TIMEOUT_S)
+        self._member.say_measured()
+        reason = stopped.reason if stopped and called else ""
+        while True:
+            self._member.check()
+            self._member.say(lambda: self._member.client.finish(version, num_steps, called, reason))
+            view = self._member.watcher.wait_for(lambda _view: True, None)
+            if view.state == pb.FINISHED:
+                events.emit(
+                    "finished",
+                    rank=self._rank,
+                    version=version,
+                    **log_totals(writer),
+                    **self._state.updates.totals(),
+                    vote_seconds=vote_seconds,
+                )
+                return
+            await_change(view)
+
+    def come_back(self, view: pb.View, num_steps: int) -> None:
+        """(the job has finished without this process) Its last version. Raises JobFailed, UsageError."""
+        version = view.final_version
+        if self.last(num_steps) > version:
+            raise UsageError(
+                f"job {view.job} has finished at version {version}, and session.run is to do {num_steps} steps: start "
+                "the job again with swift-ft run"
+            )
+        try:
+            load_checkpoint(self._state, self._store, version)
+        except Exception as error:
+            raise JobFailed(f"rank {self._rank} cannot come back after the end: {error}") from error
+        self._state.present = True
+        self._member.version = version
+        events.emit("came_back", rank=self._rank, version=version)
+
+
+TrainStep = Callable[[int], object]
+
+
+class StepRunner:
+    """Trainer's thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        config: SessionConfig,
+        member: Member,
+        channel: Channel,
+        state: TrainerState,
+        log: OwnLog,
+        *,
+        membership: Membership,
+        witness: Witness,
+        recording: Recording,
+        adoption: Adoption,
+        retries: Retries,
+        ending: Ending,
+        saving: Saving,
+        audit: Audit | None,
+        lines: Lines,
+        snapshots: Snapshots,
+        staggering: Staggering,
+    ) -> None:
+        """`audit`: None if there are no replicas to compare with."""
+        self._rank = rank
+        self._config = config
+        self._member = member
+        self._channel = channel
+        self._state = state
+        self._log = log
+        self._membership = membership
+        self._witness = witness
+        self._recording = recording
+        self._adoption = adoption
+        self._retries = retries
+        self._ending = ending
+        self._saving = saving
+        self._audit = audit
+        self._lines = lines
+        self._snapshots = snapshots
+        self._staggering = staggering
+        self._early = EarlyCheckpoint(member)
+        self._unlogged = UnloggedSteps(member)
+        self.rolled_forward = False
+        """The step under way, or the last one, was finished on the plan's word; its recovery is not over."""
+
+    def run(self, train_step: TrainStep) -> None:
+        """Raises whatever cuts the step short; then it is to be dropped, or handled as an error of the trainer's."""
+        step = self._state.version
+        replaying = self._channel.replaying
+        if not replaying:
+            self._snapshots.before_step(self._membership)
+        self._adoption.before(train_step, step, self.drop)
+        events.emit("step_begin", rank=self._rank, step=step, replay=replaying)
+        self._channel.begin_step(step)
+        self._witness.begin(step)
+        if not replaying:
+            self._recording.begin(step)
+        self._ending.begin_step()
+        self._staggering.begin_step()
+        self._state.begin_step()
+        self._recording.state_told(step, self._state.begun_with)
+        verification.step_begins(self._state, self._rank, replay=replaying)
+        with self._retries.step(step):
+            train_step(step)
+        self._channel.settle()
+        self._state.updates.end_step()
+        self._adoption.after()
+        due = (step + 1) % self._config.checkpoint_every == 0
+        self._lines.end(step, lasts=due)
+        self._recording.end(step)
+        self._state.end_step()
+        version = self._state.version
+        self._member.version = self._staggering.committed
+        self._ending.end_step(version)
+        events.emit("step_end", rank=self._rank, step=step, replay=replaying)
+        self._channel.profile.end(step, replay=replaying)
+        verification.step_ended(self._state)
+        verification.write_every_version(self._state, self._rank)
+        # One that has rolled forward compares nothing: those that were past the vote have done so or will not.
+        news = self._state.gradients.news()
+        if (
+            self._audit is not None
+            and (due or version == 1 or news)
+            and not (replaying or self.rolled_forward)
+        ):
+            self._staggering.settle()
+            self._audit.compare()
+        self._save(version, replaying, due)
+        # Behind a step that is finished on the plan's word, not all have come here.
+        if not (replaying or self.rolled_forward):
+            self._snapshots.after_step(self._membership)
+        self._unlogged.after_step(step, self._log.writer.unlogged.news())
+        self._log.writer.forget_below(version)  # only a step that is dropped is sent again
+        self._saving.prune()
+        latest = self._member.watcher.latest
+        self._witness.forget_below(min(latest.checkpoints, default=0) if latest is not None else 0)
+
+    def _save(self, version: int, replaying: bool, due: bool) -> None:
+        """`due`: by the interval."""
+        # On the way to a target that all save, no other version of this history is ever complete.
+        plan = self._membership.plan
+        passing = replaying and plan is not None and plan.plan.saves
+        # An early checkpoint, too: ranks that have not heard of it do not save it.
+        if not passing and (self._early.due(version) or due):
+            self._staggering.settle()
+            self._saving.save()
+
+    def drop(self) -> None:
+        """Takes back what of the step was done."""
+        self._recording.drop()
+        self._channel.end_replay()
+        self._channel.drop_step()
+        if self._state.present and self._state.updates.begun:
+            # The optimizer has begun: the parameters are of no version, so this rank restores.
+            self._state.present = False
+        self._state.drop_step()
+        self._lines.forget()

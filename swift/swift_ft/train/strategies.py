@@ -1,0 +1,325 @@
+"""How a rank carries each strategy out.
+
+The planner's side, and the recipe for another strategy, are in `swift_ft.planner.strategies`.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from swift_ft import events
+from swift_ft.comm.backend import REPLICA_CHUNK, Pending
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.errors import ReplayRefused, ReplicaDiffers, ServiceError
+from swift_ft.planner import RankPlan, Strategy
+from swift_ft.state.checkpoint_store import CheckpointStore
+from swift_ft.state.journal import UndoResult
+from swift_ft.state.transfer import Transfer, receive_state, send_state
+from swift_ft.train.boundary_log import Channel
+from swift_ft.train.coordinator_session import Member
+from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.snapshots import SnapshotCopy, Snapshots
+from swift_ft.train.staggering import Staggering
+from swift_ft.train.training_state import TrainerState, in_common
+
+# What a rank does for a strategy, and what it has to do it with.
+
+
+class Copied(NamedTuple):
+    """From whom this process has its state."""
+
+    version: int
+    witnesses: tuple[int, ...]
+    """Ranks that hold the same, and have logged all that they have done."""
+
+
+@dataclass(kw_only=True)
+class Site:
+    """One rank in RECOVERING."""
+
+    rank: int
+    member: Member
+    channel: Channel
+    state: TrainerState
+    store: CheckpointStore
+    faults: FaultInjector
+    world: ReconfigurableGroup
+    """All ranks."""
+    snapshots: Snapshots
+    staggering: Staggering
+    generation: int = 0
+    """Of the plan that is carried out."""
+    copied: Copied | None = None
+    """How this process got its state, until the log's gaps are declared."""
+    flushed: bool = True
+    """What this process has done was in the log when it reported."""
+
+
+class Restore:
+    """The rank's side of one strategy. Without state: there is one object of each class, in the table.
+
+    This one is of strategies for which there is nothing to do: the rank holds the version already.
+    """
+
+    def restore(self, site: Site, mine: RankPlan) -> None:
+        """(the rank whose strategy it is) Leaves its state at `mine.from_version`, without any other rank. Raises
+        ReplayRefused if that cannot be done, with `site.state.present` False if no state is left."""
+
+    def copy(self, site: Site, entry: RankPlan) -> None:
+        """(every rank, for each entry whose policy copies, in one order for all; all have gone their own way by then)
+        Takes part in it if it is the joiner's or one of the sources."""
+
+
+# REPLAY and CHECKPOINT: the rank's own checkpoint is loaded.
+
+
+class Load(Restore):
+    """Loads this rank's checkpoint. What had been done beyond it, and where it came from, is forgotten."""
+
+    def restore(self, site: Site, mine: RankPlan) -> None:
+        events.emit("restore_begin", rank=site.rank, generation=site.generation)
+        site.state.present = False
+        site.copied = None
+        load_checkpoint(site.state, site.store, mine.from_version)
+        site.state.present = True
+        site.channel.off_log = False
+        events.emit("restore_end", rank=site.rank, generation=site.generation, version=mine.from_version)
+
+
+def load_checkpoint(
+    state: TrainerState, store: CheckpointStore, version: int, *, in_common_only: bool = False
+) -> None:
+    """`in_common_only`: without what each replica has of its own, as it would be copied. Raises ReplayRefused, whatever
+    the trainer's own objects raise: the coordinator may know another way."""
+    try:
+        saved = store.load(version)
+        state.load_state_dict(in_common(saved) if in_common_only else saved)
+    except ServiceError as error:
+        raise ReplayRefused(str(error)) from None
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ReplayRefused(f"the checkpoint of version {version} cannot be loaded: {why}") from error
+
+
+# REPLICA: a state on its way from those who hold it to the one who needs it.
+
+
+class Replica(Restore):
+    """Receives the state from its sources (`swift_ft.state.transfer`)."""
+
+    def copy(self, site: Site, entry: RankPlan) -> None:
+        transfer = Transfer(joiner=entry.rank, sources=entry.sources, version=entry.from_version)
+        if site.rank == entry.rank:
+            _receive(site, transfer)
+        elif site.rank in entry.sources:
+            _send(site, transfer)
+
+
+def _send(site: Site, transfer: Transfer) -> None:
+    events.emit(
+        "copy_begin", rank=site.rank, generation=site.generation, role="source", peers=[transfer.joiner]
+    )
+    sent = send_state(
+        transfer,
+        site.rank,
+        site.state.shared_dict(),
+        site.member.check,
+        site.faults.copying,
+        wire=World(site.world, site.faults),
+        logged=site.flushed and site.copied is None,
+    )
+    events.emit(
+        "copy_end",
+        rank=site.rank,
+        generation=site.generation,
+        role="source",
+        peers=[transfer.joiner],
+        bytes=sent.bytes,
+        digest=sent.digest,
+        seconds=sent.seconds,
+    )
+
+
+def _receive(site: Site, transfer: Transfer) -> None:
+    where: dict[str, Any] = {"rank": site.rank, "generation": site.generation}
+    events.emit("restore_begin", **where)
+    events.emit("copy_begin", **where, role="joiner", peers=list(transfer.sources))
+    site.state.present = False
+    received = receive_state(
+        transfer,
+        site.rank,
+        site.state.destinations(),
+        site.member.check,
+        site.faults.copying,
+        wire=World(site.world, site.faults),
+    )
+    try:
+        site.state.load_state_dict(received.state)
+    except ServiceError as error:
+        raise ReplicaDiffers(f"ranks {list(transfer.sources)} hold another state: {error}") from None
+    except Exception as error:  # there may be another way
+        why = f"{type(error).__name__}: {error}"
+        raise ReplayRefused(f"the state of ranks {list(transfer.sources)} cannot be loaded: {why}") from error
+    site.state.present = True
+    site.copied = Copied(transfer.version, received.witnesses)
+    events.emit(
+        "copy_end",
+        **where,
+        role="joiner",
+        peers=list(transfer.sources),
+        bytes=received.bytes,
+        seconds=received.seconds,
+    )
+    events.emit(
+        "replica_received",
+        **where,
+        version=transfer.version,
+        digest=received.digest,
+        sources=[{"rank": rank, "digest": received.digest} for rank in transfer.sources],
+        bytes=received.bytes,
+    )
+    events.emit("restore_end", **where, version=transfer.version)
+
+
+class World:
+    """A replica's copy goes over the group of all ranks, whose waits a notice ends. A `Wire`."""
+
+    def __init__(self, world: ReconfigurableGroup, faults: FaultInjector):
+        self._world = world
+        self._faults = faults
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
+        pending: Pending = self._world.send(tensors, to, tag)
+        return pending
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Pending:
+        pending: Pending = self._world.recv(tensors, source, tag)
+        return _Arriving(pending, tensors[0], self._faults) if tag >= REPLICA_CHUNK else pending
+
+
+class _Arriving:
+    """A chunk on its way, into which a drill may flip a bit."""
+
+    def __init__(self, pending: Pending, data: torch.Tensor, faults: FaultInjector):
+        self._pending = pending
+        self._data = data
+        self._faults = faults
+
+    def wait(self) -> Any:
+        result = self._pending.wait()
+        self._faults.flip_in_copy(self._data)
+        return result
+
+
+# SNAPSHOT: the rank goes back to its own copy in host memory, or to the one that another rank keeps of it.
+
+
+class Snapshot(Restore):
+    """What was done since is forgotten."""
+
+    def restore(self, site: Site, mine: RankPlan) -> None:
+        site.state.present = False
+        site.copied = None
+        if mine.sources:
+            return  # it is sent
+        began = time.monotonic()
+        events.emit("restore_begin", rank=site.rank, generation=site.generation)
+        _load(site, site.snapshots.of(site.rank, mine.from_version), mine, began)
+
+    def copy(self, site: Site, entry: RankPlan) -> None:
+        transfer = Transfer(joiner=entry.rank, sources=entry.sources, version=entry.from_version)
+        wire = World(site.world, site.faults)
+        check, copying = site.member.check, site.faults.copying
+        if site.rank in entry.sources:
+            kept = site.snapshots.of(entry.rank, entry.from_version)
+            send_state(transfer, site.rank, kept.state, check, copying, wire)
+        elif site.rank == entry.rank:
+            began = time.monotonic()
+            events.emit("restore_begin", rank=site.rank, generation=site.generation)
+            try:
+                received = receive_state(transfer, site.rank, {}, check, copying, wire)
+            except ReplicaDiffers as error:
+                raise ReplayRefused(str(error)) from None
+            copy = SnapshotCopy(state=received.state, digest=received.digest, bytes=received.bytes)
+            # It holds its own again: if it is needed once more, the keeper may be lost.
+            site.snapshots.put(entry.rank, entry.from_version, copy)
+            _load(site, copy, entry, began)
+
+
+def _load(site: Site, copy: SnapshotCopy, mine: RankPlan, began: float) -> None:
+    version = mine.from_version
+    loaded = copy.apart()
+    try:
+        site.state.load_state_dict(loaded)
+    except ServiceError as error:
+        raise ReplayRefused(str(error)) from None
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ReplayRefused(f"the snapshot of version {version} cannot be loaded: {why}") from error
+    site.state.present = True
+    site.channel.off_log = False
+    where: dict[str, Any] = {"rank": site.rank, "generation": site.generation, "version": version}
+    events.emit(
+        "snapshot_restored",
+        **where,
+        source=mine.sources[0] if mine.sources else site.rank,
+        bytes=copy.bytes,
+        digest=copy.digest,
+        seconds=time.monotonic() - began,
+    )
+    events.emit("restore_end", **where)
+
+
+# UNDO, on the rank that does it.
+
+
+class Undo(Restore):
+    """Takes the applied buckets back, by the journals of its optimizers; or a whole step, by the copy of before it."""
+
+    def restore(self, site: Site, mine: RankPlan) -> None:
+        try:
+            loaded = site.staggering.take_back(mine.from_version)
+            if loaded is not None:
+                _tell(site, UndoResult(mode="copy", exact=True, buckets=0))
+                return
+            results = site.state.undo()
+        except ServiceError as error:  # the parameters are of no version now; the next plan does without them
+            site.state.present = False
+            raise ReplayRefused(str(error)) from None
+        for result in results:
+            _tell(site, result)
+
+
+def _tell(site: Site, result: UndoResult) -> None:
+    events.emit(
+        "undone",
+        rank=site.rank,
+        generation=site.generation,
+        version=site.state.version,
+        mode=result.mode,
+        exact=result.exact,
+        buckets=result.buckets,
+        ulps_max=result.ulps_max,
+        ulps_mean=result.ulps_mean,
+        relative_error=result.step_error,
+    )
+
+
+TABLE: Mapping[Strategy, Restore] = MappingProxyType(
+    {
+        Strategy.KEEP: Restore(),
+        Strategy.ROLL_FORWARD: Restore(),  # the vote finishes the step, on the trainer's own stack (`Engine.vote`)
+        Strategy.LOSSY_FORWARD: Restore(),  # so does the reduction (`swift_ft.train.lossy`)
+        Strategy.UNDO: Undo(),
+        Strategy.REPLICA: Replica(),
+        Strategy.CATCH_UP: Restore(),
+        Strategy.REPLAY: Load(),
+        Strategy.SNAPSHOT: Snapshot(),
+        Strategy.CHECKPOINT: Load(),
+    }
+)
+assert set(TABLE) == set(Strategy), "every strategy can be carried out"

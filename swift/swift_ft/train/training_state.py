@@ -1,0 +1,803 @@
+"""Everything that a step changes: what must go back if the step is dropped, and what a checkpoint holds."""
+
+import copy
+import json
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from operator import is_
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from swift_ft import torch_private
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.state import fsdp
+from swift_ft.state.carried_gradients import WholeModule
+from swift_ft.state.journal import OPTIMIZERS_OWN, Kept, UndoResult
+from swift_ft.state.loaders import Iterators
+from swift_ft.state.module_state import (
+    KeptModules,
+    ModuleState,
+    load_module,
+    load_optimizer,
+    naming,
+    put_into,
+    states_of,
+)
+from swift_ft.state.rng import Randomness, kept, seed_all
+from swift_ft.state.tensors import byte_view, digest, plain
+from swift_ft.state.torch_settings import Settings
+from swift_ft.state.transfer import local
+from swift_ft.state.tree import split
+from swift_ft.train.updates import Standing, Updates
+
+# What a trainer registers, as an object that a recovery can take back: anything with a state, random generators, and
+# lists, dicts and deques as they are.
+
+# What default generators are seeded with while an object loads its state.
+_LOADING = 0x5EED_10AD
+
+
+class _Generator:
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]):
+        self._get, self._put = get, put
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._get()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._put(state["state"])
+
+
+class _Container:
+    """Its items go back into the lists and tensors that are there: the script may hold them by another name, too
+    (``best = stats["best"]``, ``pairs = list(zip(model.parameters(), ema))``)."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._value.copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        put_into(self._value, state["state"])
+
+
+def as_registered(value: Any) -> Any:
+    """`value` itself, unless it is a generator of torch, `random` or numpy, or a plain container."""
+    if isinstance(value, torch.Generator):
+        return _Generator(value.get_state, value.set_state)
+    if isinstance(value, random.Random):
+        return _Generator(value.getstate, value.setstate)
+    if isinstance(value, np.random.RandomState):
+        return _Generator(lambda: value.get_state(legacy=False), value.set_state)
+    if isinstance(value, np.random.Generator):
+        bits: Any = value.bit_generator
+        return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if type(value) in (list, dict, deque):
+        return _Container(value)
+    return value
+
+
+def load_object(name: str, thing: Any, state: Any) -> None:
+    """What it draws meanwhile, it draws alike in every process. Raises ServiceError, with its name, if it cannot load
+    its state."""
+    with kept():
+        seed_all(_LOADING)
+        with naming(f"register({name}=...)"):
+            thing.load_state_dict(state)
+
+
+# The parameters with which a process begins: a step makes none, removes none and leaves their types and shapes.
+#
+# A process that takes over a lost rank makes its modules as the script does before `session.run`. It can load no other
+# parameters than those.
+
+
+class FirstParameters:
+    """Those of one rank, by the names that they have in states."""
+
+    def __init__(self) -> None:
+        self._remembered = False
+        self._parameters: list[torch.nn.Parameter] = []
+        self._names: list[str] = []
+        self._forms: list[tuple[torch.dtype, torch.Size]] = []
+
+    def remember(self, parameters: list[torch.nn.Parameter], names: list[str]) -> None:
+        self._remembered = True
+        self._parameters, self._names, self._forms = parameters, names, _forms(parameters)
+
+    def check(self, parameters: list[torch.nn.Parameter], names: list[str]) -> None:
+        """Raises UsageError for a step that has made or removed parameters, or made other things of them. A step may
+        put another object in a parameter's place, if it has the name, the type and the shape of the first."""
+        if not self._remembered:
+            return
+        forms = _forms(parameters)
+        same = len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
+        if same and forms == self._forms:
+            return
+        if other := set(self._names) ^ set(names):
+            raise UsageError(
+                f"train_step has made or removed parameters ({', '.join(sorted(other)[:3])}): a process that "
+                "replaces a lost rank makes the modules as they are before session.run, and cannot load them; make all "
+                "parameters there, frozen (requires_grad_(False)) and out of use until a step wants them"
+            )
+        first = dict(zip(self._names, self._forms, strict=True))
+        if changed := [name for name, form in zip(names, forms, strict=True) if form != first[name]]:
+            raise UsageError(
+                f"train_step has changed the type or the shape of parameters ({', '.join(changed[:3])}): a process "
+                "that replaces a lost rank makes the modules as they are before session.run, and cannot load them; "
+                "make them so there"
+            )
+        self.remember(parameters, names)
+
+
+def check_ready(module: torch.nn.Module) -> None:
+    """Raises UsageError for a module that makes its parameters in its first forward."""
+    lazy = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if isinstance(tensor, lazy):
+            raise UsageError(
+                f"{name} of a lazy module has no shape yet; call the module once (under torch.no_grad()) before you "
+                "pass it to the session, and make the optimizer after that"
+            )
+
+
+def _forms(parameters: list[torch.nn.Parameter]) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(parameter.dtype, parameter.shape) for parameter in parameters]
+
+
+# Which parameters are in which groups of their optimizers, by name, and with which hyperparameters.
+#
+# An optimizer's own state knows its parameters by their numbers. So a state that goes to another process has their
+# names, in the order of the groups, and the optimizer there takes that order first: a script may have taken its
+# parameters out of a set, or given them to other groups while it trained. (Which are frozen is a part of the modules:
+# `swift_ft.state.module_state`.)
+
+Named = Mapping[str, torch.nn.Parameter]
+Optimizers = Sequence[torch.optim.Optimizer]
+Groups = list[list[list[str]]]
+"""Names of the parameters in each group of each optimizer."""
+Begun = list[list[dict[str, str]]]
+"""Of each group of each optimizer in a process that begins: its hyperparameters in words, and a digest of its names."""
+_NAMES = "params"
+_SAID_MAX = 5
+
+
+class ParamGroups:
+    """``ParamGroups(optimizers)`` … ``put_back()``: the groups that a dropped step has made or changed go back."""
+
+    def __init__(self, optimizers: Optimizers) -> None:
+        self._groups = [
+            (optimizer, [(group, list(group["params"])) for group in optimizer.param_groups])
+            for optimizer in optimizers
+        ]
+
+    def put_back(self) -> None:
+        for optimizer, groups in self._groups:
+            optimizer.param_groups[:] = [group for group, _ in groups]
+            for group, parameters in groups:
+                group["params"][:] = parameters
+
+
+def groups_by_name(named: Named, optimizers: Optimizers) -> Groups:
+    names = {id(parameter): name for name, parameter in named.items()}
+    return [
+        [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+
+
+def regroup(named: Named, optimizers: Optimizers, wanted: Groups) -> None:
+    """As `told` has said. Raises ServiceError for names that this trainer does not have."""
+    for optimizer, groups in zip(optimizers, wanted, strict=True):
+        if groups_by_name(named, [optimizer]) == [groups]:
+            continue
+        try:
+            parameters = [[named[name] for name in group] for group in groups]
+        except KeyError as error:
+            raise ServiceError(
+                f"the state's optimizer has a parameter {error} that this trainer lacks"
+            ) from None
+        called = {
+            id(p): name
+            for group in optimizer.param_groups
+            for p, name in zip(group["params"], group.get("param_names", ()))
+        }
+        # Their settings come with the optimizer's state.
+        made = [{**optimizer.defaults, "params": []} for _ in groups[len(optimizer.param_groups) :]]
+        optimizer.param_groups[:] = [*optimizer.param_groups[: len(groups)], *made]
+        for group, own in zip(optimizer.param_groups, parameters, strict=True):
+            group["params"][:] = own
+            if "param_names" in group:
+                group["param_names"] = [called.get(id(parameter), "") for parameter in own]
+        kept = {id(parameter) for own in parameters for parameter in own}
+        for gone in [tensor for tensor in optimizer.state if id(tensor) not in kept]:
+            del optimizer.state[gone]
+
+
+def agree_on_groups(
+    named: Named, optimizers: Optimizers, broadcast: Callable[[list[torch.Tensor]], None]
+) -> None:
+    """(every replica, at the begin) All take the first one's order. `broadcast` gives all its values.
+
+    Raises UsageError, with the first parameter that differs, if theirs are others.
+    """
+    forms = {name: f"{p.dtype}{list(p.shape)}" for name, p in named.items()}
+    words = json.dumps([groups_by_name(named, optimizers), forms]).encode()
+    size = torch.tensor([len(words)])
+    broadcast([size])
+    data = torch.frombuffer(bytearray(words.ljust(int(size)))[: int(size)], dtype=torch.uint8)
+    broadcast([data])
+    theirs, their_forms = json.loads(data.numpy().tobytes())
+    own = _places(groups_by_name(named, optimizers), forms)
+    other = _places(theirs, their_forms)
+    if different := [name for name in {**own, **other} if own.get(name) != other.get(name)]:
+        raise UsageError(
+            f"{different[0]} has another shape or type than on the first replica, or is in another group of an "
+            "optimizer: make the same model and the same groups on all replicas"
+        )
+    regroup(named, optimizers, theirs)
+
+
+def _places(groups: Groups, forms: dict[str, str]) -> dict[str, list[Any]]:
+    """What a parameter is, and in which groups."""
+    places: dict[str, list[Any]] = {name: [form] for name, form in forms.items()}
+    for number, of_one in enumerate(groups):
+        for index, names in enumerate(of_one):
+            for name in names:
+                places[name].append((number, index))
+    return places
+
+
+# --- what a script begins with ---
+
+
+def begun(named: Named, optimizers: Optimizers) -> Begun:
+    """What is no number or word is left out."""
+    return [
+        [
+            {_NAMES: xxhash.xxh3_64_hexdigest("\n".join(sorted(names)).encode())}
+            | {key: word for key, value in group.items() if (word := _word(value)) is not None}
+            for group, names in zip(optimizer.param_groups, of_one, strict=True)
+        ]
+        for optimizer, of_one in zip(optimizers, groups_by_name(named, optimizers), strict=True)
+    ]
+
+
+def say_overruled(optimizers: Optimizers, script: Begun, job: Begun) -> None:
+    """(a state is loaded, which wins over the script) What the script has changed since the job began."""
+    if found := _overruled(optimizers, script, job):
+        more = f" and {len(found) - _SAID_MAX} others" if len(found) > _SAID_MAX else ""
+        print(
+            "swift: the script has other hyperparameters than when the job began, and what the job has goes on: "
+            f"{'; '.join(found[:_SAID_MAX])}{more}; to change them, set them in train_step, from a step on",
+            file=sys.stderr,
+        )
+
+
+def _overruled(optimizers: Optimizers, script: Begun, job: Begun) -> list[str]:
+    found: list[str] = []
+    nothing: dict[str, str] = {}
+    for number, (mine, theirs) in enumerate(zip(script, job)):
+        optimizer = optimizers[number]
+        where = f"optimizer {number} ({type(optimizer).__name__})"
+        for index, (own, other) in enumerate(zip_longest(mine, theirs, fillvalue=nothing)):
+            group = optimizer.param_groups[index] if index < len(optimizer.param_groups) else {}
+            of = f"group {index} of {where}" if len(optimizer.param_groups) > 1 else where
+            for key in {**own, **other}:
+                if own.get(key) == other.get(key):
+                    continue
+                if key == _NAMES:
+                    found.append(f"the parameters of {of}")
+                else:
+                    found.append(f"{key}={_word(group.get(key))} of {of}, not {own.get(key)}")
+    return found
+
+
+def _word(value: Any) -> str | None:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    plain = isinstance(value, bool | int | float | str | None) or (
+        isinstance(value, tuple | list) and all(isinstance(item, int | float) for item in value)
+    )
+    return str(value) if plain else None
+
+
+HYPERPARAMETERS = "hyperparameters of an optimizer"
+# Of a process: what changes in them of parameters that no optimizer updates is kept from then on.
+_STEPS_LOOKED_AT = 3
+
+
+@dataclass(kw_only=True)
+class _BeforeStep:
+    """What is put back when a half-done step is dropped. Parameters are not here: until the optimizer steps
+    they have not changed, or the journal takes them back, and after it the step is not dropped."""
+
+    objects: dict[str, Any]
+    placements: dict[str, str]
+    modes: list[tuple[torch.nn.Module, bool]]
+    """Whether each module trains: a validation that is cut short leaves them evaluating."""
+    iterators: list[list[Any]]
+    param_groups: ParamGroups
+
+
+class Stopped(NamedTuple):
+    """What a trainer has said with `session.stop`."""
+
+    reason: str
+    num_steps: int
+    """Those of the run that it ends: one that is to do more goes on."""
+
+
+def in_common(state: dict[str, Any]) -> dict[str, Any]:
+    """A state without the attributes of modules of which each replica has a value of its own."""
+    modules = state["modules"]
+    values = {path: value for path, value in modules["values"].items() if path not in modules["apart"]}
+    return {**state, "modules": {**modules, "values": values}}
+
+
+def _version(parameter: torch.nn.Parameter) -> tuple[int, int]:
+    return parameter.data_ptr(), parameter._version
+
+
+class TrainerState:
+    """The stages, optimizers and registered objects of one rank."""
+
+    def __init__(
+        self, randomness: Randomness, updates: Updates, replicate: ReconfigurableGroup | None
+    ) -> None:
+        """`randomness`: the channel's. `replicate`: the replicas of this rank's shard, if there are shards."""
+        self.randomness = randomness
+        self.updates = updates
+        self.replicate = replicate
+        self.stages: list[Any] = []
+        self.schedules: list[Any] = []
+        self.wrapped: list[torch.nn.Module] = []
+        """What `session.ddp` has made: a stage may have the module inside of it."""
+        self.objects: dict[str, Any] = {}
+        self.version = 0  # optimizer steps done = the next step to run
+        self.present = False  # until the first version is ours, by birth or by restore
+        self.lived = False  # until this process has run with the others, and logged what it sent
+        self._before: _BeforeStep | None = None
+        self.gradients = updates.left
+        self._begun: Begun = []
+        """What the script has begun the job with."""
+        self._groups: list[Kept] = []  # the optimizers' hyperparameters when the step began
+        self._kept = KeptModules(())
+        self._versions: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        """When the step began: where a parameter lies, and torch's count of what has changed it."""
+        self._changing: dict[int, torch.nn.Parameter] = {}
+        """Parameters that no optimizer updates, and that a step changes all the same (a momentum encoder's)."""
+        self._steps_here = 0
+        self._digests: dict[int, bytes] = {}
+        self.modules = ModuleState()
+        self.settings = Settings()
+        self._first = FirstParameters()
+        self.iterators = Iterators(self.randomness, lambda: self.objects)
+        self.stopped: Stopped | None = None
+        """The trainer ends the run with this version."""
+        self.updated = False
+        """An optimizer that the session was told of has stepped in this process."""
+        self.apart: list[str] = []
+        """What replicas have each of its own (`swift_ft.train.verification`)."""
+
+    # --- registration ---
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return self.updates.optimizers
+
+    def add_stage(self, stage: Any) -> None:
+        """Raises UsageError for a stage, or a module, that is there already."""
+        self._check_early("a module")
+        whole = isinstance(stage, WholeModule)
+        for other in self.stages:
+            if other.submod is stage.submod:
+                raise UsageError("one module was given to the session twice; give it once")
+            if whole or isinstance(other, WholeModule):
+                continue
+            if other.stage_index == stage.stage_index:
+                raise UsageError(
+                    f"two stages {stage.stage_index} on one rank: a rank can have several stages of one pipeline, not "
+                    "two pipelines; make one pipeline of both, or give a whole model to session.module"
+                )
+        check_ready(stage.submod)
+        self.stages.append(stage)
+
+    def keyed(self) -> dict[str, Any]:
+        """The stages by the names that they have in states: pipeline stages by their index, whole modules in the order
+        in which the session was told of them."""
+        whole = [stage for stage in self.stages if isinstance(stage, WholeModule)]
+        keys = {str(stage.stage_index): stage for stage in self.stages if stage not in whole}
+        word = "module" if keys else ""
+        return keys | {f"{word}{number}": stage for number, stage in enumerate(whole)}
+
+    def _check_early(self, what: str) -> None:
+        """Raises UsageError behind the begin of `session.run`: a process that takes over a rank would not have it."""
+        if self.modules.remembered:
+            raise UsageError(
+                f"the session was given {what} in train_step: a process that replaces a lost rank begins without it; "
+                "make all of them before session.run, and let steps choose which they use"
+            )
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_early("an optimizer")
+        self.updates.add(optimizer)
+
+    def add_object(self, name: str, value: Any) -> None:
+        """Registers an object whose state belongs to the trainer's.
+
+        Raises UsageError: too late, a name that is taken, or no `state_dict` and `load_state_dict`.
+        """
+        self._check_early(f"register({name}=...)")
+        if name in self.objects:
+            raise UsageError(f"register({name}=...) was called twice; use another name")
+        value = as_registered(value)
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(value, method, None)):
+                raise UsageError(
+                    f"register({name}=...) was given a {type(value).__name__} without {method}(); "
+                    "a recovery must be able to take it back, so give it state_dict and load_state_dict"
+                )
+        self.objects[name] = value
+
+    def check_complete(self) -> None:
+        """Raises UsageError, in one line, for a trainer that forgot something a recovery needs."""
+        if not self.stages:
+            raise UsageError(
+                "no pipeline stage: make it with session.pipeline_stage(...) or session.adopt(stage); a whole "
+                "model is registered with session.module(model)"
+            )
+        if not self.optimizers:
+            raise UsageError("no optimizer: write optimizer = session.optimizer(torch.optim....)")
+        if not self.schedules and not all(isinstance(stage, WholeModule) for stage in self.stages):
+            raise UsageError(
+                "the schedule is not registered: call session.register(schedule=schedule, scheduler=..., loader=...) "
+                "before session.run"
+            )
+        for module in (*(stage.submod for stage in self.stages), *self.wrapped):
+            if why := torch_private.why_ddp_is_refused(module):
+                raise UsageError(why)
+        self.updates.check_complete(self.objects)
+        for optimizer in self.optimizers:
+            fsdp.check_optimizer(optimizer)
+        states_of(self.optimizers)
+        held = self._held()
+        self.updates.ties.check(held)
+        if any(p.requires_grad and p not in held for p in self._parameters()):
+            raise UsageError(
+                "some parameters of the stages have no optimizer; pass them to session.optimizer or freeze them"
+            )
+
+    def _held(self) -> set[torch.nn.Parameter]:
+        """What the optimizers update. Raises UsageError for what no process that takes over this rank would have."""
+        held = {p for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        if held.difference(self._parameters()):
+            raise UsageError(
+                "the optimizer updates parameters that are in no stage; put them into a stage's module"
+            )
+        return held
+
+    def remember(self) -> None:
+        """(all is registered, and nothing is loaded yet) What a new process begins with."""
+        self.modules.remember({key: stage.submod for key, stage in self.keyed().items()})
+        self.settings.remember()
+        named = self._named_parameters(sharded_too=True)
+        self._first.remember(self._parameters(), list(named))
+        self._begun = begun(named, self.optimizers)
+
+    # --- one step ---
+
+    def begin_step(self) -> None:
+        """Keeps what a step that is cut short must give back."""
+        self.updates.begin_step(self.version)
+        self.settings.begin_step()
+        self.gradients.begin(self._parameters())
+        for stage in self.stages:
+            stage.begin_step()
+        self.iterators.begin_step(self.version)
+        objects, placements = fsdp.localized(self._object_states())
+        self._before = _BeforeStep(
+            objects=copy.deepcopy(objects),
+            iterators=self.iterators.state(),
+            placements=placements,
+            modes=[(part, part.training) for stage in self.stages for part in stage.submod.modules()],
+            param_groups=ParamGroups(self.optimizers),
+        )
+        self._kept.roots = [stage.submod for stage in self.stages]
+        self._kept.keep(self._changing.values())
+        self._versions = {p: _version(p) for p in self._parameters() if not fsdp.is_sharded(p)}
+        # A trainer may set them at any place in its step (`group["lr"] = …` for this step): ranks that it has left at
+        # different places are replicas only with what they began with.
+        self._groups = [Kept(group, but=("params",)) for o in self.optimizers for group in o.param_groups]
+        # What it keeps besides; LR schedulers note there that it has stepped.
+        self._groups += [Kept(vars(o), but=OPTIMIZERS_OWN, states=False) for o in self.optimizers]
+        self.randomness.begin_step(self.version)  # whatever objects have drawn to tell their state
+
+    def draw_as_other(self, loaders: Collection[str]) -> None:
+        """(a step for another data-parallel rank has begun, which the randomness is of) What its registered objects
+        would draw is what these draw from here on. `loaders`: those that have to be given the state for it; the others
+        make their iterators of torch's data loaders again, with that rank's numbers."""
+        before = self._before
+        assert before is not None
+        self.iterators.restore(before.iterators)
+        objects = fsdp.globalized(copy.deepcopy(before.objects), before.placements, self._parameters())
+        for name, state in objects.items():
+            if before.iterators or name in loaders:
+                load_object(name, self.objects[name], state)
+
+    def end_step(self) -> None:
+        """The step is done: what was kept for taking it back is let go, and the version rises by one."""
+        self._first.check(self._parameters(), list(self._named_parameters(sharded_too=True)))
+        self._before, self._groups = None, []
+        self.settings.end_step()
+        self._learn_changing()
+        self._kept.forget()
+        self.gradients.end(self._parameters(), updated=self.updates.stepped > 0)
+        self.updated = self.updated or self.updates.stepped > 0
+        self.version += 1
+        self.updates.begin_step(self.version)
+
+    def drop_step(self) -> None:
+        """Takes the half-done step back, but for the buckets that are applied: `undo` does that."""
+        self.updates.voting = False  # its stack is gone: it cannot be finished any more
+        for schedule in self.schedules:
+            torch_private.clear_schedule(schedule)
+        for stage in self.stages:
+            torch_private.reset_sharded(stage.submod)
+        before, self._before = self._before, None
+        if before is None:  # no step is under way
+            return
+        self.gradients.put_back(self._parameters())
+        for part, training in before.modes:
+            part.training = training
+        self.iterators.restore(before.iterators)
+        objects = fsdp.globalized(before.objects, before.placements, self._parameters())
+        for name, state in objects.items():
+            if isinstance(self.objects[name], torch.amp.GradScaler):
+                torch_private.forget_unscaled(self.objects[name])
+            try:
+                load_object(name, self.objects[name], state)
+            except ServiceError as error:
+                self.present = False  # it is restored, which may do better
+                print(f"swift: {error}: the state of this rank is restored", file=sys.stderr)
+        if self._changed_otherwise():
+            self.present = False  # values of before the step are nowhere; from its next one on they are kept
+        self._kept.put_back()
+        self._put_back_groups()
+        before.param_groups.put_back()
+
+    def standing(self) -> Standing:
+        """What this rank holds, and where it can go. In the vote it may be that its step can only be finished."""
+        if not self.present:
+            return Standing(version=None)
+        standing = self.updates.standing(self.version)
+        if self.can_drop:
+            return standing
+        return replace(standing, version=None, undo_to=None, undo_exact=False)
+
+    @property
+    def can_drop(self) -> bool:
+        """(a step is under way) It can be taken back."""
+        return self._before is None or not self._changed_otherwise()
+
+    def _changed_otherwise(self) -> bool:
+        """A parameter was changed by something else than the session's update, and nobody has kept what it was."""
+        kept = set(self._changing)
+        if self.updates.begun or self.updates.partial:  # the update is undone
+            kept |= {id(p) for p in self.updates.bucket_of}
+        return any(id(p) not in kept and _version(p) != was for p, was in self._versions.items())
+
+    def _learn_changing(self) -> None:
+        """(a step is done) In the first steps of a process every bit of frozen parameters is looked at."""
+        held = self._held()
+        frozen = [
+            p for p in self._versions if not (p in held and p.requires_grad) and id(p) not in self._changing
+        ]
+        if self._steps_here < _STEPS_LOOKED_AT:
+            digests = {id(p): xxhash.xxh3_128_digest(byte_view(plain(p)).data) for p in frozen if p.numel()}
+            before = digests | self._digests
+            changing = [p for p in frozen if before.get(id(p)) != digests.get(id(p))]
+            self._digests = digests
+        else:
+            changing, self._digests = [], {}
+        if not self._steps_here:  # what a first step has made is told now if it cannot be saved
+            split(states_of(self.optimizers))
+        self._steps_here += 1
+        for parameter in (*changing, *(p for p in frozen if _version(p) != self._versions[p])):
+            self._changing[id(parameter)] = parameter
+
+    def undo(self) -> list[UndoResult]:
+        """(after `drop_step`) Takes back what is applied of its update. Raises ServiceError if that cannot be done."""
+        results = self.updates.undo()
+        self._put_back_groups()  # a copied optimizer's are what they were when its bucket was applied
+        self.updates.begin_step(self.version)
+        return results
+
+    def _put_back_groups(self) -> None:
+        for group in self._groups:
+            group.put_back()
+
+    def align(self) -> None:
+        """(first start) Replicas begin with the weights and buffers of the first one, as DDP's do.
+
+        Of what is sharded, each shard goes to its own replicas.
+        """
+        agree_on_groups(self._named_parameters(sharded_too=True), self.optimizers, self.updates.broadcast)
+        for stage in self.stages:
+            tensors = [*stage.submod.parameters(), *stage.submod.buffers()]
+            self.updates.broadcast([t.detach() for t in tensors if not fsdp.is_sharded(t)])
+            if self.replicate is not None:
+                fsdp.broadcast(self.replicate, [local(t) for t in tensors if fsdp.is_sharded(t)])
+        self.updates.ties.align()
+
+    # --- checkpoints and digests ---
+
+    def destinations(self) -> dict[str, torch.Tensor]:
+        """The tensors that a copy of a replica's state is received into, by their path in `state_dict`.
+
+        No buffers: the replica's may have grown, or be of another type by now.
+        """
+        state = self.state_dict()
+        stages: dict[str, Any] = {}
+        for key, stage in self.keyed().items():
+            names = {name for name, _ in stage.submod.named_parameters(remove_duplicate=False)}
+            stages[key] = {name: tensor for name, tensor in state["stages"][key].items() if name in names}
+        tensors, _ = split(
+            {key: value for key, value in state.items() if key != "modules"} | {"stages": stages}
+        )
+        return tensors
+
+    def shared_dict(self) -> dict[str, Any]:
+        """What replicas have in common."""
+        return in_common(self.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Local tensors that share the memory of what they are the state of; `placements` says which are shards."""
+        state = {
+            "version": self.version,
+            "stages": {key: stage.submod.state_dict() for key, stage in self.keyed().items()},
+            "optimizers": states_of(self.optimizers),
+            "groups": groups_by_name(self._named_parameters(sharded_too=True), self.optimizers),
+            "begun": self._begun,
+            "objects": self._object_states(),
+            "modules": {**self.modules.state(), "apart": self.apart},
+            "iterators": self.iterators.state(),
+        }
+        if self.stopped is not None:
+            state["stopped"] = self.stopped._asdict()
+        if settings := self.settings.state():
+            state["settings"] = settings
+        if left := self.gradients.state(self._named_parameters()):
+            state["gradients"] = left
+        state, placements = fsdp.localized(state)
+        return {**state, "placements": placements} if placements else state
+
+    def parts(self) -> dict[str, Any]:
+        """What replicas must have in common, by the name that a message gives it; registered objects by theirs."""
+        state = self.state_dict()
+        names = {
+            f"{key}.{name}"
+            for key, stage in self.keyed().items()
+            for name, _ in stage.submod.named_parameters()
+        }
+        tensors = {f"{i}.{n}": t for i, stage in state["stages"].items() for n, t in stage.items()}
+        groups = [group for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
+        return {
+            # First: where these differ, all else differs for it.
+            HYPERPARAMETERS: [{k: v for k, v in group.items() if k != "params"} for group in groups],
+            "parameters": {name: tensor for name, tensor in tensors.items() if name in names},
+            "optimizer": state["optimizers"],
+            "iterators of data loaders": state["iterators"],
+            "a buffer": {name: tensor for name, tensor in tensors.items() if name not in names},
+            **self.gradients.parts(self._named_parameters(), self.updates.bucket_of, self.updates.elsewhere),
+            **{f"register({name}=...)": value for name, value in sorted(state["objects"].items())},
+        }
+
+    def begun_with(self) -> dict[str, Any]:
+        """(a step has begun) What it begins with, by the name that a message gives its parts: what an update makes
+        comes behind what it is made of. No object is asked for its state again."""
+        before = self._before
+        assert before is not None
+        told: dict[str, Any] = {
+            f"register({name}=...)": state for name, state in sorted(before.objects.items())
+        }
+        told["iterator of a data loader"] = before.iterators
+        told["attribute"] = self.modules.state()["values"]
+        parameters: dict[str, Any] = {}
+        updated: dict[str, Any] = {}
+        for key, stage in self.keyed().items():
+            tensors, _ = fsdp.localized(stage.submod.state_dict())
+            names = {name for name, _ in stage.submod.named_parameters(remove_duplicate=False)}
+            parameters[f"parameter {key}"] = {name: t for name, t in tensors.items() if name in names}
+            told[f"buffer {key}"] = {name: t for name, t in tensors.items() if name not in names}
+        for number, state in enumerate(states_of(self.optimizers)):
+            for part, value in fsdp.localized(state)[0].items():
+                (told if part == "param_groups" else updated)[f"optimizer {number}.{part}"] = value
+        return told | parameters | updated
+
+    def parameter_names(self) -> dict[torch.nn.Parameter, str]:
+        """As they are in states."""
+        return {parameter: name for name, parameter in self._named_parameters(sharded_too=True).items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ServiceError if the state is another trainer's or another shard's, or if one of the trainer's objects
+        cannot load it, with its name."""
+        stages = self.keyed()
+        if set(stages) != set(state["stages"]) or len(self.optimizers) != len(state["optimizers"]):
+            raise ServiceError(
+                f"the checkpoint holds stages {sorted(state['stages'])} and {len(state['optimizers'])} optimizer(s), "
+                f"this trainer made stages {sorted(stages)} and {len(self.optimizers)} optimizer(s)"
+            )
+        if set(self.objects) != set(state["objects"]):
+            raise ServiceError(
+                f"the checkpoint holds {sorted(state['objects'])}, this trainer registered {sorted(self.objects)}"
+            )
+        regroup(self._named_parameters(sharded_too=True), self.optimizers, state["groups"])
+        placements = state.get("placements", {})
+        fsdp.check_placements(self.state_dict().get("placements", {}), placements, "state.stages.")
+        state = fsdp.globalized(state, placements, self._parameters())
+        for name, stage in stages.items():
+            with naming(f"stage {name}"):
+                load_module(stage.submod, state["stages"][name], self.modules.names_at_begin(name))
+        for number, (optimizer, value) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
+            with naming(f"optimizer {number} ({type(optimizer).__name__})"):
+                load_optimizer(optimizer, value)
+        if not self.randomness.dp_rank:
+            say_overruled(self.optimizers, self._begun, state["begun"])
+        self._begun = state["begun"]
+        self.iterators.restore(state["iterators"])
+        for name, value in state["objects"].items():
+            load_object(name, self.objects[name], value)
+        self.modules.load(state["modules"])
+        self.settings.load(state.get("settings", {}))
+        self.stopped = Stopped(**state["stopped"]) if "stopped" in state else None
+        self.gradients.load(self._named_parameters(), state.get("gradients", {}))
+        self._before, self._groups = None, []
+        self.version = int(state["version"])
+        self.updates.begin_step(self.version)
+
+    def _object_states(self) -> dict[str, Any]:
+        return {name: value.state_dict() for name, value in self.objects.items()}
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for stage in self.stages for parameter in stage.submod.parameters()]
+
+    def _named_parameters(self, *, sharded_too: bool = False) -> dict[str, torch.nn.Parameter]:
+        """By the names that they have in states."""
+        return {
+            f"{key}.{name}": parameter
+            for key, stage in self.keyed().items()
+            for name, parameter in stage.submod.named_parameters()
+            if sharded_too or not fsdp.is_sharded(parameter)
+        }
+
+    def gradient_bytes(self) -> dict[int, int]:
+        """Of each stage's parameters that are trained."""
+        bytes_of: dict[int, int] = {}
+        for stage in self.stages:
+            own = sum(p.nbytes for p in stage.submod.parameters() if p.requires_grad)
+            bytes_of[stage.stage_index] = bytes_of.get(stage.stage_index, 0) + own
+        return bytes_of
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each part of the state; equal on two runs only if every bit is."""
+        state = self.state_dict()
+        parts = {"parameters": state["stages"], "optimizer": state["optimizers"], **state["objects"]}
+        if state["modules"]["values"] or state["modules"]["gone"]:
+            parts["modules"] = state["modules"]
+        if "loader" in parts:
+            parts["data"] = parts.pop("loader")
+        out = {"rng": self.randomness.digest(self.version)}
+        for name, value in parts.items():
+            tensors, rest = split(value)
+            out[name] = digest(tensors, json.dumps(rest))
+        return out

@@ -1,0 +1,724 @@
+"""From gradients to an update that is applied everywhere or nowhere.
+
+after_backward  reduce all buckets → vote → apply bucket by bucket
+wait_free       while backward runs: reduce a bucket, apply it, the next → … → the rest → vote
+held            each optimizer's step: reduce its buckets → apply them; … at the end of the step: vote
+
+The vote is a barrier of all ranks, inside the first `optimizer.step()`: a rank that is through it knows that every
+rank has all its gradients reduced. So a rank that fails to get through can still finish the
+step (roll forward), and one that is past it never has to go back. Before the vote, `wait_free` may have applied
+some buckets; the journal knows which, and takes them back (undo).
+
+Voting before the first update is too early for a step that communicates after it: several optimizers (a GAN's), one
+that steps twice, validation after the update. Such a step is *held*: copies of everything that its updates change are
+kept until it ends, and the vote comes there, so that the step can be taken back wherever it is cut short. The first
+step of every generation is held; in its vote each rank says whether it needs that, and what one needs all do from the
+next step on.
+"""
+
+import math
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from swift_ft import events
+from swift_ft.comm.backend import Rehearsed
+from swift_ft.errors import NonFiniteLoss, UsageError
+from swift_ft.state.carried_gradients import LeftGradients
+from swift_ft.state.journal import Journal, UndoResult
+from swift_ft.train.config import SessionConfig
+from swift_ft.train.errors import Hook
+from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.lossy import CutStep
+from swift_ft.train.reducer import Reducer, UpdateBucket
+from swift_ft.train.tied_weights import Ties
+
+# What a rank has to offer when a recovery is planned.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What a rank can say of itself to the planner."""
+
+    version: int | None
+    undo_to: int | None = None
+    undo_exact: bool = False
+    forward_to: int | None = None
+    forward_by_all: bool = False
+    finish_to: int | None = None
+
+    def words(self) -> dict[str, int | None]:
+        words = {"version": self.version, "undo_to": self.undo_to, "forward_to": self.forward_to}
+        return words if self.finish_to is None else {**words, "finish_to": self.finish_to}
+
+
+# A loss that is not finite: said once where it begins, or the end of the job (`SessionConfig.non_finite_loss`).
+#
+# Looked at are what a schedule's loss function gives, single numbers that a whole module's forward returns, and what a
+# trainer hands to `Session.check_loss`. It costs some microseconds a loss.
+
+_ELEMENTS_MAX = 1 << 16
+"""A loss of each token, say, is looked at up to so many."""
+
+
+class Replays(Protocol):
+    """The channel."""
+
+    @property
+    def replaying(self) -> bool: ...
+
+
+class Losses:
+    """One rank's. Trainer's thread only."""
+
+    def __init__(self, rank: int, choice: str, channel: Replays) -> None:
+        self._rank = rank
+        self._choice = choice
+        self._channel = channel
+        self._bad_in = -2
+        """The last step that had one."""
+
+    def look(self, step: int, what: str, loss: torch.Tensor) -> None:
+        """Raises NonFiniteLoss if the trainer chose that."""
+        if self._choice == "ignore" or self._channel.replaying or not _has_numbers(loss):
+            return
+        worst = _worst(loss.detach())
+        if math.isfinite(worst):
+            return
+        # It stays so, as a rule: it is said where it begins.
+        begins, self._bad_in = step > self._bad_in + 1, max(step, self._bad_in)
+        words = f"{what} of step {step} is {worst}"
+        if begins:
+            events.emit("non_finite_loss", rank=self._rank, step=step, what=what, value=str(worst))
+        if self._choice == "fail":
+            raise NonFiniteLoss(f"{words}: checkpoints up to version {step} are of before it")
+        if begins:
+            with suppress(OSError, ValueError):
+                print(
+                    f"swift: rank {self._rank}: {words}; training goes on (non_finite_loss='fail' ends the job)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def _has_numbers(loss: torch.Tensor) -> bool:
+    ordinary = type(loss) is torch.Tensor and loss.device.type != "meta"
+    return ordinary and loss.is_floating_point() and 0 < loss.numel() <= _ELEMENTS_MAX
+
+
+def _worst(loss: torch.Tensor) -> float:
+    """The first element that is not finite; else any."""
+    if loss.numel() == 1:
+        return float(loss)
+    flat = loss.reshape(-1)
+    return float(flat[torch.isfinite(flat).to(torch.uint8).argmin()])
+
+
+# What ranks tell each other in the vote over a step: one tensor, of which the greatest value in each place counts.
+#
+# [0]  the next step is to be held
+# [1]  a line is written for each step (`session.log`)
+# [2]  the next step waits for its vote (`swift_ft.train.staggering`)
+# then for each pipeline rank how often optimizers step in this step, and the same negated; -inf of the others
+
+
+class Outcome(NamedTuple):
+    """The same at all ranks."""
+
+    hold_next: bool
+    lines: bool
+    waits_next: bool
+
+
+def ballot(*, holds: bool, lines: bool, waits: bool, steps: float, group: int, groups: int) -> torch.Tensor:
+    """Of a rank of pipeline rank `group`."""
+    votes = torch.full((3 + 2 * groups,), -torch.inf, dtype=torch.float64)
+    votes[0], votes[1], votes[2] = float(holds), float(lines), float(waits)
+    votes[3 + 2 * group], votes[4 + 2 * group] = steps, -steps
+    return votes
+
+
+def outcome(votes: torch.Tensor, step: int) -> Outcome:
+    """Raises UsageError if replicas do not step alike."""
+    most, fewest = votes[3::2], -votes[4::2]
+    for stage, (high, low) in enumerate(zip(most.tolist(), fewest.tolist(), strict=True)):
+        if high != low:
+            raise UsageError(
+                f"in step {step} optimizers have stepped {high:g} times on one replica of pipeline rank "
+                f"{stage} and {low:g} times on another; let all replicas decide alike whether they step, for "
+                "instance by dist.all_reduce of what they decide by"
+            )
+    return Outcome(hold_next=bool(votes[0]), lines=bool(votes[1]), waits_next=bool(votes[2]))
+
+
+# updates='wait_free': gradients are applied while backward runs. Which are complete, and what cannot go together with
+# it, in a line each.
+
+
+class Awaited:
+    """(adoption) ``add(stage)`` … (each step, at its first gradient that is complete) ``begin(buckets)``"""
+
+    def __init__(self, accumulated: Callable[[Any, torch.nn.Parameter], None]) -> None:
+        """`accumulated`: called in backward, when a parameter of that stage has its gradient."""
+        self._accumulated = accumulated
+        self._hooked: set[torch.nn.Parameter] = set()
+
+    def add(self, stage: Any) -> None:
+        """Its parameters, also those that are frozen now."""
+        for parameter in stage.submod.parameters():
+            if parameter in self._hooked or not (parameter.is_floating_point() or parameter.is_complex()):
+                continue  # of two modules, or never trained
+            self._hooked.add(parameter)
+            trained = parameter.requires_grad
+            parameter.requires_grad_(
+                True
+            )  # torch takes no hook else, and a step may train what is frozen now
+            parameter.register_post_accumulate_grad_hook(lambda p, stage=stage: self._accumulated(stage, p))
+            parameter.requires_grad_(trained)
+
+    def begin(self, buckets: Iterable[UpdateBucket]) -> None:
+        """Raises UsageError: a parameter is trained of which nobody would hear."""
+        for bucket in buckets:
+            bucket.awaited = {p for p in bucket.parameters if p.requires_grad}
+            if not bucket.awaited <= self._hooked:
+                raise no_late_parameters()
+
+
+def check_wait_free(journals: Iterable[Journal], objects: Mapping[str, Any], *, elsewhere: bool) -> None:
+    """(before the run) Raises UsageError. `objects`: what the trainer has registered. `elsewhere`: DDP or FSDP reduces
+    gradients."""
+    if elsewhere:
+        raise UsageError(
+            "updates='wait_free' with DistributedDataParallel or FSDP: they reduce by themselves; use "
+            "session.pipeline_stage(module) without them, or updates='after_backward'"
+        )
+    if not all(journal.early for journal in journals):
+        raise UsageError(
+            "updates='wait_free' with a step pre-hook on the optimizer, which must see all gradients before any "
+            "update; use updates='after_backward'"
+        )
+    if any(isinstance(value, torch.amp.GradScaler) for value in objects.values()):
+        raise no_scaler()
+
+
+def no_scaler() -> UsageError:
+    return UsageError(
+        "updates='wait_free' with a gradient scaler: gradients are applied before they could be "
+        "unscaled; use updates='after_backward'"
+    )
+
+
+def no_tie() -> UsageError:
+    return UsageError(
+        "session.tie with updates='wait_free': gradients are applied before those of other stages are there; "
+        "use updates='after_backward'"
+    )
+
+
+def no_late_parameters() -> UsageError:
+    return UsageError(
+        "train_step has given an optimizer other parameters, after a gradient was complete or ones that no module had "
+        "before session.run: with updates='wait_free' change them before the backward pass, or use "
+        "updates='after_backward'"
+    )
+
+
+def no_second_backward() -> UsageError:
+    return UsageError(
+        "a second backward pass in a step with updates='wait_free', whose first one was applied; put all but "
+        "the last one in `with session.accumulating():`, or use updates='after_backward'"
+    )
+
+
+# Buckets that are reduced at once: more hide no more latency, and each holds its buffers.
+_IN_FLIGHT = 4
+
+
+class Lends(Replays, Protocol):
+    """What updates need of the channel."""
+
+    def settle(self) -> None:
+        """After this the memory of all that was sent may be used again."""
+
+
+class Updates:
+    """The optimizers of one rank.
+
+    (session) ``add(optimizer)``; ``awaited.add(stage)`` for wait-free updates
+    (engine) ``begin_step(version)`` for every step; after a failure ``standing``, ``undo``
+    (trainer, through its optimizer) ``reduce`` → ``vote`` → apply
+    """
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        reducer: Reducer | None,
+        faults: FaultInjector,
+        *,
+        ties: Ties,
+        cut_step: CutStep,
+        channel: Lends,
+        check: Callable[[], None],
+        groups_whole: Callable[[], None],
+    ):
+        """`reducer`: None without other data-parallel ranks. `check` raises Interrupted once a newer generation is
+        published, `groups_whole` RuntimeError once a connection is broken."""
+        self._config = config
+        self._reducer = reducer
+        self._faults = faults
+        self._channel = channel
+        self._check = check
+        self._groups_whole = groups_whole
+        self.vote: Hook[[], None] = Hook("Updates.vote")
+        """(engine) Returns if the update is to be applied, or stays applied."""
+        self.before_reduction: Hook[[], None] = Hook("Updates.before_reduction")
+        """(adoption) Gradients are this rank's own."""
+        self.reduced: Hook[[], None] = Hook("Updates.reduced")
+        """(staggering) Some are averages, of which nothing has come yet."""
+        self.unreduced: Hook[[Iterable[torch.nn.Parameter]], None] = Hook("Updates.unreduced")
+        """(recording) The gradients of these are complete, and about to be reduced if they are to be."""
+        self.before_update: Hook[[], None] = Hook("Updates.before_update")
+        """(engine) Gradients are reduced, nothing is applied."""
+        self.wait_free = config.updates == "wait_free" and reducer is not None
+        self.shrinks_by = config.strategy if config.shrinks else ""
+        """The strategy by which the others go on without a rank that is lost; empty: they do not."""
+        self.ties, self.left, self.cut_step = ties, LeftGradients(), cut_step
+        cut_step.given_up.bind(self._given_up)
+        self.journals: list[Journal] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._buckets: list[UpdateBucket] = []
+        self.bucket_of: dict[torch.nn.Parameter, UpdateBucket] = {}
+        self.elsewhere: set[torch.nn.Parameter] = set()  # reduced by DDP or FSDP
+        self.awaited = Awaited(self._accumulated)
+        self._launched = 0
+        self._finished = 0
+        self._in_backward = False  # wait-free: a gradient of this step is complete
+        self._version = 0
+        self._reduced = False
+        self.voting = False
+        self.committed = False
+        self.begun = False  # buckets are being applied for good: the step is not dropped any more
+        self.hold_next = False
+        """The next step is held. (engine) in the first step of a generation; then as the ranks have voted."""
+        self.held = False
+        """The step under way is."""
+        self.ahead = False  # it does not wait for its vote (`swift_ft.train.staggering`)
+        self.lines = True  # some rank writes a line for each step, as far as is known before a vote
+        self._needs_hold = False  # a step of this process has needed its peers behind its first update
+        self.rehearses = False
+        """(a rehearsal) Whoever replays has its averages all the same."""
+        self.stops_at_last = False
+        """(a warm-up) Each step ends where all gradients are there, and the last optimizer would step."""
+        self.stepped = 0
+        """How often optimizers have stepped in the step under way."""
+        self._ending = False  # the trainer's step has returned
+        self.spoiled: Exception | None = None
+        """What broke the step under way. It is over, even if the trainer has caught this."""
+
+    # --- what there is ---
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes over `optimizer.step`. Raises UsageError for one that cannot be taken back and would have to."""
+        undo = self._config.undo if self.wait_free else "none"
+        journal = Journal(optimizer, undo=undo, bucket_bytes=self._config.bucket_bytes)
+        journal.measure = self._config.measure_undo
+        if self.wait_free:
+            events.emit("undo_mode", mode=journal.mode, reason=journal.why)
+            if journal.why:
+                print(f"swift: undo: {journal.why}", file=sys.stderr)
+        self.journals.append(journal)
+        self.optimizers.append(optimizer)
+        updates = self
+
+        def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+            return updates._step(journal, closure)
+
+        # A bound method, as the one that it hides: LR schedulers take it apart.
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        self._cut(journal)
+
+    def _cut(self, journal: Journal) -> None:
+        """The journal's buckets, as they are now, in the place of those that it had."""
+        others = [bucket for bucket in self._buckets if bucket.journal is not journal]
+        averaged = {p for bucket in self._buckets for p in bucket.averaged if bucket.journal is journal}
+        self._buckets = [
+            *others,
+            *(UpdateBucket(journal, index, averaged) for index in range(len(journal.buckets))),
+        ]
+        self._buckets.sort(key=lambda bucket: self.journals.index(bucket.journal))
+        self.bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self.cut_step.buckets = self._buckets
+
+    def _recut(self) -> None:
+        """(an update comes) The trainer may have given its optimizers other parameters since the step began."""
+        for journal in self.journals:
+            if journal.stale:
+                if self._in_backward:
+                    raise no_late_parameters()
+                self.cut_step.check_recut()
+                journal.recut()
+                self._cut(journal)
+
+    def tie(self, parameter: torch.nn.Parameter, pipeline_ranks: Sequence[int]) -> None:
+        """As `Session.tie`."""
+        if self.wait_free:
+            raise no_tie()
+        self.ties.add(parameter, pipeline_ranks)
+
+    def reduced_elsewhere(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """DDP or FSDP averages the gradients of these."""
+        self.elsewhere.update(parameters)
+
+    # --- one step ---
+
+    def begin_step(self, version: int) -> None:
+        """The step from `version` begins: no bucket is reduced or applied, and journals are empty."""
+        self._version = version
+        self._launched = self._finished = self.stepped = 0
+        self._reduced = self.voting = self.committed = self.begun = self._ending = self._in_backward = False
+        self.spoiled = None
+        self.ties.begin_step()
+        # A replay has nobody to vote with; what this process has learned counts there.
+        alone = self._channel.replaying and not self.rehearses
+        self._begin_journals(held=self._needs_hold if alone else self.hold_next)
+        self.cut_step.begin()
+
+    def _begin_journals(self, *, held: bool) -> None:
+        self.held = held  # it can be taken back until the vote, which comes at its end
+        for journal in self.journals:
+            before = journal.buckets
+            journal.begin(self._version, held=self.held)
+            if journal.buckets is not before:
+                self._cut(journal)
+
+    def reduce(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """The gradients of this optimizer, or all, are averages over the data-parallel ranks from here on, until it has
+        stepped; of weights that stages share, sums over these."""
+        self._average(optimizer)
+        with self.spoiling():
+            self.ties.sum(p for bucket in self._buckets_of(optimizer) for p in bucket.parameters)
+
+    def _average(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self.before_reduction()
+        self._recut()
+        if not self.wait_free:
+            buckets = self._buckets_of(optimizer)
+            self.unreduced(p for bucket in buckets for p in bucket.parameters if p not in bucket.averaged)
+        if self._reducer is None:
+            return
+        if self.wait_free:
+            reduced = self.cut_step.through(self._reduce_in_order)
+        else:
+            reduced = self.cut_step.through(lambda: self._reduce(optimizer))
+        assert reduced, "nobody has all averages while this rank lacks some"
+        self.reduced()
+
+    def _buckets_of(self, optimizer: torch.optim.Optimizer | None) -> list[UpdateBucket]:
+        return [bucket for bucket in self._buckets if optimizer is None or bucket.journal.of(optimizer)]
+
+    def reduce_of(self, parameters: Iterable[torch.Tensor]) -> None:
+        """As `reduce`, of the optimizers that hold any of these."""
+        given = set(parameters)
+        for optimizer in self.optimizers:
+            if any(not given.isdisjoint(group["params"]) for group in optimizer.param_groups):
+                self.reduce(optimizer)
+
+    def _reduce(self, optimizer: torch.optim.Optimizer | None) -> None:
+        buckets = [b for b in self._buckets_of(optimizer) if len(b.averaged) < len(b.parameters)]
+        half = (len(buckets) + 1) // 2
+        for number in range(len(buckets) + _IN_FLIGHT):
+            if number < len(buckets):
+                self._check()
+                self._launch(buckets[number])
+                if buckets[number].reduction is not None:
+                    self._fault("reduce", number, half - 1)
+            if (oldest := number - _IN_FLIGHT) >= 0 and oldest < len(buckets):
+                self.cut_step.finish(buckets[oldest])
+
+    def _launch(self, bucket: UpdateBucket) -> None:
+        done = self.elsewhere | bucket.averaged
+        self.cut_step.launch(bucket, [p for p in bucket.parameters if p not in done])
+
+    def _reduce_in_order(self) -> None:
+        """(wait-free) What backward has left of all buckets, in the one order that all data-parallel ranks keep."""
+        if self._reduced:
+            return
+        self._backward_begins()
+        while self._finished < len(self._buckets):
+            self._check()
+            while self._launched < min(len(self._buckets), self._finished + _IN_FLIGHT):
+                self._launch_next()
+            self._finish_next()
+        self._reduced = True
+
+    def _given_up(self) -> None:
+        """(a step is finished with those that are left) All have agreed on what is averaged."""
+        self._launched = self._finished
+        self._fault("finish")
+
+    def _launch_next(self) -> None:
+        """The next bucket in the one order that all data-parallel ranks keep."""
+        half = (len(self._buckets) + 1) // 2
+        if self.wait_free and self._launched == half and self._faults.due("update", self._version):
+            # Who dies half-way through its updates must not have given the rest to the others already.
+            while self._finished < half:
+                self._finish_next()
+        bucket = self._buckets[self._launched]
+        self._launched += 1
+        self.unreduced(bucket.parameters)
+        self._launch(bucket)
+        if bucket.reduction is not None:
+            self._fault("reduce", self._launched - 1, half - 1)
+
+    def _finish_next(self) -> None:
+        bucket = self._buckets[self._finished]
+        self.cut_step.finish(bucket)
+        self._finished += 1
+        self._channel.settle()
+        with self.cut_step.own():
+            bucket.journal.apply(bucket.index)
+        self._fault("update", self._finished - 1, (len(self._buckets) + 1) // 2 - 1)
+
+    def _step(self, journal: Journal, closure: Any) -> Any:
+        """`optimizer.step()` as the trainer calls it."""
+        with self.spoiling():
+            return self._update(journal, closure)
+
+    def _update(self, journal: Journal, closure: Any) -> Any:
+        loss, optimizer = None, self.optimizers[self.journals.index(journal)]
+        if closure is not None and not journal.whole:
+            with torch.enable_grad():
+                loss = closure()
+        self._recut()
+        if journal.whole and closure is not None:
+            self.ties.check_closure(p for group in optimizer.param_groups for p in group["params"])
+            closure = self._averaged(closure, optimizer)
+            self._needs_hold = True  # it is called again and again, with the others
+            if not (self.stepped or self.held):  # nothing is applied yet
+                self._begin_journals(held=True)
+        else:
+            self.left.update_begins(p for group in optimizer.param_groups for p in group["params"])
+            self.reduce(optimizer)
+        if self.stops_at_last and all(other is journal or other.applied for other in self.journals):
+            if journal.whole and closure is not None:
+                with torch.enable_grad():
+                    closure()
+            raise Rehearsed
+        if not self.stepped:
+            self.before_update()
+            if not (self.held or self.ahead):
+                self.commit()
+        self.stepped += 1
+        self._needs_hold = self._needs_hold or self.stepped > 1
+        self._channel.settle()
+        self.begun = not self.held
+        journal.again()
+        if len(journal.buckets) == 1 and not journal.complete:
+            self._fault("optimizer")
+        if journal.whole:
+            loss = journal.apply_whole(closure)
+        else:
+            middle = max(1, len(journal.buckets) // 2) - 1
+            journal.apply_rest(lambda applied: self._fault("optimizer", applied - 1, middle))
+        for bucket in self._buckets_of(optimizer):
+            bucket.averaged.clear()
+            self.ties.stepped(bucket.parameters)
+        return loss
+
+    def _averaged(self, closure: Any, optimizer: torch.optim.Optimizer) -> Any:
+        """An optimizer that computes gradients in its step, and looks at the loss, sees the averages."""
+        reducer = self._reducer
+        if reducer is None or (self._channel.replaying and not self.rehearses):
+            return closure
+
+        def averaged() -> Any:
+            loss = closure()
+            self.reduce(optimizer)
+            for bucket in self._buckets_of(optimizer):
+                bucket.averaged.clear()
+            return reducer.mean(loss)
+
+        return averaged
+
+    def end_step(self) -> None:
+        """(engine) The trainer's step has returned. What is still to be decided of its update is decided here.
+
+        A step may end without an update (a loss that is not finite, a scaler that has skipped it): then all replicas
+        of a stage end it so. Raises UsageError if they do not; what the vote raises.
+        """
+        self.check_whole()
+        self.cut_step.check_step(self.stepped)
+        if self.committed:
+            return
+        if self.rehearses or not self._channel.replaying:
+            for optimizer, journal in zip(self.optimizers, self.journals, strict=True):
+                if not journal.applied:
+                    self._average(optimizer)  # a replica that has updated waits for it
+        if not self.stepped and not self._version and not self._channel.replaying:
+            print(
+                "swift: step 0 has ended without optimizer.step(); that is well if it was skipped on purpose, or if "
+                "gradients are accumulated over several steps",
+                file=sys.stderr,
+            )
+        self._ending = True
+        self.commit()
+
+    def commit(self) -> None:
+        """Returns once every rank has all its gradients reduced; see `Engine.vote` for what it does else."""
+        if self._reducer is not None and not self._channel.replaying:
+            if self.wait_free:
+                self._fault("optimizer")
+            self.cut_step.through(self.vote)
+            self.voting = False
+            self.cut_step.tell(self._version, self.optimizers)
+        self.committed = True
+
+    # --- what ranks tell each other in the vote ---
+
+    def ballot(self, stage_group: int, stage_groups: int, *, lines: bool, waits: bool) -> torch.Tensor:
+        """What this rank says in its vote. `waits`: it wants the next step to wait for its own."""
+        # Inside of the first optimizer's step it is not known yet whether there will be more.
+        steps = float(self.stepped if self.held or self.ahead else not self._ending)
+        self.lines, holds = self.lines or lines, self._needs_hold
+        return ballot(
+            holds=holds, lines=lines, waits=waits, steps=steps, group=stage_group, groups=stage_groups
+        )
+
+    def heard(self, ballot: torch.Tensor, step: int) -> Outcome:
+        """What came of the vote over that step. Raises UsageError if replicas do not step alike."""
+        said = outcome(ballot, step)
+        self.hold_next, self.lines = said.hold_next, said.lines
+        return said
+
+    def wait_for_vote(self) -> None:
+        """(nothing is applied yet) The step under way waits for its vote after all."""
+        self.ahead = False
+        self._begin_journals(held=self.hold_next)
+
+    # --- what breaks a step ---
+
+    def spoil(self, error: Exception) -> None:
+        """The step is over with this error, whatever the trainer makes of it."""
+        if self.spoiled is None:
+            self.spoiled = error
+
+    def check_whole(self) -> None:
+        """Raises what has broken the step under way, if anything has."""
+        if self.spoiled is not None:
+            raise self.spoiled
+        self._groups_whole()
+
+    @contextmanager
+    def spoiling(self) -> Iterator[None]:
+        """Around what a step cannot do without: an error in it is remembered, should the trainer catch it."""
+        self.check_whole()
+        try:
+            yield
+        except Exception as error:
+            self.spoil(error)
+            raise
+
+    def communicates(self) -> None:
+        """Something in the step needs its peers. Behind an update that asks for the next steps to be held."""
+        if self.stepped:
+            self._needs_hold = True
+
+    def reducing(self) -> None:
+        """A reduction that DDP or FSDP has asked for is under way."""
+        self._fault("reduce")
+
+    def _fault(self, phase: str, bucket: int = 0, middle: int = 0) -> None:
+        """Behind that bucket; half-way through the phase is behind bucket `middle`."""
+        if not self._channel.replaying:
+            self._faults.behind_bucket(phase, self._version, bucket, is_middle=bucket == middle)
+
+    # --- wait-free ---
+
+    def _backward_begins(self) -> None:
+        """(a gradient is complete) What is trained in this step is known from here on."""
+        if not self._in_backward:
+            self._recut()
+            self._in_backward = True
+            self.awaited.begin(self._buckets)
+
+    def _accumulated(self, stage: Any, parameter: torch.nn.Parameter) -> None:
+        if not stage.last_backward:
+            return
+        self._backward_begins()
+        bucket = self.bucket_of.get(parameter)
+        if bucket is not None and parameter not in bucket.awaited:
+            raise no_second_backward()
+        if bucket is not None:
+            self._ready([parameter], stage.grad_scale)
+
+    def stage_ready(self, stage: Any) -> None:
+        """All gradients of the stage are complete (whatever the hooks have seen of them)."""
+        self._backward_begins()
+        self._ready(list(stage.submod.parameters()), stage.grad_scale)
+
+    def _ready(self, parameters: Iterable[torch.nn.Parameter], scale: int) -> None:
+        for parameter in parameters:
+            bucket = self.bucket_of.get(parameter)
+            if bucket is None or parameter not in bucket.awaited:
+                continue
+            if scale != 1 and parameter.grad is not None:
+                parameter.grad.div_(scale)
+            bucket.awaited.discard(parameter)
+        self.cut_step.through(self._go_on)
+
+    def _go_on(self) -> None:
+        """(wait-free) Buckets that are complete are reduced, and those that are reduced applied, as far as they are."""
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].awaited:
+            self._launch_next()
+        while self._finished < self._launched - 1:  # the one just launched goes on beside backward
+            reduction = self._buckets[self._finished].reduction
+            if reduction is not None and not reduction.done:
+                break
+            self._finish_next()
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> None:
+        if self._reducer is not None:
+            self._reducer.broadcast(tensors)
+
+    def totals(self) -> dict[str, float]:
+        """What reductions cost this rank, for the trace."""
+        seconds = self._reducer.seconds if self._reducer is not None else 0.0
+        return {"reduce_seconds": seconds, "buckets": len(self._buckets)}
+
+    # --- after a failure ---
+
+    @property
+    def partial(self) -> bool:
+        """Some buckets of the step under way are applied, and no vote has passed."""
+        return not self.begun and any(journal.applied for journal in self.journals)
+
+    def standing(self, version: int) -> Standing:
+        """What this rank holds if the step from `version` is cut short now, and where it can go."""
+        if self.begun:
+            return Standing(version=None)
+        whole = Standing(
+            version=version,
+            forward_to=version + 1 if self.voting else None,
+            forward_by_all=self.voting and self.lines,
+            finish_to=version + 1 if self.cut_step.waits else None,
+        )
+        if not self.partial:
+            return whole
+        exact = all(journal.takes_back in ("exact", "preimage") for journal in self.journals)
+        can = all(journal.takes_back != "none" for journal in self.journals)
+        return replace(whole, version=None, undo_to=version if can else None, undo_exact=exact)
+
+    def undo(self) -> list[UndoResult]:
+        """Takes every applied bucket back. Raises ServiceError if the step cannot be undone."""
+        return [journal.undo() for journal in self.journals if journal.applied]
+
+    def check_complete(self, objects: dict[str, Any]) -> None:
+        """Raises UsageError for what cannot go together with wait-free updates, or with how steps are finished."""
+        self.cut_step.check(self.journals)
+        if self.wait_free:
+            check_wait_free(self.journals, objects, elsewhere=bool(self.elsewhere))

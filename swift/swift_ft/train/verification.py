@@ -1,0 +1,191 @@
+"""Digests of a rank's state: of replicas, compared while all is well, and in files for whoever compares two runs.
+
+Replicas are compared while all is well, so that a copy of one is worth something when it is needed.
+
+After the first step and at every checkpoint, ranks with the same state exchange digests of its parts. Parameters or
+optimizer state that differ mean that memory, hardware or a kernel has gone wrong on one of them: everybody goes
+back to the checkpoint. If they differ at that version again, the trainer has made them so. Buffers or registered
+objects that differ are the trainer's doing (running statistics of each replica's own batches, a loader that knows its
+shard): a joiner would get its neighbour's. That is bad input.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import xxhash
+
+from swift_ft import events
+from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.errors import ReplicaDiffers, UsageError
+from swift_ft.files import write_whole
+from swift_ft.state.carried_gradients import LEFT
+from swift_ft.state.tensors import byte_view
+from swift_ft.state.tree import split
+from swift_ft.text import listed
+from swift_ft.train.recording import told_digests
+from swift_ft.train.training_state import HYPERPARAMETERS, TrainerState
+
+# For whoever compares two runs: digests of a rank's state, a file for each version, where the environment asks; and
+# a seat for somebody who looks at each step (`swift-ft verify-determinism`).
+
+ENV_DIGESTS = "SWIFT_DIGESTS"
+ENV_DIGESTS_EVERY = "SWIFT_DIGESTS_EVERY"
+
+
+class Watcher(Protocol):
+    """Looks, and changes nothing. Trainer's thread."""
+
+    def step_begins(self, state: TrainerState, rank: int, *, replay: bool) -> None:
+        """The trainer's function is next."""
+
+    def before_update(self, state: TrainerState) -> None:
+        """Gradients are reduced. With wait-free updates they are applied as well."""
+
+    def step_ended(self, state: TrainerState) -> None:
+        """The step is done, and was not dropped."""
+
+
+_watchers: list[Watcher] = []
+
+
+def watch(watcher: Watcher) -> None:
+    """From here on it is told of every step of this process."""
+    _watchers.append(watcher)
+
+
+def step_begins(state: TrainerState, rank: int, *, replay: bool) -> None:
+    for watcher in _watchers:
+        watcher.step_begins(state, rank, replay=replay)
+
+
+def before_update(state: TrainerState) -> None:
+    for watcher in _watchers:
+        watcher.before_update(state)
+
+
+def step_ended(state: TrainerState) -> None:
+    for watcher in _watchers:
+        watcher.step_ended(state)
+
+
+def write_digests(state: TrainerState, rank: int, recovered_in: int | None = None) -> None:
+    """Of the version that the rank is at. `recovered_in`: the generation in whose recovery it has got there."""
+    directory = os.environ.get(ENV_DIGESTS)
+    if directory:
+        recovered = "" if recovered_in is None else f"-g{recovered_in}"
+        path = Path(directory) / f"rank{rank}-v{state.version}{recovered}.json"
+        write_whole(path, json.dumps(state.digests()))
+
+
+def write_every_version(state: TrainerState, rank: int) -> None:
+    """(after each step) The same, where the environment asks for every version."""
+    if os.environ.get(ENV_DIGESTS_EVERY):
+        write_digests(state, rank)
+
+
+_DIGEST_BYTES = 16
+
+
+class Audit:
+    """(every replica, at the same versions) ``compare()``."""
+
+    def __init__(self, group: ReconfigurableGroup, state: TrainerState):
+        self._group = group
+        self._state = state
+        self._differed_at = -1
+        """The version at which parameters or optimizer state differed last."""
+
+    def compare(self) -> None:
+        """Raises ReplicaDiffers or UsageError if a part of the state is not the same on all replicas."""
+        parts = self._state.parts()
+        own = _tensor(b"".join(map(_digest, parts.values())))
+        gathered = self._group.gathered(own)
+        for index, name in enumerate(parts):
+            place = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
+            others = [
+                rank
+                for rank, digests in zip(self._group.present, gathered, strict=True)
+                if not torch.equal(digests[place], own[place])
+            ]
+            if others:
+                # All ranks come here: each of them differs from another one.
+                self._differs(name, others)
+        self._compare_attributes()
+
+    def _compare_attributes(self) -> None:
+        """Plain attributes of modules may well be each replica's own (the last loss, a map of attention), and of no
+        consequence. They are not copied then, and a rehearsal does without them."""
+        own = {path: _digest(value).hex() for path, value in self._state.modules.state()["values"].items()}
+        apart = self._apart(own)
+        if new := sorted(set(apart) - set(self._state.apart)):
+            events.emit("attributes_apart", version=self._state.version, names=new)
+        self._state.apart = apart
+
+    def _apart(self, own: dict[str, str]) -> list[str]:
+        """(all replicas) The names that do not have the same word on all."""
+        data = json.dumps(own, sort_keys=True).encode()
+        gathered = self._group.gathered(
+            _tensor(xxhash.xxh3_128_digest(data) + len(data).to_bytes(8, "little"))
+        )
+        told = [bytes(each.numpy()) for each in gathered]
+        if len(set(told)) == 1:
+            return []
+        room = max(int.from_bytes(each[_DIGEST_BYTES:], "little") for each in told)
+        texts = [bytes(each.numpy()).rstrip() for each in self._group.gathered(_tensor(data.ljust(room)))]
+        all_of = [json.loads(text) for text in texts]
+        names = {path for each in all_of for path in each}
+        return sorted(path for path in names if len({each.get(path) for each in all_of}) > 1)
+
+    def _differs(self, name: str, others: list[int]) -> None:
+        ranks = ", ".join(map(str, others))
+        if name in ("parameters", "optimizer"):
+            if not self._state.updated:
+                raise UsageError(
+                    f"{name} of this rank are not the same as on rank {ranks}, a replica: train_step changes weights, "
+                    "but no optimizer of the session has stepped, and gradients are averaged before one does; pass the "
+                    "optimizer that steps to session.optimizer(...)"
+                )
+            again, self._differed_at = self._differed_at == self._state.version, self._state.version
+            differ = f"{name} at version {self._state.version} differ from those of rank {ranks}, a replica"
+            if again:
+                raise UsageError(
+                    f"{differ}, again: train_step changes weights or averaged gradients by values of each replica's "
+                    "own; draw noise from a torch.Generator that is seeded by the step, call "
+                    "session.reduce_gradients() before gradients are read, or set replicas=1"
+                )
+            raise ReplicaDiffers(differ)
+        if name == HYPERPARAMETERS:
+            raise UsageError(
+                f"{name} of this rank (its learning rate, say) are not the same as on rank {ranks}, a replica: is what "
+                "sets them registered (session.register(scheduler=...))?"
+            )
+        if name == LEFT:
+            raise UsageError(
+                f"{name} of this rank are not the same as on rank {ranks}, a replica: what DistributedDataParallel is "
+                "to average later, or what is computed behind the update, is each replica's own, and lost with it; "
+                "make one step of the session of all that leads to an update"
+            )
+        told = {path: value.hex() for path, value in told_digests({name: self._state.parts()[name]})}
+        where = listed(path.removeprefix(f"{name}.") for path in self._apart(told) if path != name)
+        raise UsageError(
+            f"{name} of this rank is not the same as on rank {ranks}{where and f' ({where})'}, so these ranks are no "
+            "replicas: keep it the same on all (one position for all loaders; no running statistics of each one's own "
+            "batches: GroupNorm, or track_running_stats=False), or use strategy='replay'"
+        )
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _digest(part: Any) -> bytes:
+    tensors, rest = split(part)
+    state = xxhash.xxh3_128(repr(rest).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        state.update(name.encode())
+        state.update(byte_view(tensor).data if tensor.numel() else b"")
+    return state.digest()

@@ -1,0 +1,40 @@
+"""Fine-tuning under DistributedDataParallel, which leaves alone what is frozen when it is made."""
+
+# verdict: same bits
+# worlds: 2
+# kills: moment, reduce, tail
+# plain: 2
+
+import probe
+import torch
+from torch import nn
+
+import swift_ft
+
+
+def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
+    return x, x.sum(1, keepdim=True)
+
+
+with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    model[0].requires_grad_(False)
+    wrapped = session.module(session.ddp(model))
+    optimizer = session.optimizer(torch.optim.AdamW(model[2].parameters(), lr=1e-2))
+
+    def train_step(step: int) -> None:
+        if step == 5:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-3})
+
+        x, y = batch(step, session.dp_rank)
+        loss = nn.functional.mse_loss(wrapped(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        probe.note(step, loss)
+
+    session.run(train_step, num_steps=probe.steps())
+    probe.end(session, model=model, optimizer=optimizer)
