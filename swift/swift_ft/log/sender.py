@@ -21,34 +21,24 @@ from swift_ft.errors import (
     Divergence,
     LogUnavailable,
     RecordCorrupt,
-    SequenceConflict,
     ServiceError,
-    StaleGeneration,
     SwiftError,
     UsageError,
 )
 from swift_ft.log.codec import check_codec, compress
 from swift_ft.log.frame import (
-    BODY_BYTES_MAX,
     CODECS,
-    MESSAGE_BYTES,
-    Bytes,
-    FrameHeader,
     checksum,
-    cut,
-    encode_header,
 )
 from swift_ft.log.protocol import (
-    Reason,
     as_error,
-    frames_message,
     message_of,
     method,
     open_channel,
     reason_of,
 )
+from swift_ft.log.record import DTYPE_BY_NAME, RecordKey, check_name, digest_of
 from swift_ft.log.sender_core import BATCH_BYTES, RETRY_S, LinkCore, Outgoing
-from swift_ft.log.record import DTYPE_BY_NAME, RecordKey, check_name, digest_of, stream_tag
 
 # What a writer of the log counts.
 
