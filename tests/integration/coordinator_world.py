@@ -131,10 +131,11 @@ class FakeMember:
         """It says nothing any more, as if by SIGKILL."""
         self._killed.set()
         self._changed.set()
+        # Calls under way end with it: else they would ask a coordinator that has ended for all their patience.
+        self.client.close()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
-        self.client.close()
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -233,7 +234,8 @@ class Job:
             member.kill()
         for coordinator in self.coordinators:
             coordinator.stop()
-        assert [(m.rank, m.error) for m in self.members if m.error is not None] == []
+        errors = [(m.rank, m.error) for m in self.members if m.error is not None]
+        assert not errors, errors
 
 
 def recovered(generation: int) -> Callable[[View], bool]:

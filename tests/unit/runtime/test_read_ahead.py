@@ -26,25 +26,26 @@ LEFT, RIGHT, BOTH = "s1.F", "s3.B", ("s1.F", "s3.B")
 
 
 class Gated(MemoryStorage):
-    """Nothing is read from it unless something is read from another one at the same moment."""
+    """Nothing is read from it before something is asked of the other one as well."""
 
-    def __init__(self, together: threading.Barrier) -> None:
+    def __init__(self, asked: threading.Event, other_asked: threading.Event) -> None:
         super().__init__()
-        self._together = together
+        self._asked, self._other_asked = asked, other_asked
         self.met = False
 
     def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
-        if not self.met:
-            self._together.wait(TIMEOUT_S)  # BrokenBarrierError, in both, if the other one does not come
-            self.met = True
+        self._asked.set()
+        self.met = self._other_asked.wait(TIMEOUT_S)
+        assert self.met, "nothing is asked of the other server"
         return super().read(place, size, buffer)
 
 
 @pytest.fixture
 def servers() -> Iterator[dict[str, InProcess]]:
-    together = threading.Barrier(2)
+    left, right = threading.Event(), threading.Event()
+    gates = {LEFT: (left, right), RIGHT: (right, left)}
     with ExitStack() as stack:
-        found = {stream: stack.enter_context(InProcess(Gated(together))) for stream in BOTH}
+        found = {stream: stack.enter_context(InProcess(Gated(*gates[stream]))) for stream in BOTH}
         for stream, server in found.items():
             writer = LogWriter([server.address], JOB, 1)
             for step in range(STEPS):
