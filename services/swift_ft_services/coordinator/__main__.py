@@ -16,6 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# gRPC reads this when it is imported: its own lines about a port in use would stand beside ours.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 import grpc
 
 from swift_ft import events, logs
@@ -81,10 +84,6 @@ def _ready_s() -> float:
         return sum(map(int, _SCHEDULED.read_text().split()[:2])) * 1e-9
     except (OSError, ValueError):
         return 0.0
-
-
-# gRPC's own lines about a port in use would stand beside ours.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 SERVICES = ("", "swift.coordinator.v1.Coordinator")

@@ -10,6 +10,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+# gRPC reads this when it is imported: its own lines about a port in use would stand beside ours.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 import grpc
 
 from swift_ft import events, logs
@@ -30,10 +33,6 @@ from swift_ft_services.logserver.service import make_server
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
 from swift_ft_services.logserver.storage_interface import Storage
-
-# gRPC's own lines about a port in use would stand beside ours.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 
 _STOP_GRACE_S = 2.0
 _SWITCH_S = 0.0005

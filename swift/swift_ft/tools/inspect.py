@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+# gRPC reads this when it is imported: its own lines about a server that is not there would stand beside ours.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 from swift_ft.cli_parser import Parser
 from swift_ft.credentials import advised
 from swift_ft.errors import LogUnavailable, RecordCorrupt, ServiceError, SwiftError, UsageError
@@ -158,10 +161,6 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             for name, cell, width in zip(columns, row, widths)
         ]
         print("  ".join(cells).rstrip())
-
-
-# gRPC's own lines about a server that is not there would stand beside ours.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 EXIT_DAMAGE = 1
