@@ -16,7 +16,7 @@ import grpc
 from swift_ft import events
 from swift_ft.cli_parser import is_loopback
 from swift_ft.errors import UsageError
-from swift_ft.files import port_number
+from swift_ft.text import port_number
 from swift_ft.tokens import Authority, Revoked, Signature, read_file, read_secret, signature
 from swift_ft_services.authorization import Audit, CallLimits, Gate
 

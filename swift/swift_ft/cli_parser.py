@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from swift_ft.errors import UsageError
-from swift_ft.files import port_number, write_whole
+from swift_ft.files import write_whole
+from swift_ft.text import port_number
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,6 +1,4 @@
-"""Files and documents of unknown origin: opening them, making private ones, JSON and numbers that are checked.
-
-Opening files that somebody else may have put there, and making files that are nobody else's business.
+"""Opening files that somebody else may have put there, and making files that are nobody else's business.
 
 What swift makes has mode 0600, in directories of mode 0700, whatever the umask is: logs, checkpoints, traces, evidence,
 output of ranks. Two kinds of files are for others too. What a command was asked to write as its result (``--json``,
@@ -8,92 +6,11 @@ output of ranks. Two kinds of files are for others too. What a command was asked
 """
 
 import errno
-import json
-import math
 import os
-import re
 import stat
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from swift_ft.errors import UsageError
-
-# JSON and numbers of unknown origin: what a user names, what a stranger may have written. Pure.
-
-DEPTH_MAX = 100
-_WHOLE = re.compile(r"0|[1-9][0-9]{0,17}")
-
-
-def whole_number(text: str) -> int | None:
-    """The number below 10**18 that is written so: ASCII digits, no leading zeros. None: it is none."""
-    return int(text) if _WHOLE.fullmatch(text) else None
-
-
-def port_number(text: str) -> int | None:
-    """The same of a port."""
-    port = whole_number(text)
-    return port if port is not None and port < 1 << 16 else None
-
-
-def parse_json(content: str | bytes, where: str = "") -> Any:
-    """What the document says. It is not nested deeper than `DEPTH_MAX`, says nothing twice, and has only numbers and
-    characters that can be written again. UsageError, which begins with `where`, says in one line what is wrong."""
-    try:
-        return _parse(content)
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}" if where else str(error)) from None
-
-
-def _parse(content: str | bytes) -> Any:
-    try:
-        text = content.decode() if isinstance(content, bytes) else content
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_constant, parse_float=_float)
-        if "\\u" in text:  # half of a character can be written only so
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"not UTF-8 at byte {error.start}") from None
-    except UnicodeEncodeError:
-        raise UsageError("has half of a character (\\ud800 to \\udfff); write it in UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise UsageError(f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
-    except RecursionError:
-        raise UsageError("nested too deeply") from None
-    except ValueError:  # more digits than Python reads
-        raise UsageError("a number has too many digits") from None
-    level = [value]
-    for _ in range(DEPTH_MAX):
-        level = [item for part in level for item in _items(part)]
-        if not level:
-            return value
-    raise UsageError("nested too deeply")
-
-
-def _items(value: Any) -> Sequence[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else ()
-
-
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    value_of: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in value_of:
-            raise UsageError(f"{json.dumps(name)[1:-1][:60]}: comes twice")
-        value_of[name] = value
-    return value_of
-
-
-def _constant(name: str) -> None:
-    raise UsageError(f"{name} is no number; give a finite one")
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise UsageError(f"{text[:40]} is too large a number")
-    return value
-
 
 GIVEN_BYTES_MAX = 16 << 20
 """Of a file that a user names. As objects its content takes up to twenty times as much."""

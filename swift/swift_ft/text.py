@@ -1,4 +1,4 @@
-"""Text from outside: names by their grammars, and words of others as they are shown to people.
+"""Text from outside: names by their grammars, JSON and numbers that are checked, and words as they are shown.
 
 Words of others (a server's, a rank's, a file's), as they are shown to people.
 
@@ -6,9 +6,12 @@ Whoever says them may mean the terminal by it: to clear it, to colour it, to wri
 is printed goes through here: `show` on stdout, `tell` on stderr; what goes into a log, `one_line`.
 """
 
+import json
+import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from swift_ft.errors import UsageError
 
@@ -131,3 +134,79 @@ def check_job(name: str) -> str:
     if not JOB_PATTERN.fullmatch(name):
         raise UsageError(f"job name {name[:80]!r} is not allowed: {JOB_GRAMMAR}")
     return name
+
+
+# JSON and numbers of unknown origin: what a user names, what a stranger may have written. Pure.
+
+DEPTH_MAX = 100
+_WHOLE = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
+def whole_number(text: str) -> int | None:
+    """The number below 10**18 that is written so: ASCII digits, no leading zeros. None: it is none."""
+    return int(text) if _WHOLE.fullmatch(text) else None
+
+
+def port_number(text: str) -> int | None:
+    """The same of a port."""
+    port = whole_number(text)
+    return port if port is not None and port < 1 << 16 else None
+
+
+def parse_json(content: str | bytes, where: str = "") -> Any:
+    """What the document says. It is not nested deeper than `DEPTH_MAX`, says nothing twice, and has only numbers and
+    characters that can be written again. UsageError, which begins with `where`, says in one line what is wrong."""
+    try:
+        return _parse(content)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}" if where else str(error)) from None
+
+
+def _parse(content: str | bytes) -> Any:
+    try:
+        text = content.decode() if isinstance(content, bytes) else content
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_constant, parse_float=_float)
+        if "\\u" in text:  # half of a character can be written only so
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"not UTF-8 at byte {error.start}") from None
+    except UnicodeEncodeError:
+        raise UsageError("has half of a character (\\ud800 to \\udfff); write it in UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise UsageError("nested too deeply") from None
+    except ValueError:  # more digits than Python reads
+        raise UsageError("a number has too many digits") from None
+    level = [value]
+    for _ in range(DEPTH_MAX):
+        level = [item for part in level for item in _items(part)]
+        if not level:
+            return value
+    raise UsageError("nested too deeply")
+
+
+def _items(value: Any) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else ()
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    value_of: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in value_of:
+            raise UsageError(f"{json.dumps(name)[1:-1][:60]}: comes twice")
+        value_of[name] = value
+    return value_of
+
+
+def _constant(name: str) -> None:
+    raise UsageError(f"{name} is no number; give a finite one")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise UsageError(f"{text[:40]} is too large a number")
+    return value

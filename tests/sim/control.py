@@ -7,11 +7,11 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.log.protocol import Reason
 from swift_ft.planner import StreamSummary
 from swift_ft_services.coordinator import commands as m
-from swift_ft_services.coordinator import log_calls
+from swift_ft_services.coordinator import log_placement
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import JobRow, LogServer, decode
-from swift_ft_services.coordinator.log_calls import RESETS, Call
+from swift_ft_services.coordinator.log_placement import RESETS, Call
 from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import view_of
 from swift_ft_services.logserver import core, procedures
@@ -181,7 +181,7 @@ class Coordinator(Process):
 
     def _begin_anew(self, generation: int, name: str) -> None:
         assert self.job is not None
-        change = log_calls.used_anew(self.job, generation, name)
+        change = log_placement.used_anew(self.job.row, self.job.places, generation, name)
         if change is not None:
             self.kernel.count("log server used anew")
             self._guarded(lambda: self._apply(change))
@@ -233,9 +233,9 @@ class Coordinator(Process):
         assert self.job is not None
         calls: dict[str, tuple[str | Call, ...]] = dict.fromkeys(self.job.row.addresses(), (kind,))
         if kind == "fence":
-            calls.update(log_calls.to_fence(self.job))
+            calls.update(log_placement.to_fence(self.job.row, self.job.places))
         elif kind == "reset":
-            calls.update(log_calls.to_give_up(self.job))
+            calls.update(log_placement.to_give_up(self.job.row))
         question = self._questions[kind] = _Question(kind, number, calls)
         for name in calls:
             self._try(question, name)

@@ -16,10 +16,10 @@ from swift_ft.log.frame import FrameHeader
 from swift_ft.log.protocol import Fsync
 from swift_ft.log.record import MARK_SLOT, Steps, Unlogged
 from swift_ft_services.coordinator import commands as m
-from swift_ft_services.coordinator import log_calls
+from swift_ft_services.coordinator import log_placement
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.log_calls import Call
-from swift_ft_services.coordinator.log_placement import Places
+from swift_ft_services.coordinator.job_record import JobRow
+from swift_ft_services.coordinator.log_placement import Call, Places
 from swift_ft_services.logserver import procedures
 from swift_ft_services.logserver.append_session import Appends, Commits, Queued
 from swift_ft_services.logserver.core import IndexEntry, JobState, LogCore, Refusal, StreamState
@@ -239,13 +239,13 @@ def test_a_second_reset_of_a_generation_that_is_taken_for_the_first(
 def test_a_new_server_that_is_not_emptied(
     monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
 ) -> None:
-    real = log_calls.to_fence
+    real = log_placement.to_fence
 
-    def to_fence(job: Job) -> dict[str, tuple[Call, ...]]:
-        return {address: calls[:1] for address, calls in real(job).items()}
+    def to_fence(row: JobRow, places: Places) -> dict[str, tuple[Call, ...]]:
+        return {address: calls[:1] for address, calls in real(row, places).items()}
 
     operated(monkeypatch, "a rank killed")
-    mutation.setattr(log_calls, "to_fence", to_fence)
+    mutation.setattr(log_placement, "to_fence", to_fence)
     is_caught(mutation, "emptied")
 
 
@@ -270,7 +270,7 @@ def test_an_empty_server_that_nobody_notices(
 ) -> None:
     """Its writers wait for a generation that it never grants."""
     operated(monkeypatch, "a rank killed")
-    mutation.setattr(log_calls, "used_anew", lambda job, generation, address: None)
+    mutation.setattr(log_placement, "used_anew", lambda row, places, generation, address: None)
     is_caught(mutation, "live")
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from swift_ft.errors import UsageError
-from swift_ft.files import DEPTH_MAX, GIVEN_BYTES_MAX, parse_json
+from swift_ft.files import GIVEN_BYTES_MAX
 from swift_ft.lab.failures import command as failures
 from swift_ft.lab.plan import command as plan
+from swift_ft.text import DEPTH_MAX, parse_json
 
 NONE = {
     "deep": (b"[" * 200_000, "nested too deeply"),

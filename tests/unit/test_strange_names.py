@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from swift_ft import events
-from swift_ft.files import port_number, whole_number
 from swift_ft.lab.drill import run
 from swift_ft.lab.drill.run import read_digests
 from swift_ft.lab.failures import damage
@@ -22,7 +21,7 @@ from swift_ft.log.directory import DROPPED, forget_job, owned, remove_forgotten
 from swift_ft.log.manifest import GRANTED
 from swift_ft.state import export
 from swift_ft.state.checkpoint_store import CheckpointStore
-from swift_ft.text import generation_of, rank_of, version_folder, version_of
+from swift_ft.text import generation_of, port_number, rank_of, version_folder, version_of, whole_number
 from swift_ft.tokens import Authority, new_key
 from swift_ft.tools.log_contents import DirectoryLog
 from swift_ft.train.step import Lines

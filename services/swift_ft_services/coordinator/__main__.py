@@ -25,9 +25,9 @@ from swift_ft import events, logs
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.cli_parser import Parser, add_metrics_arguments, metrics_address, write_address
 from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.files import port_number
 from swift_ft.log.placement import COPIES_MAX, machines, parse_server
 from swift_ft.logs import end_process_on_uncaught
+from swift_ft.text import port_number
 from swift_ft_services import listening
 from swift_ft_services.authorization import Gate
 from swift_ft_services.coordinator import commands as m

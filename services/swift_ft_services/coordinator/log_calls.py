@@ -4,7 +4,6 @@ Calls block, so threads make them; what comes back is a command for the job.
 """
 
 import asyncio
-import enum
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,8 +24,9 @@ from swift_ft.errors import (
 from swift_ft.log import admin
 from swift_ft.planner import StreamSummary
 from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator import log_placement
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.job_record import State
+from swift_ft_services.coordinator.log_placement import RESETS, Call
 from swift_ft_services.threads import NONE_LEFT, Threads
 
 # LogControl: what the coordinator asks of a log server. Calls block; the driver runs them in threads.
@@ -151,59 +151,6 @@ def _summary(stream: admin.StreamInventory) -> StreamSummary:
     )
 
 
-# What log servers are asked so that a generation, or an empty log, comes to them, and what an answer means.
-#
-# Decided here, without I/O; the driver asks over gRPC, the simulation in simulated time.
-
-
-class Call(enum.Enum):
-    """To one server. Where it fails, its server is asked again from the first one on."""
-
-    FENCE = "it takes appends of this generation only"
-    FENCE_HELD = (
-        "the same, if it knows the job: once it is fenced nobody can tell any more that it came back empty"
-    )
-    EMPTY = "it drops what it has of the job: a new server's own records come later"
-    GIVE_UP = "it drops the job's records, also those that came to a new server since"
-
-
-# A generation's resets, by their numbers.
-EMPTIED_WHEN_NEW, GIVEN_UP = 0, 1
-RESETS: Mapping[Call, int] = {Call.EMPTY: EMPTIED_WHEN_NEW, Call.GIVE_UP: GIVEN_UP}
-
-
-def to_fence(job: Job) -> dict[str, tuple[Call, ...]]:
-    """Of every log server in use, by its address. One that does not know the job any more: see `used_anew`."""
-    fresh = job.places.fresh()
-    # Before a job runs nothing of it is in any log.
-    held = (Call.FENCE_HELD if job.row.granted and job.row.state is not State.FORMING else Call.FENCE,)
-    return {
-        job.row.log_servers[number].address: (Call.FENCE, Call.EMPTY) if number in fresh else held
-        for number in job.row.living()
-    }
-
-
-def to_give_up(job: Job) -> dict[str, tuple[Call, ...]]:
-    """All hold the generation, but for those that came back empty since. Fenced, these would take their writers on,
-    with a hole where the records are that they know to be acknowledged."""
-    return dict.fromkeys(job.row.addresses(), (Call.FENCE_HELD, Call.GIVE_UP))
-
-
-def used_anew(job: Job, generation: int, address: str) -> m.ChangeLogServers | None:
-    """That server held this generation, or one before, and does not know the job any more: it came back with
-    another disk, or an empty one. What it had is lost: it is used as a new one, in a new generation. None: that is
-    known, or over."""
-    row, number = job.row, job.places.number_of(address)
-    if number is None or row.generation != generation or row.state is State.FORMING or row.state.is_over:
-        return None
-    return m.ChangeLogServers(
-        lost=address,
-        add=address,
-        add_host=row.log_servers[number].host,
-        why="has come back without this job's records",
-    )
-
-
 logger = logging.getLogger(__name__)
 
 RETRY_FIRST_S = 0.05
@@ -278,7 +225,7 @@ class Questions:
                 self._failed(key[0], f"{type(error).__name__} in {key[1]}: {error}")
 
     async def fence(self, job: Job, generation: int) -> None:
-        calls = self._calls(job, generation, to_fence(job))
+        calls = self._calls(job, generation, log_placement.to_fence(job.row, job.places))
         if await self._ask_all(job, generation, calls) is not None:
             await self._apply(job.row.job, m.LogsFenced(generation=generation))
 
@@ -286,7 +233,7 @@ class Questions:
         trim = self._tasks.get((job.row.job, "trim"))
         if trim is not None:
             trim.cancel()  # behind the reset the steps below may come again
-        calls = self._calls(job, generation, to_give_up(job))
+        calls = self._calls(job, generation, log_placement.to_give_up(job.row))
         if await self._ask_all(job, generation, calls) is not None:
             await self._apply(job.row.job, m.LogsReset(generation=generation))
 
@@ -414,7 +361,7 @@ class Questions:
         )
 
     async def _begin_anew(self, job: Job, generation: int, address: str) -> None:
-        change = used_anew(job, generation, address)
+        change = log_placement.used_anew(job.row, job.places, generation, address)
         if change is not None:
             await self._apply(job.row.job, change)
 

@@ -12,6 +12,7 @@ A server that comes back within log_lost_s was never lost. The last one in use i
 is any while none of them answers: it may be this process that is cut off.
 """
 
+import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -342,3 +343,56 @@ def _was_lost(server: LogServer) -> bool:
 def _begins(logs: RankLogs) -> float:
     """The first step that some copy has whole."""
     return min((c.whole_from for c in logs.copies if c.whole_from is not None), default=math.inf)
+
+
+# What log servers are asked so that a generation, or an empty log, comes to them, and what an answer means.
+#
+# The driver asks over gRPC, the simulation in simulated time.
+
+
+class Call(enum.Enum):
+    """To one server. Where it fails, its server is asked again from the first one on."""
+
+    FENCE = "it takes appends of this generation only"
+    FENCE_HELD = (
+        "the same, if it knows the job: once it is fenced nobody can tell any more that it came back empty"
+    )
+    EMPTY = "it drops what it has of the job: a new server's own records come later"
+    GIVE_UP = "it drops the job's records, also those that came to a new server since"
+
+
+# A generation's resets, by their numbers.
+EMPTIED_WHEN_NEW, GIVEN_UP = 0, 1
+RESETS: Mapping[Call, int] = {Call.EMPTY: EMPTIED_WHEN_NEW, Call.GIVE_UP: GIVEN_UP}
+
+
+def to_fence(row: JobRow, places: Places) -> dict[str, tuple[Call, ...]]:
+    """Of every log server in use, by its address. One that does not know the job any more: see `used_anew`."""
+    fresh = places.fresh()
+    # Before a job runs nothing of it is in any log.
+    held = (Call.FENCE_HELD if row.granted and row.state is not State.FORMING else Call.FENCE,)
+    return {
+        row.log_servers[number].address: (Call.FENCE, Call.EMPTY) if number in fresh else held
+        for number in row.living()
+    }
+
+
+def to_give_up(row: JobRow) -> dict[str, tuple[Call, ...]]:
+    """All hold the generation, but for those that came back empty since. Fenced, these would take their writers on,
+    with a hole where the records are that they know to be acknowledged."""
+    return dict.fromkeys(row.addresses(), (Call.FENCE_HELD, Call.GIVE_UP))
+
+
+def used_anew(row: JobRow, places: Places, generation: int, address: str) -> m.ChangeLogServers | None:
+    """That server held this generation, or one before, and does not know the job any more: it came back with
+    another disk, or an empty one. What it had is lost: it is used as a new one, in a new generation. None: that is
+    known, or over."""
+    number = places.number_of(address)
+    if number is None or row.generation != generation or row.state is State.FORMING or row.state.is_over:
+        return None
+    return m.ChangeLogServers(
+        lost=address,
+        add=address,
+        add_host=row.log_servers[number].host,
+        why="has come back without this job's records",
+    )

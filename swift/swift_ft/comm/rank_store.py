@@ -14,10 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from swift_ft.files import whole_number
 from swift_ft.rpc.client import CoordinatorClient, Unanswered
 from swift_ft.rpc.key_value import Gone, Known, SharedKeys
-from swift_ft.text import listed
+from swift_ft.text import listed, whole_number
 
 _ASK_S = 0.2
 _TOLD_WITHIN_S = 10.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import xxhash
 
 from swift_ft.errors import UsageError
-from swift_ft.files import port_number
+from swift_ft.text import port_number
 
 # How people name a log server: ``HOST:PORT``, or ``MACHINE=HOST:PORT``.
 

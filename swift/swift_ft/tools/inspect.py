@@ -14,7 +14,6 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 from swift_ft.cli_parser import Parser
 from swift_ft.credentials import advised
 from swift_ft.errors import LogUnavailable, RecordCorrupt, ServiceError, SwiftError, UsageError
-from swift_ft.files import whole_number
 from swift_ft.log import admin
 from swift_ft.log.directory import (
     LIVES_S,
@@ -26,7 +25,7 @@ from swift_ft.log.directory import (
     remove_forgotten,
 )
 from swift_ft.log.record import check_name
-from swift_ft.text import one_line, tell
+from swift_ft.text import one_line, tell, whole_number
 from swift_ft.tools.log_contents import DirectoryLog, JobFacts, LogFacts, ServedLog, StreamFacts, export
 
 # Tables for people, in plain columns.

@@ -16,12 +16,12 @@ from swift_ft_services.coordinator import log_calls
 from swift_ft_services.coordinator.driver import Driver, JobApart, NoSuchJob
 from swift_ft_services.coordinator.job_record import LogServer, row_key
 from swift_ft_services.coordinator.log_calls import (
-    EMPTIED_WHEN_NEW,
     Answered,
     GenerationRefused,
     Unavailable,
     Unfit,
 )
+from swift_ft_services.coordinator.log_placement import EMPTIED_WHEN_NEW
 from swift_ft_services.coordinator.store import MemoryStore, StoreFailed, Transaction
 from swift_ft_services.coordinator.timeouts import Timing
 from tests.unit.coordinator.driver_world import (

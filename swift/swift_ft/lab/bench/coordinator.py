@@ -26,8 +26,8 @@ from typing import Any
 
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.files import whole_number
 from swift_ft.lab.bench import output
+from swift_ft.text import whole_number
 
 REPLICAS = 8
 PROCESSES = 4

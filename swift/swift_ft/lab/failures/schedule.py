@@ -40,8 +40,8 @@ from swift_ft.fault_grammar import (
     lasting,
     seconds_text,
 )
-from swift_ft.files import parse_json, read_given, whole_number
-from swift_ft.text import WORLD_SIZE_MAX
+from swift_ft.files import read_given
+from swift_ft.text import WORLD_SIZE_MAX, parse_json, whole_number
 
 # Failures that a seed draws: ``every=exponential,mtbf=40,until=200,seed=7``.
 #

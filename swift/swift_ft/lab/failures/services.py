@@ -15,7 +15,7 @@ from pathlib import Path
 
 from swift_ft.cli_parser import is_loopback
 from swift_ft.errors import UsageError
-from swift_ft.files import port_number, whole_number
+from swift_ft.text import port_number, whole_number
 
 SERVICES = ("swift_ft_services.logserver", "swift_ft_services.coordinator")
 _LISTENS = "0A"

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from swift_ft.errors import UsageError
-from swift_ft.files import parse_json
 from swift_ft.lab.goodput.figures import DAY_S
+from swift_ft.text import parse_json
 
 FAULTS_MAX = 1_000_000
 TIME_MAX_S = 1e12

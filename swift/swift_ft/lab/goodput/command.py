@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.files import parse_json, read_given
+from swift_ft.files import read_given
 from swift_ft.lab.chart import Scale, ticks
 from swift_ft.lab.goodput import cluster as trace
 from swift_ft.lab.goodput import figures, ways
 from swift_ft.lab.goodput.cluster import Cluster, Faults, shape_of
-from swift_ft.text import show
+from swift_ft.text import parse_json, show
 
 # Figures out of a file: the JSON of a bench, or names and values. Pure.
 #

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift_ft.errors import UsageError
-from swift_ft.files import parse_json
+from swift_ft.text import parse_json
 
 FORMAT = 1
 STAGES_MAX = 100_000
