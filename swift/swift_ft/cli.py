@@ -1,10 +1,11 @@
 """The command `swift-ft`: hands over to the program that does the work."""
 
-import importlib
 import os
 import sys
 from importlib import metadata
 
+from swift_ft.cli_parser import import_with_extra
+from swift_ft.errors import UsageError
 from swift_ft.text import tell
 
 # Programs: the process becomes them, so that pids and signals are theirs.
@@ -85,10 +86,9 @@ def _main(argv: list[str] | None) -> int:
     if command in OTHERS:
         module = f"swift_ft.{OTHERS[command][0]}"
         try:
-            program = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            extra = "lab" if ".lab." in module else "train"
-            tell(f"{command}: {error.name} is not installed: pip install 'swift-ft[{extra}]'")
+            program = import_with_extra(module, command, "lab" if ".lab." in module else "train")
+        except UsageError as error:
+            tell(error)
             return 2
         return int(program.main(rest))
     if command in ("version", "--version"):

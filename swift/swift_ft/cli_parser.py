@@ -88,9 +88,11 @@ def write_address(path: Path, address: str, flag: str = "--address-file") -> Non
         raise UsageError(f"{flag} {path}: {error.strerror}") from None
 
 
-def laboratory(module: str, who: str) -> Any:
-    """A module of the laboratory, which a trainer's or a server's installation need not have. Raises UsageError."""
+def import_with_extra(module: str, who: str, extra: str) -> Any:
+    """A module of swift's that needs libraries of an extra. Raises UsageError if one of these is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise UsageError(f"{who}: {error.name} is not installed: pip install 'swift-ft[lab]'") from None
+        if (error.name or "").partition(".")[0] in ("swift_ft", "swift_ft_services"):
+            raise  # a damaged installation: no extra would help
+        raise UsageError(f"{who}: {error.name} is not installed: pip install 'swift-ft[{extra}]'") from None

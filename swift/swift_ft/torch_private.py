@@ -88,7 +88,7 @@ def forget_accumulated(parameter: Any) -> None:
 # Every private name of torch that swift touches, in one place; a backend's own are in its module.
 #
 # Checked at import: a torch that lacks one of them is refused with the names that are missing, instead of an
-# AttributeError in the middle of a run. What differs between versions is in `_torch_versions`.
+# AttributeError in the middle of a run. What differs between versions is at the top.
 
 _NEEDED = {
     "torch.distributed.distributed_c10d": (

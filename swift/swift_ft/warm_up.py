@@ -220,7 +220,7 @@ def _leave(script: Callable[[], object], run: OneRun) -> tuple[str, bool]:
 
 
 class _Left:
-    """What a script may leave in its process, beside what `reinitializing` knows."""
+    """What a script may leave in its process, beside what `reinitialization` knows."""
 
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())

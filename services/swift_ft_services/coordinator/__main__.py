@@ -27,7 +27,6 @@ from swift_ft.cli_parser import Parser, add_metrics_arguments, metrics_address, 
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.log.placement import COPIES_MAX, machines, parse_server
 from swift_ft.logs import end_process_on_uncaught
-from swift_ft.text import port_number
 from swift_ft_services import listening
 from swift_ft_services.authorization import Gate
 from swift_ft_services.coordinator import commands as m
@@ -252,14 +251,6 @@ def checked_log_servers(text: str, copies: int) -> list[LogServer]:
             "is lost must not take all copies with it; name more, say where they are (MACHINE=HOST:PORT), or take fewer"
         )
     return [LogServer(address=address, host=host) for host, address in servers]
-
-
-def split_address(text: str, flag: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    number = port_number(port)
-    if not colon or not host or number is None:
-        raise UsageError(f"{flag} {text[:80]}: write HOST:PORT")
-    return host, number
 
 
 def open_directory(directory: Path) -> SqliteStore:

@@ -21,7 +21,7 @@ from typing import NoReturn
 from torch.distributed import DistError
 
 from swift_ft import events
-from swift_ft.cli_parser import laboratory, only_finite
+from swift_ft.cli_parser import import_with_extra, only_finite
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.launch.agent import ReplacingAgent
 from swift_ft.launch.children import Nursery, SignalGate
@@ -444,7 +444,11 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         raise UsageError(f"run: --signals-to-handle: no signal {error}") from error
     if config.nproc_per_node < 1:
         raise UsageError(f"run: --nproc-per-node {args.nproc_per_node}: 1 or more")
-    failing = laboratory("swift_ft.lab.failures.injector", "run: --failures") if args.failures else None
+    failing = (
+        import_with_extra("swift_ft.lab.failures.injector", "run: --failures", "lab")
+        if args.failures
+        else None
+    )
     failures = failing.schedule_of(args, config) if failing else None
     shown = None
     if args.local_ranks_filter:

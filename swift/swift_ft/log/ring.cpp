@@ -1,4 +1,4 @@
-// The trainer's side of the ring (swift/log/ring.py draws it): a thread that copies tensors into it without the GIL.
+// The trainer's side of the ring (log/ring.py draws it): a thread that copies tensors into it without the GIL.
 //
 // One caller at a time pushes. A push reserves the place and writes the record's header there. A small body is
 // copied by the caller; a larger one becomes a job of the copier, which takes jobs in order, a piece at a time. A

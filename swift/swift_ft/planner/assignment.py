@@ -210,11 +210,6 @@ class Assignment:
 
     # --- slots and members ---
 
-    @property
-    def num_ranks(self) -> int:
-        """Of the process groups in this generation."""
-        return len(self.occupied)
-
     def rank(self, slot: int) -> int:
         """The rank number of a slot that is held. Raises KeyError for a vacant one."""
         return self._ranks[slot]
@@ -308,13 +303,6 @@ class Assignment:
     def contributions(self, stage_group: int) -> int:
         """What a mean over the origins of a stage group's gradients is divided by."""
         return len(self.origins(self.group_stages[stage_group][0]))
-
-    def dropped_origins(self) -> tuple[int, ...]:
-        """Those whose batches nobody computes, at one stage at least."""
-        computed = [set(self.origins(stage)) for stage in range(self.num_stages)]
-        return tuple(
-            o for o in range(self.dp_size if computed else 0) if not all(o in origins for origins in computed)
-        )
 
     def lost_stages(self) -> tuple[int, ...]:
         """The stages that no member runs: nobody could even rebuild them."""

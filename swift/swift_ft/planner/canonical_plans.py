@@ -165,10 +165,6 @@ class Plans:
         assert best is not None
         return best
 
-    def for_losses(self, lost: Lost) -> tuple[Work, Step]:
-        """The plan for these workers' loss."""
-        return self.of(canonical(lost, len(self.job.group_stages))).placed(lost)
-
     def ahead(self) -> None:
         """Makes the plans for all losses, up to `losses` of them."""
         for total in reversed(range(self.losses + 1)):

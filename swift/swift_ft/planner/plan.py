@@ -459,7 +459,7 @@ def words(sharing: Sequence[Help]) -> list[str]:
     for owners, until in dict.fromkeys((help.together or (help.owner,), help.until) for help in sharing):
         helpers = [help.helpers for help in sharing if help.owner in owners]
         copies = [rank for copy in zip(*helpers, strict=True) for rank in copy]
-        told.append(f"{_named(copies)} to help {_named(owners)} up to version {until}")
+        told.append(f"{_ranks(copies)} to help {_ranks(owners)} up to version {until}")
     return told
 
 
@@ -495,10 +495,6 @@ def _until(
     }
     neighbours = {rank for stage in beside - own for rank in assignment.holders(stage)}
     return min([target, *(by_rank[rank].from_version for rank in neighbours)])
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 # What ranks refused, so that it is not planned again.
@@ -890,7 +886,7 @@ def _without_state(report: Report) -> Report:
 
 
 def _words(chosen: Plan, kept: Sequence[int], *, log_ends: bool) -> list[str]:
-    words = [f"not bit for bit: {_named(kept)} came off the log"] if kept else []
+    words = [f"not bit for bit: {_ranks(kept)} came off the log"] if kept else []
     if log_ends:
         words.append(f"the log does not lead to version {chosen.target_version}, and begins anew")
     else:

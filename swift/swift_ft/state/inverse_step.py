@@ -201,10 +201,6 @@ def _forgets(**rates: float) -> str:
     return ""
 
 
-def _none(hyper: Hyper) -> tuple[str, ...]:
-    return ()
-
-
 # --- SGD ---
 
 

@@ -1,5 +1,5 @@
-// Optimizer steps computed backwards, in one pass over memory; the fast version of rules.py and residue.py for
-// CPUs. rules.py explains the formulas, and tests/unit/optim compares the two.
+// Optimizer steps computed backwards, in one pass over memory; the fast version of inverse_step.py for
+// CPUs. inverse_step.py explains the formulas, and tests/unit/optim compares the two.
 //
 // Legend: T is the type in memory, A the type of the arithmetic (float, or double for double). Column 0 is the
 // parameter, columns 1.. are its state. Every value is loaded, computed in A, and rounded to T once.

@@ -196,7 +196,7 @@ def groups_by_name(named: Named, optimizers: Optimizers) -> Groups:
 
 
 def regroup(named: Named, optimizers: Optimizers, wanted: Groups) -> None:
-    """As `told` has said. Raises ServiceError for names that this trainer does not have."""
+    """As `groups_by_name` has said. Raises ServiceError for names that this trainer does not have."""
     for optimizer, groups in zip(optimizers, wanted, strict=True):
         if groups_by_name(named, [optimizer]) == [groups]:
             continue

@@ -15,6 +15,7 @@ from swift_ft.state.loaders import OriginLoader
 from swift_ft.train.batch_redistribution import Adoption
 from swift_ft.train.config import SessionConfig, from_environment
 from swift_ft.train.reducer import Row, sum_by_origin
+from tests.unit.recovery.test_assignment import dropped_origins
 from tests.unit.runtime.test_ordered import on_all, values
 from tests.unit.runtime.wired import ignored, updates_of
 
@@ -80,7 +81,7 @@ def test_vacant_slots_go_round_those_that_are_left() -> None:
     smaller = world.held_by({0: 0, 3: 3}).redistributed()
     assert [smaller.adopted_by(slot) for slot in (0, 3)] == [(1, 4), (2,)]
     assert smaller.contributions(0) == 5
-    assert smaller.dropped_origins() == ()
+    assert dropped_origins(smaller) == ()
     assert [smaller.owner(0, origin, 7) for origin in range(5)] == [0, 0, 3, 3, 0]
     assert world.redistributed().adopted == {}
     assert smaller.held_by(dict(world.members)).adopted == {}, "who comes back has its own"
@@ -89,7 +90,7 @@ def test_vacant_slots_go_round_those_that_are_left() -> None:
 def test_without_redistribution_the_mean_is_over_those_that_are_left() -> None:
     smaller = Assignment.grid(3, replicas=3).held_by({0: 0, 2: 2})
     assert smaller.contributions(0) == 2
-    assert smaller.dropped_origins() == (1,)
+    assert dropped_origins(smaller) == (1,)
 
 
 # --- loaders ---

@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_ft.planner.canonical_plans import JobShape, Plans, all_counts, canonical, move, one_f_one_b
-from swift_ft.planner.schedule import Costs, plan_step, problems
+from swift_ft.planner.canonical_plans import JobShape, Lost, Plans, all_counts, canonical, move, one_f_one_b
+from swift_ft.planner.schedule import Costs, Step, Work, plan_step, problems
 from tests.unit.recovery.adaptive.works import losses
+
+
+def plan_for(plans: Plans, lost: Lost) -> tuple[Work, Step]:
+    """The plan for these workers' loss."""
+    return plans.of(canonical(lost, len(plans.job.group_stages))).placed(lost)
 
 
 def job(origins: int = 3, stages: int = 4, microbatches: int = 4, *, split: bool = False) -> JobShape:
@@ -48,7 +53,7 @@ def test_other_names_for_replicas_make_no_other_length(
         names = data.draw(st.permutations(range(origins)))
         renamed += [(group, names[origin]) for at, origin in lost if at == group]
     plans = Plans(of, losses=0)
-    (work, step), (other_work, other) = plans.for_losses(lost), plans.for_losses(renamed)
+    (work, step), (other_work, other) = plan_for(plans, lost), plan_for(plans, renamed)
     assert step.length == other.length
     for gone, placed, its in ((lost, work, step), (renamed, other_work, other)):
         assert problems(placed, its) == []
@@ -96,10 +101,10 @@ def test_whole_pipelines_are_left_out_where_that_is_shorter() -> None:
 
 
 def test_workers_that_are_left_keep_their_roles_where_they_can() -> None:
-    _work, step = Plans(job(3, 2, 2), losses=0).for_losses([(0, 0)])
+    _work, step = plan_for(Plans(job(3, 2, 2), losses=0), [(0, 0)])
     canonical_step = Plans(job(3, 2, 2), losses=0).of((1, 0)).step
     assert step.slots == canonical_step.slots
-    _, other = Plans(job(3, 2, 2), losses=0).for_losses([(0, 2)])
+    _, other = plan_for(Plans(job(3, 2, 2), losses=0), [(0, 2)])
     assert other.slots[0] == canonical_step.slots[2]
     assert other.slots[1] == canonical_step.slots[1]
 
@@ -166,6 +171,6 @@ def test_a_job_of_several_stages_a_worker() -> None:
         costs=Costs(transfer=0.1),
         cap=(4, 3),
     )
-    work, step = Plans(of, losses=1).for_losses([(1, 0)])
+    work, step = plan_for(Plans(of, losses=1), [(1, 0)])
     assert problems(work, step) == []
     assert set(step.slots) == {0, 1, 3}
