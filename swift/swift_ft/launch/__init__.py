@@ -8,6 +8,6 @@ forkserver    imports once what ranks need, and forks them
 worker        what runs in each child before the script does; ranks: what it is given
 link          notices to the coordinator, Views from it
 rendezvous    which machine is which
-health_check  the operator's check of a place, and one run of it (check_runner)
+health_check  the operator's check of a place, and one run of it
 torch_names   every private torch name, checked at import
 """

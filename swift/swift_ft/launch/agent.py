@@ -620,7 +620,7 @@ class ReplacingAgent(SimpleElasticAgent):
             try:
                 child = self._give_rank(local_rank)
             except StartFailed as error:
-                failures = self._waiting.put_back(local_rank, waiting)
+                failures = self._waiting.requeue(local_rank, waiting)
                 rank = self._worker_group.workers[local_rank].global_rank
                 verdict = judge_start(rank, str(error), failures, self._situation(local_rank))
                 self._leave_empty(local_rank, verdict, failures)

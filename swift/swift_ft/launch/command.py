@@ -279,8 +279,8 @@ def _add_health_check(ours: "argparse._ArgumentGroup") -> None:
         "--health_check",
         metavar="COMMAND",
         help="Run this for a place of this machine ($LOCAL_RANK) before any process gets it, at the start and after a "
-        "loss: a command (not a shell's), or python:MODULE:FUNCTION. With an exit code other than 0, an exception or "
-        "False, no process gets the place (docs/operation.md).",
+        "loss. It is started without a shell. With an exit code other than 0, no process gets the place "
+        "(docs/operation.md).",
     )
     ours.add_argument(
         "--health-check-s",
@@ -488,7 +488,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         last_checkpoint_s=args.sigterm_checkpoint_s,
         health_check=None
         if args.health_check is None
-        else HealthCheck.parse(args.health_check, args.health_check_s, path0),
+        else HealthCheck.parse(args.health_check, args.health_check_s),
         signals=signals,
         around=partial(failing.around, failing.planned(failures, run_dir, log_dir, job)) if failing else None,
     )

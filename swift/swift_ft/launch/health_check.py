@@ -7,51 +7,49 @@ A place is known by its local rank.
 """
 
 import contextlib
-import json
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.machinery import PathFinder
 
 from swift_ft import events
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.launch.check_runner import KILL_WAIT_S, PYTHON
 from swift_ft.launch.children import Nursery
+from swift_ft.launch.decisions import describe_exit
 from swift_ft.launch.torch_names import Worker
 from swift_ft.text import one_line
 
-# The health check that an operator names (`swift-ft run --health-check`): what it is, and one run of it.
-#
-# (plan)     ``HealthCheck.parse``: what cannot be run is refused before anything is started
-# (agent)    ``Check``: one run, for one place of this machine, in a process of its own
-#            (`swift_ft.launch.check_runner`); readable once it has ended, then ``end`` has the result
-
 LIMIT_S_DEFAULT = 30.0
-STOP_S = KILL_WAIT_S + 1.0
-"""How long a check that is told to stop may take to end what it has started."""
-_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", re.ASCII)
+_OUTPUT_BYTES = 4096
+"""Of the end of a check's output: its last line is looked for there."""
+_LINE_MAX = 200
+KILL_WAIT_S = 2.0
+"""How long a killed check may take to go."""
+_DIES_WITH_LAUNCHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which a command that is executed keeps
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealthCheck:
-    """Exit code 0: the place is fit. Everything else: it is not."""
+    """The command that an operator names (`swift-ft run --health-check`). Exit code 0: the place is fit."""
 
     words: tuple[str, ...]
-    """A command and its arguments, or one ``python:module:function``."""
+    """The command and its arguments."""
     limit_s: float
-    path0: str
-    """Where a module is looked for first, as the script's own are."""
 
     @classmethod
-    def parse(cls, text: str, limit_s: float, path0: str) -> "HealthCheck":
-        """UsageError: there is no such command or module."""
+    def parse(cls, text: str, limit_s: float) -> "HealthCheck":
+        """UsageError: there is no such command."""
         named = f"run: --health-check {text}"
         if not 0 < limit_s < 86400:
             raise UsageError(f"run: --health-check-s {limit_s:g}: seconds, more than 0")
@@ -60,19 +58,11 @@ class HealthCheck:
         except ValueError as error:
             raise UsageError(f"{named}: {error}") from None
         if not words:
-            raise UsageError("run: --health-check: name a command, or python:MODULE:FUNCTION")
-        if words[0].startswith(PYTHON):
-            target = words[0].removeprefix(PYTHON)
-            if len(words) > 1 or not _TARGET.fullmatch(target):
-                raise UsageError(f"{named}: write python:MODULE:FUNCTION, without arguments")
-            top = re.split(r"[.:]", target)[0]
-            if top not in sys.builtin_module_names and not PathFinder.find_spec(top, [path0, *sys.path]):
-                raise UsageError(f"{named}: there is no such module")
-        elif shutil.which(words[0]) is None:
+            raise UsageError("run: --health-check: name a command")
+        if shutil.which(words[0]) is None:
             there = os.sep in words[0] and os.path.isfile(words[0])
-            why = "it is not executable" if there else "there is no such command"
-            raise UsageError(f"{named}: {why}")
-        return cls(words=words, limit_s=limit_s, path0=path0)
+            raise UsageError(f"{named}: {'it is not executable' if there else 'there is no such command'}")
+        return cls(words=words, limit_s=limit_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,51 +76,55 @@ class Result:
 
 
 class Check:
-    """One run. Started and ended in the launcher's main thread, with which it dies."""
+    """One run, in a session of its own. Started by the launcher's main thread, with which it dies."""
 
     def __init__(self, check: HealthCheck, environment: Mapping[str, str]) -> None:
-        command = [sys.executable, "-P", "-m", "swift_ft.launch.check_runner"]
-        command += [str(os.getpid()), str(check.limit_s), check.path0, *check.words]
+        """Raises OSError: it cannot be started."""
+        self.limit_s = check.limit_s
+        self._began = events.now()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed at the end of the check)
+        command = [sys.executable, "-I", "-S", "-c", _DIES_WITH_LAUNCHER, str(os.getpid()), *check.words]
         self._process = subprocess.Popen(
             command,
             env=dict(environment),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
+        self._pidfd = os.pidfd_open(self._process.pid)
 
     def fileno(self) -> int:
         """Readable once it has ended."""
         return self._pidfd
 
-    def end(self) -> Result:
-        """Once it has ended: reaps it."""
-        said, _ = self._process.communicate()
+    @property
+    def left_s(self) -> float:
+        """Until its time is up."""
+        return self._began + self.limit_s - events.now()
+
+    def end(self, why: str = "") -> Result:
+        """Reaps it; first kills what is left of it, but for what has left its session. `why`: it had to be killed."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        try:
+            exit_code = self._process.wait(KILL_WAIT_S)
+        except subprocess.TimeoutExpired:  # it hangs in the kernel; subprocess reaps it one day
+            exit_code = -signal.SIGKILL
         os.close(self._pidfd)
-        try:
-            told = json.loads(said)
-            return Result(
-                fit=told["fit"] is True, reason=one_line(told["reason"]), seconds=float(told["seconds"])
-            )
-        except (ValueError, KeyError, TypeError):
-            return Result(fit=False, reason=f"nobody ran it to its end ({self._process.returncode})")
+        seconds = round(events.now() - self._began, 6)
+        line = self._last_line()
+        if exit_code == 0 and not why:
+            return Result(fit=True, seconds=seconds)
+        reason = ": ".join(filter(None, [why or describe_exit(exit_code), line]))
+        return Result(fit=False, reason=reason, seconds=seconds)
 
-
-def stop_all(checks: Iterable[Check]) -> None:
-    """Ends them, with all that they have started; reaps them."""
-    stopped = list(checks)
-    for check in stopped:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(check.fileno(), signal.SIGTERM)
-    for check in stopped:
-        try:
-            check._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            check._process.kill()
-        check.end()
+    def _last_line(self) -> str:
+        with self._output as output:
+            size = output.seek(0, os.SEEK_END)
+            output.seek(max(0, size - _OUTPUT_BYTES))
+            lines = output.read().decode(errors="replace").splitlines()
+        return one_line(next((line.strip() for line in reversed(lines) if line.strip()), "")[:_LINE_MAX])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +182,7 @@ class WaitingPlaces:
         """Its next health check, or process, is not before then."""
         self._waiting[local_rank] = replace(self._waiting[local_rank], at=at)
 
-    def put_back(self, local_rank: int, waiting: Waiting) -> int:
+    def requeue(self, local_rank: int, waiting: Waiting) -> int:
         """It was ready, and no process could be started. How often something has failed since its last one."""
         failures = waiting.failures + 1
         self._waiting[local_rank] = replace(waiting, failures=failures)
@@ -211,7 +205,8 @@ class WaitingPlaces:
     def patience_s(self, longest_s: float) -> float:
         """How long the loop may wait for something to happen."""
         now = events.now()
-        return min([longest_s, *(max(0.0, waiting.at - now) for waiting in self._waiting.values())])
+        waits = [waiting.at - now for waiting in self._waiting.values()]
+        return max(0.0, min([longest_s, *waits, *(check.left_s for check in self._running.values())]))
 
     def ready(self) -> Iterator[tuple[int, Waiting]]:
         """Those that get a process now. Begins the health checks that are due."""
@@ -227,6 +222,7 @@ class WaitingPlaces:
 
     def failed(self) -> Iterator[tuple[int, str, int]]:
         """(place, why, how often since its last process) of the health checks that have failed since this was asked."""
+        self._end_late()
         ended, self._ended = self._ended, []
         for local_rank, result in ended:
             waiting = self._waiting.get(local_rank)
@@ -245,7 +241,8 @@ class WaitingPlaces:
         for local_rank in range(count):
             self._begin(local_rank, "start")
         while self._running:
-            self._nursery.wait(patience_s)
+            self._nursery.wait(self.patience_s(patience_s))
+            self._end_late()
             look_around()
         ended, self._ended = sorted(self._ended, key=lambda ended: ended[0]), []
         unfit = [f"local rank {number}: {result.reason}" for number, result in ended if not result.fit]
@@ -253,11 +250,14 @@ class WaitingPlaces:
             raise ServiceError(f"run: the health check has failed: {'; '.join(unfit)}")
 
     def stop(self) -> None:
-        """Ends the health checks that are under way, with all that they have started."""
-        for check in self._running.values():
-            self._nursery.ignore(check)
-        stop_all(self._running.values())
-        self._running.clear()
+        """Ends the health checks that are under way."""
+        for local_rank in list(self._running):
+            self._end(local_rank, "it was told to stop")
+
+    def _end_late(self) -> None:
+        for local_rank, check in list(self._running.items()):
+            if check.left_s <= 0:
+                self._end(local_rank, f"it took longer than {check.limit_s:g} s")
 
     def _begin(self, local_rank: int, because: str) -> None:
         assert self._check is not None
@@ -270,10 +270,10 @@ class WaitingPlaces:
             return
         self._nursery.attend(check, lambda: self._end(local_rank))
 
-    def _end(self, local_rank: int) -> None:
+    def _end(self, local_rank: int, why: str = "") -> None:
         check = self._running.pop(local_rank)
         self._nursery.ignore(check)
-        self._note(local_rank, check.end())
+        self._note(local_rank, check.end(why))
 
     def _note(self, local_rank: int, result: Result) -> None:
         self._ended.append((local_rank, result))

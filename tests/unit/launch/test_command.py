@@ -330,16 +330,8 @@ def test_missing_torch_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["--health-check", "train.py"], "--health-check train.py: there is no such command"),
         (["--health-check", "./train.py"], "--health-check ./train.py: it is not executable"),
-        (["--health-check", " "], "--health-check: name a command, or python:MODULE:FUNCTION"),
+        (["--health-check", " "], "--health-check: name a command"),
         (["--health-check", "sh -c 'x"], "--health-check sh -c 'x: No closing quotation"),
-        (
-            ["--health-check", "python:nowhere:fit"],
-            "--health-check python:nowhere:fit: there is no such module",
-        ),
-        (
-            ["--health-check", "python:math"],
-            "--health-check python:math: write python:MODULE:FUNCTION, without arguments",
-        ),
         (["--health-check", "true", "--health-check-s", "0"], "--health-check-s 0: seconds, more than 0"),
     ],
 )
@@ -353,13 +345,11 @@ def test_a_health_check_that_cannot_be_run_is_refused(
     assert str(refused.value) == f"run: {complaint}"
 
 
-def test_a_health_check_is_a_command_or_a_callable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_health_check_is_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    (tmp_path / "checks.py").touch()
-    for given, words in (("true --fast 'a b'", ("true", "--fast", "a b")), ("python:checks:Gpu.fit", None)):
-        check = make_plan([COORDINATOR, "--health-check", given, "train.py"]).health_check
-        assert check is not None
-        assert check.words == (words or (given,))
-        assert check.limit_s == 30
+    check = make_plan([COORDINATOR, "--health-check", "true --fast 'a b'", "train.py"]).health_check
+    assert check is not None
+    assert check.words == ("true", "--fast", "a b")
+    assert check.limit_s == 30
     assert make_plan([COORDINATOR, "train.py"]).health_check is None

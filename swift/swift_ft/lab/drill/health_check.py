@@ -6,6 +6,8 @@ until it was asked so often. What the report says comes from the launcher's trac
 
 import os
 import re
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +84,7 @@ def check(config: "DrillConfig") -> None:
 
 
 def launcher_flags(config: "DrillConfig") -> list[str]:
-    return ["--health-check", f"python:{__name__}:fit"] if config.unfit else []
+    return ["--health-check", shlex.join([sys.executable, "-m", __name__])] if config.unfit else []
 
 
 def environment(config: "DrillConfig") -> dict[str, str]:
@@ -162,3 +164,7 @@ def section(facts: "Facts") -> dict[str, Any] | None:
         "checks": [{name: event[name] for name in shown} for event in _checked(facts, unfit.rank)],
         "used": bool(_given(facts, unfit.rank)),
     }
+
+
+if __name__ == "__main__":
+    sys.exit(int(not fit()))
