@@ -240,7 +240,6 @@ def test_connections_are_made_in_one_place(path: Path) -> None:
         # The bare wire: neither secrets nor jobs, on loopback.
         "swift/swift_ft/lab/bench/log_ranks.py": {"add_insecure_port"},
         # An attacker brings its own.
-        "swift/swift_ft/lab/bench/hostile_clients.py": {"insecure_channel"},
         # Hundreds of members in a process, on loopback: asyncio's channels.
         "swift/swift_ft/lab/bench/coordinator_members.py": {"insecure_channel"},
     }

@@ -10,8 +10,6 @@ BENCHMARKS = {
     "log": "append to and read from the log: bytes per second over the wire's and the disk's, CPU seconds per GB",
     "codec": "the codecs of the log on boundary tensors of models in training: ratio, bytes per second",
     "overhead": "training steps with logging on and off, and beside an unrelated process with the same load",
-    "soak": "the log at full rate under kills: every acknowledged record compared, memory over time",
-    "hostile": "a job's appends while its log server is attacked in every known way, over quiet ones; memory over time",
     "checkpoint": "a save in both modes, beside torch's DCP: how long training waits, what it costs the steps",
     "undo": "taking optimizer steps back: time over the step's time, bytes per parameter, error",
     "coordinator": "the coordinator's processor time for jobs of 64 to 1024 members: join, checkpoint, recovery",

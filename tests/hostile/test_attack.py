@@ -1,4 +1,4 @@
-"""Short runs of the hostile bench: of the log server, and of one that is broken on purpose, which must be found."""
+"""Short runs of `scripts/hostile`: of the log server, and of one that is broken on purpose, which must be found."""
 
 import sys
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from swift_ft.credentials import ENV_TOKEN_FILE
-from swift_ft.lab.bench import hostile
-from swift_ft.lab.bench.hostile import HostileConfig, Seen, judge
-from swift_ft.lab.bench.soak_memory import Rule, Sample
+from tests.hostile import attack
+from tests.hostile.attack import HostileConfig, Seen, judge
+from tests.soak.memory import Rule, Sample
 
 SHORT = Rule(warm_up_s=5.0, observed_s_min=5.0, percent_per_minute_max=200.0, thirds_percent_max=200.0)
 
@@ -37,12 +37,12 @@ def test_a_hostile_client_takes_nothing_from_another_job(
 ) -> None:
     monkeypatch.setenv(ENV_TOKEN_FILE, "")
     config = HostileConfig(seconds=40, tokens=tokens, memory=SHORT)
-    seen = hostile.run(config, tmp_path)
+    seen = attack.run(config, tmp_path)
     result = judge(config, seen)
     assert (result["lost"], seen.stop_code) == (0, 0)
     assert all(did["rounds"] for did in result["attacks"].values())
     # A machine that does other things as well has a long tail: half of all appends are what is looked at here.
-    assert result["ratio"]["median_ms"] < hostile.RATIO_MAX, hostile.table({"machine": "", **result})
+    assert result["ratio"]["median_ms"] < attack.RATIO_MAX, attack.table({"machine": "", **result})
 
 
 @pytest.mark.matrix
@@ -52,8 +52,8 @@ def test_a_server_that_works_under_its_lock_is_found(tmp_path: Path) -> None:
     broken.write_text(SLOW)
     attacks = ("big_questions", "trims_and_resets")
     config = HostileConfig(seconds=24, attacks=attacks, server=(sys.executable, str(broken)), memory=SHORT)
-    result = judge(config, hostile.run(config, tmp_path))
-    assert result["ratio"]["p99_ms"] > hostile.RATIO_MAX
+    result = judge(config, attack.run(config, tmp_path))
+    assert result["ratio"]["p99_ms"] > attack.RATIO_MAX
     assert result["verdict"] in ("FAIL", "INCONCLUSIVE")
 
 

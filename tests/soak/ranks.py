@@ -1,4 +1,4 @@
-"""What `swift-ft bench soak` runs in processes of their own: the writer and the reader of one stream.
+"""What `scripts/soak` runs in processes of their own: the writer and the reader of one stream.
 
 Lines come in and go out as JSON. A writer appends steps without an end, flushes after `FLUSH_STEPS` of them and
 says which steps are durable then; a reader is told which steps to read, and compares every body with what must

@@ -37,7 +37,7 @@ class Rank:
         self.name = name
         self.killed = False
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "swift_ft.lab.bench.soak_ranks", role, *map(str, words)],
+            [sys.executable, "-P", "-m", "tests.soak.ranks", role, *map(str, words)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,6 +1,6 @@
-"""The hostile side of `swift-ft bench hostile`: a process with a thread for each kind of attack, over and over.
+"""The hostile side of `scripts/hostile`: a process with a thread for each kind of attack, over and over.
 
-    python -m swift_ft.lab.bench.hostile_clients ADDRESS SECONDS PAUSE_S TOKEN_FILE KIND,KIND,...
+    python -m tests.hostile.clients ADDRESS SECONDS PAUSE_S TOKEN_FILE KIND,KIND,...
 
 PAUSE_S lies between two rounds of a kind. An empty TOKEN_FILE: no token. No kinds: all of them.
 

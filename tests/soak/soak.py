@@ -1,4 +1,4 @@
-"""`swift-ft bench soak`: the log at full rate while its processes are killed, and an account of every record.
+"""`scripts/soak`: the log at full rate while its processes are killed, and an account of every record.
 
     writers  append, flush, and are held back only where the disk would hold more than --disk-mib
     readers  follow each stream, now and then from a random older step on, and compare every body: bit for bit, no
@@ -11,127 +11,25 @@
 FAIL: a record that a writer was told is durable cannot be read, or differs; or memory is not flat.
 """
 
-import html
 import queue
 import random
 import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.lab.bench import output, soak_memory
-from swift_ft.lab.bench.soak_memory import Rule, Sample
-from swift_ft.lab.bench.soak_processes import SERVER, Message, Rank, Server, rss_bytes
-from swift_ft.lab.bench.soak_ranks import FLUSH_STEPS, JOB, PATIENCE_S, RECORD_BYTES, STEP_BYTES
-from swift_ft.lab.chart import Point, Scale, ticks
-from swift_ft.lab.drill.loss import KILL_COLOUR
+from swift_ft.lab.bench import output
 from swift_ft.log import admin
-
-# A soak as one SVG file: rate, resident memory, and a line at each kill. Pure: numbers in, markup out.
-
-WIDTH, PANEL, LEFT, RIGHT, TOP, GAP, BOTTOM = 960, 200, 64, 12, 52, 34, 34
-"""Pixels: of the drawing, of the height of a panel, of the margins that hold the labels."""
-COLOURS = ("#0969da", "#8250df", "#1a7f37", "#bf8700", "#1b7c83", "#d4a72c", "#8c959f", "#953800", "#6639ba")
-RATE_COLOUR = "#0969da"
-RATE_POINTS = 200
-"""The rate is taken over the 200th part of the run, 2 s at least: acknowledgements come in lumps."""
-_STYLE = (
-    "svg{background:#fff}text{font:12px system-ui,sans-serif;fill:#1f2328}.axis{stroke:#d1d9e0}"
-    ".title{font-weight:600}"
-)
-
-
-def draw_soak(result: Mapping[str, Any]) -> str:
-    """The result of `swift_ft.lab.bench.soak` as SVG markup."""
-    series, seconds = result["series"], result["seconds"]
-    memory: Mapping[str, Sequence[tuple[float, int, int]]] = series["memory"]
-    rate = rates(series["acked"], max(2.0, seconds / RATE_POINTS))
-    height = TOP + 2 * PANEL + GAP + BOTTOM
-    x = Scale(0.0, seconds, LEFT, WIDTH - RIGHT)
-    title = f"{result['verdict']}: {result['reason']}"
-    shapes = [f'<text class="title" x="{LEFT}" y="18">{html.escape(title)}</text>']
-    shapes += _panel("MB/s", x, TOP, [(RATE_COLOUR, "rate", [rate])], result["kills"])
-    lines = [(COLOURS[n % len(COLOURS)], role, _lives(memory[role])) for n, role in enumerate(sorted(memory))]
-    below = TOP + PANEL + GAP
-    shapes += _panel("resident memory, MiB", x, below, lines, result["kills"])
-    for value in ticks(0.0, seconds, whole=True):
-        shapes.append(
-            f'<text x="{x(value):.1f}" y="{height - BOTTOM + 18}" text-anchor="middle">{value:g}</text>'
-        )
-    shapes.append(
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{height - 2}" text-anchor="middle">seconds</text>'
-    )
-    shapes.append(_key([*((colour, role) for colour, role, _ in lines), (KILL_COLOUR, "kill")]))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="memory and rate of a soak"><style>{_STYLE}</style>{"".join(shapes)}</svg>\n'
-    )
-
-
-def rates(acked: Sequence[tuple[float, int]], over_s: float) -> list[Point]:
-    """MB/s between samples that are `over_s` apart, at the middle of them."""
-    points: list[Point] = []
-    last = acked[0] if acked else (0.0, 0)
-    for at, size in acked:
-        if at - last[0] >= over_s:
-            points.append(((at + last[0]) / 2, (size - last[1]) / 1e6 / (at - last[0])))
-            last = (at, size)
-    return points
-
-
-def _lives(samples: Sequence[tuple[float, int, int]]) -> list[list[Point]]:
-    """A line for each process of the role."""
-    lives: dict[int, list[Point]] = {}
-    for at, pid, size in samples:
-        lives.setdefault(pid, []).append((at, size / (1 << 20)))
-    return list(lives.values())
-
-
-def _panel(
-    label: str,
-    x: Scale,
-    top: int,
-    lines: Sequence[tuple[str, str, list[list[Point]]]],
-    kills: Sequence[Mapping[str, Any]],
-) -> list[str]:
-    bottom = top + PANEL
-    highest = max((value for _, _, runs in lines for run in runs for _, value in run), default=1.0)
-    y = Scale(0.0, highest, bottom, top)
-    shapes = [f'<text x="{LEFT}" y="{top - 8}">{label}</text>']
-    for value in ticks(0.0, highest):
-        at = y(value)
-        shapes.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        shapes.append(f'<text x="{LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for kill in kills:
-        at = x(kill["at_s"])
-        shapes.append(
-            f'<line class="kill" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{bottom}" stroke="{KILL_COLOUR}" '
-            f'stroke-dasharray="3 3"><title>{html.escape(kill["what"])} killed</title></line>'
-        )
-    for colour, name, runs in lines:
-        for run in runs:
-            points = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in run)
-            shapes.append(
-                f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.4" '
-                f'stroke-linejoin="round"><title>{html.escape(name)}</title></polyline>'
-            )
-    return shapes
-
-
-def _key(entries: Sequence[tuple[str, str]]) -> str:
-    shapes, at = [], float(LEFT + 180)
-    for colour, name in entries:
-        shapes.append(f'<rect x="{at}" y="{TOP - 17}" width="10" height="10" fill="{colour}"/>')
-        shapes.append(f'<text x="{at + 14}" y="{TOP - 8}">{html.escape(name)}</text>')
-        at += 30 + 6.6 * len(name)
-    return "".join(shapes)
-
+from tests.soak import memory as soak_memory
+from tests.soak.memory import Rule, Sample
+from tests.soak.processes import SERVER, Message, Rank, Server, rss_bytes
+from tests.soak.ranks import FLUSH_STEPS, JOB, PATIENCE_S, RECORD_BYTES, STEP_BYTES
 
 # A soak under way: who runs, what is durable, what was compared, when to trim and whom to kill.
 
@@ -197,7 +95,7 @@ class Account:
         return sum(what in kill.what for kill in self.kills)
 
     def series(self) -> dict[str, Any]:
-        """For the plot: memory by role as (seconds, pid, bytes), progress as (seconds, bytes)."""
+        """Over time: memory by role as (seconds, pid, bytes), progress as (seconds, bytes)."""
         memory = {
             role: [(round(s.at_s, 1), s.pid, s.bytes) for s in samples]
             for role, samples in self.memory.items()
@@ -634,7 +532,7 @@ def table(result: dict[str, Any]) -> str:
 
 def make_parser() -> Parser:
     parser = Parser(
-        prog="swift-ft bench soak",
+        prog="scripts/soak",
         description="Keeps the log at full rate while its processes are killed, and accounts for every record.",
     )
     parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="default %(default)s")
@@ -650,7 +548,6 @@ def make_parser() -> Parser:
         "--directory", type=Path, metavar="DIR", help="on the disk to soak (default: temporary)"
     )
     output.add_json(parser)
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw memory, rate and kills there, as SVG")
     return parser
 
 
@@ -663,9 +560,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         streams=arguments.writers,
         disk_bytes=arguments.disk_mib << 20,
     )
-    for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise UsageError(f"{flag} {path}: give a file in a directory that exists")
+    output.check_json(arguments.json)
     on, began = output.machine(), time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
     try:
@@ -677,6 +572,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = {"machine": on, **judged}
     print(table(result))
     output.write_json(arguments.json, result)
-    if arguments.plot is not None:
-        output.write_text(arguments.plot, draw_soak(result))
     return EXIT_CODES[result["verdict"]]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SwiftError as error:
+        print(f"swift: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,7 +1,7 @@
-"""`swift-ft bench hostile`: a job appends at a fixed pace, and its server is attacked meanwhile in every known way.
+"""`scripts/hostile`: a job appends at a fixed pace, and its server is attacked meanwhile in every known way.
 
     quiet     a quarter of the time
-    hostile   every kind of attack of `swift_ft.lab.bench.hostile_clients` at once, by a process with low priority
+    hostile   every kind of attack of `tests.hostile.clients` at once, by a process with low priority
               (one after the other, every half minute, so that what else the machine does meets both alike)
     between   the job reads every record that it has made since, and lets them be trimmed, as after a checkpoint
     then      SIGTERM while the attackers are connected, a start on the same directory, and what is left is read
@@ -26,17 +26,18 @@ from typing import Any
 from swift_ft.cli_parser import Parser
 from swift_ft.credentials import ENV_TOKEN_FILE
 from swift_ft.errors import ServiceError, SwiftError, UsageError
-from swift_ft.lab.bench import output, soak_memory
-from swift_ft.lab.bench.hostile_clients import ATTACKS
-from swift_ft.lab.bench.hostile_clients import JOB as HOSTILE
-from swift_ft.lab.bench.soak_memory import Rule, Sample
-from swift_ft.lab.bench.soak_processes import SERVER, Server, rss_bytes
+from swift_ft.lab.bench import output
 from swift_ft.log import admin
 from swift_ft.log.protocol import Fsync
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from swift_ft.log.writer import LogWriter
 from swift_ft.tokens import Role, SigningKey, new_key, write_file
+from tests.hostile.clients import ATTACKS
+from tests.hostile.clients import JOB as HOSTILE
+from tests.soak import memory as soak_memory
+from tests.soak.memory import Rule, Sample
+from tests.soak.processes import SERVER, Server, rss_bytes
 
 EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
 JOB, STREAM = "serving", "s0.F"
@@ -199,7 +200,7 @@ def run(config: HostileConfig, directory: Path) -> Seen:
         command = [
             sys.executable,
             "-m",
-            "swift_ft.lab.bench.hostile_clients",
+            "tests.hostile.clients",
             server.address,
             f"{seconds:.1f}",
         ]
@@ -348,7 +349,7 @@ def table(result: dict[str, Any]) -> str:
 
 def make_parser() -> Parser:
     parser = Parser(
-        prog="swift-ft bench hostile",
+        prog="scripts/hostile",
         description="A job's appends while its log server is attacked in every known way, over the quiet ones.",
     )
     parser.add_argument("--seconds", type=float, default=600.0, metavar="S", help="default %(default)s")
@@ -402,3 +403,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(result))
     output.write_json(arguments.json, result)
     return EXIT_CODES[result["verdict"]]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SwiftError as error:
+        print(f"swift: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
-from swift_ft.lab.bench import soak
-from swift_ft.lab.bench.soak_memory import Rule
 from tests.integration.launch_world import assert_all_gone
+from tests.soak import soak
+from tests.soak.memory import Rule
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.matrix]
 
@@ -139,7 +139,7 @@ def test_a_server_that_trims_too_far_is_found(tmp_path: Path) -> None:
 
 
 def test_a_soak_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "swift_ft.cli", "bench", "soak", "--directory", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.soak.soak", "--directory", str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     below: list[psutil.Process] = []
     deadline = time.monotonic() + TIMEOUT_S

@@ -1,20 +1,18 @@
-"""What `swift-ft bench soak` makes of what it has seen. Real soaks: `tests/integration/test_soak.py`."""
+"""What `scripts/soak` makes of what it has seen. Real soaks: `test_soak.py`."""
 
 import math
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swift_ft.errors import UsageError
-from swift_ft.lab.bench import soak
-from swift_ft.lab.bench import soak as soak_plot
-from swift_ft.lab.bench.soak import Account, Kill, Soak, limit
-from swift_ft.lab.bench.soak_memory import Rule, Sample, judge, verdict
-from swift_ft.lab.bench.soak_ranks import FLUSH_STEPS, RECORD_BYTES, Bodies, same, sequence_of
 from swift_ft.log import admin
 from swift_ft.log.record import RecordKey
+from tests.soak import soak
+from tests.soak.memory import Rule, Sample, judge, verdict
+from tests.soak.ranks import FLUSH_STEPS, RECORD_BYTES, Bodies, same, sequence_of
+from tests.soak.soak import Account, Kill, Soak, limit
 
 MIB = 1 << 20
 RULE = Rule()
@@ -112,21 +110,6 @@ def test_verdicts() -> None:
     assert judged(an_account(kills=[]))[1].startswith("no server and no writer was killed")
     assert judged(an_account(kills=[Kill(1.0, "server and writer")]))[0] == "PASS"
     assert {soak.EXIT_CODES[word] for word in ("PASS", "FAIL", "INCONCLUSIVE")} == {0, 1, 3}
-
-
-def test_the_plot_is_svg_with_a_line_for_each_process_and_kill() -> None:
-    account = an_account()
-    account.memory["writer s0.F"] = [*life(2, 0, 50, filling), *life(3, 60, 200, filling)]
-    drawn = ET.fromstring(soak_plot.draw_soak(soak.judge(CONFIG, account, "")))
-    lines = drawn.findall("{*}polyline")
-    assert len(lines) == 1 + 1 + 2  # the rate, a server, two writers
-    assert len(drawn.findall("{*}line[@class='kill']")) == 2 * len(account.kills)
-    assert "PASS" in (drawn.findtext("{*}text") or "")
-
-
-def test_rates_are_taken_over_the_time_between() -> None:
-    assert soak_plot.rates([(0.0, 0), (1.0, 5_000_000), (2.0, 30_000_000)], 2.0) == [(1.0, 15.0)]
-    assert soak_plot.rates([], 2.0) == []
 
 
 def test_every_record_has_bytes_of_its_own() -> None:

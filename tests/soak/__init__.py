@@ -1,0 +1,1 @@
+"""Soaks of the log: kills at full rate, and an account of every record (`scripts/soak`)."""
