@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swift_ft.log import ring, sender, sidecar
+from swift_ft.log import ring, sender, sender_core, sidecar
 from swift_ft.log import sidecar as ring_writer
 from swift_ft.log.ring import Word
 
@@ -80,7 +80,7 @@ original_store = ring.Memory.store
 ring.Memory.store = store  # type: ignore[method-assign]
 around(ring.Memory, "set_acked", "before-acked", "after-acked")
 around(sender.Delivery, "_take", "before-take", "after-take")
-around(sender, "frames_message", "before-message", "after-message")
+around(sender_core, "frames_message", "before-message", "after-message")
 around(sender.Link, "_on_reply", "before-reply", "after-reply")
 around(ring_writer.RingWriter, "_learn", "before-learn", "after-learn")
 around(ring_writer.RingWriter, "discard", "before-discard", "after-discard")
