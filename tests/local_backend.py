@@ -129,7 +129,7 @@ class LocalFabric:
                 time.sleep(_LOOK_S)
         return _Connections(self, _NETWORKS[store.get("name").decode()], own)
 
-    def settle(self) -> None:
+    def finish_connecting(self) -> None:
         pass
 
     def abort(self) -> None:

@@ -261,7 +261,7 @@ def _too_long(name: str, length: int, most: int) -> str:
 #     a request that does not come     after ``request_s``; at once if the lane is full and somebody else waits
 #     an answer that is not taken      after ``reply_s``
 #
-# Call sequence: ``Lane.take`` (gRPC's own thread, before the call gets one), then of the `Call` in its thread
+# Call sequence: ``Lane.admit`` (gRPC's own thread, before the call gets one), then of the `Call` in its thread
 # ``begin``, ``first``, ``sending`` and ``sent`` around every answer; it leaves its lane when gRPC says that the call
 # is over.
 
@@ -372,7 +372,7 @@ class Lane:
         """Calls with tokens of one job."""
         return max(1, round(self.limits.part * self.limits.calls))
 
-    def take(self, holder: str) -> Call | None:
+    def admit(self, holder: str) -> Call | None:
         """None: there is no room. ``holder``: the one job that its token is of, if there is one."""
         late = None
         with self._lock:
@@ -405,7 +405,7 @@ class Lane:
                 if not self._of[call.holder]:
                     del self._of[call.holder]
 
-    def look(self) -> None:
+    def end_stalled(self) -> None:
         """Ends who keeps its thread waiting for too long."""
         now, limits = self.clock(), self.limits
         with self._lock:
@@ -435,7 +435,7 @@ class Lanes:
 def _look_after(lanes: "weakref.ref[Lanes]") -> None:
     while (there := lanes()) is not None:
         for lane in there.lanes.values():
-            lane.look()
+            lane.end_stalled()
         del there
         time.sleep(LOOK_EVERY_S)
 

@@ -48,7 +48,7 @@ class SyncGate(grpc.ServerInterceptor):
             lane = self._lanes.of(method)
             if not lane.threads.ready():  # gRPC submits the call next, in this thread
                 raise self._gate.noted(method, Denied(grpc.StatusCode.UNAVAILABLE, Reason.BUSY, NONE_LEFT))
-            call = lane.take(holder)
+            call = lane.admit(holder)
             if call is None:
                 raise self._gate.noted(method, _no_room(lane))
         except Denied as denied:

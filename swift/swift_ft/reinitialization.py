@@ -139,7 +139,7 @@ def call_again_after_losses(train: Callable[[], T]) -> T:
                 )
             began = time.monotonic()
             leave()
-            put_back(first)
+            restore(first)
             rank = int(os.environ.get("RANK", "0"))
             events.emit("reinit", rank=rank, seconds=time.monotonic() - began)
     finally:
@@ -182,7 +182,7 @@ def state() -> dict[str, Any]:
     return states
 
 
-def put_back(states: dict[str, Any]) -> None:
+def restore(states: dict[str, Any]) -> None:
     """What `state` has given."""
     random.setstate(states["random"])
     if "numpy" in states:

@@ -182,9 +182,9 @@ def _run(script: Callable[[], object], run: OneRun) -> Warmed:
         why_not, passing = _leave(script, run)
         run.moved = _has_not_moved  # what it was holds the model
         sys.modules["__main__"] = ModuleType("__main__")  # its variables hold the model
-        left_before.put_back()
+        left_before.restore()
         reinitialization.leave()
-        reinitialization.put_back(before)
+        reinitialization.restore(before)
         _free_device()
     finally:
         _process.under_way = None
@@ -228,7 +228,7 @@ class _Left:
         self._hook = sys.excepthook
         self._handlers = list(logging.root.handlers)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         sys.stdout, sys.stderr = self._streams
         sys.excepthook = self._hook
         logging.root.handlers[:] = self._handlers

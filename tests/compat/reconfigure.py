@@ -51,7 +51,7 @@ def rank_main(rank: int, port: int, rounds: int) -> None:
             fabric = backend.open()
             connections = fabric.connect(PrefixStore(f"g{number}", store), rank, RANKS, timedelta(seconds=30))
             circuit = connections.circuit(range(RANKS), 0, "all")
-            fabric.settle()
+            fabric.finish_connecting()
             built = time.monotonic()
             circuit.submit(lambda c, t=tensor: c.all_reduce(t, add)).wait()
             summed = time.monotonic()

@@ -68,7 +68,7 @@ def _capture(size: int) -> None:
             capture.record("s0.F", RecordKey(step, 0, 0), sent, now=False, keep=False)
             calls.append(time.perf_counter() - began)
             train()
-            capture.settle()
+            capture.wait_copied()
 
         def copied() -> None:
             host.copy_(sent)
@@ -99,7 +99,7 @@ def _capture(size: int) -> None:
 def _alone(capture: DeviceCapture, sent: torch.Tensor, step: int) -> None:
     capture.record("s0.F", RecordKey(step, 0, 0), sent, now=False, keep=False)
     capture.finish()
-    capture.settle()
+    capture.wait_copied()
 
 
 def _undo(implementation: str) -> None:

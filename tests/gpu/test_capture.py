@@ -60,7 +60,7 @@ def test_bits_arrive(world: World, dtype: torch.dtype) -> None:
     tensors = [(torch.randn(ELEMENTS, device=world.device) * 1000).to(dtype) for _ in range(4)]
     for step, tensor in enumerate(tensors):
         world.record(step, tensor)
-    world.capture.settle()
+    world.capture.wait_copied()
     world.writer.flush(TIMEOUT_S)
     for step, tensor in enumerate(tensors):
         assert torch.equal(world.read(step, dtype), tensor.cpu())
@@ -78,7 +78,7 @@ def test_the_host_is_not_held_up_and_nothing_is_seen_before_it_is_there(world: W
     busy.record()
     began = time.monotonic()
     world.record(1, tensor)
-    world.capture.settle()
+    world.capture.wait_copied()
     took_s = time.monotonic() - began
     assert not busy.query(), "the device was too quick for this test: raise BUSY_CYCLES"
     assert took_s < 0.1
@@ -91,7 +91,7 @@ def test_what_follows_the_settling_may_overwrite_it(world: World) -> None:
     tensor = torch.ones(ELEMENTS, device=world.device)
     for step in range(8):
         world.record(step, tensor)
-        world.capture.settle()
+        world.capture.wait_copied()
         tensor.fill_(step + 2.0)
     world.writer.flush(TIMEOUT_S)
     for step in range(8):

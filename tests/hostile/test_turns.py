@@ -61,7 +61,7 @@ class World:
         """One turn; where nothing else is to be done, a file is made before it."""
         if not self.commits.work_to_do:
             self.make_file()
-        batch = self.commits.take()
+        batch = self.commits.next_batch()
         meanwhile()
         writes = [queued.write for queued in batch]
         sync = self.commits.sync_due(batch, 0.0)
@@ -160,7 +160,7 @@ def test_a_job_whose_file_is_made_is_not_taken_when_the_others_go() -> None:
     world.put(enemy, "enemy", "s0", range(1))
     making = world.taken_file()
     world.appends.detach(neighbour)
-    assert world.commits.take() == []
+    assert world.commits.next_batch() == []
     world.commits.file_made(making)
     assert jobs(world.commit()) == {"enemy"}
 

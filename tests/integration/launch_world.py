@@ -106,7 +106,7 @@ class ScriptedCoordinator(pb_grpc.CoordinatorServicer):
     ) -> pb.MeetReply:
         with self._meeting:
             over = None if self._view is None else self._view.state in (pb.FINISHED, pb.FAILED, pb.STOPPED)
-            self._meetings.look(events.now(), STALL_S)
+            self._meetings.expire(events.now(), STALL_S)
             try:
                 reply = self._meetings.say(request, events.now(), over=over)
             except Refusal as refusal:

@@ -309,7 +309,7 @@ if sys.argv[3] == "fork" and os.fork() == 0:
     signal.pause()
 for number in range(int(sys.argv[2])):
     put(writer, number)
-writer.settle()
+writer.wait_copied()
 print(writer.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

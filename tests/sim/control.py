@@ -198,7 +198,7 @@ class Coordinator(Process):
                 self.crash_in -= 1
             match effect:
                 case m.Persist():
-                    puts, deletes = job.changes.take()
+                    puts, deletes = job.changes.drain()
                     self._stored.update(puts)
                     for key in deletes:
                         self._stored.pop(key, None)

@@ -276,7 +276,7 @@ class ServerProcess(Process):
             self._begin_commit()
 
     def _begin_commit(self) -> None:
-        batch = self._commits.take()
+        batch = self._commits.next_batch()
         sync = self._commits.sync_due(batch, self.kernel.now)
         self.guarded(self._commit, batch, sync)
 

@@ -252,16 +252,16 @@ def test_a_new_server_that_is_not_emptied(
 def test_a_server_that_came_back_empty_and_still_counts_as_whole(
     monkeypatch: pytest.MonkeyPatch, mutation: pytest.MonkeyPatch
 ) -> None:
-    real = Places.settle
+    real = Places.mark_whole_from
 
-    def settle(self: Places, version: int) -> str:
+    def mark_whole_from(self: Places, version: int) -> str:
         for rank, logs in self._row.placement.items():
             copies = tuple(replace(copy, whole_from=copy.whole_from or 0) for copy in logs.copies)
             self._row.placement[rank] = replace(logs, copies=copies)
         return real(self, version)
 
     operated(monkeypatch, "a rank killed")
-    mutation.setattr(Places, "settle", settle)
+    mutation.setattr(Places, "mark_whole_from", mark_whole_from)
     is_caught(mutation, "whole")
 
 

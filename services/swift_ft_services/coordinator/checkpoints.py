@@ -10,7 +10,7 @@ Checkpoints of a job: which are complete, and early ones at a version that all r
     (every rank)                 saves it when it gets there; CheckpointDurable, as for any other one
     (here)                       complete: checkpoint_at is gone, the log is trimmed
 
-    (a rank)                     cannot write one, and has given up what it could not write before it: `hear`
+    (a rank)                     cannot write one, and has given up what it could not write before it: `on_heartbeat`
     (here)                       shards_from: no incomplete checkpoint below it will ever be counted; in the View
     (every rank)                 removes its shards of those
 
@@ -68,7 +68,7 @@ class CheckpointTracker:
         row.log_ends = row.log_ends or endings.is_saved(row, durable.version)
         return True
 
-    def hear(self, rank: int, unsaved: m.Unsaved | None) -> list[tuple[str, dict[str, object]]]:
+    def on_heartbeat(self, rank: int, unsaved: m.Unsaved | None) -> list[tuple[str, dict[str, object]]]:
         """What a heartbeat says: events, and their fields. The row has changed if one of them says so."""
         row, known = self._row, self.unsaved.pop(rank, None)
         if unsaved is None or unsaved.generation < row.rolled_back_in:

@@ -460,7 +460,7 @@ class Meeting:
     def is_empty(self) -> bool:
         return not self._launchers
 
-    def look(self, now: float, stall_s: float) -> None:
+    def expire(self, now: float, stall_s: float) -> None:
         """Forgets who was silent for too long. Nobody was, if this coordinator itself was away (`stall_s`)."""
         away, self._looked_at = now - self._looked_at > stall_s, now
         for run, launcher in list(self._launchers.items()):
@@ -578,9 +578,9 @@ class Meetings:
     def __contains__(self, job: str) -> bool:
         return job in self._meetings
 
-    def look(self, now: float, stall_s: float) -> None:
+    def expire(self, now: float, stall_s: float) -> None:
         for job, meeting in list(self._meetings.items()):
-            meeting.look(now, stall_s)
+            meeting.expire(now, stall_s)
             if meeting.is_empty:
                 del self._meetings[job]
 
@@ -756,7 +756,7 @@ class Driver:
                 self._look_at_logs(job)
                 if self._published.is_outdated(job.row):
                     self._effects.append((job, m.PublishView()))
-        self._meetings.look(self._clock(), self.timing.stall_s)
+        self._meetings.expire(self._clock(), self.timing.stall_s)
 
     def _look_at_logs(self, job: Job) -> None:
         """Whether the log servers are there, and how much room they have: asked all the time."""
@@ -986,7 +986,7 @@ class Driver:
         self._check_up()
         puts, deletes = dict[str, str](), list[str]()
         for job in jobs.values():
-            changed, gone = job.changes.take()
+            changed, gone = job.changes.drain()
             puts |= changed
             deletes += gone
         if not puts:

@@ -45,7 +45,7 @@ class Endings:
         self._stands: tuple[int, float] | None = None
         """The generation in which everybody has come to the end, and somebody does not say so; and since when."""
 
-    def hear(self, finish: m.Finish) -> bool:
+    def on_finish(self, finish: m.Finish) -> bool:
         """True: the end is known now, and was not."""
         end = self._row.end
         if not finish.called or (end is not None and (end.num_steps, -end.version) >= _order(finish)):

@@ -119,13 +119,15 @@ class Transitions:
         self._enter(State.RUNNING)
         progress = self._progress()  # by a checkpoint that was complete while they recovered
         inexact = self._inexact(checkpoints.record_plan_exactness(self.row))
-        planning.settle(self.row, max(self.row.ready.values()))
+        planning.mark_vacant_since(self.row, max(self.row.ready.values()))
         forget_recovery(self.row)
         self.suspicions.clear()
         self.steps.restart(self.row.ready, now)
         version = max(self.row.ready.values())
         self.checkpoints.run_on(version)
-        asked = self._asked(version, self.places.settle(version) or planning.wants_checkpoint(self.row))
+        asked = self._asked(
+            version, self.places.mark_whole_from(version) or planning.wants_checkpoint(self.row)
+        )
         begun = [*self._transition(), *progress, *inexact, *asked, *self._trim()]
         return [*begun, *self._fail_inexact(self.row.inexact_since is not None)]
 
@@ -315,7 +317,7 @@ class Transitions:
     def _persist(self) -> list[m.Persist]:
         """Whatever has changed since the last time has to be durable."""
         row, now = self.row, (self.row.state, self.row.generation)
-        if not self.changes.look():
+        if not self.changes.detect():
             return []
         row.revision += 1
         entered, self._entered = (row.state if now != self._entered else None), now
@@ -392,7 +394,7 @@ class Job(Transitions):
             case m.LogsPressed():
                 return self._logs_pressed(command)
             case m.LogHeard():
-                self.places.hear(command.address, now)
+                self.places.renew(command.address, now)
                 return []
             case m.ChangeLogServers():
                 return self._change_log_servers(command, now)
@@ -452,7 +454,7 @@ class Job(Transitions):
             since_generation=row.generation,
             member=row.members,
         )
-        self.leases.hear(join.rank, now)
+        self.leases.renew(join.rank, now)
         self.places.seat(join.rank, join.host)
         # After the end it is only there for what comes behind it.
         row.given_up = [slot for slot in row.given_up if slot != join.rank]
@@ -487,12 +489,12 @@ class Job(Transitions):
         if heartbeat.kept:
             self.leases.keep(rank, now, self._timing.kept_s)
             return []
-        self.leases.hear(rank, now)
+        self.leases.renew(rank, now)
         self.steps.see(rank, heartbeat.version, now, running=self.row.state is State.RUNNING)
         self.replays.pop(rank, None)
         if heartbeat.replay is not None and self.row.state is State.RECOVERING:
             self.replays[rank] = heartbeat.replay
-        said = self.checkpoints.hear(rank, heartbeat.unsaved)
+        said = self.checkpoints.on_heartbeat(rank, heartbeat.unsaved)
         told, progress = [self._event(name, **fields) for name, fields in said], self._progress()
         changed = progress or any(name == GIVEN_UP for name, _ in said)
         return self._told([*told, *progress]) if changed else [*told]
@@ -553,7 +555,7 @@ class Job(Transitions):
     def _is_stale(self, said: m.MemberReport | m.Ready, now: float) -> bool:
         """Whoever says this is alive, and does not beat beside it: thousands would, while they recover."""
         stale = is_stale(self.row, said.sender, said.generation)
-        self.leases.hear(said.sender.rank, now)
+        self.leases.renew(said.sender.rank, now)
         return stale
 
     def _run_if_ready(self, now: float) -> list[Effect]:
@@ -627,7 +629,7 @@ class Job(Transitions):
         row.finished[rank] = finish.version
         if finish.called is not None:
             row.called[rank] = finish.called
-        ends = self.endings.hear(finish)
+        ends = self.endings.on_finish(finish)
         if row.lacks(row.finished):
             told = [self._event("rank_finished", rank=rank)]
             if ends:

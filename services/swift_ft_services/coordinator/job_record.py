@@ -411,10 +411,10 @@ class Changes:
         self._row_dirty = False
         self._fenced_from = 0
         if stored:
-            self.look()
+            self.detect()
             self._forget_dirty()
 
-    def look(self) -> bool:
+    def detect(self) -> bool:
         """Whether anything has changed since the last time."""
         row, news = self._row, False
         for name in TABLES:
@@ -441,8 +441,8 @@ class Changes:
         self._row_dirty |= news
         return news
 
-    def take(self) -> tuple[dict[str, str], list[str]]:
-        """(parts to put, keys to delete) since the last time: with them what is stored is what `look` has seen."""
+    def drain(self) -> tuple[dict[str, str], list[str]]:
+        """(parts to put, keys to delete) since the last time: with them what is stored is what `detect` has seen."""
         if not self._row_dirty:
             return {}, []
         row, puts, deletes = self._row, dict[str, str](), list[str]()
@@ -490,8 +490,8 @@ def encode(row: JobRow) -> dict[str, str]:
     for name in TABLES:  # what has changed in the row itself is for its own `Changes` to see
         setattr(copy, name, Table(getattr(row, name)))
     changes = Changes(copy)
-    changes.look()
-    return changes.take()[0]
+    changes.detect()
+    return changes.drain()[0]
 
 
 def decode(job: str, parts: Mapping[str, str]) -> JobRow:

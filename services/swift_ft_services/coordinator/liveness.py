@@ -27,7 +27,7 @@ class Leases(Generic[Who]):
         self._stood_s = 0.0
         """How long the leases' clock has stood still: what is in here is by that clock."""
 
-    def hear(self, who: Who, now: float) -> None:
+    def renew(self, who: Who, now: float) -> None:
         self._own[who] = now - self._stood_s
         self._renew(who, now)
 

@@ -5,7 +5,7 @@
     (all ranks have joined)     place: durable, in the View; every rank opens its streams there
     (a server is silent for log_lost_s, or an operator says so, or names another one)
                                 lose: never read or written again; what it had is placed anew
-    (RUNNING)                   settle: the new copies are whole from the version at which training goes on
+    (RUNNING)                   mark_whole_from: the new copies are whole from the version at which training goes on
     (a plan)                    combined: what the copies of each stream hold, and which to read
 
 A server that comes back within log_lost_s was never lost. The last one in use is never given up for its silence, nor
@@ -102,10 +102,10 @@ class Places:
 
     # --- who is there ---
 
-    def hear(self, address: str, now: float) -> None:
+    def renew(self, address: str, now: float) -> None:
         number = self.number_of(address)
         if number is not None:
-            self._leases.hear(number, now)
+            self._leases.renew(number, now)
 
     def start_afresh(self, now: float) -> None:
         self._leases.start_afresh(now)
@@ -173,7 +173,7 @@ class Places:
             address=change.add, host=change.add_host, fresh=True, instead_of=self._gap(change.lost)
         )
         self._row.log_servers = [*self._row.log_servers, came]
-        self._leases.hear(len(self._row.log_servers) - 1, now)
+        self._leases.renew(len(self._row.log_servers) - 1, now)
         if not lost:  # else it takes the place of those
             self._place()
         return True, lost
@@ -261,7 +261,7 @@ class Places:
         gap = self._row.log_servers[number].instead_of
         return {**self.named(number), "replaces": "" if gap is None else self._row.log_servers[gap].address}
 
-    def settle(self, version: int) -> str:
+    def mark_whole_from(self, version: int) -> str:
         """Training goes on at this version: its step is the first that new copies have whole.
 
         Why the log cannot feed a replay from the newest complete checkpoint; empty: it can, for all that is known.

@@ -35,7 +35,7 @@ from swift_ft_services.coordinator.job_record import LACKS, JobRow, State, count
 #     (a death)     `vacate`: the slot is vacant in the generation that follows
 #     (a plan)      `named`: if nobody computes the batches of that data-parallel rank (`lost_shard` "drop") it is not
 #                   exact, with that reason; so the log is given up, and the target saved
-#     (RUNNING)     `settle`: since that version
+#     (RUNNING)     `mark_vacant_since`: since that version
 #     (a Join)      `fill`: another process holds the slot, in a generation of its own; if nobody has computed its
 #                   batches, the log is given up again: what is logged of the step under way lacks its part
 #
@@ -150,7 +150,7 @@ def named(row: JobRow, plan: Plan) -> Plan:
     return replace(plan, exact=False, reason=f"{plan.reason}; not exact: {_words(row)}")
 
 
-def settle(row: JobRow, version: int) -> None:
+def mark_vacant_since(row: JobRow, version: int) -> None:
     """(RUNNING) Since this version, or an earlier one that was restored, they are vacant."""
     if _drops(row) and any(since is not None and since > version for since in row.vacant.values()):
         row.inexact_since = min(version, version if row.inexact_since is None else row.inexact_since)

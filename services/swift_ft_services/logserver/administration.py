@@ -43,7 +43,7 @@ class DiskWatch:
         self._state = state
         self._clock = clock
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Alarms begin and end by what the disk has left."""
         free = self.free_bytes()
         with self._state.changed:
@@ -55,7 +55,7 @@ class DiskWatch:
         """There may be room again: no reason to wait any longer."""
         with self._state.changed:
             self._state.space.files_removed(self._clock())
-        self.look()
+        self.check()
 
 
 _REST_S = 0.0002
@@ -199,7 +199,7 @@ class Administration:
                 self._save_now(job)
 
     def _settle(self, job: str, procedure: Procedure[T]) -> None:
-        self._committer.settle(job)
+        self._committer.wait_durable(job)
         if self._state.failed:
             procedure.throw(Refused(Refusal(Reason.CLOSED, self._state.failed)))
 
@@ -311,7 +311,7 @@ class Retention:
             if drop_old:
                 ages_due_s = min(_AGES_EVERY_S, keep_s)
             try:
-                self._watch.look()
+                self._watch.check()
                 self.give_back()
                 if drop_old:
                     self.drop_old(keep_s)

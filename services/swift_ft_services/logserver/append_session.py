@@ -212,7 +212,7 @@ class Commits:
         if write.job in self._lines:
             self._lines[write.job].file_made = write
 
-    def take(self) -> list[Queued]:
+    def next_batch(self) -> list[Queued]:
         """What goes into the next commit: of the job whose turn it is."""
         job = self._next()
         if job is None:
@@ -396,7 +396,7 @@ class Gathered:
         if reply.HasField("welcome"):
             self._welcome = reply.welcome
 
-    def take(self) -> log_pb2.AppendReply:
+    def drain(self) -> log_pb2.AppendReply:
         """The reply with all that was gathered, which is empty from then on."""
         reply = log_pb2.AppendReply(credit_bytes=self._credit_bytes, welcome=self._welcome)
         for stream, next_sequence in self._opened.items():
@@ -414,7 +414,7 @@ def join(reply: log_pb2.AppendReply, more: log_pb2.AppendReply) -> None:
     gathered = Gathered()
     gathered.add(reply)
     gathered.add(more)
-    reply.CopyFrom(gathered.take())
+    reply.CopyFrom(gathered.drain())
 
 
 class Quarantined(Refused):

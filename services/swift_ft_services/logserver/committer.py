@@ -33,7 +33,7 @@ class Committer:
         for thread in self._threads:
             thread.start()
 
-    def settle(self, job: str | None = None) -> None:
+    def wait_durable(self, job: str | None = None) -> None:
         """(holding ``changed``) Waits until everything accepted so far, of one job or of all, is durable, or was given
         up."""
         target = self.commits.ask_to_settle(job)
@@ -60,7 +60,7 @@ class Committer:
                     self._changed.wait_for(self._has_work, timeout_s)
                     if self._stop and self.commits.empty:
                         return
-                    batch = self.commits.take()
+                    batch = self.commits.next_batch()
                     sync = self.commits.sync_due(batch, self._clock())
                 if batch or sync:
                     self._commit(batch, sync)

@@ -538,7 +538,7 @@ class LogCore:
             )
         return None
 
-    def look(
+    def durable_records(
         self, stream: StreamState, sequence: int, from_step: int, count: int
     ) -> tuple[list[IndexEntry], int, Refusal | None]:
         """The durable records of a step >= ``from_step`` among the next ``count`` that are there at or behind

@@ -57,7 +57,7 @@ class Outgoing:
             with self._changed:
                 while self._gathered.empty and not self._ended:
                     self._changed.wait()
-                reply = None if self._gathered.empty else self._gathered.take()
+                reply = None if self._gathered.empty else self._gathered.drain()
                 ended = self._ended
             if reply is not None:
                 yield reply
@@ -125,7 +125,7 @@ class LogEngine:
             )
         self._committer.start()
         self.administration.start()
-        self.watch.look()
+        self.watch.check()
         self.retention.start()
 
     # -- appending ------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class LogEngine:
         with self._changed:
             self.state.draining = True
             self.state.on_health(False)
-            self._committer.settle()
+            self._committer.wait_durable()
             self.state.end_sessions(Refusal(Reason.DRAINING, "the log server is shutting down"))
             self._changed.notify_all()
 

@@ -96,7 +96,7 @@ class Book:
         data = read_small_file(self._disk, self.path(job), GRANTED_BYTES_MAX)
         return None if data is None else decode_granted(data)
 
-    def take(self, job: str, meta: JobMeta, granted: Granted) -> None:
+    def load(self, job: str, meta: JobMeta, granted: Granted) -> None:
         """(at the start) The two fit. A kill may have come before the line had the manifest's generation."""
         if granted.generation < meta.generation:
             self._write(Granted(job, meta.uid, meta.generation))

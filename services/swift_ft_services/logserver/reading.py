@@ -198,7 +198,7 @@ class ReadAhead:
             size = sum(frame.frame_bytes for frame in part.frames if frame.sequence < place.end_sequence)
         return self._storage.read(place.behind(part.begin), size, buffer)
 
-    def take(self) -> tuple[bytes, Damage | None]:
+    def next_message(self) -> tuple[bytes, Damage | None]:
         """The next message (or none), and what is wrong with the record behind it. Waits for the disk."""
         part, future = self._reading.popleft()
         try:
@@ -393,7 +393,7 @@ class Reading:
 
     def _take(self, ahead: ReadAhead) -> Iterator[bytes]:
         """The oldest message that was read ahead."""
-        message, damage = ahead.take()
+        message, damage = ahead.next_message()
         if message:
             yield message
         if damage is not None:
@@ -412,7 +412,9 @@ class Reading:
         if stream is None:
             return plan, sequence, None
         share = _share_of(request)
-        entries, behind, refusal = self._state.core.look(stream, sequence, request.from_step, _LOOKED_AT_ONCE)
+        entries, behind, refusal = self._state.core.durable_records(
+            stream, sequence, request.from_step, _LOOKED_AT_ONCE
+        )
         size = 0
         for entry in entries:
             if size >= MESSAGE_BYTES:

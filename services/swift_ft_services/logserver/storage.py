@@ -121,7 +121,7 @@ class Recovery:
         self._meta = JobMeta()
 
     def job(self, take: Take) -> RecoveredJob:
-        """Reads all files of the job; `take` gets each stream with its segments. Raises JobDamaged; OSError."""
+        """Reads all files of the job; `Book.load` gets each stream with its segments. Raises JobDamaged; OSError."""
         with self._reading():
             granted = self._granted()
             meta = self._manifest(granted)
@@ -134,7 +134,7 @@ class Recovery:
             return RecoveredJob(self._job)
         assert granted is not None
         self._meta = meta
-        self._book.take(self._job, meta, granted)
+        self._book.load(self._job, meta, granted)
         streams = []
         for name in sorted({*names, *meta.streams}):
             stream, segments = self._stream(name, meta.streams.get(name, StreamMeta()))

@@ -6,7 +6,8 @@ A process has one `Backend`. For every generation it opens a `Fabric`: what conn
 no others. The groups of the generation are connected in it, and end with it.
 
     (main thread)     fabric = backend.open(); fabric.connect(store, own, size, timeout) for each set of members;
-                      connections.circuit(places, number) for each group over it; fabric.settle(); … communicate …
+                      connections.circuit(places, number) for each group over it; fabric.finish_connecting();
+                      … communicate …
     (watcher thread)  fabric.abort(), again and again, until the main thread has left its operation
     (main thread)     fabric.close(); then the next generation's fabric
 
@@ -201,7 +202,7 @@ class Fabric(Protocol):
         """(each of `size` members) Returns once all are connected. `store`: seen by these members alone, and never
         used before. `own`: this process's place among them, from 0. Raises RuntimeError."""
 
-    def settle(self) -> None:
+    def finish_connecting(self) -> None:
         """All groups are connected: what this process opens from now on is not the fabric's."""
 
     def abort(self) -> None:

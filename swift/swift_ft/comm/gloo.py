@@ -104,8 +104,8 @@ class GlooFabric:
 
     _prefix = "gloo"
 
-    def settle(self) -> None:
-        self._sockets.settle()
+    def finish_connecting(self) -> None:
+        self._sockets.finish_connecting()
 
     def abort(self) -> None:
         with self._lock:
@@ -193,7 +193,7 @@ class Sockets:
             None  # None while the fabric is built: all that is new may be its own
         )
 
-    def settle(self) -> None:
+    def finish_connecting(self) -> None:
         """What is opened from now on, by the trainer for example, is not the fabric's."""
         self._inside = frozenset(_inodes().values()) - self._outside
 

@@ -167,7 +167,7 @@ class ProcessGroups:
         except (RuntimeError, ValueError):
             self._check()
             raise
-        fabric.settle()
+        fabric.finish_connecting()
         self._register()
         self._check()
         events.emit("group_built", rank=self._rank, generation=generation)

@@ -285,7 +285,12 @@ class Leaving:
         """True: SIGTERM has come just now, and a checkpoint is made before it is followed. Raises SignalException: a
         signal is followed at once."""
         runs = view is not None and view.state == pb.RUNNING
-        if self._until is not None or not self._patience_s or not runs or not self._gate.take(signal.SIGTERM):
+        if (
+            self._until is not None
+            or not self._patience_s
+            or not runs
+            or not self._gate.consume(signal.SIGTERM)
+        ):
             self._gate.check()
             return False
         assert view is not None
@@ -424,8 +429,8 @@ class ReplacingAgent(SimpleElasticAgent):
         for child in ended:
             self._on_exit(child)
         self._on_view(self._view)
-        self._spares.look(self._view)
-        self._rehearsals.look(self._view)
+        self._spares.on_view(self._view)
+        self._rehearsals.on_view(self._view)
         for child in self._left.missed(self._view, now):
             self._fail_without(child)
         for local_rank, why, failures in self._waiting.failed():
@@ -515,7 +520,7 @@ class ReplacingAgent(SimpleElasticAgent):
     def _give_rank(self, local_rank: int) -> Child:
         group = self._worker_group
         rank = group.workers[local_rank].global_rank
-        child = self._spares.take(rank, on_its_device=local_rank not in self._host)
+        child = self._spares.assign(rank, on_its_device=local_rank not in self._host)
         child.assign(rank, self._program(local_rank, child.incarnation))
         events.emit(
             "spare_assigned",

@@ -61,7 +61,7 @@ class SignalGate:
         """A signal has come that nobody has seen by `check` yet."""
         return self._received is not None
 
-    def take(self, signum: signal.Signals) -> bool:
+    def consume(self, signum: signal.Signals) -> bool:
         """True: this one has come; it is forgotten."""
         came = self._received == signum
         if came:
@@ -199,7 +199,7 @@ class Child:
         except RuntimeError:  # no thread can be started: then it is waited for
             _write_all(pipe, line)
 
-    def hear(self) -> bool:
+    def read_message(self) -> bool:
         """(`warm_fd` is readable) Whether it has said something; not that nothing more comes."""
         heard = os.read(self.warm_fd, _SAID_BYTES)
         if heard and not self.warm:
@@ -329,7 +329,7 @@ class Nursery:
         """The server's word on itself, or its end."""
         assert self._server is not None
         try:
-            reason = self._server.hear()
+            reason = self._server.wait_ready()
         except ForkFailed as error:
             self._lose_server(str(error))
             return
@@ -442,8 +442,8 @@ class Nursery:
             os.read(self._wake_read, 4096)
 
     def wait(self, timeout_s: float) -> tuple[list[Child], list[Child]]:
-        """Blocks until something happens or the time is up: (children that have said something, see `Child.hear`;
-        children that ended)."""
+        """Blocks until something happens or the time is up: (children that have said something, see
+        `Child.read_message`; children that ended)."""
         spoke, ended = [], []
         for key, _ in self._selector.select(timeout_s):
             child = key.data
@@ -451,7 +451,7 @@ class Nursery:
                 child()
             elif key.fd == child.pidfd:
                 ended.append(child)
-            elif child.hear():
+            elif child.read_message():
                 spoke.append(child)
             else:
                 self._drop_warm_fd(child)

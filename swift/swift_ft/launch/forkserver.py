@@ -334,7 +334,7 @@ class ForkServer:
     def fileno(self) -> int:
         return self._line.fileno()
 
-    def hear(self) -> str | None:
+    def wait_ready(self) -> str | None:
         """Waits for the server's word on itself: why it must not fork, or None. ForkFailed: it has died."""
         message = self._receive()
         reason: str | None = message["fit"]

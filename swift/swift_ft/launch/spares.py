@@ -5,7 +5,7 @@ the log, and compares (`swift_ft.train.rehearsal`).
 
     (agent)  ``tend`` when nothing is to be recovered: starts the next one, of a rank whose steps are recorded
              → ``heard`` and ``ended`` of its process → the coordinator is told
-             ``look`` at each View: a recovery ends the process at once
+             ``on_view`` at each View: a recovery ends the process at once
 
 It is a process of its own, with the lowest priority, and one at a time. A spare takes a lost rank's place as if there
 were no rehearsals.
@@ -24,7 +24,7 @@ from swift_ft.text import tell
 
 # The spares of one machine: how many there are, which of them are warmed up, and which one gets a lost rank's place.
 #
-#     (agent)  ``take`` for a rank → … → ``heard`` and ``ended`` of children → ``look`` at each View → ``tend`` when
+#     (agent)  ``assign`` to a rank → … → ``heard`` and ``ended`` of children → ``on_view`` at each View → ``tend`` when
 #              nothing is to be recovered
 #
 # A spare is *warm* once it has imported what ranks need; it takes any rank's place. With ``--warm-up`` there is one
@@ -97,7 +97,7 @@ class Spares:
         events.emit("worker_spawned", pid=child.pid, incarnation=child.incarnation, forked=child.forked)
         return child
 
-    def take(self, rank: int, *, on_its_device: bool) -> Child:
+    def assign(self, rank: int, *, on_its_device: bool) -> Child:
         """The one that is to become this rank; a new process if there is none. `on_its_device`: of its own place; else
         what was warmed up is of no use. Raises StartFailed."""
         self._end_warm_up()
@@ -108,7 +108,7 @@ class Spares:
         plain = [child for child in spares if child.kept_for is None]
         return next(iter([*warmed_up, *plain]), None) or self.spawn()
 
-    def look(self, view: pb.View | None) -> None:
+    def on_view(self, view: pb.View | None) -> None:
         """No warm-up goes on beside a recovery."""
         if view is not None and view.state != pb.RUNNING:
             self._end_warm_up()
@@ -227,7 +227,7 @@ class Rehearsals:
         if self._child is not None:
             self._end("")
 
-    def look(self, view: pb.View | None) -> None:
+    def on_view(self, view: pb.View | None) -> None:
         """None goes on beside a recovery."""
         if self._child is None:
             return

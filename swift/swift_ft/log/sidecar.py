@@ -413,7 +413,7 @@ class RingWriter:
         if room:
             self._tell({"room": True})
 
-    def look(self) -> None:
+    def publish_acknowledged(self) -> None:
         """A record of several messages may be acknowledged before its last one is sent: nobody tells of it then."""
         self.delivery.changed()
 
@@ -678,7 +678,7 @@ class Sidecar:
                 if type(error) is not type(self._told):
                     self._told = error
                     self.tell({"trouble": error_to_json(error), "final": False})
-            writer.look()
+            writer.publish_acknowledged()
             self._gone.wait(_SLEEP_S)
 
 

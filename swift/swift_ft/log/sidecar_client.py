@@ -125,13 +125,13 @@ def spawn(module: str, ring: int, wake: int) -> "tuple[subprocess.Popen[bytes], 
 
 
 class Stopped:
-    """(whoever waits for a sidecar) ``look`` again and again: one that stays stopped is killed, as any may be."""
+    """(whoever waits for a sidecar) ``check`` again and again: one that stays stopped is killed, as any may be."""
 
     def __init__(self) -> None:
         self._since: tuple[int, float] | None = None
         """Which process was found stopped, and when."""
 
-    def look(self, process: "subprocess.Popen[bytes]") -> None:
+    def check(self, process: "subprocess.Popen[bytes]") -> None:
         now = time.monotonic()
         if is_running(process.pid):
             self._since = None
@@ -345,7 +345,7 @@ class SidecarSupervisor:
                         raise self._dead
                     if time.monotonic() > deadline:
                         raise LogUnavailable(f"the log's sidecar does not answer within {timeout_s:g} s")
-                    self._stopped.look(self._process)  # its successor is asked again
+                    self._stopped.check(self._process)  # its successor is asked again
                     self.changed.wait(POLL_S)
                 error = self._answers.pop(number)
             finally:
@@ -421,7 +421,7 @@ class SidecarWriter:
     """The same calls as `LogWriter`'s, but the work is done by another process.
 
     `append` and `append_at` put a record into the ring, a matter of microseconds, and a native thread copies its
-    body. What was given to them must stay as it is until `settle`, or until `copied` has passed the position that
+    body. What was given to them must stay as it is until `wait_copied`, or until `copied` has passed the position that
     `append_at` has returned; then it is the caller's again.
 
     A `SidecarSupervisor` keeps the sidecar working. One that outlives its trainer sends what the ring holds, for at
@@ -538,7 +538,7 @@ class SidecarWriter:
         *,
         keep: bool = False,
     ) -> bool:
-        """As `LogWriter.append`; ``body`` must not change until `settle`."""
+        """As `LogWriter.append`; ``body`` must not change until `wait_copied`."""
         view = check_record(stream, key, dtype, shape, body)
         end = self.append_at(stream, key, dtype, shape, address_of(view), view.nbytes, keep=keep)
         copied = self.copied
@@ -646,7 +646,7 @@ class SidecarWriter:
         self._borrower = borrower
         return self._memory, self._producer
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         """Returns when everything that was appended belongs to the caller again; takes no longer than the copies."""
         with self._pushing:
             if self._stats is None:
@@ -662,7 +662,7 @@ class SidecarWriter:
     def flush(self, timeout_s: float) -> None:
         """As `LogWriter.flush`."""
         self.declare()
-        self.settle()
+        self.wait_copied()
         self._sidecar.flush(self.copied, timeout_s)
 
     def interrupt(self) -> None:
@@ -677,7 +677,7 @@ class SidecarWriter:
 
     def restart(self, generation: int) -> None:
         """As `LogWriter.restart`."""
-        self.settle()
+        self.wait_copied()
         with self._pushing:
             self.unlogged.forget()
         self._sidecar.restart(generation, self.copied)

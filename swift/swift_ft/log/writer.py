@@ -69,7 +69,7 @@ class Lending(Protocol):
         """As `Writer.append`, of ``size`` bytes at an address; gives the position that `copied` will pass, or -1 if
         they were dropped. ``now``: they are copied before this returns."""
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         """Returns when all that was appended belongs to the caller again; takes no longer than the copies."""
 
     def lend_ring(self, borrower: Borrower) -> tuple[Memory, Producer]:

@@ -185,7 +185,7 @@ class Plans:
             for counts, planned in sorted(self._made.items())
         ]
 
-    def take(self, document: Sequence[Mapping[str, Any]]) -> None:
+    def load(self, document: Sequence[Mapping[str, Any]]) -> None:
         """Plans that were made before. Raises ValueError for one that does not do this job's work."""
         for entry in document:
             lost = [(int(group), int(role)) for group, role in entry["lost"]]

@@ -77,7 +77,7 @@ class _Left(NamedTuple):
 
 
 class LeftGradients:
-    """(state) ``begin`` a step → ``end`` it, or ``put_back``; ``state``, ``load``"""
+    """(state) ``begin`` a step → ``end`` it, or ``restore``; ``state``, ``load``"""
 
     def __init__(self) -> None:
         self.wanted: bool | None = None
@@ -125,7 +125,7 @@ class LeftGradients:
             self.wanted = None  # they may be accumulated over several steps from here on
         self._left = {}
 
-    def put_back(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def restore(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """The step is dropped. What is not known to be wanted, and was not kept, is zeroed by the trainer anyway. What
         the step has shown is forgotten: a replacement, which was not there, is to learn it in the same step."""
         self.wanted, self._used, self._adds = self._begun

@@ -88,7 +88,7 @@ class CheckpointStore:
     """One rank's checkpoints.
 
     (rank, every K steps) ``save`` → (background) the files are written, then ``on_durable(version)``
-    (rank) ``wait``, where nothing goes on without it; ``settle``, where it may fail
+    (rank) ``wait``, where nothing goes on without it; ``wait_saved``, where it may fail
     (replacement) ``load(version)``
     (rank) ``prune(keep, given_up_below)`` when others are complete, or given up
     """
@@ -212,7 +212,7 @@ class CheckpointStore:
         for path in make_directory(folder):
             sync_folder(path.parent)
 
-    def settle(self) -> None:
+    def wait_saved(self) -> None:
         """Waits until what was saved last was tried once, however that ended."""
         if self._writing is not None:
             self._writing.tried.wait()
@@ -220,7 +220,7 @@ class CheckpointStore:
     def wait(self) -> None:
         """Waits until what was saved last is durable. Raises ServiceError if it cannot be written; it is not tried
         again then."""
-        self.settle()
+        self.wait_saved()
         writing = self._writing
         if writing is not None and writing.reason:
             self._call_off()

@@ -75,15 +75,15 @@ class OnePass:
         self._cluster = cluster
         self._layout = layout
         numel, dtype, device = sum(t.numel() for t in old[0]), old[0][0].dtype, old[0][0].device
-        self._codes = [pool.take((*key, i), numel, torch.int8, device) for i in range(len(layout))]
+        self._codes = [pool.get((*key, i), numel, torch.int8, device) for i in range(len(layout))]
         self._some: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._whole: dict[int, Escapes] = {}
         most, room = numel // 2, max(ROOM, numel // 64)
         while True:
             space = {
                 column: (
-                    pool.take(("where", column, device), room, torch.int32, device),
-                    pool.take(("escaped", column, dtype, device), room, dtype, device),
+                    pool.get(("where", column, device), room, torch.int32, device),
+                    pool.get(("escaped", column, dtype, device), room, dtype, device),
                 )
                 for column in range(len(old))
             }
@@ -137,7 +137,7 @@ class ManyPasses:
         self._layout = layout
         self._pool = pool
         total, device = sum(_padded(unit.numel) for unit in cluster.units), old[0][0].device
-        room = [pool.take((*key, i), total, torch.int8, device) for i in range(len(layout))]
+        room = [pool.get((*key, i), total, torch.int8, device) for i in range(len(layout))]
         self._coded: list[_Coded] = []
         at = 0
         for unit, before in zip(cluster.units, cut(old[0], old, cluster.flat), strict=True):
@@ -157,7 +157,7 @@ class ManyPasses:
     def _scratch(self, unit: Unit, column: int) -> torch.Tensor:
         like = self._cluster.columns[0][0]
         name = ("estimate", column, like.dtype, like.device)
-        return unit.copy_column(column, self._pool.take(name, unit.numel, like.dtype, like.device))
+        return unit.copy_column(column, self._pool.get(name, unit.numel, like.dtype, like.device))
 
     def _encode(
         self,
@@ -177,7 +177,7 @@ class ManyPasses:
                 difference.clamp_(-limit, limit)
                 target = code
                 if place:
-                    target = self._pool.take(("nibble", code.device), code.numel(), torch.int8, code.device)
+                    target = self._pool.get(("nibble", code.device), code.numel(), torch.int8, code.device)
                     target[-ROUND:].zero_()
                 target[: difference.numel()].copy_(difference)
                 escapes = _escapes(target, old, limit)
@@ -280,7 +280,7 @@ class Exact:
         live = self._bucket.columns(members, state=state)
         dtype, device = live[0][0].dtype, live[0][0].device
         total = sum(tensor.numel() for column in live for tensor in column)
-        buffer = self._pool.take(("old", state, dtype, device), total, dtype, device)
+        buffer = self._pool.get(("old", state, dtype, device), total, dtype, device)
         copies: dict[int, list[torch.Tensor]] = {index: [] for index in members}
         for column in live:
             sizes = [tensor.numel() for tensor in column]

@@ -75,7 +75,7 @@ OPTIMIZERS_OWN = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(
 
 
 class Kept:
-    """``Kept(holder)`` … ``put_back()``
+    """``Kept(holder)`` … ``restore()``
 
     Values of tensors go back into the same tensors, numbers and containers into `holder`; what is there besides by then
     goes. Keys keep their order: a state's keys are told in theirs. `but`: keys that are left alone. Generators of
@@ -108,14 +108,14 @@ class Kept:
         return [copied for kept in (self, *self._optimizers) for _, copied in kept._tensors]
 
     @torch.no_grad()
-    def put_back(self) -> dict[Any, Any]:
+    def restore(self) -> dict[Any, Any]:
         """Gives `holder`."""
         for tensor, copied in self._tensors:
             tensor.copy_(copied)
         for generator, state in self._generators:
             _set_state(generator, state)
         for kept in self._optimizers:
-            kept.put_back()
+            kept.restore()
         left_alone = {key: value for key, value in self._holder.items() if key in self._but}
         again = {key: _walk(value, lambda item: item) for key, value in self._value.items()} | left_alone
         self._holder.clear()
@@ -219,11 +219,11 @@ class PreImage:
                 optimizer_names.copy_([p.detach() for p in self.parameters], self.values)
             for parameter in self.parameters:
                 if parameter in self._state:
-                    self._optimizer.state[parameter] = self._state[parameter].put_back()
+                    self._optimizer.state[parameter] = self._state[parameter].restore()
                 else:
                     self._optimizer.state.pop(parameter, None)
             for kept in self._around:
-                kept.put_back()
+                kept.restore()
 
 
 def _size(tensors: list[torch.Tensor]) -> int:

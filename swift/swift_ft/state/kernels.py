@@ -128,7 +128,7 @@ class Pool:
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
 
-    def take(
+    def get(
         self, name: tuple[object, ...], numel: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """[numel], with what was left in it."""

@@ -36,7 +36,7 @@ from swift_ft.state.tree import join, split
 # hold that too, or a view of it.
 #
 #     ``ModuleState``   (run) ``remember`` → (checkpoints, copies, comparisons) ``state`` … ``load``
-#     ``KeptModules``   (step) ``keep`` → … ``put_back``, or ``forget``
+#     ``KeptModules``   (step) ``keep`` → … ``restore``, or ``forget``
 
 # What every module has, or a lazy one, and torch keeps. (Training and evaluation mode is the session's to put back.)
 _MODULES_OWN = frozenset((*vars(torch.nn.Module()), "_initialize_hook", "_load_hook"))
@@ -330,9 +330,9 @@ class _Holder:
         self.holder, self.but = holder, but
         self.seen: dict[str, Any] = {}
         self.mutable: list[Any] = []
-        self.look()
+        self.refresh()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """(every step, each module) Mostly nothing has changed."""
         holder, seen = self.holder, self.seen
         if (
@@ -353,7 +353,7 @@ class _Holder:
         names = [name for name in (*self.holder, *self.seen) if name not in self.but]
         return any(self.holder.get(name, self) is not self.seen.get(name, self) for name in names)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for name in [name for name in self.holder if name not in self.seen and name not in self.but]:
             del self.holder[name]
         for name, value in self.seen.items():
@@ -389,7 +389,7 @@ class _Copy:
         alike = (self.value.shape, self.value.dtype) == (self.was.shape, self.was.dtype)
         return not alike or not same_bits(self.value, self.was)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if not self.changed:
             return
         if isinstance(self.value, np.ndarray):
@@ -420,13 +420,13 @@ class _Contents:
     def _items(container: Any) -> list[Any]:
         return [*container, *container.values()] if isinstance(container, dict) else list(container)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self.changed:
             _filled(self.value, self.was)
 
 
 class KeptModules:
-    """``keep()`` … ``changed``, ``put_back()``; ``keep()`` again.
+    """``keep()`` … ``changed``, ``restore()``; ``keep()`` again.
 
     It is done before every step, so it looks at what is there, and copies what is small or has changed since.
     """
@@ -470,7 +470,7 @@ class KeptModules:
         if kept is None or kept.holder is not holder:
             kept = _Holder(holder, but)
         else:
-            kept.look()
+            kept.refresh()
         self._holders[id(holder)] = self._kept[id(holder)] = kept
         left = list(kept.mutable)
         while left:
@@ -505,7 +505,7 @@ class KeptModules:
         self._copies[id(value)] = self._kept[id(value)] = kept
 
     def lend(self) -> None:
-        """Behind `keep`: buffers are copies until `put_back`. What a forward does to them does not touch those that
+        """Behind `keep`: buffers are copies until `restore`. What a forward does to them does not touch those that
         graphs of other forwards have saved: autograd refuses a backward whose tensors were changed in place.
 
         Buffers that share memory share it as copies. Those that autograd follows stay as they are."""
@@ -523,10 +523,10 @@ class KeptModules:
     def changed(self) -> bool:
         return any(kept.changed for kept in self._kept.values())
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """All is as it was at `keep`."""
         for kept in self._kept.values():
-            kept.put_back()
+            kept.restore()
         for parameter, trained in self._flags:
             if parameter.requires_grad != trained:
                 parameter.requires_grad_(trained)

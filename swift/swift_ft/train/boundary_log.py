@@ -123,7 +123,7 @@ class Capture(Protocol):
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
         """Takes it into the log. ``now``: it may change after the call. ``keep``: it is never dropped."""
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         """What was recorded may be overwritten after this. UsageError: it was, before."""
 
     def drop(self) -> None:
@@ -154,10 +154,10 @@ class NoCapture:
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
         """It goes nowhere."""
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         """Nothing was lent."""
 
-    drop = settle
+    drop = wait_copied
 
 
 class CopyCapture:
@@ -169,10 +169,10 @@ class CopyCapture:
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
         self._writer.append(stream, key, *owned_bytes(tensor), keep=keep)
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         """Nothing was lent."""
 
-    drop = settle
+    drop = wait_copied
 
 
 class HostCapture:
@@ -192,13 +192,13 @@ class HostCapture:
             self.lent.append(_Lent(end, flat, version, stream, key))
             self._take_back(self._writer.copied)
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         if self.lent:
-            self._writer.settle()
+            self._writer.wait_copied()
             self._take_back(self.lent[-1].end)
 
     def drop(self) -> None:
-        self._writer.settle()
+        self._writer.wait_copied()
         self.lent.clear()
 
     def _take_back(self, copied: int) -> None:
@@ -311,7 +311,7 @@ class DeviceCapture:
         else:
             self._lent.append(_Lent(end, flat, flat._version, stream, key))
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         self._publish()
         if self._under_way:
             self._device.hold(self._under_way[-1].event)
@@ -320,7 +320,7 @@ class DeviceCapture:
 
     def drop(self) -> None:
         self._lent.clear()
-        self._writer.settle()
+        self._writer.wait_copied()
 
     def finish(self) -> None:
         """(the writer, off the training path) Returns when all that is under way is there. Raises ServiceError if
@@ -537,13 +537,13 @@ class Channel:
     (session) ``open(writer)``; per step ``begin_step``; around a replay ``begin_replay``, ``end_replay``
     (stages) ``entered``, ``receive``, ``sent``, ``targeted``, ``computed``
     (session, for the trainer) ``collective``
-    (engine, stages, updates) ``settle`` before memory is used again
+    (engine, stages, updates) ``wait_copied`` before memory is used again
 
     What is sent to other stages is *lent* to the ring (`swift_ft.train.boundary_log`): a native thread copies it while
     the trainer computes, and it is kept alive. That is safe because torch's own asynchronous send has lent it just
-    the same, and because everything that may overwrite it waits in `settle`: the next call of the schedule (receive
-    buffers, of which an activation may be a view), the optimizer (a stage may send a view of a parameter), the end
-    of a step. A trainer that changes a tensor in place meanwhile is found by its version counter. Everything else
+    the same, and because everything that may overwrite it waits in `wait_copied`: the next call of the schedule
+    (receive buffers, of which an activation may be a view), the optimizer (a stage may send a view of a parameter),
+    the end of a step. A trainer that changes a tensor in place meanwhile is found by its version counter. Everything else
     is copied at once, by the trainer's thread: external inputs and targets, which a module or a loader may change
     in place, and are small, and results of collectives, which the trainer gets to keep.
     """
@@ -675,9 +675,9 @@ class Channel:
             raise AssertionError("Channel.open was not called: nothing would be logged")
         return self._opened
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         """After this the memory of all that was sent may be used again."""
-        self._capture.settle()
+        self._capture.wait_copied()
 
     def drop_step(self) -> None:
         """What the step has lent is not looked at any more: whoever does the step again compares it."""

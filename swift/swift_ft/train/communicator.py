@@ -323,7 +323,7 @@ class Communicator:
         with self._store.building(len(ranks)):
             connections = fabric.connect(store, own, len(ranks), _BUILD_TIMEOUT)
         group.attach(connections, ranks)
-        fabric.settle()
+        fabric.finish_connecting()
         group.register()
         return made
 

@@ -391,7 +391,7 @@ class Engine:
                     self._steps.run(train_step)
                     if self._steps.rolled_forward:
                         self._rejoin(train_step)
-                self._staggering.settle()
+                self._staggering.wait_vote()
                 write_digests(self._state, self._rank)
                 self._lines.cut(self._state.version)
                 self.ending.finish(num_steps, self.log.writer, self._member.await_change, self.vote_seconds)
@@ -435,7 +435,7 @@ class Engine:
         (`swift_ft.train.staggering`). (Where steps that are cut short are finished together, it
         raises what has broken the vote instead: `swift_ft.train.lossy`.)
         """
-        self._staggering.settle()
+        self._staggering.wait_vote()
         began = time.monotonic()
         self._member.check()
         self._communicator.check_whole()

@@ -234,7 +234,7 @@ class Post:
         while at_most and len(self._sends) > at_most:
             self._sends.popleft()[1].wait()
 
-    def settle(self) -> None:
+    def wait_sent(self) -> None:
         """Waits until all that was sent has arrived."""
         while self._sends:
             self._sends.popleft()[1].wait()

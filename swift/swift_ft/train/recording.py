@@ -280,7 +280,7 @@ class Recording:
         """The step is done: what was seen of it goes into the log."""
         if not self._under_way:
             return
-        given, gotten = self._tape.take()
+        given, gotten = self._tape.drain()
         self._stop()
         body = encoded({**self._witness.transcript(), **given}, gotten, held=self._held())
         self._record(transcripts(self._rank), RecordKey(step, self._generation, 0), body)

@@ -191,7 +191,7 @@ class Reducer:
         self._group.run(lambda collectives: collectives.broadcast(row, source))
         return average
 
-    def take(self, bucket: Bucket, average: torch.Tensor) -> None:
+    def write_average(self, bucket: Bucket, average: torch.Tensor) -> None:
         """Writes averages that were kept into the gradients."""
         self._write(bucket, average, None)
 

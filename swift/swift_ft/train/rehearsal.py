@@ -331,7 +331,7 @@ class Rehearsal(Shadow):
             self._begin_step(step, *self._recorded(step))
             try:
                 self._compute(train_step, step)
-                self._channel.settle()
+                self._channel.wait_copied()
                 self._state.updates.end_step()
             except Exception as error:
                 if not (isinstance(error, Rehearsed) or isinstance(self._state.updates.spoiled, Rehearsed)):

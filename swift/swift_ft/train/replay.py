@@ -409,7 +409,7 @@ class Stillness:
         self._limit_s = limit_s
         self._since, self._progress, self._busy_s = now, progress, busy_s
 
-    def look(self, now: float, progress: Hashable, busy_s: float) -> bool:
+    def observe(self, now: float, progress: Hashable, busy_s: float) -> bool:
         """It has stood still for the limit. `progress`: anything that changes where it goes on; `busy_s`: processor
         time of its thread so far."""
         waited_s = now - self._since
@@ -455,7 +455,7 @@ class Standstill:
     def _watch(self) -> None:
         stillness = Stillness(self._limit_s, time.monotonic(), self._progress(), self._busy())
         while not self._over.wait(self._limit_s / _LOOKS):
-            if stillness.look(time.monotonic(), self._progress(), self._busy()):
+            if stillness.observe(time.monotonic(), self._progress(), self._busy()):
                 self._end()
                 return
 

@@ -208,10 +208,10 @@ class VerifyingCapture:
         self.verified += 1
         self.bytes[stream] += tensor.nbytes
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         """Nothing was lent."""
 
-    drop = settle
+    drop = wait_copied
 
 
 # A copy of a recovery group: helpers that compute the same microbatches of neighbouring stages, as a small pipeline.
@@ -247,10 +247,10 @@ class CopyPipeline:
         """Raises ReplayRefused unless all helpers of the copy were given the same."""
         self._together.compare(given)
 
-    def settle(self) -> None:
+    def wait_sent(self) -> None:
         """Waits until all that was sent has arrived. Raises Broken if it does not."""
         try:
-            self._post.settle()
+            self._post.wait_sent()
         except RuntimeError as error:
             raise Broken(str(error)) from error
 
@@ -278,7 +278,7 @@ class InCopy(ActionExecutor):
             self._gradients[mb] = self._inner.receive(stage.get_bwd_recv_ops(mb), forward=False)
 
     def _end(self) -> None:
-        self._inner.settle()
+        self._inner.wait_sent()
 
     def _forward(self, stage: Any, mb: int, outside: Once) -> Any:
         if self._inner.alone:
@@ -341,7 +341,7 @@ class Helper:
         modules, why = self._build(asked)
         self._post.note(owner, {"why": why})
         begin, _ = self._post.read(owner)
-        self._post.settle()
+        self._post.wait_sent()
         if why:
             events.emit(
                 "help_declined", rank=self._rank, generation=published.generation, owner=owner, reason=why
@@ -461,7 +461,7 @@ class _Work:
     def _next(self, owner: int) -> dict[str, Any] | None:
         with self._channel.clock.line():
             note, _ = self._post.read(owner)
-            self._post.settle()
+            self._post.wait_sent()
         told: dict[str, Any] | None = note
         return told
 

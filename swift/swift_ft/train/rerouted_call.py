@@ -533,7 +533,7 @@ class ReroutedCall:
             with self._quiet(), self._channel.as_origin(origin):
                 yield
         finally:
-            self._modules.put_back()
+            self._modules.restore()
 
     def _tag(self, backward: bool, source: int, action: Action, position: int) -> int:
         work = self._routes.work

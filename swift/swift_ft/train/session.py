@@ -280,7 +280,7 @@ class Parts:
         communicator = ProcessGroups(backend, rank, all_groups, default=groups["world"], stores=stores)
         channel = _channel_of(rank, assignment, config, backend, faults, communicator, member)
         losses, differences = Losses(rank, config.non_finite_loss, channel), Differences(member.client)
-        witness = Witness(differences.say, lambda: communicator.broken is not None, losses.look)
+        witness = Witness(differences.say, lambda: communicator.broken is not None, losses.check)
         channel.watch(witness)
         tape = Tape(witness)
         for group in groups.values():
@@ -786,7 +786,7 @@ class Session:
 
         If it is not finite, `SessionConfig.non_finite_loss` decides what happens.
         """
-        self._losses.look(self.step, "the loss", loss)
+        self._losses.check(self.step, "the loss", loss)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Averages this optimizer's gradients over the replicas now, unless that was done since its last step.

@@ -114,7 +114,7 @@ class Together:
         for other in others:
             self._post.note(other, mine)
         told = {other: self._post.read(other)[0] for other in others}
-        self._post.settle()
+        self._post.wait_sent()
         return [told.get(rank, mine) for rank in self.ranks]
 
     def choose(self, able: Sequence[int], declined: dict[str, str]) -> tuple[list[int], dict[str, str]]:
@@ -266,7 +266,7 @@ def send_away(rank: int, help: Help, wire: Wire, generation: int, why: str) -> N
         post.note(helper, None)
     declined = decline(wire, rank, help, why)
     _tell_begin(rank, generation, [], [], help, declined)
-    post.settle()
+    post.wait_sent()
 
 
 def _tell_begin(
@@ -427,7 +427,7 @@ class Owner:
     def _leave(self, why: str) -> None:
         for helper in self._helpers:
             self._post.note(helper, None)
-        self._post.settle()
+        self._post.wait_sent()
         self.close()
         events.emit(
             "help_end", rank=self._rank, generation=self._generation, steps=self.helped.steps, reason=why
@@ -504,7 +504,7 @@ class Owner:
             sums = line.pass_up(parameters, own)
         told = [self._told(helper) for helper in self._helpers]
         with self._channel.clock.line():
-            self._post.settle()
+            self._post.wait_sent()
         check_buffers(self._buffers)
         for parameter, total, *candidates in zip(parameters, sums, *told, strides, strict=True):
             first = next((strides_of for strides_of in candidates if strides_of is not None), None)

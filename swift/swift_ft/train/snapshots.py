@@ -100,7 +100,7 @@ class SnapshotCopy:
 class Snapshots:
     """One rank's. Trainer's thread.
 
-    (before the first step of a generation, and behind each k-th step) ``take`` … (PLANNING) ``held`` →
+    (before the first step of a generation, and behind each k-th step) ``take_snapshot`` … (PLANNING) ``held`` →
     (RECOVERING) ``own``, ``kept`` and ``put``, ``forget_above``
     """
 
@@ -141,14 +141,14 @@ class Snapshots:
     def before_step(self, membership: Membership) -> None:
         """(all ranks, at the same version) The first one of a generation."""
         if self._every and self._taken_in != membership.generation:
-            self.take(membership.generation, membership.assignment, membership.hosts)
+            self.take_snapshot(membership.generation, membership.assignment, membership.hosts)
 
     def after_step(self, membership: Membership) -> None:
         """(all ranks, in the generation in which they have begun the step)"""
         if self._every and self._state.version % self._every == 0:
-            self.take(membership.generation, membership.assignment, membership.hosts)
+            self.take_snapshot(membership.generation, membership.assignment, membership.hosts)
 
-    def take(self, generation: int, assignment: Assignment, hosts: Mapping[int, str]) -> None:
+    def take_snapshot(self, generation: int, assignment: Assignment, hosts: Mapping[int, str]) -> None:
         """Of this version. Raises RuntimeError if a rank is lost, UsageError if the memory does not suffice."""
         version, rank = self._state.version, self._rank
         began = time.monotonic()

@@ -64,7 +64,7 @@ class Inference:
         beside = [each for each in (*losses, *objects.values()) if isinstance(each, torch.nn.Module)]
         modules = KeptModules(beside, parameters=True)
         modules.keep()
-        self._others.callback(modules.put_back)
+        self._others.callback(modules.restore)
         self._others.enter_context(_objects_kept(objects))
 
     @property
@@ -73,7 +73,7 @@ class Inference:
         return self._module.changed
 
     def end(self) -> None:
-        self._module.put_back()
+        self._module.restore()
         for part, training in self._modes:
             part.training = training
         self._others.close()
@@ -277,7 +277,7 @@ class _Logged(LearnsShapesAlone):
     def clear_runtime_states(self) -> None:
         """Every schedule calls this first in a step: the calls are counted, so that keys stay apart when a
         trainer runs its schedule several times in one optimizer step (accumulation, evaluation)."""
-        self._channel.settle()  # receive buffers are used again
+        self._channel.wait_copied()  # receive buffers are used again
         self._calls += 1
         self._awaiting_forward.clear()
         self._awaiting_backward.clear()

@@ -149,7 +149,7 @@ class Staggering:
     """One rank's. Trainer's thread.
 
     (steps) ``begin_step`` → (clipping) ``norm`` → (vote) ``voted`` → (in the next step, or where a version is saved)
-    ``settle``
+    ``wait_vote``
     (recovery) ``standing`` → ``take_back`` → ``forget``
     """
 
@@ -185,7 +185,7 @@ class Staggering:
         self._calm_wanted = CALM_STEPS
         self._waits_next = True
         """As all ranks have agreed for the step behind the last one whose vote is settled."""
-        state.updates.reduced.bind(self.settle)
+        state.updates.reduced.bind(self.wait_vote)
 
     # --- one step ---
 
@@ -250,7 +250,7 @@ class Staggering:
         """The newest version that all ranks have, or get to."""
         return self._state.version if self._pending is None else self._pending.step
 
-    def settle(self) -> None:
+    def wait_vote(self) -> None:
         """Waits for the vote over the step before, if it is under way. Raises Misspeculated; RuntimeError if a rank is
         lost; UsageError if replicas do not step alike."""
         pending = self._pending

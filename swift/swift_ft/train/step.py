@@ -248,7 +248,7 @@ class Ending:
             called = stopped is not None
         if self._saves:
             self._saving.save_last()
-        self._store.settle()
+        self._store.wait_saved()
         self._saving.tell_untold()
         flush_at_end(writer, self._rank, FLUSH_TIMEOUT_S)
         self._member.say_measured()
@@ -355,7 +355,7 @@ class StepRunner:
         verification.step_begins(self._state, self._rank, replay=replaying)
         with self._retries.step(step):
             train_step(step)
-        self._channel.settle()
+        self._channel.wait_copied()
         self._state.updates.end_step()
         self._adoption.after()
         due = (step + 1) % self._config.checkpoint_every == 0
@@ -376,7 +376,7 @@ class StepRunner:
             and (due or version == 1 or news)
             and not (replaying or self.rolled_forward)
         ):
-            self._staggering.settle()
+            self._staggering.wait_vote()
             self._audit.compare()
         self._save(version, replaying, due)
         # Behind a step that is finished on the plan's word, not all have come here.
@@ -395,7 +395,7 @@ class StepRunner:
         passing = replaying and plan is not None and plan.plan.saves
         # An early checkpoint, too: ranks that have not heard of it do not save it.
         if not passing and (self._early.due(version) or due):
-            self._staggering.settle()
+            self._staggering.wait_vote()
             self._saving.save()
 
     def drop(self) -> None:

@@ -5,7 +5,7 @@ A step goes over the collectives of its groups in the same order whenever it is 
 its number there. What is given is compared (`swift_ft.train.step_digests`), what is gotten is kept: of the first step
 of a rehearsal all of it, which are the reduced gradients where there are replicas, of the others what is small.
 
-    (recording) ``record(all_of_it)`` → the step → ``take``
+    (recording) ``record(all_of_it)`` → the step → ``drain``
     (rehearsal) ``play(results)`` → the step; `blind` once a result was asked for that nobody has kept
 """
 
@@ -59,7 +59,7 @@ class Tape:
     def _begin(self) -> None:
         self._numbers, self._given, self.blind = Counter(), {}, False
 
-    def take(self) -> tuple[dict[Seen, bytes], Results]:
+    def drain(self) -> tuple[dict[Seen, bytes], Results]:
         """(the step is done) What was given, and what was gotten of it is kept."""
         kept, self._kept = self._kept, None
         return dict(self._given), kept or {}

@@ -172,7 +172,7 @@ _SAID_MAX = 5
 
 
 class ParamGroups:
-    """``ParamGroups(optimizers)`` … ``put_back()``: the groups that a dropped step has made or changed go back."""
+    """``ParamGroups(optimizers)`` … ``restore()``: the groups that a dropped step has made or changed go back."""
 
     def __init__(self, optimizers: Optimizers) -> None:
         self._groups = [
@@ -180,7 +180,7 @@ class ParamGroups:
             for optimizer in optimizers
         ]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for optimizer, groups in self._groups:
             optimizer.param_groups[:] = [group for group, _ in groups]
             for group, parameters in groups:
@@ -556,7 +556,7 @@ class TrainerState:
         before, self._before = self._before, None
         if before is None:  # no step is under way
             return
-        self.gradients.put_back(self._parameters())
+        self.gradients.restore(self._parameters())
         for part, training in before.modes:
             part.training = training
         self.iterators.restore(before.iterators)
@@ -571,9 +571,9 @@ class TrainerState:
                 print(f"swift: {error}: the state of this rank is restored", file=sys.stderr)
         if self._changed_otherwise():
             self.present = False  # values of before the step are nowhere; from its next one on they are kept
-        self._kept.put_back()
+        self._kept.restore()
         self._put_back_groups()
-        before.param_groups.put_back()
+        before.param_groups.restore()
 
     def standing(self) -> Standing:
         """What this rank holds, and where it can go. In the vote it may be that its step can only be finished."""
@@ -624,7 +624,7 @@ class TrainerState:
 
     def _put_back_groups(self) -> None:
         for group in self._groups:
-            group.put_back()
+            group.restore()
 
     def align(self) -> None:
         """(first start) Replicas begin with the weights and buffers of the first one, as DDP's do.

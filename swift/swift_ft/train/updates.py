@@ -83,7 +83,7 @@ class Losses:
         self._bad_in = -2
         """The last step that had one."""
 
-    def look(self, step: int, what: str, loss: torch.Tensor) -> None:
+    def check(self, step: int, what: str, loss: torch.Tensor) -> None:
         """Raises NonFiniteLoss if the trainer chose that."""
         if self._choice == "ignore" or self._channel.replaying or not _has_numbers(loss):
             return
@@ -242,7 +242,7 @@ _IN_FLIGHT = 4
 class Lends(Replays, Protocol):
     """What updates need of the channel."""
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         """After this the memory of all that was sent may be used again."""
 
 
@@ -479,7 +479,7 @@ class Updates:
         bucket = self._buckets[self._finished]
         self.cut_step.finish(bucket)
         self._finished += 1
-        self._channel.settle()
+        self._channel.wait_copied()
         with self.cut_step.own():
             bucket.journal.apply(bucket.index)
         self._fault("update", self._finished - 1, (len(self._buckets) + 1) // 2 - 1)
@@ -515,7 +515,7 @@ class Updates:
                 self.commit()
         self.stepped += 1
         self._needs_hold = self._needs_hold or self.stepped > 1
-        self._channel.settle()
+        self._channel.wait_copied()
         self.begun = not self.held
         journal.again()
         if len(journal.buckets) == 1 and not journal.complete:

@@ -371,7 +371,7 @@ def test_nothing_is_written_or_removed_through_a_link(tmp_path: Path, level: str
     durable: list[int] = []
     failed: list[Unsaved] = []
     store.save(1, {"a": torch.ones(4)}, durable.append, failed.append)
-    store.settle()
+    store.wait_saved()
     assert durable == []
     assert store.unsaved is not None
     assert "a link" in store.unsaved.reason
@@ -405,7 +405,7 @@ def test_a_zombie_that_is_fenced_while_it_writes_publishes_nothing(tmp_path: Pat
     store = CheckpointStore(tmp_path, 0, Fenced())
     told: list[int] = []
     store.save(1, {"x": torch.ones(4)}, told.append, unexpected, generation=1)
-    store.settle()
+    store.wait_saved()
     store.close()
     assert asked
     assert told == []

@@ -76,7 +76,7 @@ def test_it_is_told_again_until_somebody_hears_it_or_a_newer_one_is_saved(store:
     store.save(1, STATE, nobody_hears, unexpected)
     assert again.wait(_PATIENCE_S)
     store.save(2, STATE, lambda version: told.append(version) or len(told) % 2 == 0, unexpected)  # type: ignore[func-returns-value]
-    store.settle()
+    store.wait_saved()
     assert told[:3] == [1, 1, 1]
     assert set(told[told.index(2) :]) == {2}
     assert len(told) % 2 == 0
@@ -87,7 +87,7 @@ def test_it_is_tried_again_until_it_can_be_written(tmp_path: Path, store: Checkp
     told = Told()
     blocked = in_the_way(tmp_path, 1)
     told.save(store, 1)
-    store.settle()
+    store.wait_saved()
     assert store.unsaved == told.failed[0]
     assert (told.failed[0].version, told.durable) == (1, [])
     assert str(blocked) in told.failed[0].reason
@@ -127,7 +127,7 @@ def test_the_snapshot_that_is_written_late_is_the_one_that_was_taken(
     told, state = Told(), {"x": torch.ones(8)}
     blocked = in_the_way(tmp_path, 1)
     store.save(1, state, told.is_durable, told.has_failed)
-    store.settle()
+    store.wait_saved()
     state["x"].zero_()
     blocked.unlink()
     told.until_durable(1)
@@ -138,7 +138,7 @@ def test_a_newer_one_takes_its_place(tmp_path: Path, store: CheckpointStore) -> 
     told = Told()
     blocked = in_the_way(tmp_path, 1)
     told.save(store, 1)
-    store.settle()
+    store.wait_saved()
     told.save(store, 2)
     store.wait()
     blocked.unlink()
@@ -165,7 +165,7 @@ def test_whoever_is_fenced_leaves_it_to_his_heir(tmp_path: Path) -> None:
     told, store = Told(), CheckpointStore(tmp_path, 0, Holding(fenced=True))
     in_the_way(tmp_path, 1)
     told.save(store, 1)
-    store.settle()
+    store.wait_saved()
     for thread in threading.enumerate():
         if thread.name == "swift-checkpoint":
             thread.join(_PATIENCE_S)
@@ -179,7 +179,7 @@ def test_whoever_loads_gives_up_what_was_not_written(tmp_path: Path, store: Chec
     store.wait()
     blocked = in_the_way(tmp_path, 2)
     told.save(store, 2)
-    store.settle()
+    store.wait_saved()
     store.load(1)
     assert store.unsaved is None
     blocked.unlink()
@@ -244,7 +244,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         store.wait()
         large = {"x": torch.ones(1 << 20, dtype=torch.uint8)}
         store.save(2, large, told.is_durable, told.has_failed)
-        store.settle()
+        store.wait_saved()
         assert store.unsaved is not None
         assert "No space left on device" in store.unsaved.reason
         assert CheckpointStore(tmp_path, 0, Holding()).load(1).keys() == STATE.keys()
@@ -306,7 +306,7 @@ def test_a_process_ends_although_it_could_not_write(tmp_path: Path) -> None:
         "from tests.unit.checkpoint.holding import Holding\n"
         f"store = CheckpointStore({str(tmp_path)!r}, 0, Holding())\n"
         "store.save(1, {'x': 1}, print, print)\n"
-        "store.settle()\n"
+        "store.wait_saved()\n"
         "assert store.unsaved\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=_PATIENCE_S)

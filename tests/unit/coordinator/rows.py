@@ -18,7 +18,7 @@ def copy_of(row: JobRow) -> JobRow:
 
 def write_changes(job: Job, stored: dict[str, str]) -> None:
     """As the driver: what has changed, and with it all of the row is there."""
-    puts, deletes = job.changes.take()
+    puts, deletes = job.changes.drain()
     stored.update(puts)
     for key in deletes:
         stored.pop(key, None)

@@ -208,9 +208,11 @@ def test_the_earliest_counts() -> None:
     world.finish(1, 10, called=True)
     end = world.row.end
     assert end is not None
-    assert not world.job.endings.hear(
+    assert not world.job.endings.on_finish(
         m.Finish(sender=world.sender(0), version=12, num_steps=100, called=True)
     )
     assert world.row.end == end
-    assert world.job.endings.hear(m.Finish(sender=world.sender(0), version=8, num_steps=100, called=True))
+    assert world.job.endings.on_finish(
+        m.Finish(sender=world.sender(0), version=8, num_steps=100, called=True)
+    )
     assert world.row.end == replace(end, version=8, rank=0, reason="")

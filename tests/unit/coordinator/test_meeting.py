@@ -61,7 +61,7 @@ class World:
             self.now += 1.0
             for run in alive:
                 self.say(run)
-            self.meetings.look(self.now, STALL_S)
+            self.meetings.expire(self.now, STALL_S)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_coordinator_that_begins_anew_knows_everybodys_place_again(first: str,
 
 def test_a_coordinator_that_was_away_itself_takes_nobodys_place(world: World) -> None:
     world.now += 10 * LEASE_S
-    world.meetings.look(world.now, STALL_S)
+    world.meetings.expire(world.now, STALL_S)
     assert world.say("c") == 3
     assert world.say("a") == (0, ["a", "b"])
 

@@ -98,15 +98,15 @@ def test_a_part_in_another_ones_place_is_noticed() -> None:
 def test_what_has_changed_is_written_and_nothing_else() -> None:
     known = row()
     changes = Changes(known, stored=True)
-    assert not changes.look()
-    assert changes.take() == ({}, [])
+    assert not changes.detect()
+    assert changes.drain() == ({}, [])
     known.ready[0] = 5
     del known.reports[1]
     known.fenced.append(known.holders[1])
     known.log_servers = [replace(known.log_servers[0], lost="gone")]
-    assert changes.look()
-    assert not changes.look()
-    puts, deletes = changes.take()
+    assert changes.detect()
+    assert not changes.detect()
+    puts, deletes = changes.drain()
     assert set(puts) == {
         key_of("j", "ready", 0),
         key_of("j", "fenced", 1),
@@ -115,8 +115,8 @@ def test_what_has_changed_is_written_and_nothing_else() -> None:
     }
     assert deletes == [key_of("j", "reports", 1)]
     known.holders, known.reason = {}, "lost"  # another table, in which nobody is any more
-    assert changes.look()
-    puts, deletes = changes.take()
+    assert changes.detect()
+    puts, deletes = changes.drain()
     assert set(puts) == {row_key("j")}
     assert deletes == [key_of("j", "holders", 1)]
 

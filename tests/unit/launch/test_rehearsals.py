@@ -77,7 +77,7 @@ class World:
         self.rehearsals = Rehearsals(self.nursery, self.link, made)
 
     def turn(self, view: pb.View | None = BOTH, *, quiet: bool = True) -> None:
-        self.rehearsals.look(view)
+        self.rehearsals.on_view(view)
         if quiet:
             self.rehearsals.tend(view, RANKS)
 

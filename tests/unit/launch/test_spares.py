@@ -75,7 +75,7 @@ class World:
         self.spares = Spares(self.nursery, count, warm_up=warm_up)
 
     def turn(self, view: Any = RUNNING) -> None:
-        self.spares.look(view)
+        self.spares.on_view(view)
         self.spares.tend(view, RANKS)
         for child in self.nursery.children:
             if child.unwanted and child.exit_code is None:
@@ -100,7 +100,7 @@ class World:
         self.spares.heard(child)
 
     def take(self, rank: int, *, on_its_device: bool = True) -> Any:
-        child: Any = self.spares.take(rank, on_its_device=on_its_device)
+        child: Any = self.spares.assign(rank, on_its_device=on_its_device)
         child.rank = rank
         return child
 
@@ -157,7 +157,7 @@ def test_a_loss_ends_the_warm_up_and_does_not_wait_for_it(told: list[str]) -> No
     assert child.unwanted
     for _ in range(WARM_UP_FAILURES_MAX):  # that is no failure
         child = world.warming()
-        world.spares.look(pb.View(state=pb.FENCING, checkpoints=[0]))
+        world.spares.on_view(pb.View(state=pb.FENCING, checkpoints=[0]))
         assert child.unwanted, "nor is a loss on another machine"
     assert world.warming() is not None
     assert not told

@@ -97,7 +97,7 @@ class Interpreter:
         found: list[str] = []
         while True:
             before = at
-            entries, at, refusal = self.core.look(self.stream(stream), at, int(step), 2)
+            entries, at, refusal = self.core.durable_records(self.stream(stream), at, int(step), 2)
             found += [
                 f"{entry.sequence}:{entry.key.step}.{entry.key.microbatch}.{entry.key.slot}"
                 for entry in entries
@@ -106,7 +106,7 @@ class Interpreter:
                 return " ".join(found) + (f"; then {said(refusal)}" if refusal else "; end")
 
     def do_digests(self, stream: str, step: str) -> str:
-        entries, _, _ = self.core.look(self.stream(stream), 0, int(step), 1000)
+        entries, _, _ = self.core.durable_records(self.stream(stream), 0, int(step), 1000)
         return " ".join(f"{entry.key.step}.{entry.key.microbatch}" for entry in entries) or "none"
 
     def do_show(self) -> list[str]:

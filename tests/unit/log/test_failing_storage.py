@@ -307,7 +307,7 @@ class World:
 def test_after_a_failed_sync_no_sync_is_due_any_more() -> None:
     world = World()
     world.put(Fsync.INTERVAL)
-    world.commits.committed(world.commits.take(), False, 0.0)
+    world.commits.committed(world.commits.next_batch(), False, 0.0)
     assert world.commits.next_sync_s(0.0) == pytest.approx(0.1)
     world.commits.gave_up(StorageFailed("a sync failed"), [], 0.2)
     assert world.commits.next_sync_s(0.2) is None
@@ -317,13 +317,13 @@ def test_after_a_failed_sync_no_sync_is_due_any_more() -> None:
 def test_a_full_disk_does_not_stand_for_a_sync_that_was_promised() -> None:
     world = World()
     world.put(Fsync.INTERVAL)
-    world.commits.committed(world.commits.take(), False, 0.0)
+    world.commits.committed(world.commits.next_batch(), False, 0.0)
     target = world.commits.ask_to_settle()
     world.put(Fsync.INTERVAL)
-    world.commits.gave_up(StorageFull("no space left"), world.commits.take(), 0.01)
+    world.commits.gave_up(StorageFull("no space left"), world.commits.next_batch(), 0.01)
     assert not world.commits.is_settled(target)
     assert world.commits.work_to_do
-    batch = world.commits.take()
+    batch = world.commits.next_batch()
     assert batch == []
     assert world.commits.sync_due(batch, 0.01)
     world.commits.committed(batch, True, 0.01)

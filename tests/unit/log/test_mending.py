@@ -67,7 +67,7 @@ class Server:
         return session.outbox.acked()[before:]
 
     def commit(self, unmended: bool = False) -> list[str]:
-        batch = self.commits.take()
+        batch = self.commits.next_batch()
         writes = [queued.write for queued in batch]
         self.storage.commit(writes, True)
         refused = [write for write in writes if write.mends] if unmended else []
@@ -128,7 +128,7 @@ def test_one_that_is_sent_twice_is_written_once() -> None:
     server.send(server.connect(), 0, 1)
     again = server.connect()
     assert server.send(again, 0, 1, 2) == [1, 1, 1]
-    assert len(server.commits.take()) == 1
+    assert len(server.commits.next_batch()) == 1
     server.state.core.abandon()
     assert server.send(again, 1) == [], "it was not written: it is taken again"
 

@@ -49,7 +49,7 @@ class Started(Server):
         self.state.core.fence(JOB, 1)
 
     def commit(self, unmended: bool = False) -> list[str]:
-        batch = self.commits.take()
+        batch = self.commits.next_batch()
         left = self.files.commit([queued.write for queued in batch], True)
         return [notice.event for notice in self.commits.committed(batch, True, 0.0, left)]
 
@@ -289,7 +289,7 @@ def test_bytes_that_were_not_granted_leave_nothing_half_taken() -> None:
         session.acked.clear()
         with pytest.raises(Refused, match="under way"):
             server.send(session, sequence)
-    assert (server.stream.appended, server.commits.take()) == (3, [])
+    assert (server.stream.appended, server.commits.next_batch()) == (3, [])
     again = server.connect()
     server.send(again, 1, 2)
     assert server.commit() == ["mended"]

@@ -93,7 +93,7 @@ def test_a_full_disk_alarm_ends_without_a_writer_when_space_is_back() -> None:
         assert admin.trim(server.address, JOB, found.records, TIMEOUT_S) == found.records
         # Trimmed, but the disk says that others have taken the room.
         eventually(lambda: time.monotonic() > state.space._trouble.until)
-        server.engine.watch.look()
+        server.engine.watch.check()
         assert health == [False]
         assert state.space.disk is DiskState.FULL
         free[0] = 64 << 20
@@ -216,7 +216,7 @@ def test_without_an_age_limit_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch
     def look() -> None:
         looks[0] += 1
 
-    monkeypatch.setattr(engine.watch, "look", look)
+    monkeypatch.setattr(engine.watch, "check", look)
     eventually(lambda: looks[0] >= 2)
     assert asked == []
     engine.drain()

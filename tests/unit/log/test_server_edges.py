@@ -287,7 +287,7 @@ def test_the_disk_is_looked_at_whatever_happened_the_last_time(
         looks[0] += 1
         raise KeyError("made up")
 
-    monkeypatch.setattr(engine.watch, "look", look)
+    monkeypatch.setattr(engine.watch, "check", look)
     eventually(lambda: looks[0] >= 2)
     assert "looking at the disk" in caplog.text
     monkeypatch.undo()

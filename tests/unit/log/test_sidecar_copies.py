@@ -15,4 +15,4 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inside, "LogWriter", SidecarWriter)
     monkeypatch.setattr(inside, "RECORD_BYTES", HEADER_BYTES + ALIGN)
     # Its records count when they are acknowledged, and stay in the ring until then.
-    monkeypatch.setattr(inside, "until_sent", lambda writer, records: writer.settle())
+    monkeypatch.setattr(inside, "until_sent", lambda writer, records: writer.wait_copied())

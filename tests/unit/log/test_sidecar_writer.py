@@ -132,7 +132,7 @@ def test_a_writer_that_is_closed_says_so_and_harms_nobody() -> None:
         writer.append("s0.F", key(0), "uint8", (5,), bytes(5))
         writer.flush(TIMEOUT_S)
         writer.close()
-        writer.settle()
+        writer.wait_copied()
         writer.forget_below(1)
         assert (writer.stats.records, writer.queued_bytes) == (1, 0)
         assert writer.copied > 0
@@ -205,7 +205,7 @@ def test_what_is_lent_may_change_once_it_is_settled() -> None:
     with InProcess() as running, writing(running) as writer:
         body = bytearray(b"\1" * (8 << 20))
         writer.append("s0.F", key(0), "uint8", (len(body),), body)
-        writer.settle()
+        writer.wait_copied()
         writer._lent.clear()
         body[:] = b"\2" * len(body)
         writer.flush(TIMEOUT_S)

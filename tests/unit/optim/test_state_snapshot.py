@@ -66,7 +66,7 @@ def test_a_generator_draws_again_what_it_drew(generator: str) -> None:
     holder = {"nested": [GENERATORS[generator]]}
     kept = Kept(holder)
     first = [drawn(GENERATORS[generator]) for _ in range(3)]
-    assert kept.put_back() == {"nested": [GENERATORS[generator]]}
+    assert kept.restore() == {"nested": [GENERATORS[generator]]}
     assert [drawn(GENERATORS[generator]) for _ in range(3)] == first
 
 
@@ -81,6 +81,6 @@ def test_the_state_of_an_optimizer_inside_another_one_is_left_out_where_it_canno
     assert sum(tensor.nbytes for tensor in Kept({"base": optimizer.base}).tensors) == parameters[0].nbytes
     optimizer.base.param_groups[0]["lr"] = 7.0
     optimizer.base.noted = 1  # type: ignore[attr-defined]
-    kept.put_back()
+    kept.restore()
     assert optimizer.base.param_groups[0]["lr"] == 0.05
     assert "noted" not in vars(optimizer.base)

@@ -87,10 +87,10 @@ class Captured:
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
         self.sent[stream, key] = tensor.detach().clone()
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         pass
 
-    drop = settle
+    drop = wait_copied
 
 
 class Part(nn.Module):

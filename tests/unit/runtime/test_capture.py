@@ -137,13 +137,13 @@ def test_the_training_path_asks_the_device_for_nothing_that_waits(world: World) 
     assert world.device.said() == ["follow", "copy 1", "mark 1"]
     world.record(1)
     assert world.device.said() == ["query 1", "follow", "copy 2", "mark 2"]
-    world.capture.settle()
+    world.capture.wait_copied()
     assert world.device.said() == ["query 1", "hold 2"]
     world.device.arrive()
-    world.capture.settle()
+    world.capture.wait_copied()
     assert world.device.said() == ["query 1", "query 2", "publish", "hold 2"]
     world.device.arrive()
-    world.capture.settle()
+    world.capture.wait_copied()
     assert world.device.said() == ["query 2", "publish"]
     world.writer.flush(TIMEOUT_S)
     assert world.bodies(0, 1) == [{1}, {2}]
@@ -153,10 +153,10 @@ def test_a_record_is_in_the_ring_whole_or_not_at_all(world: World) -> None:
     head = world.writer.copied
     world.record(0)
     world.capture.record("s0.F", RecordKey(1, 0, 0), torch.ones(4, dtype=torch.uint8), now=True, keep=False)
-    world.capture.settle()
+    world.capture.wait_copied()
     assert world.writer.copied == head  # what is copied already stands behind what is not
     world.device.arrive()
-    world.capture.settle()
+    world.capture.wait_copied()
     eventually(lambda: world.writer.copied == world.writer._producer.reserved)
     world.writer.flush(TIMEOUT_S)
     assert world.bodies(0, 1) == [{1}, {1}]
@@ -169,7 +169,7 @@ def test_nothing_overtakes(world: World) -> None:
     world.record(1)
     world.device._copies.rotate(-1)
     world.device.arrive()
-    world.capture.settle()
+    world.capture.wait_copied()
     assert world.writer.copied == head
     world.device.arrive()
     world.writer.flush(TIMEOUT_S)
@@ -180,18 +180,18 @@ def test_what_may_change_after_the_call_is_held_at_once(world: World) -> None:
     tensor = world.record(0, now=True)
     assert world.device.said() == ["follow", "copy 1", "mark 1", "hold 1"]
     tensor.add_(1)
-    world.capture.settle()
+    world.capture.wait_copied()
 
 
 def test_a_change_in_place_before_the_settling_is_said_and_one_after_it_is_fine(world: World) -> None:
     tensor = world.record(0)
-    world.capture.settle()
+    world.capture.wait_copied()
     tensor.add_(1)
-    world.capture.settle()
+    world.capture.wait_copied()
     tensor = world.record(1)
     tensor.add_(1)
     with pytest.raises(UsageError, match=r"^s0\.F step 1 .* changed in place"):
-        world.capture.settle()
+        world.capture.wait_copied()
     tensor = world.record(2)
     tensor.add_(1)
     for _ in range(3):
@@ -266,7 +266,7 @@ def test_the_memory_is_given_back() -> None:
 def test_a_writer_that_is_closed_without_a_flush_leaves_nothing_half(world: World) -> None:
     world.record(0)
     head = world.writer._memory.load(Word.HEAD)
-    world.capture.settle()
+    world.capture.wait_copied()
     assert world.writer._memory.load(Word.HEAD) == head
 
 

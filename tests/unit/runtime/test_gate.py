@@ -34,7 +34,7 @@ class Log:
     def __init__(self) -> None:
         self.streams: dict[str, dict[RecordKey, torch.Tensor]] = {}
 
-    def settle(self) -> None: ...
+    def wait_copied(self) -> None: ...
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, **_: object) -> None:
         self.streams.setdefault(stream, {})[key] = tensor.clone()

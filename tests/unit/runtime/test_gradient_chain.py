@@ -100,7 +100,7 @@ def test_gradients_have_the_bits_of_one_process(
         sums = line.pass_up(
             parameters(), [[a for mb in each[place] for a in mine[mb][index]] for index in range(len(SHAPES))]
         )
-        post.settle()
+        post.wait_sent()
         return sums
 
     sums = in_parallel(count, one)[-1]
@@ -130,7 +130,7 @@ def test_weights_go_down_bit_for_bit(count: int, bucket: int) -> None:
         post = Post(LocalWire(network, place))
         with torch.no_grad():
             GradientChain(post, ranks, place, nothing, bucket).pass_down(mine)
-        post.settle()
+        post.wait_sent()
         return mine
 
     for received in in_parallel(count, one):
@@ -168,7 +168,7 @@ def test_over_gloo(count: int) -> None:
                 mine = [gradients(step, mb) for mb in each[rank]]
                 sums = line.pass_up(like, [[of[n] for of in mine] for n in range(len(like))])
             found.append([total.clone() for total in sums if total is not None])
-        post.settle()
+        post.wait_sent()
         return found
 
     (*_, sums) = in_parallel(count, one)

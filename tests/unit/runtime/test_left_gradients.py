@@ -44,7 +44,7 @@ class Trainer:
         self.left.begin([self.weight])
         self.optimizer.zero_grad()
         self.backward(step)
-        self.left.put_back([self.weight])
+        self.left.restore([self.weight])
 
     def begins_again(self) -> "Trainer":
         """In another process, by what this one's state holds."""
@@ -199,7 +199,7 @@ def test_what_a_dropped_step_has_shown_is_news_when_it_is_done_again() -> None:
     assert not survivor.left.news()
     survivor.left.begin([survivor.weight])
     survivor.update()
-    survivor.left.put_back([survivor.weight])
+    survivor.left.restore([survivor.weight])
     replacement = survivor.begins_again()
     for trainer in (survivor, replacement):
         trainer.step(1)

@@ -38,7 +38,7 @@ class Ring:
             self.copied = self.end
         return self.end
 
-    def settle(self) -> None:
+    def wait_copied(self) -> None:
         self.copied = self.end
 
 
@@ -101,7 +101,7 @@ def test_a_lent_tensor_is_kept_until_it_is_copied(channel: Channel, ring: Ring) 
     ring.copied = 100
     channel.sent(1, FORWARD, 2, 0, torch.ones(4))
     assert [one.key.microbatch for one in lent(channel)] == [1, 2]
-    channel.settle()
+    channel.wait_copied()
     assert not lent(channel)
     assert ring.copied == ring.end
 
@@ -114,7 +114,7 @@ def test_a_change_in_place_is_said_in_one_line(channel: Channel) -> None:
     with pytest.raises(
         UsageError, match=r"^s1\.F step 7 microbatch 5 slot 256: .* changed in place .*clone\(\)\)$"
     ):
-        channel.settle()
+        channel.wait_copied()
 
 
 def test_a_step_that_is_dropped_is_waited_for_and_not_judged(channel: Channel, ring: Ring) -> None:
@@ -123,4 +123,4 @@ def test_a_step_that_is_dropped_is_waited_for_and_not_judged(channel: Channel, r
     tensor += 1
     channel.drop_step()
     assert ring.copied == ring.end
-    channel.settle()
+    channel.wait_copied()

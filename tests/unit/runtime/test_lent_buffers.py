@@ -25,7 +25,7 @@ def gradients(
         if lends:
             kept.lend()
         theirs.append(module(other).square().sum())
-        kept.put_back()
+        kept.restore()
     for loss in own:
         loss.backward()
     found = [p.grad.clone() for p in module.parameters() if p.grad is not None]
@@ -69,7 +69,7 @@ def test_buffers_that_share_memory_share_it_while_they_are_lent() -> None:
     assert torch.equal(module.row, torch.tensor([13.0, 14.0, 15.0]))
     assert torch.equal(module.turned, torch.tensor([[11.0, 14.0], [12.0, 15.0]]))
     assert module.turned.stride() == table.T[1:].stride()
-    kept.put_back()
+    kept.restore()
     assert module.table is table
     assert torch.equal(table, torch.arange(6.0).reshape(2, 3))
     assert torch.equal(module.row, torch.tensor([3.0, 4.0, 5.0]))
@@ -84,4 +84,4 @@ def test_what_autograd_follows_is_not_lent() -> None:
     kept.keep()
     kept.lend()
     assert module.scaled is scaled
-    kept.put_back()
+    kept.restore()

@@ -238,7 +238,7 @@ class TestADroppedStep:
         part.cache = torch.ones(1)
         model.rate = 0.5
         assert kept.changed
-        kept.put_back()
+        kept.restore()
         assert told(part) == before
         assert part.mean is mean
         assert part.stats["best"] is best
@@ -253,7 +253,7 @@ class TestADroppedStep:
         change(model.part)
         kept.forget()
         after = told(model.part)
-        kept.put_back()
+        kept.restore()
         assert told(model.part) == after
 
     @pytest.mark.parametrize("place", ["count", "mean", "table", "bank", "past", "best"])
@@ -272,7 +272,7 @@ class TestADroppedStep:
             case _:
                 getattr(part, place)[0] = 1
         assert kept.changed
-        kept.put_back()
+        kept.restore()
         assert told(part) == told(Part())
 
     def test_not_a_number_is_no_change(self) -> None:
@@ -289,7 +289,7 @@ class TestADroppedStep:
         kept.keep()
         model.part.linear.bias.requires_grad_(True)
         model.part.linear.weight.requires_grad_(False)
-        kept.put_back()
+        kept.restore()
         assert not model.part.linear.bias.requires_grad
         assert model.part.linear.weight.requires_grad
 
@@ -302,7 +302,7 @@ class TestADroppedStep:
             model.part.linear.weight += 1
         after = model.part.linear.weight.clone()
         assert not kept.changed
-        kept.put_back()
+        kept.restore()
         assert torch.equal(model.part.linear.weight, after)
 
     def test_parameters_are_kept_where_that_is_asked_for(self) -> None:
@@ -314,7 +314,7 @@ class TestADroppedStep:
             model.part.linear.weight += 1
         besides += 1
         assert kept.changed
-        kept.put_back()
+        kept.restore()
         assert torch.equal(model.part.linear.weight, before)
         assert besides.tolist() == [0.0, 0.0]
 
@@ -331,7 +331,7 @@ class TestADroppedStep:
         kept.keep()
         assert kept._copies[id(model.part.mean)] is not first
         model.part.mean[0] = 2
-        kept.put_back()
+        kept.restore()
         assert model.part.mean[0] == 1
 
     def test_a_tensor_that_was_resized_has_its_shape_again(self) -> None:
@@ -342,7 +342,7 @@ class TestADroppedStep:
         with torch.no_grad():
             model.part.mean.resize_(5).fill_(1)
         assert kept.changed
-        kept.put_back()
+        kept.restore()
         assert model.part.mean is mean
         assert mean.tolist() == [0.0, 0.0]
 
@@ -353,6 +353,6 @@ class TestADroppedStep:
         kept = KeptModules([model])
         kept.keep()
         ring.append(2)
-        kept.put_back()
+        kept.restore()
         assert model.part.stats["one"] is model.part.stats["two"] is ring
         assert ring == [1]

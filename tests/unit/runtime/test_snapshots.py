@@ -99,7 +99,9 @@ class Job:
     def take(self, generation: int = 1) -> None:
         with ThreadPoolExecutor(RANKS) as threads:
             ends = [
-                threads.submit(rank.take, generation, self.assignment, dict.fromkeys(range(RANKS), "a"))
+                threads.submit(
+                    rank.take_snapshot, generation, self.assignment, dict.fromkeys(range(RANKS), "a")
+                )
                 for rank in self.ranks
             ]
         if errors := [error for end in ends if (error := end.exception())]:

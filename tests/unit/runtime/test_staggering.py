@@ -95,7 +95,7 @@ class Rank:
     def step(self, *, norm: float | None = None, waits_next: bool = False) -> Task:
         """One that goes on without its vote, which is under way then."""
         self.staggering.begin_step()
-        self.staggering.settle()
+        self.staggering.wait_vote()
         assert self.updates.ahead
         if norm is not None:
             self.staggering.norm(torch.tensor(norm**2 - 9.0), 2.0, 10.0)
@@ -113,7 +113,7 @@ def test_a_step_is_settled_in_the_next_one() -> None:
     rank.staggering.begin_step()
     assert not first.asked, "the next step does not wait at its begin"
     first.done = True
-    rank.staggering.settle()
+    rank.staggering.wait_vote()
     assert rank.phases == [("settle", 0)]
     assert rank.member.version == 1
     assert rank.updates.ahead
@@ -132,7 +132,7 @@ def test_until_then_it_can_be_either_version() -> None:
     assert rank.staggering.standing(Standing(version=1)) == wanted
     task.error = RuntimeError("a rank is lost")
     with pytest.raises(RuntimeError, match="a rank is lost"):
-        rank.staggering.settle()
+        rank.staggering.wait_vote()
     assert rank.staggering.standing(Standing(version=1)) == wanted
     assert rank.staggering.take_back(0)
     assert rank.phases[-1] == ("take_back", 0)
@@ -156,7 +156,7 @@ def test_a_step_that_had_to_be_clipped_is_no_version_to_stay_at(norm: float) -> 
     offered = rank.staggering.standing(Standing(version=1))
     assert (offered.version, offered.undo_to, offered.forward_to) == (None, 0, None)
     with pytest.raises(Misspeculated, match="step 0 is done again: the norm of its gradients is"):
-        rank.staggering.settle()
+        rank.staggering.wait_vote()
     assert rank.staggering.take_back(0)
     assert rank.witness.forgot, "step 1 has been seen with weights that never were"
 
@@ -198,7 +198,7 @@ def test_it_waits_until_norms_are_calm() -> None:
     assert not rank.staggering.waits()
     rank.step(norm=11.0).done = True
     with pytest.raises(Misspeculated):
-        rank.staggering.settle()
+        rank.staggering.wait_vote()
     for _ in range(2 * CALM_STEPS):
         assert rank.staggering.waits()
         rank.staggering.clipped(torch.tensor(5.0), 10.0)
@@ -219,7 +219,7 @@ def test_what_all_have_agreed_holds_for_the_step_under_way() -> None:
     rank.step(waits_next=True).done = True
     rank.staggering.begin_step()
     assert rank.updates.ahead, "as far as is known"
-    rank.staggering.settle()
+    rank.staggering.wait_vote()
     assert not rank.updates.ahead
     assert rank.staggering.standing(Standing(version=1)) == Standing(version=1)
     assert not rank.staggering.take_back(1), "nobody goes back to it"
@@ -246,7 +246,7 @@ def test_replicas_that_do_not_step_alike_are_told_so() -> None:
     pending.ballot[4] = -2.0
     rank.staggering.begin_step()
     with pytest.raises(UsageError, match="in step 0 optimizers have stepped"):
-        rank.staggering.settle()
+        rank.staggering.wait_vote()
 
 
 def test_a_norm_that_was_kept_from_a_step_that_is_gone_ends_no_job() -> None:

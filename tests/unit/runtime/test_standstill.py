@@ -10,22 +10,22 @@ LIMIT_S = 10.0
 
 def test_what_counts_as_standing_still() -> None:
     still = Stillness(LIMIT_S, 0.0, (0, 0), 5.0)
-    assert not still.look(9.0, (0, 0), 5.1)
-    assert still.look(10.0, (0, 0), 5.1)
+    assert not still.observe(9.0, (0, 0), 5.1)
+    assert still.observe(10.0, (0, 0), 5.1)
 
 
 def test_whoever_moves_has_the_whole_time_again() -> None:
     still = Stillness(LIMIT_S, 0.0, (0, 0), 0.0)
-    assert not still.look(9.0, (0, 1), 0.0)
-    assert not still.look(18.0, (0, 1), 0.0)
-    assert still.look(19.0, (0, 1), 0.0)
+    assert not still.observe(9.0, (0, 1), 0.0)
+    assert not still.observe(18.0, (0, 1), 0.0)
+    assert still.observe(19.0, (0, 1), 0.0)
 
 
 def test_whoever_computes_is_not_still() -> None:
     still = Stillness(LIMIT_S, 0.0, 0, 0.0)
-    assert not still.look(10.0, 0, 8.0)
-    assert not still.look(19.0, 0, 8.0)
-    assert still.look(20.0, 0, 8.1)
+    assert not still.observe(10.0, 0, 8.0)
+    assert not still.observe(19.0, 0, 8.0)
+    assert still.observe(20.0, 0, 8.1)
 
 
 def test_a_wait_of_the_trainers_is_refused_with_its_line() -> None:

@@ -118,7 +118,7 @@ def recorded(asks: Asks, own: torch.Tensor, *, all_of_it: bool = True) -> tuple[
     rank = Side(Peers())
     rank.tape.record(all_of_it=all_of_it)
     out = [each.clone() for each in rank.does(asks, own.clone())]
-    return out, *rank.tape.take()
+    return out, *rank.tape.drain()
 
 
 def numbers(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -166,7 +166,7 @@ def test_strides_and_the_order_of_collectives_are_kept() -> None:
     rank, groups = Side(Peers()), ("data", "world", "data")
     rank.tape.record(all_of_it=True)
     out = [rank.does(reduced, numbers().t() * place, name)[0] for place, name in enumerate(groups)]
-    given, kept = rank.tape.take()
+    given, kept = rank.tape.drain()
     assert list(kept) == [("data", 0), ("world", 0), ("data", 1)]
     assert list(given) == [
         Seen(GIVEN, 0, number, 0, name) for name, number in (("data", 0), ("world", 0), ("data", 1))
@@ -184,7 +184,7 @@ def test_what_is_kept_is_not_what_the_rank_goes_on_to_change() -> None:
     own = numbers()
     rank.does(reduced, own)
     own.zero_()
-    _, kept = rank.tape.take()
+    _, kept = rank.tape.drain()
     assert kept["data", 0][0].any()
 
 
@@ -241,4 +241,4 @@ def test_a_step_that_is_not_recorded_is_carried_out_as_if_there_were_no_tape() -
     assert rank.tape.around("data", run) is not run
     rank.tape.stop()
     assert rank.tape.around("data", run) is run
-    assert rank.tape.take() == ({}, {})
+    assert rank.tape.drain() == ({}, {})

@@ -114,7 +114,7 @@ def test_a_channel_that_nobody_has_opened_logs_nothing_in_silence() -> None:
     channel.watch(None)
     for call in (
         lambda: channel.sent(0, FORWARD, 0, 0, torch.ones(1)),
-        channel.settle,
+        channel.wait_copied,
         channel.drop_step,
     ):
         with pytest.raises(AssertionError, match=r"Channel\.open was not called"):

@@ -23,7 +23,7 @@ class Still:
 
     replaying = False
 
-    def settle(self) -> None: ...
+    def wait_copied(self) -> None: ...
 
 
 def ignored(*_: object, **__: object) -> None: ...
@@ -79,7 +79,9 @@ class Unstaggered:
 
     def __init__(self) -> None:
         self.lasts = SimpleNamespace(bind=ignored)
-        self.settle = self.begin_step = self.forget = self.agreed = self.clipped = ignored
+        self.wait_copied = self.wait_vote = self.begin_step = self.forget = self.agreed = self.clipped = (
+            ignored
+        )
 
     def blamed(self, error: Exception) -> Exception:
         return error

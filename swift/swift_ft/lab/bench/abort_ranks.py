@@ -56,7 +56,7 @@ class Group:
         self.entered.set()
         self.connections = self.fabric.connect(self.store, own, size, CONNECT_TIMEOUT)
         self.circuit = self.connections.circuit(range(size), 0, "all")
-        self.fabric.settle()
+        self.fabric.finish_connecting()
 
     def half_connect(self, own: int, size: int) -> None:
         """Others find this member in the store, and it never connects: it waits until it is lost."""

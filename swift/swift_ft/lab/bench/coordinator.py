@@ -115,7 +115,7 @@ def phase(pid: int, processes: "Sequence[Members]", order: str, **fields: Any) -
     began, used = time.monotonic(), cpu_s(pid)
     for process in processes:
         process.tell(order=order, **fields)
-    answers = [process.hear() for process in processes]
+    answers = [process.receive() for process in processes]
     return {
         "s": round(time.monotonic() - began, 3),
         "cpu_s": round(cpu_s(pid) - used, 3),
@@ -186,7 +186,7 @@ class Members:
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """ServiceError: it has ended, or its members have not come to the end of the phase."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()

@@ -103,7 +103,7 @@ class Rank:
         except BrokenPipeError:
             raise ServiceError("a process of the benchmark is gone; its output stands above") from None
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -113,7 +113,7 @@ class Rank:
 
     def ask(self, **command: Any) -> dict[str, Any]:
         self.tell(**command)
-        return self.hear()
+        return self.receive()
 
 
 @contextmanager
@@ -196,8 +196,8 @@ class Bench:
                 admin.fence(self._server.address, job, GENERATION, TIMEOUT_S)
             self._load = stack.enter_context(Rank("load", {"address": self._server.address}))
             self._trainer = stack.enter_context(Rank("trainer", {**config, "address": self._server.address}))
-        self._load.hear()
-        self.about = self._trainer.hear()
+        self._load.receive()
+        self.about = self._trainer.receive()
         self._steps = max(2, round(slice_s / self.about["step_s"]))
         self.bytes_per_step = RECORDS * int(self.about["record_bytes"])
 

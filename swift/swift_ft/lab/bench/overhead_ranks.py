@@ -49,9 +49,9 @@ class Writing:
         pid = self.writer.pid
         return 0.0 if pid is None else time.clock_gettime((~pid << 3) | 2)
 
-    def settle(self) -> None:
+    def before_optimizer(self) -> None:
         """As the engine does it before the optimizer."""
-        self._capture.settle()
+        self._capture.wait_copied()
 
 
 # --- what a step's boundary tensors are given to ---
@@ -63,7 +63,7 @@ class Logger(Protocol):
     def log(self, step: int, number: int, tensor: Tensor) -> None:
         """(in the trainer's thread) One boundary tensor."""
 
-    def settle(self) -> None:
+    def before_optimizer(self) -> None:
         """The optimizer's step comes."""
 
     def cpu_s(self) -> float:
@@ -86,8 +86,8 @@ class ToLog:
         stream = "s1.B" if number % 2 else "s0.F"
         self._writing.log(stream, RecordKey(step, number // 2, 0), tensor)
 
-    def settle(self) -> None:
-        self._writing.settle()
+    def before_optimizer(self) -> None:
+        self._writing.before_optimizer()
 
     def cpu_s(self) -> float:
         return self._writing.cpu_s()
@@ -108,7 +108,7 @@ class Nothing:
     def log(self, step: int, number: int, tensor: Tensor) -> None:
         pass
 
-    def settle(self) -> None:
+    def before_optimizer(self) -> None:
         pass
 
     def cpu_s(self) -> float:
@@ -188,7 +188,7 @@ class Training:
             if logger is not None:
                 logger.log(number, 2 * microbatch + 1, gradient)
         if logger is not None:
-            logger.settle()
+            logger.before_optimizer()
         self._optimizer.step()
 
 

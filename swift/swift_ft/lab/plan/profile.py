@@ -210,10 +210,10 @@ class Profile:
 def parse(text: str | bytes) -> Profile:
     """The profile that a document describes. UsageError: it does not, in one line."""
     fields = _Fields(parse_json(text), "")
-    version = fields.take("profile")
+    version = fields.pop("profile")
     if version != FORMAT or isinstance(version, bool):
         raise UsageError(f"profile: must be {FORMAT}, the version of the format, not {_shown(version)}")
-    stages = _whole(fields.take("stages"), "stages", 1, STAGES_MAX)
+    stages = _whole(fields.pop("stages"), "stages", 1, STAGES_MAX)
     values = {**_head(fields, stages), **_services(fields, stages)}
     of_stage = _machines(fields.part("machines"), stages)
     machines = max((m for m in of_stage if isinstance(m, int)), default=0) + 1
@@ -223,7 +223,7 @@ def parse(text: str | bytes) -> Profile:
     parallel = fields.part("parallel", needed=False)
     if parallel is not None:
         values["parallel"] = Parallel(
-            copies_max=parallel.take("copies_max"),
+            copies_max=parallel.pop("copies_max"),
             gradient_bytes=parallel.spread("gradient_bytes", stages, "stage"),
         )
         parallel.end()
@@ -236,31 +236,31 @@ def parse(text: str | bytes) -> Profile:
 
 def _head(fields: "_Fields", stages: int) -> dict[str, Any]:
     return {
-        "name": fields.take("name"),
-        "source": fields.take("source", ""),
-        "microbatches": fields.take("microbatches"),
+        "name": fields.pop("name"),
+        "source": fields.pop("source", ""),
+        "microbatches": fields.pop("microbatches"),
         "forward_s": fields.spread("forward_s", stages, "stage"),
         "backward_s": fields.spread("backward_s", stages, "stage"),
         "update_s": fields.spread("update_s", stages, "stage") if fields.has("update_s") else None,
-        "step_s": fields.take("step_s", None),
+        "step_s": fields.pop("step_s", None),
         "forward_bytes": fields.spread("forward_bytes", stages - 1, "boundary"),
         "backward_bytes": fields.spread("backward_bytes", stages - 1, "boundary"),
-        "other_bytes": fields.take("other_bytes", 0),
-        "network_bytes_per_s": fields.take("network_bytes_per_s", None),
-        "fixed_s": fields.take("fixed_s", 0.0),
+        "other_bytes": fields.pop("other_bytes", 0),
+        "network_bytes_per_s": fields.pop("network_bytes_per_s", None),
+        "fixed_s": fields.pop("fixed_s", 0.0),
     }
 
 
 def _services(fields: "_Fields", stages: int) -> dict[str, Any]:
     log, checkpoint = fields.part("log"), fields.part("checkpoint")
     values = {
-        "log_write_bytes_per_s": log.take("write_bytes_per_s"),
-        "log_read_bytes_per_s": log.take("read_bytes_per_s"),
-        "log_copy_bytes_per_s": log.take("copy_bytes_per_s", None),
-        "checkpoint_interval_steps": checkpoint.take("interval_steps"),
+        "log_write_bytes_per_s": log.pop("write_bytes_per_s"),
+        "log_read_bytes_per_s": log.pop("read_bytes_per_s"),
+        "log_copy_bytes_per_s": log.pop("copy_bytes_per_s", None),
+        "checkpoint_interval_steps": checkpoint.pop("interval_steps"),
         "checkpoint_bytes": checkpoint.spread("bytes", stages, "stage"),
-        "checkpoint_bytes_per_s": checkpoint.take("bytes_per_s"),
-        "checkpoint_stall_s": checkpoint.take("stall_s", None),
+        "checkpoint_bytes_per_s": checkpoint.pop("bytes_per_s"),
+        "checkpoint_stall_s": checkpoint.pop("stall_s", None),
     }
     log.end()
     checkpoint.end()
@@ -270,13 +270,13 @@ def _services(fields: "_Fields", stages: int) -> dict[str, Any]:
 def _machines(fields: "_Fields", stages: int) -> tuple[Any, ...]:
     """Of every stage, either as it is written or a whole number of stages to a machine."""
     if fields.has("of_stage"):
-        of_stage = fields.take("of_stage")
+        of_stage = fields.pop("of_stage")
         fields.end()
         if not isinstance(of_stage, list):
             raise UsageError(f"machines.of_stage: must be a list of machines, not {_shown(of_stage)}")
         return tuple(of_stage)
-    count = _whole(fields.take("count"), "machines.count", 1, MACHINES_MAX)
-    ranks = _whole(fields.take("ranks_per_machine"), "machines.ranks_per_machine", 1, STAGES_MAX)
+    count = _whole(fields.pop("count"), "machines.count", 1, MACHINES_MAX)
+    ranks = _whole(fields.pop("ranks_per_machine"), "machines.ranks_per_machine", 1, STAGES_MAX)
     fields.end()
     if count * ranks != stages:
         raise UsageError(
@@ -301,7 +301,7 @@ class _Fields:
     def has(self, name: str) -> bool:
         return name in self._values
 
-    def take(self, name: str, default: Any = _MISSING) -> Any:
+    def pop(self, name: str, default: Any = _MISSING) -> Any:
         value = self._values.pop(name, default)
         if value is _MISSING:
             raise UsageError(f"{self._where}{name}: is missing")
@@ -311,7 +311,7 @@ class _Fields:
 
     def spread(self, name: str, count: int, of: str = "") -> tuple[Any, ...]:
         """A list with an entry for every `of` (unchecked if that is empty), or one number for all of its entries."""
-        value = self.take(name)
+        value = self.pop(name)
         if isinstance(value, list):
             if of:
                 _length(value, f"{self._where}{name}", count, of)
@@ -325,7 +325,7 @@ class _Fields:
     def part(self, name: str, *, needed: bool = True) -> Any:
         if not needed and name not in self._values:
             return None
-        return _Fields(self.take(name), f"{self._where}{name}")
+        return _Fields(self.pop(name), f"{self._where}{name}")
 
     def only(self) -> Cap:
         if len(self._values) != 1:

@@ -125,17 +125,17 @@ def test_plans_are_kept_as_json() -> None:
     plans.ahead()
     text = json.dumps(plans.document())
     again = Plans(of, losses=2)
-    again.take(json.loads(text))
+    again.load(json.loads(text))
     for total in range(3):
         for counts in all_counts(3, total, 1):
             assert again.of(counts).step == plans.of(counts).step
     assert json.dumps(again.document()) == text
     with pytest.raises(ValueError, match="of another job"):
-        Plans(replace(of, microbatches=3), losses=2).take(json.loads(text))
+        Plans(replace(of, microbatches=3), losses=2).load(json.loads(text))
     document = json.loads(text)
     document[0]["counts"] = [1, 1, 1]
     with pytest.raises(ValueError, match="lacks"):
-        Plans(of, losses=2).take(document)
+        Plans(of, losses=2).load(document)
 
 
 def test_a_loss_is_moved_if_that_pays() -> None:

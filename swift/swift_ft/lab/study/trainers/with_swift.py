@@ -22,7 +22,7 @@ class Parts(nn.Module):
         super().__init__()
         self.ranks = nn.Parameter(torch.zeros(RANKS))
 
-    def take(self, rank: int) -> None:
+    def capture(self, rank: int) -> None:
         """(before the reduction)"""
         self.ranks.grad = nn.functional.one_hot(torch.tensor(rank), RANKS).float()
 
@@ -52,7 +52,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss = task.loss(model, tasks.batch_of(task, told.seed, step, session.dp_rank))
         loss.backward()  # type: ignore[no-untyped-call]
-        parts.take(session.dp_rank)
+        parts.capture(session.dp_rank)
         optimizer.step()
         told.stepped(session.dp_rank, step, loss.item(), parts.told())
 
