@@ -543,8 +543,8 @@ class Channel:
     the trainer computes, and it is kept alive. That is safe because torch's own asynchronous send has lent it just
     the same, and because everything that may overwrite it waits in `wait_copied`: the next call of the schedule
     (receive buffers, of which an activation may be a view), the optimizer (a stage may send a view of a parameter),
-    the end of a step. A trainer that changes a tensor in place meanwhile is found by its version counter. Everything else
-    is copied at once, by the trainer's thread: external inputs and targets, which a module or a loader may change
+    the end of a step. A trainer that changes a tensor in place meanwhile is found by its version counter. Everything
+    else is copied at once, by the trainer's thread: external inputs and targets, which a module or a loader may change
     in place, and are small, and results of collectives, which the trainer gets to keep.
     """
 
