@@ -2,6 +2,7 @@
 
 import copy
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,10 @@ class Noisy(Dataset[Any]):
 
 
 class Data:
+    there: "weakref.WeakSet[Data]" = weakref.WeakSet()
+
     def __init__(self, eager: bool, length: int = 12, **options: Any) -> None:
+        self.there.add(self)
         self.loader = DataLoader(Noisy(length), batch_size=4, **options)
         self.epoch = self.position = 0
         self.eager = eager
@@ -66,6 +70,10 @@ class Data:
 def afterwards() -> Any:
     yield
     torch_private.let_go()
+    # Freed one by one, iterators end their workers at once. The collector of cycles ends the queues to the workers
+    # first, and torch waits 5 s for each of them.
+    for data in list(Data.there):
+        data.it = data.loader._iterator = None
 
 
 def make(
