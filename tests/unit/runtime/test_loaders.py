@@ -4,7 +4,7 @@ import copy
 import random
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ class Noisy(Dataset[Any]):
 
 
 class Data:
-    there: "weakref.WeakSet[Data]" = weakref.WeakSet()
+    there: ClassVar["weakref.WeakSet[Data]"] = weakref.WeakSet()
 
     def __init__(self, eager: bool, length: int = 12, **options: Any) -> None:
         self.there.add(self)
