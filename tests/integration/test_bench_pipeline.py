@@ -9,6 +9,7 @@ from swift_ft.lab.drill.topology import MODELS
 LOOP = "loop of the session"
 
 
+@pytest.mark.matrix
 def test_a_part_that_is_made_slower_shows_in_that_part() -> None:
     size = Size(model=MODELS["tiny"], goal=1.0)
     (found,) = measure(size, rounds=1, slice_steps=3, stages=2, burned=LOOP)

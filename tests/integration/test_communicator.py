@@ -251,10 +251,10 @@ def test_a_loss_in_a_collective_is_seen_by_all_alike(
     "where",
     [
         "agree:after",
-        "shrink:before",
         *(
             pytest.param(where, marks=MATRIX)
             for where in (
+                "shrink:before",
                 "agree:before",
                 "revoke:before",
                 "revoke:after",

@@ -12,7 +12,7 @@ MATRIX = pytest.mark.matrix
 EVERY, STEP = 5, KILL_STEP
 SHAPES = ((1, 2), (1, 4), (2, 2), (4, 2))
 PHASES = ("forward", "backward", "reduce", "optimizer", "idle")
-SHOWN = [(1, 2, "optimizer"), (2, 2, "backward")]
+SHOWN = [(2, 2, "backward")]
 
 
 def reinit(stages: int, replicas: int, *words: str) -> list[str]:

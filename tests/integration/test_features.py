@@ -16,7 +16,9 @@ STEPS = 8
     ("mode", "fault"),
     [
         ("traced", {"rank": 1, "step": 4, "microbatch": 1, "phase": "backward"}),
-        ("manual", {"rank": 1, "step": 5, "microbatch": 2, "phase": "forward"}),
+        pytest.param(
+            "manual", {"rank": 1, "step": 5, "microbatch": 2, "phase": "forward"}, marks=pytest.mark.matrix
+        ),
     ],
 )
 def test_features(mode: str, fault: dict[str, Any], forks: Forks, tmp_path: Path) -> None:

@@ -12,7 +12,13 @@ STEPS = LOST + 2
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("rank", "at"), [(0, "load"), (1, "loaded")], ids=["a survivor", "the replacement"])
+@pytest.mark.parametrize(
+    ("rank", "at"),
+    [
+        pytest.param(0, "load", id="a survivor"),
+        pytest.param(1, "loaded", id="the replacement", marks=pytest.mark.matrix),
+    ],
+)
 def test_all_go_back_again(rank: int, at: str, tmp_path: Path) -> None:
     first = {"rank": 1, "step": LOST, "what": "die when told"}
     second = {"rank": rank, "at": at, "what": "kill", "behind": 0}

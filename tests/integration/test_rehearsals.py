@@ -180,6 +180,7 @@ def test_a_recovery_ends_a_rehearsal_and_has_the_bits_of_a_run_that_never_failed
         assert run["digests"][name] == twin["digests"][name]
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(240)
 def test_a_drill_reports_its_rehearsals(tmp_path: Path) -> None:
     """Of stages that take their time: the run is longer than a rehearsal."""

@@ -18,7 +18,7 @@ MATRIX = pytest.mark.matrix
     ("habit", "rank"),
     [
         ("alternates", 1),
-        ("scaled:1:3:1e38", 2),
+        pytest.param("scaled:1:3:1e38", 2, marks=MATRIX),
         *(pytest.param("alternates", rank, marks=MATRIX) for rank in (0, 2)),
         *(pytest.param("ramps", rank, marks=MATRIX) for rank in (0, 1, 2)),
         *(pytest.param("scaled:0:3:1e38", rank, marks=MATRIX) for rank in (0, 1)),
@@ -33,6 +33,7 @@ def test_a_stage_is_replayed(habit: str, rank: int, tmp_path: Path) -> None:
     check_bits(outcome, (3, 1), set(), tmp_path, habit)
 
 
+@MATRIX
 @pytest.mark.timeout(240)
 def test_wait_free_updates_divide_by_the_microbatches_of_the_schedule_that_runs(tmp_path: Path) -> None:
     words = ("session", STEPS, 2, 2, "applies")

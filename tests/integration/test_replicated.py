@@ -23,7 +23,9 @@ def run(directory: Path, mode: str, faults: list[dict[str, Any]], code_wanted: i
     [
         ("plain", {"rank": 1, "step": 5, "phase": "optimizer"}),
         pytest.param("ddp", {"rank": 0, "step": 4, "phase": "reduce"}, marks=pytest.mark.matrix),
-        ("wait_free", {"rank": 1, "step": 4, "phase": "update", "beside": [0]}),
+        pytest.param(
+            "wait_free", {"rank": 1, "step": 4, "phase": "update", "beside": [0]}, marks=pytest.mark.matrix
+        ),
     ],
 )
 def test_a_replica_gives_its_state(mode: str, fault: dict[str, Any], forks: Forks, tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ def test_a_helper_is_killed(twins: Twins, tmp_path: Path) -> None:
     assert 1 in begun[0]["helpers"]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("rank", [0, 2])
 def test_what_trainers_do(rank: int, tmp_path: Path) -> None:
     """Autocast, checkpointed blocks, frozen, strided and sometimes unused parameters, inputs for every stage."""
     twin = run_trainer(tmp_path / "twin", "helping.py", "stages", 8, ranks=4, faults=[])

@@ -26,6 +26,7 @@ def children() -> set[str]:
     return {line for line in found.splitlines() if "swift_ft.lab.study.trainers" in line}
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
 def test_a_study_that_is_stopped_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "study"

@@ -115,7 +115,7 @@ FAIL = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "mode",
-    [mode if mode in ("patches", "killed") else pytest.param(mode, marks=MATRIX) for mode in FAIL],
+    [mode if mode == "patches" else pytest.param(mode, marks=MATRIX) for mode in FAIL],
 )
 def test_what_is_not_as_it_was_is_not_used_and_after_three_there_are_no_more(
     mode: str, forks: Forks, tmp_path: Path
