@@ -1,18 +1,14 @@
-"""`swift-ft plan --adaptive`: the table, the document, the drawing, and what is refused."""
+"""`swift-ft plan --adaptive`: the table, the document, and what is refused."""
 
 import json
-import re
-import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
-from swift_ft.lab.plan import adaptive, rerouted
+from swift_ft.lab.plan import rerouted
 from swift_ft.lab.plan.command import main
-from swift_ft.planner.schedule import Costs, plan_step
-from tests.unit.recovery.adaptive.works import one_each
+from swift_ft.planner.schedule import Costs
 
 SIZE = ["--adaptive", "--stages", "3", "--replicas", "3", "--microbatches", "4"]
 
@@ -30,8 +26,8 @@ def request(**changes: Any) -> rerouted.Request:
 
 
 def test_it_prints_a_table_and_writes_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, drawing = tmp_path / "plan.json", tmp_path / "plan.svg"
-    assert main([*SIZE, "--json", str(out), "--svg", str(drawing)]) == 0
+    out = tmp_path / "plan.json"
+    assert main([*SIZE, "--json", str(out)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "3 stages, 3 replicas, 4 microbatches each; a step without losses takes 18"
     head = next(n for n, line in enumerate(shown) if line.startswith("losses"))
@@ -44,11 +40,10 @@ def test_it_prints_a_table_and_writes_the_rest(tmp_path: Path, capsys: pytest.Ca
     document = json.loads(out.read_text())
     assert [row["losses"] for row in document["rows"]] == [0, 1, 2]
     assert [row["dropped"] for row in document["rows"]] == [1, 2 / 3, 1 / 3]
-    assert drawing.read_text().startswith("<svg")
 
 
 def test_more_freedom_is_more_throughput_and_none_exceeds_its_bound() -> None:
-    document, _ = rerouted.build_rerouted(request())
+    document = rerouted.build_rerouted(request())
     for row in document["rows"]:
         ways = row["ways"]
         assert all(way["throughput"] <= way["throughput_bound"] + 1e-9 for way in ways.values())
@@ -85,31 +80,6 @@ def test_a_loss_is_moved_where_that_pays(capsys: pytest.CaptureFixture[str], tmp
     assert "instead of" not in capsys.readouterr().out
 
 
-def test_what_is_exact_is_shown_beside_it(capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("highspy")
-    small = ["--adaptive", "--stages", "2", "--replicas", "2", "--microbatches", "2", "--exact", "30"]
-    assert main(small) == 0
-    shown = capfd.readouterr().out.splitlines()
-    assert shown[0].startswith("2 stages")
-    lines = [line for line in shown if "the shortest" in line]
-    assert len(lines) == 2 * 4 + 4
-    for line in lines:
-        match = re.search(r"planned (\d+), the shortest (\d+), bound ([\d.]+)$", line)
-        assert match is not None, line
-        planned, shortest, bound = map(float, match.groups())
-        assert planned >= shortest >= bound
-
-
-def test_without_highspy_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "highspy", None)
-    assert main([*SIZE, "--exact", "1"]) == 2
-    assert capsys.readouterr().err == (
-        "swift: the exact plan needs highspy, which is missing here: pip install 'swift-ft[lab]'\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -126,17 +96,16 @@ def test_without_highspy_it_says_what_to_install(
         ([*SIZE, "--times", "1,0,1"], "--times 1,0,1: write"),
         ([*SIZE, "--times", "1,a,1"], "--times 1,a,1: write"),
         ([*SIZE, "--cap-factor", "0"], "--cap-factor 0: give 0.01 to 1000"),
-        ([*SIZE, "--exact", "0"], "--exact 0: give seconds"),
         ([*SIZE, "--move", "1"], "--move 1: write COST,STEPS"),
         ([*SIZE, "--move", "1,nan"], "--move 1,nan: write COST,STEPS"),
         (
             [*SIZE, "--move", "1,1", "--stages", "100", "--microbatches", "300"],
             "--move plans for each other stage",
         ),
-        ([*SIZE, "--way", "fused"], "give --svg too"),
+        ([*SIZE, "--svg", "plan.svg"], "leave it out with --adaptive"),
         ([*SIZE, "--storage-cap", "1GB"], "leave out --storage-cap"),
         ([*SIZE, "profile.json"], "leave out PROFILE"),
-        ([*SIZE, "--svg", "/no/such/place.svg"], "there is no directory /no/such"),
+        ([*SIZE, "--json", "/no/such/place.json"], "there is no directory /no/such"),
         (["profile.json", "--stages", "3"], "--stages is for replicas that lose ranks: give --adaptive"),
     ],
 )
@@ -146,27 +115,3 @@ def test_what_is_wrong_is_one_line(argv: list[str], words: str, capsys: pytest.C
     assert shown.out == ""
     assert len(shown.err.splitlines()) == 1
     assert words in shown.err
-
-
-def test_the_drawing_has_a_row_for_each_worker_and_hatches_what_is_adopted() -> None:
-    work = one_each(3, 2, 3, lost=[(1, 0)], split=True)
-    step = plan_step(work)
-    root = ElementTree.fromstring(adaptive.draw_step(work, step, (0, 1), "a step"))
-    name = "{http://www.w3.org/2000/svg}"
-    parts = [rect for rect in root.iter(f"{name}rect") if rect.get("class") == "part"]
-    assert len(parts) == 3 * 2 * 3 * 3
-    assert {rect.get("fill") for rect in parts} == {adaptive.COLOURS[kind] for kind in "FIW"}
-    adopted = [rect for rect in root.iter(f"{name}rect") if rect.get("class") == "adopted"]
-    assert len(adopted) == 3 * 3 + 1  # and the key's
-    texts = [text.text for text in root.iter(f"{name}text")]
-    assert [f"{stage}.{origin}" for stage in range(2) for origin in range(3)] == [
-        text for text in texts if text and re.fullmatch(r"\d\.\d", text)
-    ]
-    assert texts.count("lost") == 1
-    width = float(root.attrib["viewBox"].split()[2])
-    assert all(float(rect.attrib["x"]) + float(rect.attrib["width"]) <= width for rect in parts)
-
-
-def test_a_drawing_of_many_workers_says_how_many_it_leaves_out() -> None:
-    work = one_each(2, 70, 1)
-    assert "and 12 more workers" in adaptive.draw_step(work, plan_step(work), (0,) * 70, "a step")

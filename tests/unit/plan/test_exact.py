@@ -1,15 +1,12 @@
 """The list scheduler beside the shortest step there is, and beside the bound."""
 
 import math
-import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from swift_ft.errors import UsageError
-from swift_ft.lab.plan.rerouted import exact_step
-from swift_ft.planner.schedule import Costs, Work, plan_step, problems
+from swift_ft.planner.schedule import Work, plan_step, problems
+from tests.unit.plan.integer_program import exact_step
 from tests.unit.recovery.adaptive.works import Lost, one_each
 
 KNOWN = """
@@ -72,7 +69,6 @@ def works(origins: int, stages: int, microbatches: int, lost: Lost) -> list[Work
 def test_planned_steps_are_the_shortest_or_nearly(
     origins: int, stages: int, microbatches: int, lost: Lost, known: list[str]
 ) -> None:
-    pytest.importorskip("highspy")
     found = []
     for work in works(origins, stages, microbatches, lost):
         planned = plan_step(work)
@@ -86,31 +82,14 @@ def test_planned_steps_are_the_shortest_or_nearly(
 
 
 def test_a_step_that_is_as_short_as_the_bound_needs_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("highspy")
-    monkeypatch.setattr("swift_ft.lab.plan.rerouted._Program", None)
+    monkeypatch.setattr("tests.unit.plan.integer_program._Program", None)
     work = one_each(4, 4, 8)
     planned = plan_step(work)
     assert exact_step(work, planned, limit_s=1).step is planned
 
 
 def test_without_time_it_says_what_it_knows() -> None:
-    pytest.importorskip("highspy")
     work = one_each(3, 3, 4, lost=[(0, 0)], split=True)
     planned = plan_step(work)
     exact = exact_step(work, planned, limit_s=0.01)
     assert work.bound() <= exact.least <= exact.step.length <= planned.length
-
-
-def test_what_it_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = one_each(4, 4, 8, lost=[(0, 0)])
-    planned = plan_step(work)
-    monkeypatch.setitem(sys.modules, "highspy", None)
-    with pytest.raises(UsageError, match=r"pip install 'swift-ft\[lab\]'"):
-        exact_step(work, planned, limit_s=1)
-    monkeypatch.undo()
-    pytest.importorskip("highspy")
-    with pytest.raises(UsageError, match="whole numbers, 1 or more"):
-        exact_step(replace(work, costs=Costs(forward=(1.5,))), planned, limit_s=1)
-    large = one_each(8, 8, 16, lost=[(0, 0)])
-    with pytest.raises(UsageError, match="give fewer stages"):
-        exact_step(large, plan_step(large), limit_s=1)

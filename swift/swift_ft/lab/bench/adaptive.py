@@ -152,7 +152,7 @@ def measure(
 
 def simulated(requests: Sequence[rerouted.Request]) -> dict[str, Any]:
     """``shapes``: of each, what `swift-ft plan --adaptive` says of up to two losses."""
-    shapes = [rerouted.build_rerouted(request)[0] for request in requests]
+    shapes = [rerouted.build_rerouted(request) for request in requests]
     return {"bench": "adaptive", "simulated": True, "shapes": shapes, "published": list(PUBLISHED)}
 
 

@@ -174,7 +174,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything as JSON, for programs")
     parser.add_argument(
-        "--svg", type=Path, metavar="PATH", help="draw the frontier, a step, or shares by the cluster's size"
+        "--svg", type=Path, metavar="PATH", help="draw the frontier, or shares by the cluster's size"
     )
     return parser
 
@@ -298,8 +298,11 @@ def _write(path: Path, content: str) -> None:
 
 def run_other(config: adaptive.Adaptive | command.Goodput) -> int:
     """The command with --adaptive or --goodput. Raises UsageError for what cannot be planned."""
-    written = adaptive.run(config) if isinstance(config, adaptive.Adaptive) else command.run(config)
-    for name, path in (("json", config.json), ("svg", config.svg)):
+    if isinstance(config, adaptive.Adaptive):
+        written, places = adaptive.run(config), {"json": config.json}
+    else:
+        written, places = command.run(config), {"json": config.json, "svg": config.svg}
+    for name, path in places.items():
         if path is not None:
             _write(path, written[name])
     return 0

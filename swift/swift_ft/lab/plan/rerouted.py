@@ -5,215 +5,12 @@ far as one replica is left. Throughput is that of the step without losses, with 
 over that of the plan; both do the whole batch.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from swift_ft.errors import UsageError
 from swift_ft.planner.canonical_plans import Counts, JobShape, Plans, even, move, one_f_one_b
-from swift_ft.planner.schedule import ACTIONS_MAX, Action, Costs, Step, Timed, Work, needs, period, plan_step
-
-# The shortest step of a small work, by an integer program: what the list scheduler is judged by.
-#
-# Time has whole units. For each action and each unit there is a variable: whether it has begun by then. So what waits
-# for what is a comparison of two variables, and the sums over a worker say what it does and holds at a time. Of
-# microbatches that take the same way, the first one goes first everywhere; others are as good, by another name.
-
-VARIABLES_MAX = 30_000
-_FORWARD = "F"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exact:
-    """What is known of the shortest step."""
-
-    step: Step
-    """The shortest that was found."""
-    least: float
-    """No step is shorter."""
-
-    @property
-    def proven(self) -> bool:
-        return self.step.length <= self.least
-
-
-def exact_step(work: Work, listed: Step, *, limit_s: float) -> Exact:
-    """Looks for a shorter step than the one that is there, for so many seconds at most.
-
-    Raises UsageError without highspy, for times that are not whole, and for too large a work.
-    """
-    try:
-        import highspy
-    except ModuleNotFoundError:
-        raise UsageError(
-            "the exact plan needs highspy, which is missing here: pip install 'swift-ft[lab]'"
-        ) from None
-    costs = work.costs
-    times = [costs.transfer, *(costs.of(action.kind, action.stage) for _, action in work.actions())]
-    if any(time != int(time) for time in times) or min(times[1:]) < 1:
-        raise UsageError("the exact plan needs times that are whole numbers, 1 or more: choose another unit")
-    least = math.ceil(work.bound() - 1e-9)
-    if listed.length <= least:
-        return Exact(step=listed, least=least)
-    variables = len(times) * int(listed.length)
-    if variables > VARIABLES_MAX:
-        raise UsageError(
-            f"the exact plan of this work has {variables} variables, and takes {VARIABLES_MAX} at most: "
-            "give fewer stages, replicas or microbatches"
-        )
-    return _Program(work, int(listed.length)).solve(highspy, listed, least, limit_s)
-
-
-class _Program:
-    """Of a step that is over within `horizon`."""
-
-    def __init__(self, work: Work, horizon: int) -> None:
-        self._work = work
-        self._horizon = horizon
-        self._owner = {action: worker for worker, action in work.actions()}
-        self._takes = {action: int(work.costs.of(action.kind, action.stage)) for action in self._owner}
-        self._number = {action: n for n, action in enumerate(self._owner)}
-        self.variables = (len(self._number) + 1) * horizon
-        self._rows: list[tuple[list[int], list[float], float]] = []
-        """(variables, factors, at most)."""
-        self._over = len(self._number)
-        self._compare()
-        self._share()
-
-    def _at(self, number: int, time: int) -> int | None:
-        """The variable; None: it cannot have begun."""
-        return None if time < 0 else number * self._horizon + min(time, self._horizon - 1)
-
-    def _after(self, behind: int, before: int, lag: int) -> None:
-        """What is behind begins `lag` later, or more."""
-        for time in range(self._horizon):
-            later, sooner = self._at(behind, time), self._at(before, time - lag)
-            assert later is not None
-            if sooner is None:
-                self._rows.append(([later], [1.0], 0.0))
-            else:
-                self._rows.append(([later, sooner], [1.0, -1.0], 0.0))
-
-    def _compare(self) -> None:
-        work = self._work
-        for action, number in self._number.items():
-            for time in range(self._horizon - 1):
-                sooner, later = self._at(number, time), self._at(number, time + 1)
-                assert sooner is not None
-                assert later is not None
-                self._rows.append(([sooner, later], [1.0, -1.0], 0.0))
-            for needed in needs(work, action):
-                message = int(work.costs.transfer) if self._owner[needed] != self._owner[action] else 0
-                self._after(number, self._number[needed], self._takes[needed] + message)
-            self._after(self._over, number, self._takes[action])
-        for time in range(self._horizon - 1):
-            sooner, later = self._at(self._over, time), self._at(self._over, time + 1)
-            assert sooner is not None
-            assert later is not None
-            self._rows.append(([sooner, later], [1.0, -1.0], 0.0))
-        alike: dict[tuple[int, ...], tuple[int, int]] = {}
-        for origin in range(work.origins):
-            for microbatch in range(work.microbatches):
-                way = tuple(work.owners[stage, origin][microbatch] for stage in range(work.stages))
-                if way in alike:
-                    for kind in work.kinds():
-                        for stage in range(work.stages):
-                            first = Action(kind, stage, *alike[way])
-                            self._after(
-                                self._number[Action(kind, stage, origin, microbatch)],
-                                self._number[first],
-                                self._takes[first],
-                            )
-                alike[way] = origin, microbatch
-
-    def _share(self) -> None:
-        """A worker does one thing at a time, and holds so much."""
-        for worker in self._work.stages_of():
-            own = [action for action, owner in self._owner.items() if owner == worker]
-            for time in range(self._horizon):
-                self._sum([(action, time, self._takes[action]) for action in own], 1.0)
-                if self._work.cap is not None:
-                    forwards = [(action, time, None) for action in own if action.kind == _FORWARD]
-                    frees = [
-                        (action, time - self._takes[action])
-                        for action in own
-                        if action.kind == self._work.adds()
-                    ]
-                    self._sum(forwards, float(self._work.cap[worker]), frees)
-
-    def _sum(
-        self,
-        runs: Sequence[tuple[Action, int, int | None]],
-        most: float,
-        less: Sequence[tuple[Action, int]] = (),
-    ) -> None:
-        variables, factors = [], []
-        for action, time, takes in runs:
-            begun = self._at(self._number[action], time)
-            assert begun is not None
-            variables.append(begun)
-            factors.append(1.0)
-            over = None if takes is None else self._at(self._number[action], time - takes)
-            if over is not None:
-                variables.append(over)
-                factors.append(-1.0)
-        for action, time in less:
-            freed = self._at(self._number[action], time)
-            if freed is not None:
-                variables.append(freed)
-                factors.append(-1.0)
-        self._rows.append((variables, factors, most))
-
-    def solve(self, highspy: Any, listed: Step, least: int, limit_s: float) -> Exact:
-        """The step that was there, or a shorter one."""
-        horizon, over = self._horizon, self._over * self._horizon
-        # Without callbacks, which nobody uses here: to set them, it prints its name on stdout.
-        solver = type("Quiet", (highspy.Highs,), {"enableCallbacks": lambda _: None})()
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("time_limit", limit_s)
-        solver.setOptionValue("threads", 1)
-        model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = self.variables, len(self._rows)
-        # The more units in which all is over, the shorter. In the last one all has begun.
-        model.col_cost_ = [-1.0 if column >= over else 0.0 for column in range(self.variables)]
-        model.col_lower_ = [
-            1.0 if column < over and column % horizon == horizon - 1 else 0.0
-            for column in range(self.variables)
-        ]
-        model.col_upper_ = [
-            0.0 if column >= over and column - over < least else 1.0 for column in range(self.variables)
-        ]
-        model.row_lower_ = [-highspy.kHighsInf] * len(self._rows)
-        model.row_upper_ = [most for _, _, most in self._rows]
-        matrix = model.a_matrix_
-        matrix.format_ = highspy.MatrixFormat.kRowwise
-        starts, indices, values = [0], [], []
-        for variables, factors, _ in self._rows:
-            indices += variables
-            values += factors
-            starts.append(len(indices))
-        matrix.start_, matrix.index_, matrix.value_ = starts, indices, values
-        model.integrality_ = [highspy.HighsVarType.kInteger] * self.variables
-        solver.passModel(model)
-        solver.run()
-        found = solver.getInfo()
-        # No unit within the horizon: as long as the one that was there.
-        proven = least
-        if math.isfinite(found.mip_dual_bound):
-            proven = max(least, min(horizon, horizon + math.ceil(found.mip_dual_bound - 1e-6)))
-        if not -horizon <= found.objective_function_value < -0.5:
-            return Exact(step=listed, least=proven)
-        return Exact(step=self._step(solver.getSolution().col_value), least=proven)
-
-    def _step(self, values: list[float]) -> Step:
-        slots: dict[int, list[Timed]] = {worker: [] for worker in self._work.stages_of()}
-        for action, number in self._number.items():
-            begun = values[number * self._horizon : (number + 1) * self._horizon]
-            begin = float(sum(1 for value in begun if value < 0.5))
-            slots[self._owner[action]].append(Timed(begin, begin + self._takes[action], action))
-        return Step(slots={worker: sorted(row) for worker, row in slots.items()})
-
+from swift_ft.planner.schedule import ACTIONS_MAX, Costs, period, plan_step
 
 STAGES_MAX, ORIGINS_MAX, MICROBATCHES_MAX, CELLS_MAX = 4096, 1024, 65536, 1_000_000
 MOVED_CELLS_MAX = 100_000
@@ -342,18 +139,11 @@ def worst(request: Request, losses: int) -> Counts:
     return max(map(at, stages), key=length)
 
 
-def build_rerouted(
-    request: Request, exact_s: float | None = None
-) -> tuple[dict[str, Any], dict[str, tuple[Work, Step]]]:
-    """The document; and by way, the step of its last row, to be drawn. `exact_s`: steps are compared with the shortest
-    ones, each searched for so many seconds.
-
-    Raises UsageError if that cannot be done.
-    """
+def build_rerouted(request: Request) -> dict[str, Any]:
+    """Returns the document: a row for each number of losses, with the length of a step in each way."""
     plans = {_kind(way): Plans(request.job(way), losses=0) for way in WAYS}
     whole = plans[_kind(WAYS[0])].of((0,) * request.stages).step.length
     rows = []
-    drawn: dict[str, tuple[Work, Step]] = {}
     for losses in range(request.losses + 1):
         counts = worst(request, losses)
         ways: dict[str, dict[str, float]] = {}
@@ -369,16 +159,12 @@ def build_rerouted(
                 "throughput_bound": whole / least,
                 "idle_workers": len(planned.lost) - losses,
             }
-            if exact_s is not None and not way.staggered:
-                found = exact_step(work, step, limit_s=exact_s)
-                ways[way.name] |= {"exact": found.step.length, "exact_least": found.least}
-            drawn[way.name] = work, step
         dropped = (request.replicas - max(counts)) / request.replicas
         row = {"losses": losses, "counts": list(counts), "ways": ways, "dropped": dropped}
         if request.moves is not None and losses:
             row["moved"] = _moved(request, plans, counts, request.moves)
         rows.append(row)
-    document = {
+    return {
         "stages": request.stages,
         "replicas": request.replicas,
         "microbatches": request.microbatches,
@@ -390,7 +176,6 @@ def build_rerouted(
         "whole": whole,
         "rows": rows,
     }
-    return document, drawn
 
 
 def _moved(
@@ -454,17 +239,6 @@ def rerouted_text(document: dict[str, Any]) -> list[str]:
         for row in rows
     ]
     width = max(map(len, names)) + 2
-    exact = []
-    for row in document["rows"]:
-        for name in names:
-            if "exact" in (way := row["ways"][name]):
-                shortest = f"{way['exact']:g}"
-                if way["exact_least"] < way["exact"]:
-                    shortest = f"{way['exact_least']:g} to {shortest}"
-                exact.append(
-                    f"{row['losses']:>6}  {name.ljust(width)}planned {way['length']:g}, the shortest {shortest}, bound "
-                    f"{way['bound']:g}"
-                )
     moved = [
         f"{row['losses']:>6}  {name.ljust(width)}{_move_words(row, name)}"
         for row in document["rows"]
@@ -478,11 +252,6 @@ def rerouted_text(document: dict[str, Any]) -> list[str]:
         "",
         *(f"{way.name.ljust(width)}{way.words}" for way in WAYS),
         f"{'dropped'.ljust(width)}{DROPPED}",
-        *(
-            ["", "steps of the same workers for the same microbatches, by an integer program", *exact]
-            if exact
-            else []
-        ),
         *(
             ["", "where the losses had better be, if ranks are given the state of another stage", *moved]
             if moved

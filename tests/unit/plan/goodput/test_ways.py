@@ -22,7 +22,7 @@ def test_adaptive_has_the_throughput_that_the_planner_finds_with_whole_backwards
         cap_factor=1.0,
         losses=replicas - 1,
     )
-    document, _ = rerouted.build_rerouted(request)
+    document = rerouted.build_rerouted(request)
     size = cluster(
         ranks=stages * replicas, ranks_per_node=1, replicas=replicas, stages=stages, microbatches=microbatches
     )
