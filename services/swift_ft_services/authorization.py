@@ -1,13 +1,13 @@
-"""The gate in front of a service: token, role, job and generation of every call, and how many there are.
+"""Access control of a service: token, role, job and generation of every call, and limits on calls.
 
 (interceptor)  `Gate.admit`: token and role, from the call's metadata, before a message is read
-(handler)      `Visit.enter`: the number of calls of this peer; then the request is parsed here, so that bytes that
-               are none get INVALID_ARGUMENT, and its job and generation are compared with the token's. A token that
-               is bound to a generation is good while the job is there: `Gate.generation_of`
+(handler)      `Visit.enter`: limits the calls of this peer; then the request is parsed here, so that invalid bytes
+               get INVALID_ARGUMENT, and its job and generation are compared with the token's. A token that is bound
+               to a generation is valid while the job is in it: `Gate.generation_of`
 (streams)      `Visit.check` for every Open; `Visit.still_good` for every message: a token that has expired, was
-               revoked or is bound to a generation that is over ends the call
+               revoked or is bound to an older generation ends the call
 
-What is refused looks the same whether the job is there or not: nothing was looked up yet.
+A denial is the same whether the job exists or not: the job was not looked up yet.
 """
 
 import errno
@@ -37,25 +37,24 @@ from swift_ft.log.protocol import REASON_KEY, Reason
 from swift_ft.tokens import EVERY_JOB, MAY_CALL, Authority, Grant, NotAuthenticated
 from swift_ft_services.threads import Threads
 
-# Who changed something, or was refused: one JSON object a line, appended to a file that only its owner reads.
+# Audit file: changes and denials with their callers, one JSON object per line, readable by its owner only.
 #
-# What is said is what the gate knows when a call comes: `who` (the token's subject and id; empty without tokens), from
-# where, which call of which job, and whether it was let in. What came of it is in the service's own log.
+# A line records what the gate knows when a call comes: `who` (the token's subject and id; empty without tokens), the
+# peer, the call and its job, and whether it was allowed. The outcome is in the service's own log.
 #
-# ``FILE`` grows to half of the bound and then becomes ``FILE.1``, in the place of the one before. A line is one
-# write, so a kill tears no line but the last. A trail that cannot be written stops no call, and is told once (event
-# `audit_failed`).
+# ``FILE`` grows to half of the limit and then replaces ``FILE.1``. A line is one write, so a kill tears at most the
+# last line. If the file cannot be written, calls go on, and the event `audit_failed` is emitted once.
 
-# The servers' side of security: where they listen and how, and who gets in. Both services use it.
+# Server side of security, used by both services.
 
 
-# How often something may happen, by name: a bucket that fills steadily and holds twice what a second brings.
+# Rate limit by name: a token bucket that holds twice what it gains in a second.
 
 _NAMES_MAX = 4096
 
 
 class Rates:
-    """Thread-safe. ``per_s`` of 0: as often as it likes."""
+    """Token buckets by name. Thread-safe. ``per_s`` of 0: no limit."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s
@@ -63,7 +62,7 @@ class Rates:
         self._left: dict[str, tuple[float, float]] = {}
 
     def takes(self, name: str, now: float) -> bool:
-        """False: too often."""
+        """Returns whether the rate allows one more; if so, counts it."""
         if not self._per_s:
             return True
         most = max(2 * self._per_s, 1.0)
@@ -71,7 +70,7 @@ class Rates:
             left, at = self._left.get(name, (most, now))
             left = min(most, left + (now - at) * self._per_s)
             if len(self._left) >= _NAMES_MAX and name not in self._left:
-                self._left.clear()  # everybody begins anew
+                self._left.clear()  # all buckets start full again
             self._left[name] = (left - 1 if left >= 1 else left, now)
             return left >= 1
 
@@ -82,17 +81,17 @@ AUDITED = frozenset(
         *("Fail", "Stop", "MemberExited", "ChangeLogServers"),
     }
 )
-"""Calls that change or end what others have. Denials of every call are audited as well."""
+"""Audited calls: those that change or end a job. Denials are audited for every call."""
 BYTES_MAX = 128 << 20
 _DENIALS_PER_S = 50.0
 _FIELD_MAX = 200
 
 
 class Audit:
-    """One file. Thread-safe."""
+    """One audit file. Thread-safe."""
 
     def __init__(self, path: Path, service: str, bytes_max: int = BYTES_MAX) -> None:
-        """UsageError: it cannot be written."""
+        """Opens the file. Raises UsageError if it cannot be written."""
         self._path = path
         self._service = service
         self._half = bytes_max // 2
@@ -115,7 +114,8 @@ class Audit:
             self._write(call, "allowed", job=job, peer=peer, subject=subject, token=token)
 
     def denied(self, call: str, *, job: str, peer: str, subject: str, token: str, reason: str) -> None:
-        """So many a second: a flood of refusals is not to push everything else out. The rest is counted."""
+        """Records a denial. The rate is limited, so that a flood of denials does not displace all other lines; the rest
+        is counted."""
         if self._denials.takes("", time.monotonic()):
             others, self._unsaid = self._unsaid, 0
             more = {"others": others} if others else {}
@@ -151,9 +151,9 @@ class Audit:
             events.emit("audit_failed", path=str(self._path), reason=reason)
 
     def _append(self, data: bytes) -> None:
-        """All of the line, or none. OSError."""
+        """Writes the whole line, or nothing. Raises OSError."""
         written = os.write(self._fd, data)
-        if written < len(data):  # the space was out in the middle of it
+        if written < len(data):  # no space for the rest of the line
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -165,7 +165,7 @@ class Audit:
         return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 
     def _turn(self) -> None:
-        """Another file: this one is full, or was taken away by who keeps such files."""
+        """Starts a new file: this one is full, or was moved away by log rotation."""
         if self._is_there():
             os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
         fd = self._open()
@@ -178,15 +178,15 @@ class Audit:
             os.close(self._fd)
 
 
-# What one request may hold: a limit on every text and on every list of the protocol, by the field's name.
+# Limits on every text and every list of a request, by the field's name.
 #
-# A list costs more than its bytes: each entry becomes an object, and code that is written for a few of them walks over
-# all. So entries are counted, those of one name over the whole request, before anything looks at them. What depends
-# on a job, such as how many ranks have joined it, is for the service to check.
+# A list costs more than its bytes: each entry becomes an object, and code written for a few entries iterates over all.
+# So entries are counted by field name over the whole request, before it is processed. Limits that depend on a job, such
+# as how many ranks have joined it, are checked by the service.
 
 NAME = 1 << 7
 WORDS = 1 << 19
-"""For people; a service keeps the beginning of it."""
+"""Length of messages for people; a service keeps their beginning."""
 RANKS = 1 << 16
 
 LENGTHS: Mapping[str, int] = {
@@ -194,9 +194,9 @@ LENGTHS: Mapping[str, int] = {
     **dict.fromkeys(("host", "add", "add_host", "lost", "label", "key"), 1 << 10),
     **dict.fromkeys(("reason", "unfit", "over", "difference", "why_not"), WORDS),
     **dict.fromkeys(("set", "expected", "desired"), 1 << 18),
-    "frames": 1 << 30,  # a writer's credit is what bounds them
+    "frames": 1 << 30,  # limited by a writer's credit
 }
-"""Name -> characters of a text, bytes of what is none."""
+"""Field name -> maximum characters of a text, or bytes."""
 
 ENTRIES: Mapping[str, tuple[int, int]] = {
     "config": (1 << 10, 1 << 16),
@@ -210,11 +210,11 @@ ENTRIES: Mapping[str, tuple[int, int]] = {
     "until": (1 << 14, 1 << 19),
     "opens": (1 << 12, 0),
 }
-"""Name of a list or a map -> its entries, and the characters of all of them if they are texts."""
+"""Name of a list or map -> maximum entries, and maximum characters of all entries together if they are texts."""
 
 
 def problem(request: Message) -> str:
-    """In words; empty: all is within its limit."""
+    """Returns the limit that the request exceeds, in words; empty if none."""
     return _problem(request, Counter())
 
 
@@ -251,33 +251,32 @@ def _too_long(name: str, length: int, most: int) -> str:
     return f"{name} is {length} long: at most {most} are taken" if length > most else ""
 
 
-# How many calls of each kind are under way, and how long one may keep a thread waiting. For a server of threads.
+# Concurrency limit per kind of call, and how long a call may block its thread. For a server with threads.
 #
-# Every call has a thread, from its beginning until its last answer was taken. So each kind of call has a lane of its
-# own: whoever fills the one of health checks keeps no writer out, and whoever fills the writers' keeps no fence out.
-# In a lane a token of one job gets a part only. A call for which no thread can be had is refused. A client that
-# begins a call and does not go on with it is ended:
+# Every call has a thread, from its beginning until its last answer was taken. So each kind of call has a limit of its
+# own: a flood of health checks does not block writers, and a flood of writers does not block fences. Within a limit,
+# tokens of one job get only a fraction. A call for which no thread can be started is refused. A client that begins a
+# call and does not continue it is cancelled:
 #
-#     a request that does not come     after ``request_s``; at once if the lane is full and somebody else waits
+#     a request that does not come     after ``request_s``; at once if the limit is reached and another call waits
 #     an answer that is not taken      after ``reply_s``
 #
-# Call sequence: ``Lane.admit`` (gRPC's own thread, before the call gets one), then of the `Call` in its thread
-# ``begin``, ``first``, ``sending`` and ``sent`` around every answer; it leaves its lane when gRPC says that the call
-# is over.
+# Call sequence: ``Lane.admit`` (gRPC's own thread, before the call gets one), then in the call's thread ``Call.begin``,
+# ``first``, and ``sending`` and ``sent`` around every answer. It leaves its lane when gRPC reports its end.
 
 LOOK_EVERY_S = 0.5
 _AHEAD = 4
-"""Threads that a lane has from the start: fences and health checks are answered when no more can be had."""
+"""Threads that a lane starts with, so that fences and health checks are answered when no more can be started."""
 _PROMPT_S = 0.2
-"""A request that is not there by then gives way if there is no other place."""
+"""Seconds after which a call without a request is cancelled if its place is needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaneLimits:
     calls: int
-    """Under way at once."""
+    """Maximum number of concurrent calls."""
     part: float
-    """... with tokens of one job."""
+    """Fraction of them allowed to tokens of one job."""
     request_s: float = 10.0
     reply_s: float = 60.0
 
@@ -288,7 +287,7 @@ LIMITS: Mapping[str, LaneLimits] = {
     "control": LaneLimits(calls=128, part=0.5),
     "query": LaneLimits(calls=64, part=0.5),
     "append": LaneLimits(calls=512, part=0.5),
-    # A rank that replays may take a while over what it has got.
+    # A rank that replays may process what it has read for a while.
     "read": LaneLimits(calls=512, part=0.5, reply_s=300.0),
 }
 LANE_OF: Mapping[str, str] = {
@@ -299,26 +298,26 @@ LANE_OF: Mapping[str, str] = {
     "Digests": "query",
     "Inventory": "query",
 }
-"""By the method's name; all others are control."""
+"""Method name -> lane; all other methods use "control"."""
 
 
 def forget_frames(error: BaseException) -> None:
-    """What gRPC raises it keeps with the call, and the frames in which it was raised hold the call. So the call would
-    have its place on its connection until somebody looks for cycles."""
+    """Clears the error's traceback. gRPC keeps its exceptions with the call, and their frames refer to the call, so it
+    would occupy its place on the connection until garbage collection."""
     error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 class Call:
-    """One call in its lane."""
+    """One call, counted in its lane."""
 
     def __init__(self, lane: "Lane", holder: str) -> None:
         self.holder = holder
         self.lane = lane.name
         self.context: Any = None
         self.waits_since: float | None = None
-        """For its request."""
+        """Time since which it waits for its request."""
         self.sends_since: float | None = None
-        """An answer that was not taken yet."""
+        """Time since which an answer is not taken."""
         self.ending = False
         self._lane = lane
 
@@ -331,7 +330,7 @@ class Call:
         self._lane.leave(self)
 
     def first(self, requests: Iterator[bytes]) -> bytes | None:
-        """The request of a call that has one; None: there is none, or the call is over."""
+        """Waits for the single request of a call. Returns None if there is none or the call is over."""
         self.waits_since = self._lane.clock()
         try:
             return next(requests, None)
@@ -348,14 +347,14 @@ class Call:
         self.sends_since = None
 
     def end(self) -> None:
-        """Ends it, whatever its thread waits for."""
+        """Cancels the call, whatever its thread waits for."""
         self.ending = True
         if self.context is not None:
             self.context.cancel()
 
 
 class Lane:
-    """All calls of one kind."""
+    """Concurrency limit of one kind of call, and the calls counted."""
 
     def __init__(self, name: str, limits: LaneLimits, clock: Callable[[], float]) -> None:
         self.name = name
@@ -364,16 +363,17 @@ class Lane:
         self.threads = Threads(limits.calls, name, ahead=_AHEAD)
         self._lock = threading.Lock()
         self._calls: dict[Call, None] = {}
-        """In the order in which they came."""
+        """Calls in the order in which they came."""
         self._of: Counter[str] = Counter()
 
     @property
     def share(self) -> int:
-        """Calls with tokens of one job."""
+        """Maximum number of calls with tokens of one job."""
         return max(1, round(self.limits.part * self.limits.calls))
 
     def admit(self, holder: str) -> Call | None:
-        """None: there is no room. ``holder``: the one job that its token is of, if there is one."""
+        """Counts a new call. Returns None if the limit is reached. ``holder``: the only job of its token, if it has
+        one."""
         late = None
         with self._lock:
             if holder and self._of[holder] >= self.share:
@@ -406,7 +406,7 @@ class Lane:
                     del self._of[call.holder]
 
     def end_stalled(self) -> None:
-        """Ends who keeps its thread waiting for too long."""
+        """Cancels calls that block their thread for too long."""
         now, limits = self.clock(), self.limits
         with self._lock:
             calls = list(self._calls)
@@ -419,7 +419,7 @@ class Lane:
 
 
 class Lanes:
-    """All lanes of a server, and a thread that looks after them."""
+    """All lanes of a server, and a thread that cancels stalled calls."""
 
     def __init__(
         self, limits: Mapping[str, LaneLimits] = LIMITS, clock: Callable[[], float] = time.monotonic
@@ -449,20 +449,21 @@ Metadata = Sequence[tuple[str, "str | bytes"]]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallLimits:
     per_peer: int = 128
-    """Calls of one kind (see `swift_ft_services.authorization`) under way from one address."""
+    """Concurrent calls of one kind from one address."""
     per_token_s: float = 2000.0
-    """Calls a second that one token may begin (all ranks of a job may have one); of a peer, without tokens. 0: any."""
+    """Calls per second with one token (all ranks of a job may share one), or from one peer without tokens. 0: no
+    limit."""
     request_bytes_max: int = 1 << 20
-    """Of a call that sends one message."""
+    """Maximum size of the request of a call that sends one message."""
 
 
 class Denied(Exception):
-    """The call is refused. Holds nothing of the token."""
+    """Refuses the call. Contains no part of the token."""
 
     def __init__(self, code: grpc.StatusCode, reason: Reason, message: str) -> None:
         super().__init__(message)
         self.tell: Callable[[str], None] = lambda peer: None
-        """Is called with the peer, once it is known."""
+        """Called with the peer, once it is known."""
         self.code = code
         self.reason = reason
         self.message = message
@@ -480,7 +481,7 @@ _NOT_ALLOWED = "the token does not allow this: it is of another job or role"
 
 
 def _left_behind(bound: int) -> str:
-    """What the bearer's own token says, and nothing of what the server has."""
+    """Returns a message about the token's own generation that reveals no state of the server."""
     return (
         f"the token is bound to generation {bound}, which this is not: put one that is not bound into its file "
         "(swift-ft token without --generation)"
@@ -488,7 +489,7 @@ def _left_behind(bound: int) -> str:
 
 
 class Gate:
-    """One for each server. Without an authority everybody may do everything. Thread-safe."""
+    """Access control of one server. Without an authority every call is allowed. Thread-safe."""
 
     def __init__(
         self,
@@ -507,12 +508,12 @@ class Gate:
         self._said_at = -_EVENT_EVERY_S
         self._unsaid = 0
         self.on_denied: Callable[[str], None] = lambda reason: None
-        """(whatever thread) Is told why, each time."""
+        """(any thread) Called with the reason of each denial."""
         self.generation_of: Callable[[str], int] = lambda job: 0
-        """(whatever thread) The generation that the job is in; 0: nobody knows the job."""
+        """(any thread) Returns the job's current generation; 0 if the job is unknown."""
 
     def admit(self, method: str, metadata: Metadata) -> "Visit":
-        """Raises Denied: no token that counts here, or one whose roles may not call this."""
+        """Admits a call. Raises Denied if it has no valid token, or if the token's roles may not call this method."""
         if self._authority is None:
             return Visit(self, method, "")
         visit = Visit(self, method, _bearer(metadata))
@@ -539,8 +540,8 @@ class Gate:
     def noted(
         self, method: str, denied: Denied, grant: Grant | None = None, peer: str = "", job: str = ""
     ) -> Denied:
-        """Leaves an event, one a second at most: a flood of refusals is not to become a flood of lines. The audit
-        trail has its own bound."""
+        """Emits an event for a denial, at most one per second, so that a flood of denials does not flood the log. The
+        audit file has its own limit."""
         self.on_denied(denied.reason.value)
         if self._audit is not None:
             tell = partial(self._tell_denied, self._audit, method, denied, grant, job)
@@ -572,13 +573,13 @@ class Gate:
         )
 
     def let_in(self, method: str, job: str, grant: Grant | None, peer: str) -> None:
-        """For the audit trail."""
+        """Records an admitted call in the audit file."""
         if self._audit is not None:
             subject, token = (grant.subject, grant.token_id) if grant else ("", "")
             self._audit.allowed(method, job=job, peer=peer, subject=subject, token=token)
 
     def is_too_often(self, grant: Grant | None, peer: str) -> bool:
-        """A call begins."""
+        """Counts the start of a call. Returns whether it exceeds the rate limit."""
         who = (grant.token_id or f"{grant.subject} {grant.job}") if grant else peer
         return not self._rates.takes(who, time.monotonic())
 
@@ -597,21 +598,21 @@ class Gate:
 
 
 class Visit:
-    """One call that was admitted."""
+    """One admitted call."""
 
     def __init__(self, gate: Gate, method: str, token: str) -> None:
         self._gate = gate
         self._method = method
         self._token = token
         self._peer = self._kind = ""
-        self._jobs: set[str] = set()  # that this call is about
+        self._jobs: set[str] = set()  # jobs that this call concerns
 
     def grant(self) -> Grant:
         return self._gate.grant(self._method, self._token, self._peer)
 
     @property
     def holder(self) -> str:
-        """The one job that its token is of; empty: it has none, or one of every job."""
+        """The only job of its token; empty if it has no token, or one for every job."""
         job = "" if self._gate.is_open else self.grant().job
         return "" if job == EVERY_JOB else job
 
@@ -634,8 +635,8 @@ class Visit:
             self._peer = ""
 
     def parse(self, data: bytes, deserialize: Any) -> Any:
-        """The request. Raises Denied if it is none, it or a part is too large, or it names what the token does not
-        cover."""
+        """Returns the parsed request. Raises Denied if it is invalid, if it or a part is too large, or if the token
+        does not cover its job."""
         limit = self._gate.limits.request_bytes_max
         if len(data) > limit:
             message = f"a request of {len(data)} bytes: at most {limit} are taken"
@@ -648,19 +649,19 @@ class Visit:
             ) from None
         self.check_limits(request)
         job = getattr(request, "job", "")
-        if hasattr(request, "job"):  # else it is about all that the token may see: see `covers`
+        if hasattr(request, "job"):  # else it concerns all jobs that the token covers: see `covers`
             self.check(job, max(getattr(request, "generation", 0), self._now(job)))
         self._gate.let_in(self._method, job, None if self._gate.is_open else self.grant(), self._peer)
         return request
 
     @staticmethod
     def check_limits(request: Message) -> None:
-        """Raises Denied if anything in it is longer than it may be."""
+        """Raises Denied if a field of the request exceeds its limit."""
         if wrong := problem(request):
             raise Denied(grpc.StatusCode.INVALID_ARGUMENT, Reason.OVERSIZE, wrong)
 
     def check(self, job: str, generation: int = 0) -> None:
-        """Raises Denied unless the token is of this job and reaches this generation."""
+        """Raises Denied unless the token covers this job and this generation."""
         if self._gate.is_open:
             return
         grant = self.grant()
@@ -672,11 +673,11 @@ class Visit:
             self._jobs.add(job)
 
     def covers(self, job: str) -> bool:
-        """Whether the token is of this job, as it is now."""
+        """Returns whether the token covers this job in its current generation."""
         return self._gate.is_open or self.grant().covers(job, self._now(job))
 
     def still_good(self) -> None:
-        """Raises Denied once the token has expired, was revoked, or has been left behind by the job."""
+        """Raises Denied once the token has expired, was revoked, or is bound to an older generation of the job."""
         if self._gate.is_open:
             return
         grant = self.grant()
@@ -700,5 +701,5 @@ def _bearer(metadata: Metadata) -> str:
 
 
 def peer_address(peer: str) -> str:
-    """The host of "ipv4:10.0.0.1:4567" or "ipv6:[::1]:4567"."""
+    """Returns the host of "ipv4:10.0.0.1:4567" or "ipv6:[::1]:4567"."""
     return peer.rpartition(":")[0] or peer

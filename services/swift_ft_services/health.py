@@ -1,7 +1,7 @@
-"""grpc.health.v1 for both services. With its answer a server says its version and its clock, for `swift-ft doctor`.
+"""grpc.health.v1 for both services. The answers include the server's version and clock, for `swift-ft doctor`.
 
-Anybody may ask, without a token. So nothing is kept of what is asked for but a number: how many watch, in all and from
-each address. No lock is held while anything is sent: who watches, and does not read, holds up nobody but itself.
+Health calls need no token. So only the number of watches is kept, in total and per address. No lock is held while
+anything is sent: a watcher that does not read blocks only itself.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _THREAD_POLL_S = 0.25
 
 
 class Refused(Exception):
-    """The call is refused, with this code and reason."""
+    """Refuses the call with this code and reason."""
 
     def __init__(self, code: grpc.StatusCode, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -42,10 +42,10 @@ class Refused(Exception):
 
 
 class Statuses:
-    """What is known of each name, and who watches. Thread-safe."""
+    """Serving status of each name, and the number of watches. Thread-safe."""
 
     def __init__(self, shown: str = "") -> None:
-        """``shown``: how the server is protected; said with every answer to `Check`."""
+        """``shown``: how the server is protected; sent with every answer to `Check`."""
         self._shown = shown
         self._statuses: dict[str, int] = {"": NOT_SERVING}
         self._over = False
@@ -56,7 +56,7 @@ class Statuses:
         self._statuses[name] = SERVING if serving else NOT_SERVING
 
     def end(self) -> None:
-        """NOT_SERVING from now on, for all names; who watches is told so, and that was it."""
+        """Sets all names to NOT_SERVING for good; each watcher gets that as its last answer."""
         self._over = True
 
     @property
@@ -69,12 +69,12 @@ class Statuses:
             return self._watches.total()
 
     def of(self, name: str) -> int | None:
-        """None: nobody knows the name."""
+        """Returns the status of a name, or None if it is unknown."""
         status = self._statuses.get(name)
         return NOT_SERVING if status is not None and self._over else status
 
     def about(self, said: Any) -> tuple[tuple[str, str], ...]:
-        """Trailing metadata: what others have said already, and what the server says of itself."""
+        """Returns trailing metadata: the given ones, and the server's version, time and protection."""
         about = [(VERSION_KEY, metadata.version("swift-ft")), (TIME_KEY, f"{time.time():.6f}")]
         return (*(said or ()), *about, (SECURITY_KEY, self._shown))
 
@@ -86,7 +86,7 @@ class Statuses:
 
     @contextmanager
     def watching(self, peer: str) -> Iterator[None]:
-        """One watch more. Raises Refused if there are too many."""
+        """(context manager) Counts one watch more. Raises Refused if there are too many."""
         address = peer_address(peer)
         with self._lock:
             if self._watches[address] >= WATCHES_PER_PEER or self._watches.total() >= WATCHES_MAX:
@@ -102,15 +102,16 @@ class Statuses:
                     del self._watches[address]
 
     def news(self, name: str, last: int | None) -> tuple[health_pb2.HealthCheckResponse | None, int, bool]:
-        """What to send to who knows ``last``, what it knows then, and whether that was all."""
-        over = self._over  # before the status is looked at: what is told last is NOT_SERVING
+        """Returns the answer to send to a watcher that got ``last`` (None: no change), the status it has then, and
+        whether that is the last answer."""
+        over = self._over  # read before the status, so that the last answer is NOT_SERVING
         status = self.of(name)
         status = UNKNOWN if status is None else status
         return (health_pb2.HealthCheckResponse(status=status) if status != last else None), status, over
 
 
 def asked_for(data: bytes | None) -> str:
-    """The name in a request. Raises Refused."""
+    """Returns the service name in a request. Raises Refused."""
     if data is not None and len(data) > REQUEST_BYTES_MAX:
         message = f"a request of {len(data)} bytes: names here are short"
         raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.OVERSIZE, message)
@@ -134,7 +135,7 @@ def _handlers(check: Any, watch: Any) -> grpc.GenericRpcHandler:
 
 
 class Health:
-    """For a server of threads, which `swift_ft_services.authorization` lends to health checks."""
+    """Health service of a server with threads; `swift_ft_services.authorization` provides the threads."""
 
     def __init__(self, shown: str = "") -> None:
         self.statuses = Statuses(shown)
@@ -170,7 +171,7 @@ class Health:
 
 
 class AioHealth:
-    """For a server on an asyncio loop."""
+    """Health service of a server on an asyncio loop."""
 
     def __init__(self, shown: str = "") -> None:
         self.statuses = Statuses(shown)
@@ -187,7 +188,7 @@ class AioHealth:
         return answer
 
     async def _watch(self, data: bytes, context: Any) -> AsyncIterator[Any]:
-        """Ends once it has told of the shutdown: gRPC logs a traceback for every call that a stop cuts short."""
+        """Ends once it has reported the shutdown: gRPC logs a traceback for every call that a stop cuts short."""
         try:
             name = asked_for(data)
             with self.statuses.watching(context.peer()):
@@ -202,7 +203,7 @@ class AioHealth:
             await context.abort(refused.code, str(refused), refused.trailers)
 
     async def shut_down(self, timeout_s: float) -> None:
-        """NOT_SERVING from now on; returns once those who watch know it."""
+        """Sets NOT_SERVING for good. Returns once all watchers have received it, or after the timeout."""
         self.statuses.end()
         deadline = time.monotonic() + timeout_s
         while self.statuses.watches and time.monotonic() < deadline:

@@ -1,6 +1,6 @@
-"""The gate as interceptors of gRPC's two kinds of servers.
+"""The gate as interceptors for gRPC's two kinds of servers.
 
-A handler gets bytes and is given to `Visit.parse`; one that takes a stream finds its visit in `visit_of`.
+Requests arrive as bytes and are parsed by `Visit.parse`; a handler of a request stream gets its visit by `visit_of`.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -14,21 +14,22 @@ from swift_ft.log.protocol import Reason
 from swift_ft_services.authorization import HEALTH, Call, Denied, Gate, Lane, Lanes, Visit, forget_frames
 from swift_ft_services.threads import NONE_LEFT
 
-Handler = Any  # grpc.RpcMethodHandler: its types do not say what it has
+Handler = Any  # the type stubs of grpc.RpcMethodHandler lack its attributes
 _visit: ContextVar[Visit] = ContextVar("visit")
 
 
 def visit_of() -> Visit:
-    """(in the handler of a stream of requests, before it gives anything, or of asyncio's single call) Its visit."""
+    """Returns the current visit. Called in the handler of a request stream before its first reply, or of an asyncio
+    unary call."""
     return _visit.get()
 
 
 class SyncGate(grpc.ServerInterceptor):
-    """For a grpc.Server. Tokens, roles, and whether there is room are checked in gRPC's own thread, before the call
-    gets one: of its lane, so that calls of one kind cannot take what others need.
+    """Interceptor for a grpc.Server. Token, role and free capacity are checked in gRPC's own thread, before the call
+    gets a thread. Each kind of call has its own concurrency limit, so that one kind cannot starve another.
 
-    To gRPC every call is one of streams: so the request of a call that has one is waited for here, no longer than its
-    lane allows, and a thread is not held until the last answer has found a reader.
+    Every call is registered with gRPC as a request stream. So a unary request is awaited here, no longer than its limit
+    allows, and a thread is not held until the last answer was read.
     """
 
     def __init__(self, gate: Gate, lanes: Lanes | None = None) -> None:
@@ -63,7 +64,7 @@ class SyncGate(grpc.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
 
     def _refusing(self, denied: Denied) -> Handler:
-        """Of streams, whatever the call is: so that no message of it is read."""
+        """Returns a streaming handler, whatever the call is, so that no message of it is read."""
 
         def refuse(_requests: Any, context: Any) -> Iterator[Any]:
             _abort_sync(context, denied)
@@ -104,7 +105,7 @@ def _enter(visit: Visit | None, call: Call, context: Any) -> None:
 
 
 def _request(handler: Handler, visit: Visit | None, call: Call, requests: Iterator[bytes]) -> Any:
-    """The one request of a call. Raises Denied."""
+    """Returns the single request of a call. Raises Denied."""
     data = call.first(requests)
     if data is None:
         raise Denied(grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID, "not a request of this call")
@@ -117,7 +118,7 @@ def _single(handler: Handler, visit: Visit | None, call: Call) -> Callable[[Any,
             _enter(visit, call, context)
             request = _request(handler, visit, call, requests)
         reply = handler.unary_unary(request, context)
-        call.sending()  # until gRPC says that the call is over
+        call.sending()  # until gRPC reports the end of the call
         return reply
 
     return answer
@@ -146,7 +147,7 @@ def _streaming(handler: Handler, visit: Visit | None, call: Call) -> Callable[[A
 
 
 class AsyncGate(grpc.aio.ServerInterceptor):
-    """For a grpc.aio.Server."""
+    """Interceptor for a grpc.aio.Server."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -173,7 +174,7 @@ class AsyncGate(grpc.aio.ServerInterceptor):
 
 
 async def _abort(context: Any, denied: Denied) -> None:
-    forget_frames(denied)  # they hold the request, until all of this is collected
+    forget_frames(denied)  # they hold the request until garbage collection
     denied.tell(context.peer())
     await context.abort(denied.code, denied.message, denied.trailers)
 
@@ -213,6 +214,6 @@ def _async_stream(handler: Handler, visit: Visit) -> Callable[[bytes, Any], Asyn
 def _async_refusing(denied: Denied) -> Handler:
     async def refuse(_requests: Any, context: Any) -> AsyncIterator[Any]:
         await _abort(context, denied)
-        yield  # what makes it the stream that it stands for
+        yield  # makes this an async generator
 
     return grpc.stream_stream_rpc_method_handler(refuse)

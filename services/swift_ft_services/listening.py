@@ -1,7 +1,7 @@
-"""Flags of a server that say how it is protected, and the port that they make.
+"""A server's security flags, and its port.
 
-Off loopback a server listens with TLS and tokens, or not at all, unless --insecure is said; then that is shown
-in its start event and by every health check.
+On a non-loopback address a server requires TLS and tokens, unless --insecure is given. Its use is reported in the start
+event and by every health check.
 """
 
 import argparse
@@ -25,20 +25,20 @@ CALLS_PER_TOKEN_S_MIN = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Protection:
-    """What the command line says of security, checked together with the address."""
+    """Security options of the command line, validated together with the address."""
 
     listen: str
     certificate: Path | None = None
     key: Path | None = None
     client_ca: Path | None = None
-    """Clients must show a certificate that it signed."""
+    """CA that must have signed the clients' certificates."""
     token_keys: Path | None = None
     insecure_allowed: bool = False
     revoked: Path | None = None
-    """Tokens that do not count any more."""
+    """File of revoked tokens."""
     audit: Path | None = None
     service: str = ""
-    """As the audit trail calls it."""
+    """Service name in the audit file."""
     limits: CallLimits = field(default_factory=CallLimits)
 
     def __post_init__(self) -> None:
@@ -67,13 +67,13 @@ class Protection:
 
     @property
     def insecure(self) -> bool:
-        """Whoever reaches the port from another machine can read or say something that he should not."""
+        """True if a client on another machine can read or send without TLS or without a token."""
         loopback = is_loopback(self.listen.rpartition(":")[0])
         return not loopback and (self.certificate is None or self.token_keys is None)
 
     @property
     def shown(self) -> str:
-        """For health checks: words separated by commas; empty on a plain loopback port."""
+        """Protection for health checks: words separated by commas; empty on a plain loopback port."""
         words = {
             "tls": self.certificate is not None,
             "mutual-tls": self.client_ca is not None,
@@ -83,7 +83,7 @@ class Protection:
         return ",".join(word for word, given in words.items() if given)
 
     def fields(self) -> Mapping[str, bool]:
-        """For the start event."""
+        """Returns the fields of the start event."""
         return {
             "tls": self.certificate is not None,
             "mutual_tls": self.client_ca is not None,
@@ -92,14 +92,15 @@ class Protection:
         }
 
     def gate(self) -> Gate:
-        """UsageError: there is no key in --token-keys, or a file cannot be used."""
+        """Creates the gate. Raises UsageError if there is no key in --token-keys, or if a file cannot be used."""
         revoked = None if self.revoked is None else Revoked(self.revoked)
         authority = None if self.token_keys is None else Authority(self.token_keys, revoked)
         audit = None if self.audit is None else Audit(self.audit, self.service)
         return Gate(authority, self.limits, self.shown, audit)
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """None: plain. UsageError: a file is missing, is no certificate, or is a key that others can read."""
+        """Returns the TLS credentials, or None without TLS. Raises UsageError if a file is missing, is no certificate,
+        or is a key that others can read."""
         if self.certificate is None:
             return None
         return _Certificates(self).credentials()
@@ -114,7 +115,7 @@ class BindsPorts(Protocol):
 
 
 def bind(server: BindsPorts, protection: Protection) -> int:
-    """The port. UsageError: it is in use or not allowed."""
+    """Binds the port and returns it. Raises UsageError if it is in use or not allowed."""
     credentials = protection.credentials()
     try:
         if credentials is None:
@@ -131,7 +132,7 @@ def bind(server: BindsPorts, protection: Protection) -> int:
 
 
 class _Certificates:
-    """Looks at the files at every handshake: who renews them writes them, and that is all."""
+    """Checks the files at every handshake, so that renewed certificates are loaded without a restart."""
 
     def __init__(self, protection: Protection) -> None:
         self._protection = protection
@@ -160,7 +161,8 @@ class _Certificates:
         )
 
     def _changed(self) -> Any:
-        """(gRPC, at a handshake) None: as before; so too if the new files do not fit, which may be half-way."""
+        """(gRPC, at a handshake) Returns None to keep the certificate: if the files are unchanged, or do not match, as
+        they may while being renewed."""
         with self._lock:
             now = self._now()
             if now == self._signature:
@@ -176,7 +178,7 @@ class _Certificates:
 
 
 def _check_pair(certificate: bytes, key: bytes, of: Protection) -> None:
-    """gRPC would take anything and refuse every handshake, without a word."""
+    """Raises UsageError unless key and certificate match: gRPC would accept them and silently fail every handshake."""
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -193,7 +195,7 @@ def _check_pair(certificate: bytes, key: bytes, of: Protection) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """What every server takes."""
+    """Adds the flags that every server has."""
     add = parser.add_argument
     add(
         "--listen",
@@ -252,7 +254,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def protection_of(options: argparse.Namespace, service: str = "") -> Protection:
-    """From the parsed flags. UsageError."""
+    """Returns the options from the parsed flags. Raises UsageError."""
     if options.calls_per_token_s < 0 or 0 < options.calls_per_token_s < CALLS_PER_TOKEN_S_MIN:
         raise UsageError(
             f"--calls-per-token-s must be 0, which is any number, or at least {CALLS_PER_TOKEN_S_MIN:g}: one token "

@@ -1,7 +1,7 @@
-"""Threads that are started before there is work for them, so that no thread fails at the moment in which it is needed.
+"""Thread pool that starts its threads ahead of the work, so that submitting work never fails.
 
-At a limit of memory or of processes none can be started. A `ThreadPoolExecutor` raises that in whoever submits: at a
-server of gRPC that is the one thread which serves all calls, and it would be the end of it.
+At a limit of memory or of processes no thread can be started. A `ThreadPoolExecutor` then raises in `submit`; in a gRPC
+server that would end the one thread that serves all calls.
 """
 
 import threading
@@ -22,26 +22,26 @@ _Work = SimpleQueue[Callable[[], None] | None]
 
 
 class Threads(ThreadPoolExecutor):
-    """An executor whose `submit` starts no thread and never fails; `ready` starts one. They are daemons, and end with
-    this object."""
+    """An executor whose `submit` starts no thread and never fails; `ready` starts one. The threads are daemons, and end
+    with this object."""
 
     def __init__(self, most: int, name: str, *, ahead: int = 1) -> None:
-        """``ahead``: so many are there from now on. RuntimeError: they cannot be started."""
+        """``ahead``: number of threads to start now. Raises RuntimeError if they cannot be started."""
         super().__init__(most, name)
         self._most = most
         self._name = name
         self._guard = threading.Lock()
         self._begun = 0
         self._free = 0
-        """Threads that wait for work; below 0: work that waits for a thread."""
+        """Idle threads; if negative, queued work that has no thread yet."""
         self._work: _Work = SimpleQueue()
         self.shut_down = weakref.finalize(self, self._work.put, None)
         for _ in range(ahead):
             self._begin()
 
     def ready(self) -> bool:
-        """Whether what is submitted next finds a thread: one is free, or could be started, or all that there may be
-        are there, and the next one to be free takes it."""
+        """Returns whether work submitted next will be run: a thread is idle, or could be started, or all threads exist
+        already and the next idle one takes it."""
         with self._guard:
             if self._free > 0 or self._begun == self._most:
                 return True
@@ -58,14 +58,14 @@ class Threads(ThreadPoolExecutor):
             self._free += 1
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """As of any executor; after `ready`, or it waits for a thread that is there."""
+        """Submits work as any executor does. Call `ready` first, or the work waits for an existing thread."""
         future: Future[T] = Future()
 
         def work() -> None:
             if future.set_running_or_notify_cancel():
                 try:
                     result = fn(*args, **kwargs)
-                except BaseException as error:  # noqa: BLE001  (whoever waits for the result gets it)
+                except BaseException as error:  # noqa: BLE001  (raised again by `Future.result`)
                     future.set_exception(error)
                 else:
                     future.set_result(result)
@@ -76,17 +76,17 @@ class Threads(ThreadPoolExecutor):
         return future
 
     def done(self) -> None:
-        """(its thread) Work is done."""
+        """(a pool thread) Records that its work is done."""
         with self._guard:
             self._free += 1
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Its threads end once all that was submitted is done, which is not waited for."""
+        """Ends the threads once all submitted work is done, without waiting for that."""
         self.shut_down()
 
 
 def _take_turns(work: _Work, threads: "weakref.ref[Threads]") -> None:
-    """Holds no reference to the pool while there is nothing to do."""
+    """Runs work until the pool ends. Holds no reference to the pool while idle."""
     while (item := work.get()) is not None:
         item()
         del item

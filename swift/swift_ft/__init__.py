@@ -11,7 +11,7 @@ In a trainer::
         session.register(schedule=schedule, scheduler=lr_scheduler, loader=loader)
         session.run(train_step, num_steps=1000)
 
-`import swift_ft` is light: torch is imported when `swift_ft.Session` is first touched.
+`import swift_ft` is light: torch is imported at the first access to `swift_ft.Session`.
 """
 
 import os
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from swift_ft.warm_up import is_warming_up as is_warming_up
 
 
-# Must be set before grpc is imported anywhere. Processes that a trainer forks (a DataLoader's workers) never call grpc.
-# Its fork handlers cannot run while our threads are in it, and would print a message at every fork.
+# Must be set before grpc is imported. Processes forked by a trainer (DataLoader workers) never call grpc. Its fork
+# handlers cannot run while our threads use it, and would print a message at every fork.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 

@@ -1,4 +1,4 @@
-"""The command `swift-ft`: hands over to the program that does the work."""
+"""The command `swift-ft`: dispatches to the program of each subcommand."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from swift_ft.cli_parser import import_with_extra
 from swift_ft.errors import UsageError
 from swift_ft.text import tell
 
-# Programs: the process becomes them, so that pids and signals are theirs.
+# Programs that replace this process (exec), so that they keep its pid and get its signals.
 PROGRAMS = {
     "run": ("swift_ft.launch", "start the ranks of a training job; a rank that dies is replaced"),
     "logserver": ("swift_ft_services.logserver", "keep the tensors that cross boundaries, durably"),
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _main(argv)
     except KeyboardInterrupt:
-        return 130  # as a shell shows it
+        return 130  # exit code of a shell for SIGINT
 
 
 def _main(argv: list[str] | None) -> int:

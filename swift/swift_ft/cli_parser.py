@@ -1,4 +1,4 @@
-"""Command lines, the same for every program: help begins with what it does, errors are one line, exit code 2."""
+"""Command line parser of all programs: help begins with a description, errors are one line with exit code 2."""
 
 import argparse
 import importlib
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def only_finite(parser: argparse.ArgumentParser) -> None:
-    """``type=float`` takes no nan, which is neither too small nor too large for any check, and no infinity."""
+    """Makes ``type=float`` reject infinity and nan; no range check would reject nan."""
 
     def finite(text: str) -> float:
         if not math.isfinite(value := float(text)):
@@ -39,7 +39,7 @@ def only_finite(parser: argparse.ArgumentParser) -> None:
 
 
 def host_and_port(text: str, flag: str) -> tuple[str, int]:
-    """Of HOST:PORT. UsageError names `flag`."""
+    """Parses HOST:PORT. Raises UsageError, which names `flag`."""
     host, colon, port = text.rpartition(":")
     number = port_number(port)
     if not colon or not host or number is None:
@@ -55,7 +55,7 @@ def is_loopback(host: str) -> bool:
 
 
 def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a service that shows metrics."""
+    """Adds the flags of a service that exports metrics."""
     parser.add_argument(
         "--metrics-listen",
         default="",
@@ -68,7 +68,7 @@ def add_metrics_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def metrics_address(text: str, *, insecure: bool, flag: str = "--metrics-listen") -> tuple[str, int] | None:
-    """Where metrics are to be shown; None: nowhere. UsageError: off loopback without having said so."""
+    """Returns the address for metrics; None if there is none. Raises UsageError off loopback without `insecure`."""
     if not text:
         return None
     host, port = host_and_port(text, flag)
@@ -81,15 +81,16 @@ def metrics_address(text: str, *, insecure: bool, flag: str = "--metrics-listen"
 
 
 def write_address(path: Path, address: str, flag: str = "--address-file") -> None:
-    """Whoever sees the file sees all of it. UsageError: it cannot be written."""
+    """Writes the address atomically. Raises UsageError if the file cannot be written."""
     try:
-        write_whole(path, f"{address}\n", mode=0o644)  # whoever is to connect may be another user
+        write_whole(path, f"{address}\n", mode=0o644)  # clients may run as another user
     except OSError as error:
         raise UsageError(f"{flag} {path}: {error.strerror}") from None
 
 
 def import_with_extra(module: str, who: str, extra: str) -> Any:
-    """A module of swift's that needs libraries of an extra. Raises UsageError if one of these is not installed."""
+    """Imports a module of swift that needs libraries of an extra. Raises UsageError if one of these is not
+    installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Credentials of clients: token files that are renewed, channels over TLS that carry tokens, and health answers."""
+"""Client credentials: renewed token files, channels that use TLS and tokens, and health checks."""
 
 import os
 import re
@@ -20,38 +20,38 @@ from swift_ft.errors import ServiceError, UsageError
 from swift_ft.text import one_line
 from swift_ft.tokens import Owner, Role, Signature, SigningKey, read_file, read_secret, signature, write_file
 
-# Who may talk to whom: tokens and their keys, roles, and channels that carry tokens over TLS.
+# Overview of authentication: tokens and their keys, roles, and channels that carry tokens over TLS.
 #
 # (operator)  swift-ft token --new-key DIR              a key pair: signing/KID.pem is secret, verifying/KID.pem is not
 #             swift-ft token --key FILE --job NAME …    a token, signed
 # (servers)   Authority(DIR/verifying).grant(token)     what the bearer may do, for every call
 # (clients)   open_channel(address, options)            sends the token of $SWIFT_TOKEN_FILE with every call
 #
-# `jwt` and `cryptography` are imported when a token is made or checked, not before.
+# `jwt` and `cryptography` are imported when a token is created or checked, not before.
 
 
-# Token files that are renewed while they are used: long runs with tokens that are short-lived.
+# Renewal of token files while they are used: long runs with short-lived tokens.
 #
 # (operator)  swift-ft token --key FILE --job NAME --role … --hours 1 --out FILE --renew
-# (drill)     renewal = Renewal(key_file, file, job, roles, lifetime_s); renewal.turn() as often as it likes
+# (drill)     renewal = Renewal(key_file, file, job, roles, lifetime_s); renewal.turn() as often as needed
 #
-# Half of the lifetime is left when a new token is written: so long may this process be away. Whoever uses the file
-# reads it again at every call, so nobody is restarted. The key may be replaced as well (the file, or where a link
-# leads to): the next turn mints with the new one.
+# A new token is written when half of the lifetime is left: so long may this process be down. Clients read the file
+# again at every call, so no restart is needed. The key file may be replaced as well (the file, or a link's target): the
+# next turn mints with the new key.
 
 LOOK_EVERY_S = 1.0
 _LEFT = 0.5
 
 
 def due(now_s: float, monotonic_s: float, written_at: tuple[float, float], lifetime_s: float) -> bool:
-    """Whether half of the lifetime is over, by either clock: servers go by the wall clock at a token's first call,
-    which may be set; the other one stands still while a machine sleeps."""
+    """Returns whether half of the lifetime has passed on either clock. Servers check a token's first call by the wall
+    clock, which may be adjusted; the monotonic clock stops while a machine sleeps."""
     spent_s = max(now_s - written_at[0], monotonic_s - written_at[1])
     return spent_s >= (1 - _LEFT) * lifetime_s or now_s < written_at[0] - 1
 
 
 class Renewal:
-    """One token file. Errors of a turn: UsageError (the key), OSError (the file); the next turn tries again."""
+    """Renews one token file. A turn raises UsageError (the key) or OSError (the file); the next turn tries again."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Renewal:
         owner: Owner | None = None,
         subject: str = "",
     ) -> None:
-        """``owner``: of the file; None: whoever runs this. ``subject``: whom the tokens are for."""
+        """``owner``: of the file; None: the current user. ``subject``: the tokens' subject."""
         self._subject = subject
         self.out = out
         self._owner = owner
@@ -75,7 +75,7 @@ class Renewal:
         self._written_at: tuple[float, float] | None = None
 
     def turn(self) -> bool:
-        """True: a new token is in the file."""
+        """Renews the token if it is due. Returns whether a new token was written."""
         now_s, monotonic_s = time.time(), time.monotonic()
         key, changed = self._current_key()
         if (
@@ -85,7 +85,7 @@ class Renewal:
             and self.out.exists()
         ):
             return False
-        self._written_at = None  # until it is there
+        self._written_at = None  # until it is written
         token = key.mint(self._job, self._roles, self._lifetime_s, subject=self._subject)
         write_file(self.out, f"{token}\n".encode(), secret=True, owner=self._owner)
         self._written_at = (now_s, monotonic_s)
@@ -101,13 +101,13 @@ class Renewal:
 
 
 class Complaints:
-    """Trouble that lasts is told once."""
+    """Reports a persistent error only once."""
 
     def __init__(self) -> None:
         self._said = ""
 
     def about(self, error: UsageError | OSError | None) -> str:
-        """A line to be said; empty: it was."""
+        """Returns a line to report; empty if the error was reported before."""
         words = ""
         if isinstance(error, OSError):
             words = f"{error.filename}: {error.strerror}"
@@ -119,10 +119,10 @@ class Complaints:
         return words and f"not renewed, tried again every {LOOK_EVERY_S:g} s: {words}"
 
 
-# The client's side: which files hold its credentials, and channels that use them.
+# Client side: the files of its credentials, and channels that use them.
 #
-# Every connection to a log server or a coordinator is made here. Without credentials it is a plain one, which
-# is only made to loopback, or if SWIFT_INSECURE=1 says that the network is trusted.
+# Every connection to a log server or a coordinator is opened here. Without credentials it is unencrypted, which is only
+# allowed to loopback, or if SWIFT_INSECURE=1 declares the network trusted.
 
 ENV_TOKEN_FILE = "SWIFT_TOKEN_FILE"
 ENV_CA = "SWIFT_TLS_CA"
@@ -135,13 +135,13 @@ _RELOAD_S = 1.0
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]{2,45}\]")
 _PORT = re.compile("[0-9]{1,5}")
 _SCHEMES = {"dns", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds", "google-c2p"}
-"""gRPC takes "unix:7301" for a socket's path."""
+"""URI schemes of gRPC: it takes "unix:7301" for a socket's path."""
 
 Options = Sequence[tuple[str, Any]]
 
 
 class _Details(NamedTuple):
-    """What a multi-callable was made with."""
+    """Arguments with which a multi-callable was created."""
 
     kind: str
     method: str
@@ -151,16 +151,16 @@ class _Details(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credentials:
-    """Files that say who this process is, and whom it believes."""
+    """Files with this process's identity and the CA that it trusts."""
 
     token_file: Path | None = None
     ca: Path | None = None
-    """Signs the servers' certificates; given: connections are TLS."""
+    """CA of the servers' certificates; if set, connections use TLS."""
     certificate: Path | None = None
-    """Of this client, for servers that ask for one."""
+    """Client certificate, for servers that require one."""
     key: Path | None = None
     insecure: bool = False
-    """Plain connections off loopback are allowed."""
+    """True if unencrypted connections off loopback are allowed."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
@@ -170,7 +170,7 @@ class Credentials:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Credentials":
-        """What the SWIFT_ variables name; files are not read yet."""
+        """Reads the SWIFT_ variables; the files are not read yet."""
 
         def path(name: str) -> Path | None:
             return Path(environment[name]) if environment.get(name) else None
@@ -184,7 +184,7 @@ class Credentials:
         )
 
     def check(self, address: str) -> None:
-        """UsageError, in one line: a file is missing or badly kept, or the connection would be in clear text."""
+        """Raises UsageError if a file is missing or accessible to others, or if the connection would be unencrypted."""
         host, _, port = address.rpartition(":")
         if not host or not _is_port(port):
             raise UsageError(f"{address!r} is not HOST:PORT, such as 10.0.0.5:7301")
@@ -198,8 +198,8 @@ class Credentials:
             read_token(self.token_file)
 
     def check_named(self, address: str) -> None:
-        """As `check`, of an address that somebody else has named: he must not get this process's token in clear text,
-        wherever that is allowed otherwise, nor make it connect to anything but a host's port."""
+        """Checks an address that another party has named. Raises UsageError as `check` does, and if the address would
+        get this process's token unencrypted, even where that is allowed otherwise, or is not the port of a host."""
         host, _, port = address.rpartition(":")
         if not _is_port(port) or not _HOST.fullmatch(host) or host.lower() in _SCHEMES:
             raise UsageError(f"{address!r} is not HOST:PORT, such as 10.0.0.5:7301")
@@ -238,7 +238,7 @@ def read_token(path: Path) -> str:
 
 
 def open_channel(address: str, options: Options, credentials: Credentials | None = None) -> grpc.Channel:
-    """Connects in the background, and again whenever the connection is lost. UsageError: see `check`."""
+    """Opens a channel that connects in the background, and reconnects if needed. Raises UsageError: see `check`."""
     credentials = credentials or Credentials.from_environment()
     credentials.check(address)
     if credentials.token_file is None and credentials.ca is None:
@@ -247,9 +247,9 @@ def open_channel(address: str, options: Options, credentials: Credentials | None
 
 
 class _CredentialedChannel(grpc.Channel):
-    """Gives each call the token that is in its file at that moment, and connects anew with changed certificates.
+    """Sends the current token of the token file with each call, and reconnects when certificates have changed.
 
-    Calls under way stay on the connection they were made on; it is closed when the last of them has ended.
+    Running calls stay on their connection, which is closed when the last of them has ended.
     """
 
     def __init__(self, address: str, options: Options, credentials: Credentials) -> None:
@@ -272,7 +272,7 @@ class _CredentialedChannel(grpc.Channel):
         return grpc.secure_channel(self._address, tls, options=self._options)
 
     def current(self) -> tuple[int, grpc.Channel]:
-        """The channel of now, and its number."""
+        """Returns the current channel and its number, reconnecting if certificates have changed."""
         now = time.monotonic()
         with self._lock:
             if now >= self._look_at and not self._closed:
@@ -283,7 +283,7 @@ class _CredentialedChannel(grpc.Channel):
                         self._channel = self._connect()
                         self._number += 1
                         self._files = files
-                    except UsageError:  # half-written: looked at again in a second
+                    except UsageError:  # half-written: tried again in a second
                         pass
             return self._number, self._channel
 
@@ -295,8 +295,8 @@ class _CredentialedChannel(grpc.Channel):
         if current != self._token[0]:
             try:
                 self._token = (current, read_token(path))
-            except UsageError as error:  # the one we have may be good for a while
-                if current and current != self._complained:  # not only being replaced
+            except UsageError as error:  # the last token may still be valid
+                if current and current != self._complained:  # not just being replaced
                     self._complained = current
                     events.emit("token_not_reloaded", reason=str(error))
         return ((AUTHORIZATION, BEARER + self._token[1]),)
@@ -337,7 +337,7 @@ class _CredentialedChannel(grpc.Channel):
 
 
 class _Callable:
-    """A multi-callable of whatever channel is the current one."""
+    """A multi-callable that uses the current channel."""
 
     def __init__(self, channel: _CredentialedChannel, details: _Details) -> None:
         self._channel = channel
@@ -367,7 +367,7 @@ class _Callable:
         return self._now().future(request, **self._with_token(keywords))
 
 
-# What to do about a connection that is not made: gRPC's own words for a server that wants TLS are "Socket closed".
+# Advice about failed connections: gRPC's message for a server that requires TLS is only "Socket closed".
 
 _LOOK_S = 1.0
 _NOT_BELIEVED = ("CERTIFICATE_VERIFY_FAILED", "certificate signature failure", "Peer name")
@@ -375,8 +375,8 @@ _UNSPECIFIC = ("Socket closed", "reset", "eadline", "in time", "within", "Broken
 
 
 def advice(address: str, reason: str, credentials: Credentials | None = None) -> str:
-    """What is to be done, as far as it can be found out; empty: nobody can tell, or ``said`` tells. May look there, for
-    a second."""
+    """Returns advice for a failed connection; empty if none can be given or ``reason`` suffices. May connect for a
+    second."""
     credentials = credentials or Credentials.from_environment()
     if credentials.ca is None:
         if any(words in reason for words in _UNSPECIFIC) and speaks_tls(address):
@@ -394,13 +394,13 @@ def advice(address: str, reason: str, credentials: Credentials | None = None) ->
 
 
 def advised(address: str, reason: str, credentials: Credentials | None = None) -> str:
-    """``said``, and what to do about it."""
+    """Returns ``reason``, followed by advice if there is any."""
     more = advice(address, reason, credentials)
     return f"{reason}: {more}" if more else reason
 
 
 def speaks_tls(address: str) -> bool:
-    """Whoever it is: nothing is believed of him."""
+    """Returns whether the server speaks TLS. Certificates are not verified."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -413,7 +413,8 @@ def speaks_tls(address: str) -> bool:
 
 
 def _shake_hands(context: ssl.SSLContext, connection: socket.socket) -> None:
-    """By hand: ``wrap_socket`` of a connection that has just been reset leaves its socket open (Python 3.11)."""
+    """Runs the handshake on memory buffers: ``wrap_socket`` of a connection that was just reset leaks its socket
+    (Python 3.11)."""
     received, to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
     handshake = context.wrap_bio(received, to_send)
     while True:
@@ -446,7 +447,7 @@ SECURITY_KEY = "swift-security"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Health:
-    """One answer of ``grpc.health.v1``."""
+    """Answer to one ``grpc.health.v1`` check."""
 
     status: str
     """SERVING, NOT_SERVING, …"""
@@ -454,13 +455,14 @@ class Health:
     mutual_tls: bool
     tokens: bool
     insecure: bool
-    """It listens off loopback without TLS or without tokens: somebody said --insecure."""
+    """True if it listens off loopback without TLS or without tokens: it was started with --insecure."""
 
 
 def check_service(
     address: str, service: str = "", timeout_s: float = 5.0, credentials: Credentials | None = None
 ) -> Health:
-    """Asks once. Needs no token. ServiceError: no answer; UsageError: see `Credentials.check`."""
+    """Runs one health check. Needs no token. Raises ServiceError without an answer, UsageError as
+    `Credentials.check`."""
     channel = open_channel(address, (("grpc.enable_http_proxy", 0),), credentials)
     ask = channel.unary_unary(
         "/grpc.health.v1.Health/Check",
@@ -470,7 +472,7 @@ def check_service(
     try:
         answer, call = ask.with_call(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
     except grpc.RpcError as error:
-        details = cast("grpc.Call", error).details()  # what a failed call raises is the call itself
+        details = cast("grpc.Call", error).details()  # a failed call raises the call itself
         why = advised(address, one_line(details), credentials)
         raise ServiceError(f"{address} does not answer a health check: {why}") from None
     finally:

@@ -1,16 +1,16 @@
-"""Every error that swift raises for its users.
+"""All errors that swift raises for its users.
 
 SwiftError
 ├── UsageError                 bad input; the message says what to do; exit code 2
 │   └── UnknownJob             the log server or the coordinator does not know the job
 ├── ServiceError               the environment: a service is unreachable, a disk is full; exit code 3
 │   ├── AccessDenied           a service does not accept this process's token, or got none
-│   ├── JobSetApart            a service's data of this job is damaged, so it does nothing for the job
+│   ├── JobSetApart            a service's data of this job is damaged, so the service has quarantined the job
 │   └── LogUnavailable         the log server cannot be reached or has closed itself
 │       └── LogInterrupted     the wait was ended, because a new generation is being formed
 ├── Fenced                     this process belongs to an older generation and must stop
 ├── NonFiniteLoss              a loss is not finite, and the trainer's settings end the job; exit code 1
-├── JobFailed                  the job cannot go on, for another rank's reason; exit code 1
+├── JobFailed                  the job cannot continue, for another rank's reason; exit code 1
 ├── MembersLost                an agreement was reached without members that were lost (`swift_ft.Communicator.agree`)
 ├── JoinRefused                the coordinator refuses this rank (fingerprint, configuration, holder)
 ├── LogError
@@ -18,7 +18,7 @@ SwiftError
 │   ├── RecordCorrupt          a checksum does not match: never replayed
 │   ├── RecordTrimmed          the step was trimmed: a checkpoint covers it
 │   ├── RecordInvalid          checksums match, but the content is invalid (version, codec, size, shape)
-│   ├── RecordMissing          the record is not in the log and nobody will write it
+│   ├── RecordMissing          the record is not in the log and will never be written
 │   └── SequenceConflict       the same key or sequence, with other bytes
 └── ReplayRefused              replay would not be exact: a regenerated send differs, or one of the LogErrors
     ├── Divergence             computed bits differ from the logged ones
@@ -52,7 +52,7 @@ class AccessDenied(ServiceError):
 
 
 class JobSetApart(ServiceError):
-    """A service's data of the job is damaged. It does nothing for this job, and serves the others."""
+    """A service's data of the job is damaged. The service has quarantined the job; other jobs are served."""
 
 
 class LogUnavailable(ServiceError):
@@ -74,20 +74,21 @@ class NonFiniteLoss(SwiftError):
 
 
 class JobFailed(SwiftError):
-    """The job cannot go on; the message is the coordinator's reason."""
+    """The job cannot continue; the message is the coordinator's reason."""
 
     exit_code = 1
 
 
 class MembersLost(SwiftError):
-    """Members of a communicator were lost, and not all of the others had acknowledged it. All get the same."""
+    """Members of a communicator were lost, and not all remaining members had acknowledged it. All members get this
+    error."""
 
     def __init__(self, value: int, ranks: tuple[int, ...]) -> None:
         super().__init__(f"lost: ranks {', '.join(map(str, ranks))}; agreed without them: {value}")
         self.value = value
-        """What was agreed."""
+        """Value that the remaining members agreed on."""
         self.ranks = ranks
-        """Their numbers in this generation."""
+        """Ranks of the lost members in this generation."""
 
 
 class JoinRefused(SwiftError):
@@ -97,7 +98,7 @@ class JoinRefused(SwiftError):
 
 
 class LogError(SwiftError):
-    """The log cannot give what was asked for."""
+    """The log cannot return what was requested."""
 
 
 class StaleGeneration(LogError):
@@ -109,7 +110,7 @@ class RecordCorrupt(LogError):
 
 
 class RecordTrimmed(LogError):
-    """The step that was asked for has been trimmed. The message names the oldest step that is there."""
+    """The requested step has been trimmed. The message names the oldest step that is available."""
 
 
 class RecordInvalid(LogError):
@@ -125,24 +126,24 @@ class SequenceConflict(LogError):
 
 
 class ReplayRefused(SwiftError):
-    """A replay would not be exact, so it is not done. The checkpoint is restored instead."""
+    """A replay would not be exact, so it is refused. The checkpoint is restored instead."""
 
 
 class Divergence(ReplayRefused):
-    """The result of a computation that was done again differs from the logged one."""
+    """The result of a repeated computation differs from the logged one."""
 
 
 class ReplicaDiffers(ReplayRefused):
-    """Replicas hold different states, or a state was damaged on its way. The message names the ranks and a path."""
+    """Replicas hold different states, or a state was damaged in transfer. The message names the ranks and a path."""
 
     def __init__(self, message: str, *, damaged: bool = False) -> None:
         super().__init__(message)
         self.damaged = damaged
-        """The state was damaged on its way. The replicas themselves may be equal."""
+        """True if the state was damaged in transfer. The replicas themselves may be equal."""
 
 
 def is_difference(error: BaseException) -> bool:
-    """Whether the error means that a computation done again had another result. Damaged or missing data do not
+    """Returns whether the error means that a repeated computation had another result. Damaged or missing data do not
     count."""
     if isinstance(error, ReplicaDiffers):
         return not error.damaged

@@ -1,13 +1,13 @@
-"""The event trace: what happened when, in every process of a job, on one clock.
+"""The event trace: timed events of every process of a job, on one clock.
 
-If the environment names a directory in ``SWIFT_EVENTS``, each process appends JSON lines to a file of its
-own there. The clock is CLOCK_MONOTONIC, which all processes of one Linux machine share, so a reader merges
-the files by time. The drill builds its timeline from them. Without the variable nothing is written.
+If the environment names a directory in ``SWIFT_EVENTS``, each process appends JSON lines to a file of its own there.
+The clock is CLOCK_MONOTONIC, which all processes of one Linux machine share, so a reader merges the files by time. The
+drill builds its timeline from them. Without the variable no file is written.
 
-Logs and metrics learn of the same events: whoever calls `listen` is told of each one.
+Logs and metrics get the same events by `listen`.
 
-What cannot be written (no space, the directory is gone) is counted, and the next event that can be written stands
-behind an ``events_lost`` with that ``count``: whoever emits has something better to do than to fail with its trace.
+Events that cannot be written (no space, the directory is gone) are counted. The next event that can be written follows
+an ``events_lost`` with that ``count``. So a failing trace never stops the caller.
 """
 
 import errno
@@ -37,12 +37,12 @@ _listeners: tuple[Listener, ...] = ()
 
 
 def now() -> float:
-    """Seconds on the machine-wide monotonic clock."""
+    """Returns the seconds on the machine-wide monotonic clock."""
     return time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 def configure(who: str) -> None:
-    """Names this process in the trace ("rank2", "coordinator"). A warm spare does so once it is a rank."""
+    """Names this process in the trace ("rank2", "coordinator"). A warm spare calls it once it has a rank."""
     global _who, _fd
     with _lock:
         if _fd is not None:
@@ -52,9 +52,9 @@ def configure(who: str) -> None:
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """``listener(event, fields)`` is called, in the thread that emits, at every event; the result ends that.
+    """Registers ``listener(event, fields)``, which is called at every event, in the emitting thread.
 
-    It must be quick, and must not raise.
+    It must be quick and must not raise. Returns a function that unregisters it.
     """
     global _listeners
     with _lock:
@@ -69,7 +69,7 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 
 def emit(event: str, **fields: Any) -> None:
-    """Appends one event. One write, so a SIGKILL tears nothing but the last line. Never raises OSError."""
+    """Appends one event by a single write, so a SIGKILL tears at most the last line. Never raises OSError."""
     for listener in _listeners:
         listener(event, fields)
     directory = os.environ.get(ENV_EVENTS_DIR)
@@ -86,9 +86,9 @@ def _line(at: float, event: str, fields: Mapping[str, Any]) -> bytes:
 
 
 def _append(directory: Path, at: float, line: bytes) -> None:
-    """(holding the lock)"""
+    """Writes a line, or counts it as lost. Called with the lock held."""
     global _fd, _fd_pid, _lost
-    if _fd_pid != os.getpid():  # a child: what its parent lost is the parent's to say
+    if _fd_pid != os.getpid():  # a child: its parent reports the parent's losses
         _fd, _fd_pid, _lost = None, os.getpid(), 0
     try:
         if _fd is None:
@@ -96,7 +96,7 @@ def _append(directory: Path, at: float, line: bytes) -> None:
             _fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         whole = _line(at, "events_lost", {"count": _lost}) + line if _lost else line
         written = os.write(_fd, whole)
-        if written < len(whole):  # the space was out in the middle of it
+        if written < len(whole):  # no space for the rest
             os.ftruncate(_fd, os.fstat(_fd).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         _lost = 0
@@ -105,7 +105,7 @@ def _append(directory: Path, at: float, line: bytes) -> None:
 
 
 def read(directory: str | Path) -> list[dict[str, Any]]:
-    """All events of all processes, by time. A torn last line (its writer was killed) is left out."""
+    """Returns all events of all processes, by time. A torn last line (its writer was killed) is left out."""
     events = []
     for path in _traces(Path(directory)):
         with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
@@ -115,7 +115,7 @@ def read(directory: str | Path) -> list[dict[str, Any]]:
 
 
 def _traces(directory: Path) -> Iterator[Path]:
-    """Files that processes append to, and nothing else that lies there."""
+    """Yields the trace files; other files in the directory are skipped."""
     for path in directory.glob("*.jsonl"):
         if _TRACE.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             yield path
@@ -129,7 +129,7 @@ class Tail:
         self._offsets: dict[Path, int] = {}
 
     def read(self) -> list[dict[str, Any]]:
-        """What is new, by time. A line that is not whole yet comes later."""
+        """Returns the new events, by time. An incomplete line is returned once it is complete."""
         found = []
         for path in _traces(self._directory):
             with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:

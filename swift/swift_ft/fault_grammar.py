@@ -1,9 +1,9 @@
-"""What ranks are told of the failures that they make happen themselves: the value of ``SWIFT_FAULTS``, a JSON list.
+"""Grammar of injected failures, and the list of those that ranks inject themselves: ``SWIFT_FAULTS``, in JSON.
 
-`swift_ft.train.fault_points` reads it. At the coordinates it creates ``$SWIFT_FAULTS_DIR/<id>.fired`` exclusively,
-emits the event "fault" and does what the item's ``kind`` says. With "hold" it first creates ``<id>.reached`` and
-waits for ``<id>.go``: whoever started the ranks flips a bit, cuts a cable or kills a service at that very place of
-the step, and lets several victims of one step die at once.
+`swift_ft.train.fault_points` reads the list. At a failure's coordinates it creates ``$SWIFT_FAULTS_DIR/<id>.fired``
+exclusively, emits the event "fault" and does what the item's ``kind`` says. With "hold" it first creates
+``<id>.reached`` and waits for ``<id>.go``: so the launcher can flip a bit, disconnect a link or kill a service at that
+very place of the step, and let several victims of one step die at once.
 """
 
 import re
@@ -13,18 +13,18 @@ from typing import Any
 
 from swift_ft.errors import UsageError
 
-# One failure in words: the grammar of ``swift-ft drill --kill`` and of ``swift-ft run --failures``.
+# Text form of one failure, used by ``swift-ft drill --kill`` and ``swift-ft run --failures``.
 #
 #     rank=2,step=17,microbatch=3,phase=backward     that rank kills itself there (SIGKILL)
 #     rank=2,step=17,phase=forward,layer=blocks.1    ... once that module of its stage has computed
 #     rank=2,step=17,phase=reduce,bucket=3           ... once that bucket of gradients is on its way
-#     rank=2,step=9,phase=save                       while rank 2 writes the checkpoint behind that step
+#     rank=2,step=9,phase=save                       while rank 2 writes the checkpoint after that step
 #     rank=2,phase=replay                            at the first replay that runs while rank 2 lives
 #     rank=2,phase=copy                              while rank 2 sends or receives a replica's state for the first time
 #     rank=2,step=8,phase=snapshot                   while rank 2 sends its snapshot of version 8 (--strategy snapshot)
 #     kind=stop,rank=2,step=17,for=5                 SIGSTOP there, SIGCONT 5 s later
-#     kind=hang,rank=2,step=17,for=5                 its thread waits there for 5 s; the process lives on
-#     kind=slow,rank=2,step=17,factor=4,for=5        from there on it gets a quarter of the time, for 5 s
+#     kind=hang,rank=2,step=17,for=5                 its thread waits there for 5 s; the process stays alive
+#     kind=slow,rank=2,step=17,factor=4,for=5        from there on it gets a quarter of the CPU time, for 5 s
 #     kind=network,rank=2,step=17,link=e0,for=5      the machine of rank 2 loses that link for 5 s
 #     service=logserver,step=12                      the log server is killed when training reaches that step
 #     service=logserver,step=12,for=3                ... and started again 3 s later
@@ -34,12 +34,12 @@ from swift_ft.errors import UsageError
 #     log=0,phase=replay                             at the first replay there is
 #     corrupt=log,step=17,stream=s1.F                a bit of that stream is flipped before that kill
 #     corrupt=checkpoint,rank=2,step=17              a bit of rank 2's newest checkpoint is flipped before that kill
-#     corrupt=copy,rank=2                            a bit of the first state that rank 2 is given by a replica is
-#     flipped fill=DIR,step=17,for=5                         the small file system of that directory is full for 5 s
+#     corrupt=copy,rank=2                            a bit of the first state is flipped that rank 2 gets from a replica
+#     fill=DIR,step=17,for=5                         the small file system of that directory is full for 5 s
 #
-# In place of ``step`` a failure may have ``at``, in seconds since the first rank was started. Which of these a drill or
-# a run can make happen, each says itself. Parsing knows the words and raises `UsageError`, in one line that names what
-# would be allowed. A failure round-trips through ``str``.
+# Instead of ``step`` a failure may have ``at``, in seconds since the first rank was started. The drill and the run each
+# check which failures they can inject. Parsing knows all words and raises `UsageError`, in one line that names the
+# allowed values. A failure round-trips through ``str``.
 
 KINDS = ("kill", "stop", "hang", "slow", "network")
 PHASES = (
@@ -56,20 +56,20 @@ PHASES = (
     "finish",
     "snapshot",
 )
-"""`weights`: behind gradients of weights that are computed apart from those of inputs. `reduce`: in the middle of the
-reduction of a step's gradients. `update`: some buckets of a wait-free step are applied while others are still being
-reduced. `optimizer`: some are applied, all are reduced. `save`: half of the checkpoint behind the step is written.
-`finish`: in a step that is finished after another loss: what is averaged is given, what is not is not averaged yet.
-`snapshot`: half of this rank's snapshot has left for the rank that keeps it; `step` is the version that it is of."""
+"""`weights`: after gradients of weights that are computed separately from those of inputs. `reduce`: in the middle of
+the reduction of a step's gradients. `update`: some buckets of a wait-free step are applied while others are still being
+reduced. `optimizer`: some are applied, all are reduced. `save`: half of the checkpoint after the step is written.
+`finish`: in a step that is finished after another loss: finished averages are reused, the others not averaged yet.
+`snapshot`: half of this rank's snapshot was sent to the rank that keeps it; `step` is the version of the snapshot."""
 MICROBATCH_PHASES = ("forward", "backward", "weights", "replay")
 LAYER_PHASES = ("forward", "backward")
 BUCKET_PHASES = ("reduce", "update", "optimizer")
 RECOVERY_PHASES = ("replay", "copy", "finish")
-"""Those that come in a recovery: another rank must fail first."""
+"""Phases of a recovery: another rank must fail first."""
 STATES = ("running", "fencing", "planning", "recovering")
 SECONDS_MAX = 1e6
 SPEC_MAX = 5000
-"""Characters of one failure; a path has at most 4096."""
+"""Maximum characters of one failure; a path has at most 4096."""
 FACTOR_MAX = 1000.0
 
 _NUMBER = re.compile(r"[0-9]{1,9}\Z")
@@ -82,7 +82,7 @@ _DIRECTORY = re.compile(r"[^,;\s]+\Z")
 
 
 def seconds_text(seconds: float) -> str:
-    """As it is read again: at most six decimals."""
+    """Returns the seconds as parsing accepts them: at most six decimals."""
     return f"{seconds:.6f}".rstrip("0").rstrip(".")
 
 
@@ -96,26 +96,27 @@ def _lasts(for_s: float | None) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFault:
-    """What happens to a rank at (step, microbatch, phase), or at a time. `kind` is one of `KINDS`."""
+    """Failure of a rank at (step, microbatch, phase), or at a time. `kind` is one of `KINDS`."""
 
     rank: int
     phase: str = "backward"
     step: int | None = None
-    """None: the first replay, or the first copy, there is; or `at_s` says when."""
+    """None: at the first replay, or the first copy; or at the time `at_s`."""
     microbatch: int = 0
     kind: str = "kill"
     layer: str = ""
-    """Once this module of the stage has computed, in the phases forward and backward; empty: all of the stage."""
+    """Module of the stage after whose computation it happens, in the phases forward and backward; empty: the whole
+    stage."""
     bucket: int | None = None
-    """At this bucket of gradients, in the phases reduce, update and optimizer; None: half-way."""
+    """Bucket of gradients, in the phases reduce, update and optimizer; None: half-way."""
     for_s: float | None = None
-    """How long it lasts; None: for good."""
+    """Duration in seconds; None: for good."""
     factor: float = 1.0
-    """(slow) It gets one part in so many of the time."""
+    """(slow) Divisor of the rank's share of CPU time."""
     link: str = ""
-    """(network) The device that is down."""
+    """(network) The device that is taken down."""
     at_s: float | None = None
-    """Since the first rank was started; then there are no other coordinates."""
+    """Seconds since the first rank was started; then there are no other coordinates."""
 
     def __str__(self) -> str:
         parts = [] if self.kind == "kill" else [f"kind={self.kind}"]
@@ -145,7 +146,7 @@ class LogServerFault:
     step: int | None = None
     at_s: float | None = None
     for_s: float | None = None
-    """It is down for so long; None: it is started again at once."""
+    """Seconds until it is started again; None: at once."""
 
     def __str__(self) -> str:
         return f"service=logserver,{_when(self.step, self.at_s)}{_lasts(self.for_s)}"
@@ -153,8 +154,8 @@ class LogServerFault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogLossFault:
-    """SIGKILL of a log server that is not started again: at a step, together with the ranks that are killed in it;
-    or, without a step, when the first replay begins."""
+    """SIGKILL of a log server that is not started again: at a step, together with the ranks killed in it; without a
+    step, when the first replay begins."""
 
     server: int
     step: int | None = None
@@ -167,14 +168,14 @@ class LogLossFault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorFault:
-    """The coordinator is killed when it has made this state durable, or when a rank has begun this step; it is started
+    """SIGKILL of the coordinator when it has made this state durable, or when a rank has begun this step. It is started
     again."""
 
     state: str = ""
     step: int | None = None
     at_s: float | None = None
     for_s: float | None = None
-    """It is down for so long; None: it is started again at once."""
+    """Seconds until it is started again; None: at once."""
 
     def __str__(self) -> str:
         when = f"state={self.state}" if self.state else _when(self.step, self.at_s)
@@ -216,7 +217,7 @@ class CorruptCheckpointFault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FillFault:
-    """The file system of this directory, a small one of its own, has no space left."""
+    """Full disk: the file system of this directory, a small separate one, has no space left."""
 
     directory: str
     step: int | None = None
@@ -240,8 +241,8 @@ Fault = (
 
 
 class Fields:
-    """``key=value,key=value`` as it was given: every part is asked for by its key, and checked. All raise UsageError,
-    which names the flag and what was given."""
+    """Parsed ``key=value,key=value``: each value is read by its key, and checked. All methods raise UsageError, which
+    names the flag and the given text."""
 
     def __init__(self, spec: str, flag: str) -> None:
         if len(spec) > SPEC_MAX:
@@ -264,7 +265,7 @@ class Fields:
         return UsageError(f"{self._said}: {what}")
 
     def only(self, *allowed: str) -> None:
-        """No other keys were given."""
+        """Raises UsageError if other keys were given."""
         for key in self._fields:
             if key not in allowed:
                 raise self.error(f"unknown key {key!r}: allowed here are {', '.join(allowed)}")
@@ -273,7 +274,7 @@ class Fields:
         return self._fields.get(key, default).lower()
 
     def text(self, key: str, pattern: "re.Pattern[str]", what: str) -> str:
-        """Empty: it was not given. `what` describes the pattern."""
+        """Returns the value; empty if it was not given. `what` describes the pattern."""
         value = self._fields.get(key, "")
         if value and not pattern.match(value):
             raise self.error(f"{key} must be {what}, not {value!r}")
@@ -286,7 +287,7 @@ class Fields:
         return value
 
     def number(self, key: str) -> int:
-        """It must be there."""
+        """Returns a required number."""
         value = self._fields.get(key)
         if value is None:
             raise self.error(f"{key} is missing")
@@ -298,7 +299,7 @@ class Fields:
         return self.number(key) if key in self._fields else None
 
     def decimal(self, key: str, least: float, most: float) -> float | None:
-        """None: it was not given."""
+        """Returns the number; None if it was not given."""
         value = self._fields.get(key)
         if value is None:
             return None
@@ -310,7 +311,7 @@ class Fields:
         return self.decimal(key, 0.0, SECONDS_MAX)
 
     def when(self) -> tuple[int | None, float | None]:
-        """(step, time in seconds): one of them."""
+        """Returns (step, time in seconds), one of which is None."""
         if ("step" in self) == ("at" in self):
             wrong = "step and at are both given" if "step" in self else "step is missing"
             raise self.error(f"{wrong}: give step=N, or at=SECONDS since the start")
@@ -318,7 +319,7 @@ class Fields:
 
 
 def parse(spec: str, flag: str = "--kill") -> Fault:
-    """One failure. Raises `UsageError`, which names `flag`."""
+    """Parses one failure. Raises `UsageError`, which names `flag`."""
     fields = Fields(spec, flag)
     if "corrupt" in fields:
         return _corrupt_fault(fields)
@@ -365,7 +366,7 @@ def _rank_fault(fields: Fields) -> RankFault:
     return RankFault(
         rank=fields.number("rank"),
         step=fields.number_or_none("step"),
-        # The other phases come once a step: a microbatch given there has no meaning, and does no harm.
+        # The other phases happen once per step: a microbatch given there is ignored.
         microbatch=microbatch if phase in MICROBATCH_PHASES else 0,
         phase=phase,
         kind=kind,
@@ -378,8 +379,8 @@ def _rank_fault(fields: Fields) -> RankFault:
 
 
 def lasting(fields: Fields, kind: str, *, mixed: bool = False) -> tuple[float | None, float, str]:
-    """(how many seconds it lasts, by what factor it is slower, which link is down). `mixed`: there may be failures of
-    other kinds as well, which these are for. Raises UsageError."""
+    """Returns (duration in seconds, slow-down factor, link that is down). `mixed`: the values may be for failures of
+    other kinds. Raises UsageError."""
     for_s, factor = fields.seconds("for"), fields.decimal("factor", 1.0, FACTOR_MAX)
     link = fields.text("link", LINK, LINK_WORDS)
     if not mixed:
@@ -458,24 +459,24 @@ def _corrupt_fault(fields: Fields) -> CorruptFault | CorruptCheckpointFault | Co
 
 
 def fault_id(index: int) -> str:
-    """The name under which the failure of this index fires."""
+    """Returns the id of the failure with this index."""
     return f"fault{index}"
 
 
 ENV_FAULTS = "SWIFT_FAULTS"
 ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
 IN_THE_RANK = ("kill", "stop", "hang")
-"""Kinds that a rank does to itself. Of all others it only makes known that it is there, and waits."""
+"""Kinds that a rank inflicts on itself. For all others it only reports that it has reached the place, and waits."""
 
 
 BEFORE_A_LOSS = CorruptFault | CorruptCheckpointFault | LogLossFault
-"""What is done to a log or a checkpoint before the victims of that step die."""
+"""Failures of a log or a checkpoint that are injected before the victims of that step die."""
 
 
 def item(
     fault: RankFault | CorruptCopyFault, name: str, *, hold: bool = False, beside: Collection[int] = ()
 ) -> dict[str, Any]:
-    """One failure of the list. `name`: its id. `beside`: ranks that it waits for, until they have come as far."""
+    """Returns one entry of the list. `name`: its id. `beside`: ranks that it waits for, until they have come as far."""
     if isinstance(fault, CorruptCopyFault):
         return {"id": name, "rank": fault.rank, "phase": "flip"}
     told: dict[str, Any] = {
@@ -501,14 +502,13 @@ def item(
 
 
 def pause(name: str, rank: int, step: int) -> dict[str, Any]:
-    """A rank that waits before this step for ``<name>.go``."""
+    """Returns an entry for a rank that waits before this step for ``<name>.go``."""
     return {"id": name, "rank": rank, "step": step, "phase": "idle", "kind": "pause", "hold": True}
 
 
 def held_together(faults: Sequence[Fault], *, each: bool = False) -> list[list[int]]:
-    """Indices of rank faults that wait for a word, those that get it at the same moment together: the
-    victims of one step, if they are several, or if their log is corrupted or a log server lost before. `each`: in any
-    case."""
+    """Returns groups of indices of rank faults that are held and released together: the victims of one step, if there
+    are several, or if a log is corrupted or a log server lost before. `each`: in any case."""
     by_step: dict[int, list[int]] = {}
     for index, fault in enumerate(faults):
         if not isinstance(fault, RankFault) or fault.kind != "kill" or fault.phase in RECOVERY_PHASES:

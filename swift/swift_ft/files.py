@@ -1,8 +1,8 @@
-"""Opening files that somebody else may have put there, and making files that are nobody else's business.
+"""Safe opening of files that others may have replaced, and creation of files that only their owner can read.
 
-What swift makes has mode 0600, in directories of mode 0700, whatever the umask is: logs, checkpoints, traces, evidence,
-output of ranks. Two kinds of files are for others too. What a command was asked to write as its result (``--json``,
-``--svg``, a trace in CSV) has the mode that the umask gives. Addresses, certificates and public keys have 0644.
+Files of swift have mode 0600, in directories of mode 0700, whatever the umask is: logs, checkpoints, traces, evidence,
+output of ranks. There are two exceptions. A command's requested result (``--json``, ``--svg``, a trace in CSV) has the
+mode that the umask gives. Addresses, certificates and public keys have 0644.
 """
 
 import errno
@@ -13,12 +13,13 @@ from pathlib import Path
 from swift_ft.errors import UsageError
 
 GIVEN_BYTES_MAX = 16 << 20
-"""Of a file that a user names. As objects its content takes up to twenty times as much."""
+"""Maximum size of a file that a user names. Parsed into objects its content takes up to twenty times as much."""
 
 
 def open_regular(path: str | Path, flags: int, mode: int = 0o600, inside: int | None = None) -> int:
-    """A descriptor. Never waits, as opening a pipe or a device would. OSError: ELOOP for a link, EISDIR for a
-    directory, ENXIO for whatever else is no regular file. `inside`: the directory (a descriptor) of a relative path."""
+    """Opens a regular file and returns a descriptor. Never blocks, as opening a pipe or a device would. Raises OSError:
+    ELOOP for a link, EISDIR for a directory, ENXIO for other kinds. `inside`: the directory (a descriptor) of a
+    relative path."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=inside)
     kind = os.fstat(fd).st_mode
     if stat.S_ISREG(kind):
@@ -30,14 +31,15 @@ def open_regular(path: str | Path, flags: int, mode: int = 0o600, inside: int | 
 
 
 def read_regular(path: Path, size_max: int) -> bytes:
-    """What is in it; one byte more than that if it is larger. OSError."""
+    """Returns the content, or its first `size_max` + 1 bytes if it is larger. Raises OSError."""
     fd = open_regular(path, os.O_RDONLY)
     with os.fdopen(fd, "rb") as file:
         return file.read(size_max + 1)
 
 
 def read_given(path: Path, where: str) -> bytes:
-    """What is in a file that the user has named; a link is followed. UsageError, which begins with `where`."""
+    """Returns the content of a file that the user has named; links are followed. Raises UsageError, which begins with
+    `where`."""
     try:
         content = read_regular(Path(os.path.realpath(path)), GIVEN_BYTES_MAX)
     except OSError as error:
@@ -50,13 +52,13 @@ def read_given(path: Path, where: str) -> bytes:
 
 
 def private(path: str, flags: int) -> int:
-    """The `opener` of a file that is its owner's alone: ``open(path, "w", opener=private)``."""
+    """Opens a file with mode 0600; an `opener` for ``open(path, "w", opener=private)``."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
 def make_directory(path: Path) -> list[Path]:
-    """Unless it is there, with what is missing above it. All that was made is its owner's alone; gives it, the lowest
-    first. OSError."""
+    """Creates a directory and its missing parents with mode 0700. Returns those that were missing, the lowest first.
+    Raises OSError."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     for directory in reversed(missing):
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -68,10 +70,10 @@ def make_directory(path: Path) -> list[Path]:
 def write_whole(
     path: Path, data: str | bytes, mode: int | None = 0o600, owner: tuple[int, int] | None = None
 ) -> None:
-    """The file appears whole or not at all, and is never wider than `mode` (None: as the umask says) nor of another
-    owner. A link is replaced, not followed. OSError."""
+    """Writes a file atomically. Its mode is never wider than `mode` (None: as the umask says), its owner never another
+    one. A link is replaced, not followed. Raises OSError."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.unlink(missing_ok=True)  # of a process that was killed
+    aside.unlink(missing_ok=True)  # left by a killed process
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(aside, flags, 0o666 if mode is None else mode)
     try:

@@ -1,7 +1,7 @@
-"""What a process says: lines for people or JSON for programs; and errors that nothing catches, which end it.
+"""A process's log on stderr: lines for people or JSON for programs. Uncaught errors are logged and end the process.
 
-An error that nothing catches ends the process. One that lives on without one of its threads may never answer again,
-and nobody starts it anew.
+An uncaught error in any thread ends the process: without that thread it may never answer again, and would not be
+restarted.
 """
 
 import argparse
@@ -28,14 +28,14 @@ EXIT_CODE = 3
 
 
 def end_process_on_uncaught(say: Callable[[BaseException], None], exit_code: int = EXIT_CODE) -> None:
-    """From now on, and in every thread. ``say`` is called first. So does an error that Python cannot raise anywhere, if
-    it is for want of memory or where a thread begins: whoever starts that thread would wait for it for ever."""
+    """Makes an uncaught error of any thread end the process, after calling ``say``. So does an unraisable error if
+    memory is short, or if a thread fails to start: its starter would wait for it forever."""
 
     def end(kind: type[BaseException], error: BaseException | None) -> None:
         try:
             say(error if error is not None else kind())
         finally:
-            os._exit(exit_code)  # not sys.exit: other threads may wait for the one that is gone
+            os._exit(exit_code)  # not sys.exit: other threads may wait for the dead one
 
     def uncaught(kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
         end(kind, error)
@@ -47,7 +47,7 @@ def end_process_on_uncaught(say: Callable[[BaseException], None], exit_code: int
     def unraisable(caught: "sys.UnraisableHookArgs") -> None:
         error = caught.exc_value
         if "in thread started by" in (caught.err_msg or "") and error is not None:
-            error = error.__context__ or error  # what failed first, and not what was cleaned up after it
+            error = error.__context__ or error  # the first failure, not that of the cleanup
             end(type(error), error)
         if issubclass(caught.exc_type, MemoryError):
             end(caught.exc_type, error)
@@ -59,7 +59,7 @@ def end_process_on_uncaught(say: Callable[[BaseException], None], exit_code: int
 
 
 def described(error: BaseException) -> str:
-    """In one line: the error, the thread, and the lines of code, the innermost first."""
+    """Returns one line: the error, the thread, and the lines of code, the innermost first."""
     places = [
         f"{Path(frame.filename).name}:{frame.lineno}"
         for frame in reversed(traceback.extract_tb(error.__traceback__))
@@ -69,15 +69,14 @@ def described(error: BaseException) -> str:
     return f"{name}: {error} in thread {threading.current_thread().name}{where}"
 
 
-# What a service says on stderr: lines for people, or one JSON object a line for programs.
+# Log format on stderr: lines for people, or one JSON object per line for programs.
 #
-# Both come from two sources: Python's `logging`, and the events of `swift_ft.events`; what is below ``--log-level`` is
-# not written. As JSON each line has ``time`` (UTC, ISO 8601),
-# ``monotonic`` (seconds, the clock of the event trace), ``level``, ``role``, ``pid``, ``event``, ``message`` where
-# there is one, and the event's own ``fields``.
+# Both have two sources: Python's `logging`, and the events of `swift_ft.events`. Lines below ``--log-level`` are not
+# written. As JSON each line has ``time`` (UTC, ISO 8601), ``monotonic`` (seconds, the clock of the event trace),
+# ``level``, ``role``, ``pid``, ``event``, ``message`` if there is one, and the event's own ``fields``.
 #
-# No secret is written, in either format: values of fields that are named like one, what stands behind the words
-# "Bearer", "token=" and the like, and the values of environment variables that are named like one.
+# Secrets are removed in both formats: values of fields with a secret's name, text after "Bearer", "token=" and the
+# like, and values of environment variables with a secret's name.
 
 TEXT, JSON = "text", "json"
 REMOVED = "[removed]"
@@ -92,11 +91,11 @@ _SECRET_WORDS = re.compile(
     re.IGNORECASE,
 )
 _AT_ONCE = select.PIPE_BUF // 4
-"""Characters: a pipe that has room has room for them."""
+"""Characters written at once: a pipe that polls as writable has room for them."""
 _PATIENCE_S = 0.1
-"""For whoever reads slowly; once something is lost, none."""
+"""Seconds to wait for a slow reader; once a line was lost, 0."""
 _SECRET_BYTES_MIN = 6
-"""A shorter value of an environment variable would be found in innocent words."""
+"""Minimum length of an environment variable's value to be redacted; shorter ones would match harmless words."""
 
 _ERRORS = {"storage_failed", "fatal"}
 _WARNINGS = {
@@ -132,7 +131,7 @@ def level_of(event: str, fields: Mapping[str, Any] = MappingProxyType({})) -> in
 
 
 class Redactor:
-    """Takes secrets out of what is about to be written. Pure, but for the environment it is made from."""
+    """Removes secrets from text to be written. Pure, except for the environment given to the constructor."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         values = {
@@ -149,7 +148,7 @@ class Redactor:
         return _SECRET_WORDS.sub(_without, text)
 
     def value(self, value: Any) -> Any:
-        """The same, through mappings and sequences."""
+        """Redacts text in nested mappings and sequences."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -165,7 +164,7 @@ class Redactor:
 
 
 def _is_secret(name: object, value: object) -> bool:
-    """Whether there are tokens or not is none."""
+    """Returns whether a field holds a secret. A boolean, such as whether there are tokens, is none."""
     return not isinstance(value, bool) and _SECRET_NAME.search(str(name)) is not None
 
 
@@ -184,7 +183,7 @@ def json_line(
     message: str = "",
     fields: Mapping[str, Any],
 ) -> str:
-    """One event as a line of JSON, without its end of line. Secrets are taken out of message and fields."""
+    """Returns one event as a JSON line, without its newline. Secrets are removed from message and fields."""
     line: dict[str, Any] = {
         "time": datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="microseconds"),
         "monotonic": round(monotonic_s, 6),
@@ -223,12 +222,13 @@ class _Handler(logging.Handler):
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """gRPC says each field of a header that is no text, with a traceback: strangers could write any number of them."""
+    """Returns False for gRPC's log of invalid header fields, with tracebacks: any client could flood the log with
+    them."""
     return not (record.name.startswith("grpc") and str(record.msg).startswith("Invalid encoding"))
 
 
 class Log:
-    """This process's stderr."""
+    """Log of this process on stderr."""
 
     def __init__(self, role: str, log_format: str, level: int, stream: TextIO | None = None) -> None:
         self.role = role
@@ -239,12 +239,12 @@ class Log:
         self._lock = threading.Lock()
         self._lost = 0
         self._torn = False
-        """Of a line the beginning only was written."""
+        """True if only the beginning of a line was written."""
 
     def write(self, line: str) -> None:
-        """Lines of different threads do not mix. If it fails, as on a full disk, or would wait, as on a pipe that
-        nobody reads or a terminal that was stopped, the line is lost: the next one that can be written stands behind
-        how many may be missing."""
+        """Writes a line; lines of different threads do not mix. If it fails, as on a full disk, or would block, as on a
+        pipe without a reader or a stopped terminal, the line is lost. The next line that can be written follows the
+        count of lost lines."""
         stream = self._stream if self._stream is not None else sys.stderr
         with self._lock:
             try:
@@ -256,7 +256,7 @@ class Log:
                 self._lost += 1
 
     def _put(self, stream: TextIO, text: str) -> None:
-        """OSError: not all of it. Who does not take what a service says does not keep it from its work."""
+        """Writes the text. Raises OSError if not all could be written: a slow reader must not block the service."""
         text = "\n" + text if self._torn else text
         for at in range(0, len(text), _AT_ONCE):
             self._torn = at > 0
@@ -267,7 +267,7 @@ class Log:
         self._torn = False
 
     def say(self, event: str, level: int, message: str = "", fields: Mapping[str, Any] | None = None) -> None:
-        """One event or message, if its level is shown."""
+        """Logs one event or message, if its level is enabled."""
         if level >= self.level:
             self.write(self._line(event, level, message, fields or {}))
 
@@ -286,14 +286,14 @@ class Log:
         )
 
     def fatal(self, message: str) -> None:
-        """(the last words) Why this process cannot do it: one line."""
+        """Logs why this process ends, as one line."""
         if self.format == TEXT:
             self.write(self.redactor.text(f"{self.role}: {message}"))
         else:
             self.say("fatal", logging.ERROR, message)
 
     def start(self) -> Callable[[], None]:
-        """Takes over `logging` and events. The result gives them back."""
+        """Installs handlers for `logging` and events. Returns a function that removes them."""
         handler = _Handler(self)
         handler.addFilter(_is_ours)
         root = logging.getLogger()
@@ -313,7 +313,7 @@ class Log:
         self.say(event, level_of(event, fields), fields=fields)
 
     def uncaught(self, error: BaseException) -> None:
-        """(the last words) Of an error that nothing has caught: one line. As JSON it has the traceback as well."""
+        """Logs an uncaught error as one line; as JSON with its traceback."""
         if self.format == TEXT:
             self.fatal(f"{described(error)}; start it again")
         else:
@@ -322,10 +322,10 @@ class Log:
 
 
 def _has_room(stream: TextIO, timeout_s: float) -> bool:
-    """Whether that much can be written without waiting for anybody."""
+    """Returns whether the stream becomes writable within the timeout."""
     try:
         number = stream.fileno()
-    except (OSError, ValueError):  # none of the system's
+    except (OSError, ValueError):  # no system file
         return True
     poll = select.poll()
     poll.register(number, select.POLLOUT)

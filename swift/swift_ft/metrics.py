@@ -1,8 +1,8 @@
 """Prometheus metrics, without global state: tables of families, values read at scrape time, an HTTP server.
 
-A process says what it exports in a table of `Family` and gives a function that reads its values. That function is
-called when somebody scrapes and not otherwise, so what works meanwhile counts in plain integers, if at all.
-Import this only where metrics were asked for: without it `prometheus_client` is not loaded.
+A process lists its metrics in a table of `Family` and gives a function that reads their values. The function is called
+only at a scrape, so the working code only counts in plain integers, if at all. Import this module only if metrics are
+enabled: otherwise `prometheus_client` is not loaded.
 """
 
 import socket
@@ -32,19 +32,19 @@ from swift_ft import events
 from swift_ft.cli_parser import write_address
 from swift_ft.errors import UsageError
 
-# The HTTP server behind `/metrics`: for one scraper or a few, on a port that anybody may reach.
+# HTTP server for `/metrics`: for a few scrapers, on a port that any client may reach.
 #
-# A connection has a thread while it lasts, and there are few of both: who comes when all places are taken gets the
-# place of the one who is there longest. So connections that say nothing, or do not read, keep nobody from scraping, and
-# take nothing that the rest of the process needs. One answer is made at a time.
+# A connection has a thread while it lasts, and their number is limited: a new connection replaces the oldest one. So
+# idle clients, or clients that do not read, neither block scraping nor exhaust the process. One answer is computed at a
+# time.
 
 CONNECTIONS_MAX = 16
 SILENT_S = 10.0
-"""Who says nothing for so long, or takes nothing, is let go."""
+"""Seconds after which a silent or non-reading connection is closed."""
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Serves from the constructor on, until `close`. OSError: it cannot listen there."""
+    """Serves from its creation until `close`. Raises OSError if it cannot listen there."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -80,14 +80,14 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             self._changed.notify()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Somebody has gone away in the middle of it: nothing to tell."""
+        """Ignores errors of clients that have disconnected."""
 
 
 class _Handler(WSGIRequestHandler):
     timeout = SILENT_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nobody wants to know who scrapes."""
+        """Logs no requests."""
 
 
 def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
@@ -103,25 +103,25 @@ def _one_at_a_time(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterabl
 COUNTER, GAUGE, HISTOGRAM, STATES, INFO = "counter", "gauge", "histogram", "states", "info"
 
 LATENCY_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-"""Bounds of a disk's answer."""
+"""Histogram bounds for disk latencies, in seconds."""
 DURATION_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""Bounds of steps and recoveries."""
+"""Histogram bounds for steps and recoveries, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric. Counters are named with ``_total``, as they are shown."""
+    """One metric. Counters have their full name, with ``_total``."""
 
     name: str
     kind: str
     help: str
     labels: tuple[str, ...] = ()
     states: tuple[str, ...] = ()
-    """What a family of kind STATES may say: the one that holds is 1, the others are 0."""
+    """Possible states of a family of kind STATES: the current one is 1, the others are 0."""
 
 
 class Distribution:
-    """A histogram that one or more threads fill."""
+    """A histogram that one or more threads fill. Thread-safe."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -135,7 +135,7 @@ class Distribution:
             self._sum += value
 
     def read(self) -> tuple[list[tuple[str, float]], float]:
-        """(bound, how many were at or below it) for each bound, ending with +Inf; the sum of all."""
+        """Returns (bound, count at or below it) for each bound, ending with +Inf; and the sum of all values."""
         with self._lock:
             total = 0
             buckets: list[tuple[str, float]] = []
@@ -160,7 +160,7 @@ class _Collector(Collector):
         self._read = read
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is read when the registry asks for the names."""
+        """Returns the metrics without samples: the registry asks for the names only."""
         return [_metric(family, {}) for family in self._families]
 
     def collect(self) -> Iterator[Metric]:
@@ -209,10 +209,10 @@ BUILD = Family("swift_build_info", INFO, "The version of swift-ft, as a label.")
 
 
 class Exposition:
-    """One process's metrics over HTTP, until it is closed."""
+    """HTTP export of one process's metrics, until it is closed."""
 
     def __init__(self, host: str, port: int, families: Sequence[Family], read: Callable[[], Samples]) -> None:
-        """Port 0: any free one. UsageError: it cannot listen there."""
+        """Starts the server. Port 0: any free one. Raises UsageError if it cannot listen there."""
         registry = CollectorRegistry()
         registry.register(_Collector(families, read))
         version = {"version": metadata.version("swift-ft")}
@@ -227,7 +227,7 @@ class Exposition:
         self.address = f"{host}:{self._server.server_port}"
 
     def announce(self, address_file: Path | None, *, as_text: bool) -> None:
-        """Says where: as an event, in a file if one was asked for, and on stdout where people read it."""
+        """Announces the address: as an event, in a file if one was requested, and on stdout in text mode."""
         if address_file is not None:
             write_address(address_file, self.address, "--metrics-address-file")
         events.emit("metrics", address=self.address)

@@ -89,7 +89,7 @@ def _trust(parameter: torch.Tensor, update: torch.Tensor, trust_max: float) -> f
     wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     length = min(torch.linalg.vector_norm(parameter, dtype=wide).item(), trust_max)
     step = torch.linalg.vector_norm(update, dtype=wide).item()
-    # Rounded as the state keeps it, so that the step used what the state says.
+    # Rounded to the state's dtype, so that the step uses the ratio that the state records.
     ratio = length / step if length > 0 and step > 0 else 1.0
     return torch.tensor(ratio, dtype=torch.float32).item()
 

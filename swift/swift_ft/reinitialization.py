@@ -1,16 +1,16 @@
-"""Reinit: after a loss the training function is called again, in the same processes (strategy "reinit").
+"""Reinit: after a loss the training function is called again in the same processes (strategy "reinit").
 
     (worker, or a trainer by `swift_ft.reinit`) ``call_again_after_losses(train)``
-    (a session)  is made inside: it says what is to be closed, and hands the line to the coordinator on
+    (a session)  is created inside: registers to be closed, and later hands on its line to the coordinator
     (its engine) a rank was lost: raises `Reinitialize`, which unwinds the training function
-    (here)       closes what the function has left, draws as at the first call, and calls it again; its next session
-                 goes on with the same line, holds no state, and begins with a checkpoint
+    (here)       closes what the function has left, restores the generators, and calls it again; its next session
+                 continues with the same line, holds no state, and begins with a checkpoint
 
 A spare that is warmed up (`swift_ft.warm_up`) leaves its training function in the same way, and then waits.
 
 After Reinit (Laguna et al., "Evaluating and Extending User-Level Fault Tolerance in MPI Applications", 2016), which the
-study of MPI for deep learning (EuroMPI 2017) sets beside ULFM. Modules stay imported, and the device's context is kept:
-that is what the processes save against a restart.
+study of MPI for deep learning (EuroMPI 2017) compares with ULFM. Modules stay imported and the device context is kept,
+which saves time against a restart.
 """
 
 import gc
@@ -35,7 +35,7 @@ _SETTINGS = "swift_ft.state.torch_settings"
 
 
 class Reinitialize(BaseException):
-    """The training function is to be left: it is called again. No `Exception`, as KeyboardInterrupt is none: a trainer
+    """Unwinds the training function, which is then called again. Not an `Exception`, like KeyboardInterrupt: a trainer
     that handles its own errors lets it through."""
 
 
@@ -44,73 +44,74 @@ class Closable(Protocol):
 
 
 class _Process:
-    """This process: whether somebody calls its training function again, and what one call hands on to the next."""
+    """State of this process: whether its training function is called again, and what one call hands on to the next."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.line: Any = None
-        """To the coordinator (`swift_ft.train.coordinator_session.Member`), of the call before."""
+        """Connection to the coordinator (`swift_ft.train.coordinator_session.Member`), from the previous call."""
         self.session: Closable | None = None
         self.asked = False
-        """Reinitialize was raised, and has not come here yet."""
+        """True from raising Reinitialize until it is handled here."""
         self.leaves = False
-        """It is left for good: a warm-up (`over`)."""
+        """True during a warm-up: the function is left for good (`over`)."""
 
 
 _process = _Process()
 
 
 def is_called_again() -> bool:
-    """Whether somebody around the caller does that."""
+    """Returns whether a caller up the stack calls the training function again after losses."""
     return _process.depth > 0
 
 
 def begin_session(session: Closable) -> None:
-    """It is closed before the function is called again, if that does not do so itself."""
+    """Registers a session to be closed before the function is called again, if the function does not close it
+    itself."""
     _process.session = session
 
 
 def is_open(session: Closable) -> bool:
-    """It was made in this call of the function."""
+    """Returns whether the session was created in this call of the function."""
     return _process.session is session
 
 
 def begin_warm_up() -> None:
-    """(before the script) The function is called once: whoever calls it again after losses lets that be."""
+    """(before the script) Starts a warm-up: the function is called only once, also by `call_again_after_losses`."""
     _process.leaves = True
 
 
 def over() -> Reinitialize:
-    """(a session in a warm-up) What to raise: the training function has come as far as it is to."""
+    """(a session in a warm-up) Returns the exception to raise once the training function has come far enough."""
     _process.asked = True
     return Reinitialize("this spare is warm: the training function is left, until there is a rank for it")
 
 
 def asked() -> bool:
-    """Its session has raised Reinitialize, whatever has become of that."""
+    """Returns whether Reinitialize was raised and is not handled yet."""
     return _process.asked
 
 
 def hand_on(line: object) -> Reinitialize:
-    """What to raise. The next call's session gets that line by `handed_on`."""
+    """Returns the exception to raise. The next call's session gets `line` by `handed_on`."""
     _process.line, _process.asked = line, True
     return Reinitialize("a rank was lost: the training function is called again")
 
 
 def handed_on() -> Any:
-    """The line that the call before has left; None: this is the first one."""
+    """Returns and clears the line handed on by the previous call; None in the first call."""
     line, _process.line = _process.line, None
     return line
 
 
 def has(line: object) -> bool:
-    """It was handed on, and waits for the next call's session."""
+    """Returns whether this line was handed on, and waits for the next call's session."""
     return _process.line is line
 
 
 def call_again_after_losses(train: Callable[[], T]) -> T:
-    """Returns what the last call returns. Raises what it raises; UsageError if it keeps `Reinitialize` to itself.
-    Raises ServiceError if the function cannot begin a second time in one process."""
+    """Calls `train`, again after each loss. Returns what the last call returns, and raises what it raises. Raises
+    UsageError if `train` swallows `Reinitialize`, ServiceError if it cannot begin a second time in one process."""
     if _process.leaves:
         return train()
     first = state()
@@ -149,7 +150,8 @@ def call_again_after_losses(train: Callable[[], T]) -> T:
 
 
 def _came_over(error: BaseException) -> bool:
-    """It was raised while Reinitialize was on its way: by a trainer's `finally`, which asks for ranks that are gone."""
+    """Returns whether the error was raised while Reinitialize unwound: by a trainer's `finally` that needs lost
+    ranks."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, Reinitialize):
         seen = seen.__context__
@@ -157,33 +159,33 @@ def _came_over(error: BaseException) -> bool:
 
 
 def leave() -> None:
-    """Whatever the function has left is gone before it is called again: there may be no room for two of it."""
+    """Closes the session and frees what the function has left, because memory may not suffice for two of it."""
     _process.asked = _process.leaves = False
     session, _process.session = _process.session, None
     if session is not None:
         session.close()
     del session
-    for _ in range(_COLLECTIONS_MAX):  # what torch holds in C++ is seen to be free once its graph is
+    for _ in range(_COLLECTIONS_MAX):  # torch's C++ objects become collectable once their graph is freed
         if not gc.collect():
             break
 
 
 def state() -> dict[str, Any]:
-    """The states of the default generators, and torch's settings: what the function begins with. What it draws before
-    its first step it draws alike in every call, as a process that takes a lost one's place draws it."""
+    """Returns the states of the default generators, and torch's settings, as the function begins with them. So every
+    call draws the same before its first step, as does a process that replaces a lost one."""
     states: dict[str, Any] = {"random": random.getstate()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
     if "torch" in sys.modules:
         states["torch"] = sys.modules["torch"].get_rng_state()
         states["seed"] = sys.modules["torch"].initial_seed()
-    if _SETTINGS in sys.modules:  # with torch, where a session can be made
+    if _SETTINGS in sys.modules:  # loaded with torch, wherever a session can be created
         states["settings"] = sys.modules[_SETTINGS].read()
     return states
 
 
 def restore(states: dict[str, Any]) -> None:
-    """What `state` has given."""
+    """Restores the result of `state`."""
     random.setstate(states["random"])
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])
@@ -197,10 +199,10 @@ def restore(states: dict[str, Any]) -> None:
 
 def reinit(train: Callable[P, T]) -> Callable[P, T]:
     """Decorates a training function that is called again after a loss, with the same arguments, in the same processes
-    (`SessionConfig.strategy` "reinit"). It must make its session, its model and its optimizer itself.
+    (`SessionConfig.strategy` "reinit"). It must create its session, its model and its optimizer itself.
 
-    Without it, `swift-ft run` calls the whole script again. What a module holds outside of the function stays as it
-    is.
+    Without the decorator, `swift-ft run` calls the whole script again. State that a module holds outside of the
+    function is kept.
     """
 
     @wraps(train)

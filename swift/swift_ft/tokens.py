@@ -1,16 +1,16 @@
 """Job tokens: JSON web tokens signed with Ed25519.
 
-Asymmetric, so that a server, which holds public keys only, cannot make a token, nor can who steals its
-files. Claims, besides ``aud`` and ``exp``::
+Signatures are asymmetric: a server holds public keys only, so neither it nor a thief of its files can create a token.
+Claims, besides ``aud`` and ``exp``::
 
     job    the job's name, or "*": every job
     roles  of `Role`
-    gen    the token is good until the job's generation is above; absent: whatever the generation
-    sub    who it was made for, in the audit trail
-    jti    its own name, of 32 hexadecimal digits: by it one token is revoked (`Revoked`)
+    gen    highest generation of the job for which the token is valid; absent: any
+    sub    subject, for the audit file
+    jti    token id of 32 hexadecimal digits, by which a single token is revoked (`Revoked`)
 
-The header's ``kid`` is the name of the key's file (of the file that a link leads to): several keys are good at a
-time, and one is replaced by adding the next, minting with it, and removing the old one, which revokes its tokens.
+The header's ``kid`` is the name of the key's file (of the target if that is a link). Several keys may be valid at a
+time. A key is replaced by adding the next one, minting with it, and removing the old one, which revokes its tokens.
 """
 
 import base64
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 
-# What each role may call. A call that is not in the table is nobody's.
+# Calls that each role may make. A call that is not in the table is denied.
 
 
 class Role(StrEnum):
-    """What a token lets its bearer do."""
+    """Role of a token's bearer."""
 
     WRITER = "writer"
-    """A rank or a launcher: appends, and speaks to the coordinator as a member."""
+    """A rank or a launcher: appends, and calls the coordinator as a member."""
     REPLAYER = "replayer"
-    """A rank that replays: reads."""
+    """A rank that replays: reads the log."""
     OPERATOR = "operator"
-    """A person: looks at everything of a job, trims and drops it, declares a rank dead or a job failed, names log
+    """A person: reads everything of a job, trims and drops it, declares a rank dead or a job failed, changes log
     servers."""
     COORDINATOR = "coordinator"
-    """The coordinator, towards log servers: fences, trims, resets."""
+    """The coordinator as a client of log servers: fences, trims, resets."""
 
 
 LOG = "/swift.log.v1.Log/"
@@ -103,13 +103,13 @@ MAY_CALL: Mapping[str, frozenset[Role]] = MappingProxyType(
 )
 
 
-# Secrets in files: made for their owner alone, and refused if others can read them.
+# Secret files: created with mode 0600, and refused if others can read them.
 
 _BYTES_MAX = 1 << 20
 
 
 def read_file(path: Path, flag: str) -> bytes:
-    """What is in a file that need not be secret. UsageError names the flag or variable it came from."""
+    """Returns the content of a file that need not be secret. Raises UsageError, which names the flag or variable."""
     try:
         with path.open("rb") as file:
             return file.read(_BYTES_MAX)
@@ -118,7 +118,7 @@ def read_file(path: Path, flag: str) -> bytes:
 
 
 def read_secret(path: Path, flag: str) -> bytes:
-    """What is in a file that only its owner may read. UsageError if others may."""
+    """Returns the content of a file that only its owner may access. Raises UsageError if others may."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -131,15 +131,15 @@ def read_secret(path: Path, flag: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose a file is to be."""
+    """Owner to be set for a file."""
 
     uid: int
     gid: int
 
     @classmethod
     def parse(cls, text: str, flag: str) -> Self:
-        """Of USER or USER:GROUP, names or numbers; without a group the user's own. UsageError: there is no such user
-        or group, or this process may not give files away."""
+        """Parses USER or USER:GROUP, names or numbers; the default group is the user's. Raises UsageError if there is
+        no such user or group, or if this process may not change owners."""
         user, colon, group = text.partition(":")
         try:
             account = pwd.getpwuid(int(user)) if user.isdecimal() else pwd.getpwnam(user)
@@ -158,7 +158,7 @@ class Owner:
 
 
 def write_file(path: Path, data: bytes, *, secret: bool, owner: Owner | None = None) -> None:
-    """As `swift_ft.files.write_whole`; one that is not secret is for all to read."""
+    """Writes a file atomically (`swift_ft.files.write_whole`): mode 0600 if secret, else 0644."""
     write_whole(path, data, 0o600 if secret else 0o644, None if owner is None else (owner.uid, owner.gid))
 
 
@@ -166,7 +166,7 @@ Signature = tuple[tuple[str, int, int, int], ...]
 
 
 def signature(paths: "list[Path]") -> Signature:
-    """Changes whenever one of the files is written, replaced or removed."""
+    """Returns a value that changes whenever one of the files is written, replaced or removed."""
     parts = []
     for path in paths:
         try:
@@ -183,25 +183,25 @@ ALGORITHM = "EdDSA"
 SUFFIX = ".pem"
 TOKEN_BYTES_MAX = 4096
 REFRESH_S = 1.0
-"""A key that was removed is used no longer than this."""
+"""Seconds for which a removed key may still be used."""
 _GRANTS_MAX = 4096
 _KEY_BYTES_MAX = 1 << 16
 _NONSENSE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
-"""What JSON may raise that is no token's."""
+"""Errors that invalid JSON may raise."""
 _REVOKED_BYTES_MAX = 16 << 20
 SUBJECT_MAX = 128
 
 
 class NotAuthenticated(Exception):
-    """The token is none that counts here. The message never holds any of it."""
+    """The token is not valid here. The message never contains any part of it."""
 
     grant: "Grant | None" = None
-    """Whose it was, where it is signed and does not count any more."""
+    """Grant of the token, if it is signed but expired or revoked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grant:
-    """What the bearer of a token may do, until `expires_at` on the monotonic clock."""
+    """Rights of a token's bearer, until `expires_at` on the monotonic clock."""
 
     job: str
     roles: frozenset[Role]
@@ -209,10 +209,10 @@ class Grant:
     expires_at: float
     subject: str = ""
     token_id: str = ""
-    """Not a secret: it tells one token from another in lists and logs."""
+    """Not a secret: identifies the token in lists and logs."""
 
     def covers(self, job: str, generation: int = 0) -> bool:
-        """Whether it is of this job, and reaches as far as this generation."""
+        """Returns whether the token is for this job and valid in this generation."""
         if self.job not in (job, EVERY_JOB):
             return False
         return self.generation_max is None or generation <= self.generation_max
@@ -227,7 +227,7 @@ class SigningKey:
 
     @classmethod
     def load(cls, path: Path, flag: str) -> "SigningKey":
-        """UsageError: unreadable, readable by others, or no Ed25519 key."""
+        """Loads a key. Raises UsageError if it is unreadable, readable by others, or no Ed25519 key."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -252,7 +252,7 @@ class SigningKey:
         subject: str = "",
         token_id: str = "",
     ) -> str:
-        """A token that is good for `lifetime_s` from now on. ``token_id``: made up unless it is given."""
+        """Returns a token that expires in `lifetime_s`. ``token_id``: random if empty."""
         import jwt
 
         claims: dict[str, object] = {
@@ -270,7 +270,7 @@ class SigningKey:
 
 
 def new_key(directory: Path) -> tuple[Path, Path]:
-    """(signing key, verifying key), as files in `directory`."""
+    """Creates a key pair in `directory`. Returns the files (signing key, verifying key)."""
     from cryptography.hazmat.primitives import serialization as s
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -288,15 +288,15 @@ def new_key(directory: Path) -> tuple[Path, Path]:
 
 
 def shown(text: str) -> str:
-    """For a line of a log: short, and nothing in it that ends or colours the line."""
+    """Returns the text for a log line: shortened, without control characters."""
     return one_line(text[:SUBJECT_MAX])
 
 
 class Revoked:
-    """A file of tokens that do not count any more: a line for each, its id (jti) or ``sub:NAME`` for all of a subject;
-    what stands behind a # is for people. Looked at again every second. Thread-safe.
+    """File of revoked tokens. Each line has a token's id (jti), or ``sub:NAME`` for all tokens of a subject; text after
+    a # is a comment. Checked for changes every second. Thread-safe.
 
-    The file must be there at the start. If it goes away, or cannot be read, what it last said counts.
+    The file must exist at the start. If it vanishes or cannot be read later, its last content stays in force.
     """
 
     def __init__(self, path: Path) -> None:
@@ -311,12 +311,12 @@ class Revoked:
             raise UsageError(f"--revoked {path}: {error}: make it, it may be empty") from None
 
     def names(self, grant: Grant, now: float) -> bool:
-        """Whether the token, or all of its subject's, are in the list."""
+        """Returns whether the token, or all tokens of its subject, are revoked."""
         if now >= self._look_at:
             with self._lock:
                 self._look_at = now + REFRESH_S
                 if signature([self._path]) not in (self._signature, ()):
-                    with contextlib.suppress(OSError, ValueError):  # looked at again
+                    with contextlib.suppress(OSError, ValueError):  # retried a second later
                         self._read()
         names = self._names
         return bool(names) and (
@@ -335,9 +335,9 @@ class Revoked:
 
 
 class Authority:
-    """Checks tokens against the public keys in a directory, which it looks at again every second.
+    """Checks tokens against the public keys in a directory, which it checks for changes every second.
 
-    What was found out about a token is kept, so that a call costs a look into a dictionary. Thread-safe.
+    Verified tokens are cached, so that a call costs a dictionary lookup. Thread-safe.
     """
 
     def __init__(self, directory: Path, revoked: "Revoked | None" = None) -> None:
@@ -356,18 +356,19 @@ class Authority:
             )
 
     def grant(self, token: str) -> Grant:
-        """NotAuthenticated: it is malformed, expired, or not signed by a key that is there now."""
+        """Returns the token's grant. Raises NotAuthenticated if it is malformed, expired, revoked, or not signed by a
+        current key."""
         now = time.monotonic()
         if now >= self._look_at:
             self._refresh(now)
-        grants = self._grants  # before the keys are looked at: `_refresh` changes them first
+        grants = self._grants  # read before the keys: `_refresh` changes those first
         grant = grants.get(token)
         if grant is None:
             grant = self._verify(token, now)
             with self._lock:
                 if len(grants) >= _GRANTS_MAX:
                     grants.clear()
-                grants[token] = grant  # of keys that are gone by now: nobody looks there any more
+                grants[token] = grant  # if the keys have changed meanwhile, this dictionary is no longer used
         why = ""
         if now >= grant.expires_at:
             why = "the token has expired: put a newer one into its file"
@@ -388,7 +389,7 @@ class Authority:
                 return
             data = {path.stem: _bytes_of(path) for path in paths}
             self._keys = {name: key for name, pem in data.items() if pem and (key := _public_key(pem))}
-            # What could not be read now is looked at again, although its file stays as it is.
+            # A file that could not be read is tried again, even if it is unchanged.
             self._signature = None if None in data.values() else current
             self._grants = {}
 
@@ -418,7 +419,7 @@ class Authority:
 
 
 def _check_said_once(token: str) -> None:
-    """Of a token that says something twice, others may believe the other one. ValueError."""
+    """Raises ValueError for duplicate JSON keys, which other parsers may resolve differently."""
     for part in token.split(".")[:2]:
         json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)), object_pairs_hook=_once)
 
@@ -431,7 +432,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _grant_of(claims: Mapping[str, object], now: float) -> Grant:
-    """Signed, but by a key that may sign other things: nothing is taken for granted."""
+    """Validates the claims. The token is signed, but its key may sign other things as well."""
     job, roles, generation, expires = (claims.get(name) for name in ("job", "roles", "gen", "exp"))
     if not isinstance(job, str) or not job or not isinstance(roles, list):
         raise ValueError("job or roles")
@@ -453,7 +454,7 @@ def _grant_of(claims: Mapping[str, object], now: float) -> Grant:
 
 
 def claims_of(token: str) -> Grant | None:
-    """What a token says, believed or not, for whoever holds it; None: it is none. Its end is by the wall clock."""
+    """Returns a token's claims without verifying them; None if it is no token. `expires_at` is on the wall clock."""
     import jwt
 
     try:
@@ -464,7 +465,7 @@ def claims_of(token: str) -> Grant | None:
 
 
 def _bytes_of(path: Path) -> bytes | None:
-    """None: it cannot be read now."""
+    """Returns the content, or None if it cannot be read now."""
     try:
         return read_regular(Path(os.path.realpath(path)), _KEY_BYTES_MAX)
     except OSError:
@@ -472,7 +473,7 @@ def _bytes_of(path: Path) -> bytes | None:
 
 
 def _public_key(data: bytes) -> "Ed25519PublicKey | None":
-    """None: not an Ed25519 public key. A server goes on with its other keys."""
+    """Returns the key, or None if it is no Ed25519 public key. A server continues with its other keys."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 

@@ -1,7 +1,7 @@
-"""What differs between the versions of torch that swift works with (docs/compatibility.md).
+"""Differences between the torch versions that swift supports (docs/compatibility.md), and torch's private names.
 
-Each function asks for what is there, never for a version: a torch that changes again is refused at import with the name
-that it lacks, or goes on to work.
+Each function checks for a feature, never for a version: a later torch either works, or is refused at import with the
+names that it lacks.
 """
 
 import sys
@@ -33,19 +33,20 @@ if TYPE_CHECKING:
 
 _SETTLING = ("_initialize_pipeline_distributed_state", "_warmup_p2p")
 SETTLE = next((name for name in _SETTLING if hasattr(schedules._PipelineSchedule, name)), _SETTLING[0])
-"""The method of a schedule in which its stages settle with their peers how they learn shapes: from 2.15 on, before."""
+"""Method of a schedule in which its stages exchange how they learn shapes: the first name from 2.15 on, the second
+before."""
 
 RESETS_SHARDED = hasattr(FSDPModule, "reset_iter_state")
-"""FSDP2 modules can be taken back out of the middle of a step: from 2.13 on. Without it `session.mesh` is refused."""
+"""True if FSDP2 modules can be reset in the middle of a step: from 2.13 on. Without it `session.mesh` is refused."""
 
 GATHERED = ("unshard_ops", "unsharded_stages", "_deferred_stages", "_finalized_stages")
-"""Where a looped schedule notes which stages are gathered (FSDP2). The last two: from 2.15 on."""
+"""Attributes in which a looped schedule records its gathered stages (FSDP2). The last two exist from 2.15 on."""
 
 
 def learn_shapes_alone(kind: type[Any]) -> None:
-    """Under every schedule, stages of this class learn their shapes without peers, which a replacement does not have.
+    """Makes stages of this class learn their shapes without peers, which a replacement rank does not have.
 
-    By running: what a trainer has said of shapes is compared with it.
+    They learn them by running, and the result is compared with the shapes that the trainer has declared.
     """
     schedule: Any = schedules._PipelineSchedule
     settle = getattr(schedule, SETTLE)
@@ -61,34 +62,36 @@ def learn_shapes_alone(kind: type[Any]) -> None:
 
 
 def sends_gradient(stage: Any, index: int) -> bool:
-    """Of its input at this place. Up to 2.12: of each that another stage sends."""
+    """Returns whether the stage sends a gradient for its input at `index`. Up to 2.12: for each input from another
+    stage."""
     return not hasattr(stage, "_get_grad_send_meta") or stage._get_grad_send_meta(index) is not None
 
 
 def forget_receives(infos: Sequence[Any]) -> None:
-    """Of a microbatch: buffers that nothing will be computed with. From 2.15 on each receive has one of its own, and
-    refuses a second one; before, a buffer is the microbatch's for good."""
+    """Drops a microbatch's receive buffers, which will not be used. From 2.15 on each receive has its own buffer, and
+    refuses a second one; before, a buffer belongs to the microbatch for good."""
     for info in infos:
         if hasattr(info, "take_buffer"):
             info.buffer = None
 
 
 def forget_reduction(stage: Any) -> None:
-    """One of FSDP2's that a step was cut short in. From 2.15 on the stage would wait for it."""
+    """Drops an FSDP2 reduction of an interrupted step. From 2.15 on the stage would wait for it."""
     if hasattr(stage, "_gradient_reduction_handle"):
         stage._gradient_reduction_handle = None
 
 
 def forget_accumulated(parameter: Any) -> None:
-    """(FSDP2) Gradients of microbatches that were not reduced yet. From 2.15 on they are the unsharded parameter's."""
+    """(FSDP2) Drops gradients of microbatches that were not reduced yet. From 2.15 on the unsharded parameter holds
+    them."""
     if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):
         parameter.unsharded_accumulated_grad = None
 
 
-# Every private name of torch that swift touches, in one place; a backend's own are in its module.
+# Private names of torch that swift uses; those of a backend are in its module.
 #
-# Checked at import: a torch that lacks one of them is refused with the names that are missing, instead of an
-# AttributeError in the middle of a run. What differs between versions is at the top.
+# They are checked at import: a torch that lacks some is refused with their names, instead of an AttributeError in the
+# middle of a run. Differences between versions are at the top.
 
 _NEEDED = {
     "torch.distributed.distributed_c10d": (
@@ -155,7 +158,8 @@ _NEEDED = {
 
 
 def require(needed: Mapping[str, tuple[Any, Sequence[str]]]) -> None:
-    """where → (an object of torch's, names that it must have). Raises ServiceError with those that it lacks."""
+    """Checks that each object of torch has its names (where -> object, names). Raises ServiceError with the missing
+    ones."""
     missing = [
         f"{where}.{name}"
         for where, (owner, names) in needed.items()
@@ -182,7 +186,7 @@ BackwardMeta = _utils._StageBackwardMeta
 
 
 def schedule_stages(schedule: Any) -> list[Any]:
-    """The stages of a single-stage or looped schedule."""
+    """Returns the stages of a single-stage or looped schedule."""
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
@@ -191,22 +195,22 @@ def schedule_microbatches(schedule: Any) -> int:
 
 
 def trains(schedule: Any) -> bool:
-    """Its calls compute gradients, but those of `eval`."""
+    """Returns whether the schedule's calls compute gradients, except for those of `eval`."""
     return schedule._loss_fn is not None
 
 
 def schedule_grad_scale(schedule: Any) -> int:
-    """What the schedule divides a step's gradients by."""
+    """Returns the number by which the schedule divides a step's gradients."""
     return schedule_microbatches(schedule) if schedule.scale_grads else 1
 
 
 def started(ops: Sequence[Any]) -> list[Any]:
-    """What a schedule does with the operations that a stage gives to it, and waits for later."""
+    """Starts a stage's communication operations as a schedule does. Returns the works to wait for."""
     return list(dist.batch_isend_irecv(list(ops))) if ops else []
 
 
 def splits_backward(schedule: Any) -> bool:
-    """A schedule that computes input and weight gradients apart."""
+    """Returns whether the schedule computes input and weight gradients separately."""
     return isinstance(
         schedule,
         _schedules.ScheduleInterleavedZeroBubble
@@ -216,7 +220,7 @@ def splits_backward(schedule: Any) -> bool:
 
 
 def schedule_actions(schedule: Any) -> list[tuple[int, str, int]] | None:
-    """(stage, F, B, I or W, microbatch): what this rank computes in a step, in this order. None: nobody knows."""
+    """Returns this rank's computations of a step in order, as (stage, F, B, I or W, microbatch). None if unknown."""
     count = schedule_microbatches(schedule)
     if type(schedule) in (_schedules.ScheduleGPipe, _schedules.Schedule1F1B):
         stage = schedule._stage.stage_index
@@ -228,7 +232,7 @@ def schedule_actions(schedule: Any) -> list[tuple[int, str, int]] | None:
                 actions.append((stage, "F", mb + ahead))
         return actions
     runtime = _schedules._PipelineScheduleRuntime
-    # A function of the trainer's may compute whatever it likes.
+    # A function of the trainer may compute anything.
     if getattr(type(schedule), "_step_microbatches", None) is not runtime._step_microbatches:
         return None
     if schedule._comp_type_to_function_map:
@@ -237,7 +241,7 @@ def schedule_actions(schedule: Any) -> list[tuple[int, str, int]] | None:
 
 
 def actions_of(actions: Iterable[Any]) -> Iterator[tuple[int, str, int]]:
-    """(stage, F, B, I or W, microbatch) of those of torch's actions that compute."""
+    """Yields (stage, F, B, I or W, microbatch) of those torch actions that compute."""
     for action in actions:
         if action.sub_actions is not None:
             yield from actions_of(action.sub_actions)
@@ -246,29 +250,29 @@ def actions_of(actions: Iterable[Any]) -> Iterator[tuple[int, str, int]]:
 
 
 def loss_function(schedule: Any) -> Any:
-    """The trainer's own, without what `wrap_loss` has put around it."""
+    """Returns the trainer's loss function, without the wrapper of `wrap_loss`."""
     return getattr(schedule._loss_fn, "__wrapped__", schedule._loss_fn)
 
 
 def gradient_hooks(parameter: torch.nn.Parameter) -> bool:
-    """Somebody is told of the parameter's gradients, or changes them."""
+    """Returns whether a hook sees or changes the parameter's gradients."""
     return bool(parameter._backward_hooks) or told_of_sums(parameter)
 
 
 def told_of_sums(parameter: torch.nn.Parameter) -> bool:
-    """Somebody is told of what autograd has added up so far, or changes it."""
+    """Returns whether a hook sees or changes the gradient that autograd has accumulated."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def forget_unscaled(scaler: Any) -> None:
-    """A gradient scaler refuses to unscale twice between two updates; the first time was in a dropped step."""
+    """Lets the scaler unscale again in a step that is repeated. It refuses a second unscale between two updates."""
     if scaler.is_enabled():
         scaler._per_optimizer_states.clear()
 
 
 def found_infinite(scaler: Any, optimizer: Any, device: torch.device) -> list[torch.Tensor]:
-    """What `unscale_` has left, of an enabled scaler: 1.0 if it has met inf or nan, by device. Of an optimizer without
-    gradients it is 0.0 on this device: a step and an update of the scaler would be refused otherwise."""
+    """Returns the flags that `unscale_` of an enabled scaler has left, per device: 1.0 if it found inf or nan. For an
+    optimizer without gradients a 0.0 on this device is added: otherwise the scaler refuses a step and an update."""
     found: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)][
         "found_inf_per_device"
     ]
@@ -278,13 +282,13 @@ def found_infinite(scaler: Any, optimizer: Any, device: torch.device) -> list[to
 
 
 def wrap_loss(schedule: Any, wrapper: Any) -> None:
-    """Puts ``wrapper(loss_fn)`` in the place of the schedule's loss function, if it has one."""
+    """Replaces the schedule's loss function, if it has one, by ``wrapper(loss_fn)``."""
     if schedule._loss_fn is not None:
         schedule._loss_fn = wrapper(schedule._loss_fn)
 
 
 def why_ddp_is_refused(module: torch.nn.Module) -> str:
-    """What a DistributedDataParallel in it has that a recovery cannot give back; empty: nothing."""
+    """Returns why a DistributedDataParallel in the module cannot be recovered; empty if there is no reason."""
     wrappers = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
     for hook in (hook for wrapper in wrappers for hook, _ in wrapper._comm_hooks):
         return (
@@ -304,7 +308,8 @@ def loss_functions(schedules: list[Any]) -> list[Any]:
 
 
 def is_transformed(tensor: torch.Tensor | None = None) -> bool:
-    """`torch.func.grad`, `vmap` or the like is at work, or has made this tensor: a placeholder, without bits."""
+    """Returns whether `torch.func.grad`, `vmap` or the like is active, or has created this tensor: a placeholder
+    without data."""
     if tensor is not None:
         return bool(_functorch.is_functorch_wrapped_tensor(tensor))
     return _functorch.peek_interpreter_stack() is not None
@@ -314,9 +319,9 @@ _UNDER_WAY = ("fwd_recv_ops", "bwd_recv_ops", "backward_counter")
 
 
 def clear_schedule(schedule: Any) -> None:
-    """Forgets a half-done step. A successful step leaves all of these empty itself."""
+    """Drops the state of an interrupted step. A successful step clears all of it itself."""
     schedule._internal_losses.clear()
-    # A looped schedule's own. It notes which stages are gathered (FSDP2), which `reset_sharded` takes back.
+    # Only a looped schedule has these. GATHERED: gathered stages (FSDP2), which `reset_sharded` resets.
     for name in (*_UNDER_WAY, *GATHERED):
         if hasattr(schedule, name):
             getattr(schedule, name).clear()
@@ -330,13 +335,13 @@ def clear_schedule(schedule: Any) -> None:
 
 
 def reset_sharded(module: torch.nn.Module) -> None:
-    """Takes FSDP2 modules back to where they are between two steps, whatever a forward or backward was cut short in.
+    """Resets FSDP2 modules to their state between two steps, wherever a forward or backward was interrupted.
 
-    torch's own reset waits for the collective that broke, and keeps the gradients of microbatches that were not
-    reduced yet: the step that is done again would add to them (both measured with 2.13).
+    torch's own reset waits for the collective that broke, and keeps the gradients of microbatches that were not reduced
+    yet: the repeated step would add to them (both measured with 2.13).
     """
     for part in module.modules():
-        # Before its first forward nobody is a root, and there is nothing to reset.
+        # Before the first forward no module is a root, and no reset is needed.
         if not isinstance(part, FSDPModule) or not part._get_fsdp_state()._is_root:
             continue
         for state in part._get_fsdp_state()._state_ctx.all_states:
@@ -357,9 +362,9 @@ def keep_reference(module: DistributedDataParallel) -> None:
     """Keeps DDP's weak reference to itself from being cleared in the middle of a step.
 
     DDP's backward finds it in its autograd node, and Python has one such reference for all nodes. If another thread
-    collects garbage while torch, without the interpreter's lock, gives the node a second owner, the collector
-    takes node and reference for garbage at first and clears the reference, for good ("NoneType has no attribute
-    reducer"). Held elsewhere as well, the reference is never taken for garbage.
+    collects garbage while torch, without holding the GIL, gives the node a second owner, the collector first takes node
+    and reference for garbage and clears the reference for good ("NoneType has no attribute reducer"). A reference that
+    is also held here is never taken for garbage.
     """
     _references[module] = weakref.ref(module)
 
@@ -368,8 +373,8 @@ _references: "weakref.WeakKeyDictionary[DistributedDataParallel, Any]" = weakref
 
 
 def meta_to_json(metas: Iterable[Any]) -> list[Any]:
-    """Tensor metadata as JSON. DTensor metadata is not supported: it names a mesh of live process groups. Raises
-    ServiceError for it, and for any other kind."""
+    """Converts tensor metadata to JSON. Raises ServiceError for other kinds, such as DTensor metadata, which names a
+    mesh of live process groups."""
     out: list[Any] = []
     for meta in metas:
         if meta is None:
@@ -389,7 +394,7 @@ def meta_to_json(metas: Iterable[Any]) -> list[Any]:
 
 
 def meta_from_json(items: list[Any]) -> tuple[Any, ...]:
-    """Shapes, strides and dtypes that a stage receives or sends, out of what `meta_to_json` has made of them."""
+    """Restores the tensor metadata of a stage from the result of `meta_to_json`."""
     return tuple(
         None
         if item is None
@@ -404,15 +409,16 @@ def meta_from_json(items: list[Any]) -> tuple[Any, ...]:
 
 
 def set_generator_seed(seed: int, device: torch.device | None) -> None:
-    """Seeds the default generators: the host's, and that of `device`. The host's takes 1 µs where `torch.manual_seed`
-    takes 72."""
+    """Seeds the default generators of the CPU and of `device`. The CPU's takes 1 µs, where `torch.manual_seed` takes 72
+    µs."""
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
 def generator_states() -> list[torch.Tensor]:
-    """Of the default generators: the CPU's, then each CUDA device's that is in use."""
+    """Returns the states of the default generators: the CPU's, then those of all CUDA devices once CUDA is
+    initialized."""
     states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states += [generator.get_state() for generator in torch.cuda.default_generators]
@@ -420,14 +426,14 @@ def generator_states() -> list[torch.Tensor]:
 
 
 def set_generator_states(states: Sequence[torch.Tensor]) -> None:
-    """As `generator_states` gave them."""
+    """Restores the result of `generator_states`."""
     torch.default_generator.set_state(states[0])
     for generator, state in zip(torch.cuda.default_generators, states[1:], strict=False):
         generator.set_state(state)
 
 
 def around_calls(schedule: Any, around: Any) -> None:
-    """The schedule runs its microbatches, for training and for evaluation, inside of ``around()``."""
+    """Makes the schedule run its microbatches, for training and for evaluation, inside of ``around()``."""
     inner = schedule._step_microbatches
 
     def step_microbatches(*args: Any, **kwargs: Any) -> Any:
@@ -438,7 +444,7 @@ def around_calls(schedule: Any, around: Any) -> None:
 
 
 def knows_shapes(schedule: Any) -> bool:
-    """Its next call learns none."""
+    """Returns whether the schedule's next call needs to learn no shapes."""
     names = ("_stage_forward_initialized", "_stages_forward_initialized")
     name = next(name for name in names if hasattr(schedule, name))
     backward = getattr(schedule, name.replace("forward", "backward"))
@@ -446,7 +452,7 @@ def knows_shapes(schedule: Any) -> bool:
 
 
 def forget_shapes(schedule: Any) -> None:
-    """Its next call learns them again."""
+    """Makes the schedule's next call learn the shapes again."""
     for name in ("_stage_forward_initialized", "_stages_forward_initialized"):
         if hasattr(schedule, name):
             setattr(schedule, name, False)
@@ -454,8 +460,8 @@ def forget_shapes(schedule: Any) -> None:
 
 
 def make_iterators_by(call: Any, begins: Any) -> None:
-    """``iter(loader)`` of every DataLoader is ``call(loader, torch's own)`` from here on. Each iterator begins by
-    ``begins(iterator, loader, torch's own)``, also where a class of another package makes it in its own way."""
+    """Makes ``iter(loader)`` of every DataLoader return ``call(loader, torch's own)``. Each iterator is initialized by
+    ``begins(iterator, loader, torch's own)``, also one that another package creates in its own way."""
 
     def make(self: Any) -> Any:
         return call(self, _iter)
@@ -469,12 +475,12 @@ def make_iterators_by(call: Any, begins: Any) -> None:
 
 
 def start_workers_anew(loader: Any) -> None:
-    """(an iterator of it is about to be made) Workers of the one before (`persistent_workers`) are not used again."""
+    """Drops the loader's persistent workers, so that the next iterator starts new ones."""
     loader._iterator = None
 
 
 def let_go() -> None:
-    """torch is as it was before `make_iterators_by`, `before_pickling` and `keep_reference`."""
+    """Undoes `make_iterators_by`, `before_pickling` and `keep_reference`."""
     _references.clear()
     DataLoader.__iter__ = _iter  # type: ignore[method-assign]
     dataloader._BaseDataLoaderIter.__init__ = _iterator_begins  # type: ignore[method-assign]
@@ -486,7 +492,7 @@ _iterator_begins = dataloader._BaseDataLoaderIter.__init__
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Its forward is not carried out by Python: torch.compile's, or TorchScript."""
+    """Returns whether the module's forward is not run by Python: torch.compile or TorchScript."""
     return (
         type(module).__name__ == "OptimizedModule"
         or getattr(module, "_compiled_call_impl", None) is not None
@@ -495,19 +501,19 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def has_compiled() -> bool:
-    """torch.compile was called in this process."""
+    """Returns whether torch.compile was called in this process."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     backends = getattr(dynamo, "cached_backends", {})
     return any(backend is not None for backend in backends.values())
 
 
 def push_mode(mode: Any) -> None:
-    """A `TorchFunctionMode` begins in this thread."""
+    """Enters a `TorchFunctionMode` in this thread."""
     overrides._push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def remove_mode(mode: Any) -> None:
-    """It ends, though others have begun since and go on. Nothing if it is none of this thread's."""
+    """Leaves a mode of this thread, keeping the modes entered after it. Does nothing if it is not active here."""
     modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     if mode in modes:
         after = modes[modes.index(mode) :]
@@ -522,29 +528,29 @@ def is_innermost_mode(mode: Any) -> bool:
 
 
 def without_modes() -> Any:
-    """``with`` it: no `TorchFunctionMode` is asked. Torch's own, in C: it costs nothing."""
+    """Returns a context manager without any `TorchFunctionMode`. It is torch's own, in C, and cheap."""
     return torch._C.DisableTorchFunction()
 
 
 def is_in_backward() -> bool:
-    """This thread computes gradients: a forward in here is one that is done again (`torch.utils.checkpoint`)."""
+    """Returns whether this thread runs a backward: then a forward is a recomputation (`torch.utils.checkpoint`)."""
     return int(torch._C._current_graph_task_id()) != -1
 
 
 def digest_of_generator() -> int:
-    """Of torch's on the CPU, as it stands. Its state is a tensor: under `torch.func.grad` or a tracer it would be a
-    placeholder, without bits."""
+    """Returns a digest of the CPU generator's state. Modes are disabled: under `torch.func.grad` or a tracer the state
+    would be a placeholder tensor without data."""
     with torch._C._DisableFuncTorch(), _python_dispatch._disable_current_modes():
         return xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().data)
 
 
 def before_forward(module: torch.nn.Module, call: Any) -> None:
-    """``call()`` before each forward of this very module, not of copies."""
+    """Registers ``call()`` to run before each forward of this module, but not of its copies."""
     module.register_forward_pre_hook(_BeforeForward(call), prepend=True)
 
 
 class _BeforeForward:
-    """On a module of the trainer's, who may copy it, pickle it or compile it."""
+    """Hook on the trainer's module, which may be copied, pickled or compiled."""
 
     def __init__(self, call: Any = None) -> None:
         self._call = call
@@ -560,16 +566,16 @@ class _BeforeForward:
         return _BeforeForward, ()
 
 
-# --- process groups that torch did not make ---
+# --- process groups that swift creates ---
 
 
 def make_default(group: Any) -> None:
-    """`group`, which torch knows, takes the place of the default group. Ending that ends this one as well."""
+    """Makes `group`, which torch knows, the default group. Destroying the default group destroys this one as well."""
     _c10d._update_default_pg(group)
 
 
 def before_pickling(call: Any) -> None:
-    """``call()`` before torch pickles something for a collective of Python objects, from here on."""
+    """Registers ``call()`` to run before torch pickles an object for a collective of Python objects."""
 
     def to_tensor(*args: Any, **kwargs: Any) -> Any:
         call()
@@ -582,7 +588,7 @@ _object_to_tensor: Any = _c10d._object_to_tensor
 
 
 def reduction_name(op: Any) -> str:
-    """The name of a reduction; None is a sum."""
+    """Returns the name of a reduction; None is a sum."""
     names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
     reductions = _backends.ReduceOp
     return next(
@@ -592,7 +598,8 @@ def reduction_name(op: Any) -> str:
 
 
 def give_placeholder(group: Any, name: str, backend: "Backend") -> None:
-    """A Python group cannot have a name without a torch backend, and DDP looks for one of the group's kind."""
+    """Gives the group a placeholder backend: without one a Python group cannot have a name, and DDP looks for one of
+    its kind."""
     kind = getattr(
         _c10d.ProcessGroup.BackendType, backend.name.upper(), _c10d.ProcessGroup.BackendType.CUSTOM
     )
@@ -603,7 +610,7 @@ def give_placeholder(group: Any, name: str, backend: "Backend") -> None:
 
 
 def register_group(group: Any, name: str, ranks: tuple[int, ...], backend: "Backend") -> None:
-    """Tells torch of a group that it did not make; ending the default group makes torch forget it."""
+    """Registers a group of swift's with torch. Destroying the default group makes torch forget it."""
     world = _c10d._world
     world.pg_map[group] = (backend.name, _backends.HashStore())
     world.pg_names[group] = _c10d.GroupName(name)

@@ -1,14 +1,14 @@
-"""Warm-up: a spare runs the training script before it is needed, as far as one forward and backward of a rank's stage.
+"""Warm-up: before it is needed, a spare runs the training script up to one forward and backward of a rank's stage.
 
-    (worker)    ``warm_up(script)`` with the environment of a rank, but for what names its peers
-    (a session) is made inside: joins nothing, and has nobody beside it (`swift_ft.train.rehearsal`)
+    (worker)    ``warm_up(script)`` with a rank's environment, except for the variables that name its peers
+    (a session) is created inside: joins no job, and has no peers (`swift_ft.train.rehearsal`)
     (it)        loads the newest checkpoint, computes one step from logged tensors, and raises `Reinitialize`
     (here)      the same once more. If the script can begin a second time, computes the same gradients, and leaves
-                nothing behind that would be in its way, the spare is warm
+                no thread, process or model behind, the spare is warm
     (worker)    waits for its rank, and runs the script from the beginning
 
-What is kept are kernels, allocators, what autotuning has found, and modules that are imported. A spare that is not as
-it was is not used.
+It keeps kernels, allocators, autotuning results, and imported modules. A spare whose state has changed otherwise is
+not used.
 """
 
 import importlib
@@ -30,43 +30,43 @@ from swift_ft.text import one_line
 
 @dataclass(kw_only=True, slots=True)
 class Warmed:
-    """What a warm-up has done."""
+    """Result of a warm-up."""
 
     why_not: str = ""
-    """One line; empty: the spare is warm."""
+    """Reason in one line; empty: the spare is warm."""
     passing: bool = False
-    """The job was in the way (a recovery, a checkpoint that was replaced meanwhile): another time it may go well."""
+    """True if the job was the reason (a recovery, a checkpoint that was replaced meanwhile): a retry may succeed."""
     version: int = -1
-    """The checkpoint that the step was computed from."""
+    """Version of the checkpoint that the step was computed from."""
     script_seconds: float = 0.0
-    """From the script's first line to `session.run`, the first time."""
+    """Seconds from the script's first line to `session.run`, in the first run."""
     step_seconds: float = 0.0
-    """One forward and backward, with what was read for it, the first time."""
+    """Seconds for one forward and backward, including reads, in the first run."""
     again_script_seconds: float = 0.0
-    """The same of the second time."""
+    """Seconds as in `script_seconds`, in the second run."""
     again_step_seconds: float = 0.0
 
 
 @dataclass(kw_only=True, slots=True)
 class Rehearsed:
-    """What a rehearsal has found."""
+    """Result of a rehearsal."""
 
     steps: int = 0
-    """So many were compared."""
+    """Number of steps that were compared."""
     difference: str = ""
-    """The first one; empty: there is none."""
+    """The first difference; empty: none."""
     why_not: str = ""
-    """One line; empty: it was done."""
+    """Reason in one line; empty: the rehearsal was done."""
     passing: bool = False
-    """The job was in the way: another time it may go well."""
+    """True if the job was the reason: a retry may succeed."""
 
 
 def _goes_on(_why: str) -> None:
-    """A warm-up waits as long as its script does."""
+    """Ignores the reason: a warm-up has no limit on its script's time."""
 
 
 class OneRun:
-    """One run of the script. Filled in by its session."""
+    """One run of the script; its session sets the results."""
 
     def __init__(
         self,
@@ -76,19 +76,19 @@ class OneRun:
         gives_up: Callable[[str], None] = _goes_on,
     ) -> None:
         self.version = version
-        """The checkpoint to begin from; None: the newest."""
+        """Version of the checkpoint to begin from; None: the newest."""
         self.rehearses = rehearses
         self.gives_up = gives_up
-        """Ends the process, from any of its threads, and says why."""
+        """Reports the reason and ends the process; called from any of its threads."""
         self.steps, self.difference = 0, ""
-        """As in `Rehearsed`."""
+        """See `Rehearsed`."""
         self.script_seconds = 0.0
         self.step_seconds = 0.0
         self.gradients = b""
-        """A digest of them."""
+        """Digest of the gradients."""
         self.models: list[weakref.ref[Any]] = []
         self.moved: Callable[[Exception], bool] = _has_not_moved
-        """The job has moved on since the session was made, which explains the error."""
+        """Returns whether the job has moved on since the session was created, which explains the error."""
 
 
 def _has_not_moved(_error: Exception) -> bool:
@@ -96,7 +96,7 @@ def _has_not_moved(_error: Exception) -> bool:
 
 
 class _Process:
-    """This process's."""
+    """State of this process."""
 
     def __init__(self) -> None:
         self.under_way: OneRun | None = None
@@ -108,32 +108,32 @@ _process = _Process()
 
 
 def is_warming_up() -> bool:
-    """Whether this process runs the script and is no rank: a spare, to be warm (``swift-ft run --warm-up``), or a
-    rehearsal. It leaves the script in `session.run`. For what a script should not do twice, or not beside the rank that
-    does it: a line to a tracker, a file.
+    """Returns whether this process runs the script without being a rank: as a spare that warms up (``swift-ft run
+    --warm-up``), or as a rehearsal. It leaves the script in `session.run`. Use it for actions that a script should not
+    repeat, or not do while the rank does them: a line to a tracker, a file.
     """
     return _process.under_way is not None
 
 
 def this_run() -> OneRun:
-    """(session, in a warm-up)"""
+    """(session, in a warm-up) Returns the current run."""
     assert _process.under_way is not None
     return _process.under_way
 
 
 def begin_script() -> None:
-    """(worker) Its first line comes next."""
+    """(worker) Starts the clock, just before the script's first line."""
     _process.began, _process.waited = time.monotonic(), 0.0
 
 
 def script_seconds() -> float:
-    """What the script has taken so far, without `waiting`."""
+    """Returns the seconds since `begin_script`, without those in `waiting`."""
     return time.monotonic() - _process.began - _process.waited
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """For other ranks."""
+    """(context manager) Excludes the time spent waiting for other ranks."""
     began = time.monotonic()
     try:
         yield
@@ -142,8 +142,8 @@ def waiting() -> Iterator[None]:
 
 
 def warm_up(script: Callable[[], object]) -> Warmed:
-    """Runs it twice, each time until its session says that it has come far enough."""
-    with suppress(ImportError):  # the script imports torch in any case: its settings are to be put back
+    """Runs the script twice, each time until its session has come far enough."""
+    with suppress(ImportError):  # the script imports torch anyway: its settings must be restored
         importlib.import_module("swift_ft.state.torch_settings")
     first = OneRun(None)
     warmed = _run(script, first)
@@ -164,7 +164,8 @@ def warm_up(script: Callable[[], object]) -> Warmed:
 
 
 def rehearse(script: Callable[[], object], version: int, end: Callable[[Rehearsed], NoReturn]) -> NoReturn:
-    """Runs it once, as far as its session takes it; the process is of no use after that, and `end` ends it."""
+    """Runs the script once, as far as its session takes it. Then `end` ends the process, which cannot be used any
+    more."""
     run = OneRun(version, rehearses=True, gives_up=lambda why: end(Rehearsed(why_not=why)))
     _process.under_way = run
     reinitialization.begin_warm_up()
@@ -180,8 +181,8 @@ def _run(script: Callable[[], object], run: OneRun) -> Warmed:
     begin_script()
     try:
         why_not, passing = _leave(script, run)
-        run.moved = _has_not_moved  # what it was holds the model
-        sys.modules["__main__"] = ModuleType("__main__")  # its variables hold the model
+        run.moved = _has_not_moved  # the old function refers to the model
+        sys.modules["__main__"] = ModuleType("__main__")  # its variables refer to the model
         left_before.restore()
         reinitialization.leave()
         reinitialization.restore(before)
@@ -198,7 +199,7 @@ def _run(script: Callable[[], object], run: OneRun) -> Warmed:
 
 
 def _leave(script: Callable[[], object], run: OneRun) -> tuple[str, bool]:
-    """(why it has not come far enough, whether that will pass)."""
+    """Runs the script. Returns why it has not come far enough, and whether a retry may succeed."""
     process = os.getpid()
     passing = False
     try:
@@ -206,7 +207,7 @@ def _leave(script: Callable[[], object], run: OneRun) -> tuple[str, bool]:
     except reinitialization.Reinitialize:
         return "", False
     except SystemExit as end:
-        if os.getpid() != process:  # a child of the script's, which has nothing to do here
+        if os.getpid() != process:  # a child forked by the script must not continue here
             os._exit(end.code if isinstance(end.code, int) else bool(end.code))
         why = f"the script has ended with exit code {end.code}"
     except Exception as error:  # noqa: BLE001  (a stranger's script)
@@ -220,7 +221,7 @@ def _leave(script: Callable[[], object], run: OneRun) -> tuple[str, bool]:
 
 
 class _Left:
-    """What a script may leave in its process, beside what `reinitialization` knows."""
+    """State that a script may leave in its process, in addition to that restored by `reinitialization`."""
 
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())
@@ -234,7 +235,7 @@ class _Left:
         logging.root.handlers[:] = self._handlers
 
     def left(self, models: Iterable["weakref.ref[Any]"]) -> str:
-        """What would be in the way of the rank; empty: nothing."""
+        """Returns what the script has left that would disturb the rank; empty if there is none."""
         threads = [t for t in threading.enumerate() if t not in self._threads and not t.daemon]
         if threads:
             return f"the script has left a thread running ({threads[0].name})"
@@ -246,6 +247,6 @@ class _Left:
 
 
 def _free_device() -> None:
-    """The rank that trains on the same device needs the memory."""
+    """Frees cached device memory, which the rank on the same device needs."""
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         sys.modules["torch"].cuda.empty_cache()

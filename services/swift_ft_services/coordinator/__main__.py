@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# gRPC reads this when it is imported: its own lines about a port in use would stand beside ours.
+# gRPC reads this on import: its own messages about a port in use would duplicate ours.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
@@ -40,21 +40,22 @@ from swift_ft_services.health import AioHealth
 from swift_ft_services.interceptors import AsyncGate
 from swift_ft_services.listening import Protection
 
-# QuietSelector: whether an event loop has caught up with what has come.
+# QuietSelector: detects whether an event loop has read all messages received so far.
 #
 # A lease must not expire while the heartbeat that renews it lies unread. If the loop blocked in select() for
 # QUIET_S, its inbox was empty. A loop that never blocks may lag by any time, and so may one that waits for a
 # processor; /proc/thread-self/schedstat tells the two apart.
 
 QUIET_S = 0.002
-"""Longer than it takes a thread of gRPC to hand over what it has read."""
+"""Longer than a gRPC thread takes to hand over a message that it has read, in seconds."""
 BUSY = 0.9
-"""Part of the time in which a thread ran, or waited for a processor: it was never idle for long."""
+"""Fraction of time running or waiting for a CPU above which the thread counts as never idle."""
 _SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
 class QuietSelector(selectors.DefaultSelector):
-    """(the loop's thread) `asyncio.SelectorEventLoop(QuietSelector())`; nothing of the loop is touched."""
+    """(the loop's thread) Selector for `asyncio.SelectorEventLoop(QuietSelector())`; the loop itself is not
+    modified."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class QuietSelector(selectors.DefaultSelector):
         return found
 
     def caught_up(self) -> bool:
-        """Whether it has been so since this was asked last."""
+        """Returns whether the loop's inbox was empty at some moment since the last call."""
         was_quiet, self._was_quiet = self._was_quiet, False
         before_at, before_s = self._asked_at, self._ready_s
         self._asked_at, self._ready_s = time.monotonic(), _ready_s()
@@ -78,7 +79,7 @@ class QuietSelector(selectors.DefaultSelector):
 
 
 def _ready_s() -> float:
-    """How long this thread has run or waited for a processor, ever; 0 where the kernel does not say."""
+    """Returns the seconds that this thread has run or waited for a CPU; 0 if the kernel does not report it."""
     try:
         return sum(map(int, _SCHEDULED.read_text().split()[:2])) * 1e-9
     except (OSError, ValueError):
@@ -94,7 +95,7 @@ SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Clients ping every 5 s to find a dead machine; that is wanted.
+    # Clients ping every 5 s to detect a dead machine; that is intended.
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.max_receive_message_length", 1 << 20),
@@ -220,7 +221,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def checked_timing(arguments: argparse.Namespace) -> Timing:
-    """Times out of the command line, with defaults that follow from each other. UsageError: they do not fit."""
+    """Returns the timeouts of the command line, with defaults derived from each other. Raises UsageError if they
+    conflict."""
     lease_s = arguments.lease_s if arguments.lease_s is not None else LEASE_HEARTBEATS * arguments.heartbeat_s
     bound_s = arguments.step_bound_s if arguments.step_bound_s is not None else max(30.0, 2 * lease_s)
     try:
@@ -237,7 +239,8 @@ def checked_timing(arguments: argparse.Namespace) -> Timing:
 
 
 def checked_log_servers(text: str, copies: int) -> list[LogServer]:
-    """The servers that --log-servers names. UsageError: one named twice, or too few machines for the copies."""
+    """Returns the servers that --log-servers names. Raises UsageError for duplicates, or too few machines for the
+    copies."""
     servers = [parse_server(word.strip(), "--log-servers") for word in text.split(",") if word.strip()]
     addresses = [address for _, address in servers]
     if len(set(addresses)) < len(addresses):
@@ -254,7 +257,7 @@ def checked_log_servers(text: str, copies: int) -> list[LogServer]:
 
 
 def open_directory(directory: Path) -> SqliteStore:
-    """The store in `directory`. UsageError: there can be none."""
+    """Returns the store in `directory`. Raises UsageError if the directory cannot be created."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -265,7 +268,7 @@ def open_directory(directory: Path) -> SqliteStore:
 
 
 async def hold(store: MetadataStore) -> None:
-    """Before anything is read or served. ServiceError: another coordinator has it, or it is damaged."""
+    """Takes the store before anything is read or served. Raises ServiceError if it is held elsewhere or damaged."""
     try:
         await store.hold()
     except (StoreHeld, StoreFailed) as error:
@@ -273,7 +276,7 @@ async def hold(store: MetadataStore) -> None:
 
 
 def killer(directory: Path, die_at: str | None) -> Callable[[JobRow, m.Persist], None]:
-    """What --die-at does."""
+    """Returns the callback that implements --die-at."""
 
     def die(row: JobRow, persist: m.Persist) -> None:
         if persist.entered is None or persist.entered.value != die_at or row.generation < 2:
@@ -289,10 +292,10 @@ def killer(directory: Path, die_at: str | None) -> Callable[[JobRow, m.Persist],
 
 
 class Watch:
-    """The metrics of a coordinator, if they were asked for."""
+    """The metrics of a coordinator with --metrics-listen."""
 
     def __init__(self, listen: tuple[str, int], address_file: Path | None, as_text: bool) -> None:
-        # Imported here: without --metrics-listen nothing of it is there.
+        # Imported here: without --metrics-listen the module is not loaded.
         from swift_ft_services.coordinator.metrics import CoordinatorMetrics
 
         self.metrics = CoordinatorMetrics()
@@ -301,7 +304,7 @@ class Watch:
         self._as_text = as_text
 
     def show(self, driver: Driver) -> Callable[[], None]:
-        """(on the driver's loop) Shows them; the result ends that."""
+        """(on the driver's loop) Starts to serve the metrics. Returns a function that stops it."""
         from swift_ft.metrics import Exposition, Samples
         from swift_ft_services.coordinator.metrics import FAMILIES
 
@@ -324,14 +327,14 @@ async def serve(
     address_file: Path | None,
     watch: Watch | None,
 ) -> None:
-    """Serves until SIGTERM. ServiceError: the store failed."""
+    """Serves until SIGTERM. Raises ServiceError if the store fails."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
         loop.call_soon_threadsafe(stopped.set)
 
-    take_signals(stop)  # before any other thread begins
+    take_signals(stop)  # before any other thread starts
     driver = make_driver()  # it belongs to this loop
     gate.generation_of = driver.generation_of
     if watch is None:
@@ -358,27 +361,27 @@ async def serve(
         driver.stop()
         await server.stop(grace=STOP_GRACE_S)
         if hide is not None:
-            await asyncio.to_thread(hide)  # a scrape under way waits for this loop
+            await asyncio.to_thread(hide)  # a scrape in progress waits for this loop
         await store.close()
         events.emit("stopped")
 
 
 def take_signals(stop: Callable[[], None]) -> None:
-    """From now on the first SIGTERM or SIGINT calls `stop` (in a thread), and the next one kills.
+    """Makes the first SIGTERM or SIGINT call `stop` (in a thread), and the next one kill the process.
 
-    A thread of its own waits for them, because the main one may hang in the store with the loop; and the kill is the
-    kernel's. Whatever was answered is durable.
+    A separate thread waits for the signals, because the main one may be blocked in the store together with the loop;
+    the kill is done by the kernel. Everything acknowledged is durable.
     """
     numbers = {signal.SIGTERM, signal.SIGINT}
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # here, and in every thread that begins later
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # here and in every thread started later
 
     def wait() -> None:
         number = signal.sigwait(numbers)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
         events.emit("signal", number=int(number))
         stop()
-        threading.Event().wait()  # the one thread that a second signal can be given to
+        threading.Event().wait()  # the only thread that a second signal can be delivered to
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
 
@@ -390,7 +393,7 @@ async def started(
     checks: AioHealth,
     protection: Protection,
 ) -> int:
-    """Brings up services and jobs; the port. Raises ServiceError for a directory that cannot hold the state."""
+    """Starts services and jobs. Returns the port. Raises ServiceError if the directory cannot hold the state."""
     pb_grpc.add_CoordinatorServicer_to_server(servicer, server)
     server.add_generic_rpc_handlers((checks.handlers(),))
     for service in SERVICES:
@@ -407,8 +410,8 @@ async def started(
 
 
 async def until_stopped(server: grpc.aio.Server, driver: Driver, stopped: asyncio.Event) -> None:
-    """Looks after leases until a signal comes. ServiceError: this process must not go on. Raises what ends the ticks or
-    the server: without either it would live and be of no use."""
+    """Runs ticks until a signal arrives. Raises ServiceError if this process must end, and the error of the ticks or
+    the server if either ends: the process would be useless without it."""
     ticks = asyncio.create_task(driver.run_ticks())
     serving = asyncio.create_task(server.wait_for_termination())
     stop = asyncio.create_task(stopped.wait())
@@ -417,7 +420,7 @@ async def until_stopped(server: grpc.aio.Server, driver: Driver, stopped: asynci
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
         ticks.cancel()
-        stop.cancel()  # (and not the other: the server would be cancelled with it)
+        stop.cancel()  # `serving` is not cancelled: that would cancel the server too
     if driver.failed.done():
         raise ServiceError(driver.failed.result())
     for ended in done:
@@ -425,9 +428,9 @@ async def until_stopped(server: grpc.aio.Server, driver: Driver, stopped: asynci
 
 
 if __name__ == "__main__":
-    os.umask(0o077)  # its files are nobody else's
+    os.umask(0o077)  # its files are readable only by its user
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: it would wait for a call to a log server that hangs. All that matters is durable.
+    # Not sys.exit: it would wait for a blocked call to a log server. All relevant state is durable.
     os._exit(exit_code)

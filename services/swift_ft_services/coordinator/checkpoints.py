@@ -1,21 +1,21 @@
 """Checkpoints of a job, rehearsals of recoveries, and whether the job is exact.
 
-Checkpoints of a job: which are complete, and early ones at a version that all ranks agree on.
+Checkpoints: tracks which are complete, and schedules early ones at a version common to all ranks.
 
 ::
 
     (log server, by the driver)  its log of the job needs a trim: LogsPressed
-    (a rank)                     steps were not logged, or it was past the agreed version: AskCheckpoint
-    (here)                       checkpoint_at: a version that nobody has passed yet; durable, then in the View
-    (every rank)                 saves it when it gets there; CheckpointDurable, as for any other one
-    (here)                       complete: checkpoint_at is gone, the log is trimmed
+    (a rank)                     steps were not logged, or it had passed the agreed version: AskCheckpoint
+    (here)                       checkpoint_at: a version that no rank has passed yet; durable, then in the View
+    (every rank)                 saves it at that version; CheckpointDurable, as for any other checkpoint
+    (here)                       complete: checkpoint_at is cleared, the log is trimmed
 
-    (a rank)                     cannot write one, and has given up what it could not write before it: `on_heartbeat`
-    (here)                       shards_from: no incomplete checkpoint below it will ever be counted; in the View
+    (a rank)                     cannot write one, and has given up older ones that it had not written: `on_heartbeat`
+    (here)                       shards_from: incomplete checkpoints below it never become complete; in the View
     (every rank)                 removes its shards of those
 
-Nobody waits for anybody, so the version is a guess: what heartbeats tell, and a margin for what they do not tell yet.
-A rank that hears of it too late asks again, and the next margin is twice as wide.
+Ranks do not wait for each other, so the version is a guess: the newest version in heartbeats, plus a margin for steps
+not reported yet. A rank that learns of it too late asks again, and the next margin is twice as wide.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ GIVEN_UP = "checkpoints_given_up"
 
 
 class CheckpointTracker:
-    """Changes the row; its caller makes that durable."""
+    """Completes, schedules and discards checkpoints. Changes the row; the caller makes that durable."""
 
     def __init__(self, row: JobRow, steps: StepClock, timing: Timing) -> None:
         self._row = row
@@ -44,10 +44,10 @@ class CheckpointTracker:
         self._timing = timing
         self._widened = 1
         self.unsaved: dict[int, m.Unsaved] = {}
-        """rank -> the checkpoint that it could not write yet; not durable: it is said again."""
+        """rank -> the checkpoint that it could not write yet. Not durable: heartbeats repeat it."""
 
     def count(self, durable: m.CheckpointDurable) -> bool | None:
-        """A rank's shard. True: the checkpoint is complete. None: nothing has changed."""
+        """Counts a rank's shard. Returns True if the checkpoint is complete now, None if the row is unchanged."""
         row = self._row
         newest = max(row.checkpoints, default=-1)
         given_up = durable.generation and durable.generation < row.rolled_back_in
@@ -69,7 +69,7 @@ class CheckpointTracker:
         return True
 
     def on_heartbeat(self, rank: int, unsaved: m.Unsaved | None) -> list[tuple[str, dict[str, object]]]:
-        """What a heartbeat says: events, and their fields. The row has changed if one of them says so."""
+        """Applies a heartbeat's unsaved checkpoint. Returns (event, fields) pairs; GIVEN_UP means the row changed."""
         row, known = self._row, self.unsaved.pop(rank, None)
         if unsaved is None or unsaved.generation < row.rolled_back_in:
             return []
@@ -84,25 +84,25 @@ class CheckpointTracker:
         return events
 
     def forget(self, rank: int) -> None:
-        """Its process is gone, and with it what it had not written."""
+        """Forgets the unsaved checkpoint of a rank whose process is gone."""
         self.unsaved.pop(rank, None)
 
     def roll_back(self, version: int) -> None:
-        """Everybody restores that checkpoint: later ones come again."""
+        """Discards shards of versions above `version`, which all ranks restore: they will be saved again."""
         row = self._row
         row.shards = {v: ranks for v, ranks in row.shards.items() if v <= version}
         row.shards_from = min(row.shards_from, version)
         self.call_off()
 
     def ask(self, after_version: int, reason: str) -> bool:
-        """An early checkpoint of a version above. False: one is agreed on, or complete, already."""
+        """Schedules an early checkpoint above `after_version`. Returns False if one is scheduled or complete."""
         row = self._row
         agreed = row.checkpoint_at
         if max(row.checkpoints, default=-1) > after_version or (
             agreed is not None and agreed > after_version
         ):
             return False
-        if agreed is not None:  # somebody was past it
+        if agreed is not None:  # some rank had passed it
             self._widened = min(2 * self._widened, _WIDEST)
         margin = 1 + self._steps.steps_within(self._horizon_s)
         row.checkpoint_at = max([after_version, *self._versions()]) + self._widened * margin
@@ -110,51 +110,51 @@ class CheckpointTracker:
         return True
 
     def newest_known(self) -> int:
-        """The highest version that a rank is known to have got to."""
+        """Returns the highest version that any rank has reported."""
         return max(self._versions(), default=0)
 
     def run_on(self, version: int) -> None:
-        """Training goes on at this version: nobody gets to an older one any more."""
+        """Moves an early checkpoint that is due above `version`, from which training continues."""
         row = self._row
         if row.checkpoint_at is not None and row.checkpoint_at <= version:
             row.checkpoint_at = version + 1 + self._steps.steps_within(self._horizon_s)
 
     def call_off(self) -> None:
-        """It is there, or the log is empty: nobody needs it."""
+        """Cancels the early checkpoint: it is complete, or the log is empty."""
         self._row.checkpoint_at, self._row.checkpoint_reason = None, ""
         self._widened = 1
 
     @property
     def _horizon_s(self) -> float:
-        """How old a version may be that heartbeats tell, and how long a View may take."""
+        """Seconds by which a reported version may be outdated, plus the time a View may take to arrive."""
         return 2 * self._timing.interval_s(self._row.wanted)
 
     def _versions(self) -> Iterable[int]:
         return [self._steps.version(rank) for rank in self._row.holders]
 
 
-# Whether the job's bits are still those of a run that never failed; for good, and with the reason.
+# Exactness: whether the job's bits are those of a run without failures. Once lost, it stays lost, with the reason.
 #
-# A restore of the checkpoint is exact if a step is a function of what the checkpoint holds. A replay, a copy or a
-# comparison in which something *differed* is evidence that it is not (randomness of its own, a loader that is not
-# registered): what the trainer keeps elsewhere does not go back with the checkpoint. Damage is no such evidence.
+# Restoring a checkpoint is exact if a step is a function of the checkpoint's content. A replay, a copy or a comparison
+# that *differed* is evidence that it is not (an unregistered generator or data loader): state that the trainer keeps
+# elsewhere is not restored with the checkpoint. Damage is no such evidence.
 
-# Rehearsals of recoveries: which steps of which rank can be done again, and what came of it.
+# Rehearsals of recoveries: which steps of which rank can be repeated, and with which result.
 #
 # ::
 #
 #     (rank)      CheckpointDurable(recorded): it records its steps from that version on, in its log
 #     (here)      `recorded`; in the View
-#     (launcher)  starts a process that is no rank, which does these steps again (`swift_ft.launch.spares`)
-#     (launcher)  Rehearsed(under_way) ... Rehearsed with what came of it
-#     (here)      `begin`, `end`: a difference makes the job not exact
+#     (launcher)  starts a process that is no rank, which repeats these steps (`swift_ft.launch.spares`)
+#     (launcher)  Rehearsed(under_way) ... Rehearsed with the result
+#     (here)      `begin_rehearsal`, `end_rehearsal`: a difference makes the job not exact
 #
-# While a rehearsal is under way the log is not trimmed past its checkpoint, until the second checkpoint after it is
-# complete. A new generation ends all that are under way.
+# During a rehearsal the log is not trimmed past its checkpoint, until the second checkpoint after it is complete. A new
+# generation ends all rehearsals.
 
 
 def recorded(row: JobRow, durable: m.CheckpointDurable) -> bool:
-    """Notes from which version on a rank records its steps. Whether that is news."""
+    """Records the version from which a rank records its steps. Returns whether the row changed."""
     known = row.rehearsals.get(durable.sender.rank, Rehearsal())
     if not durable.recorded or known.recorded == durable.version or row.state.is_over:
         return False
@@ -168,10 +168,10 @@ def begin_rehearsal(row: JobRow, said: m.Rehearsed) -> None:
 
 
 def end_rehearsal(row: JobRow, said: m.Rehearsed) -> bool:
-    """Whether the job is not exact for it, and was not known to be so."""
+    """Records the result of a rehearsal. Returns True if it makes the job inexact from an earlier version."""
     known = replace(row.rehearsals.get(said.rank, Rehearsal()), under_way=None, why_not=said.why_not)
     if known.recorded == said.version:
-        known = replace(known, recorded=None)  # what was rehearsed, or cannot be, is not tried again
+        known = replace(known, recorded=None)  # a rehearsal that completed, or cannot, is not repeated
     if not said.why_not:
         known = replace(
             known, done=known.done + 1, version=said.version, steps=said.steps, difference=said.difference
@@ -185,14 +185,14 @@ def end_rehearsal(row: JobRow, said: m.Rehearsed) -> bool:
 
 
 def forget(row: JobRow) -> None:
-    """Ends those under way, and forgets what was recorded: a new generation may do these steps otherwise."""
+    """Ends all rehearsals and clears recorded versions: a new generation may run these steps differently."""
     for rank, known in list(row.rehearsals.items()):
         if known.recorded is not None or known.under_way is not None:
             row.rehearsals[rank] = replace(known, recorded=None, under_way=None)
 
 
 def give_way(row: JobRow) -> bool:
-    """Ends those under way, for which a log that is full cannot wait. Whether there are any."""
+    """Ends all rehearsals, because a full log needs a trim. Returns whether there were any."""
     under_way = {rank: known for rank, known in row.rehearsals.items() if known.under_way is not None}
     for rank, known in under_way.items():
         row.rehearsals[rank] = replace(known, under_way=None)
@@ -200,19 +200,20 @@ def give_way(row: JobRow) -> bool:
 
 
 def trim_below(row: JobRow) -> int:
-    """The step below which nothing in the log is needed: of the newest complete checkpoint, or of the one before it
-    while a rehearsal reads on from there."""
+    """Returns the step below which no record is needed: the newest complete checkpoint, or the one before it while a
+    rehearsal reads from there."""
     under_way = [known.under_way for known in row.rehearsals.values() if known.under_way is not None]
     return max(row.checkpoints[0], min([row.checkpoints[-1], *under_way]))
 
 
 def note_refused_difference(row: JobRow, rank: int, reason: str) -> None:
-    """(a refusal) Something that `rank` did again came out different."""
+    """(a refusal) Records that a repeated step of `rank` gave a different result."""
     row.differed = row.differed or f"rank {rank}: {reason}"
 
 
 def note_difference(row: JobRow, said: m.Differs) -> bool:
-    """A step done again came out different, without a refusal. Whether that is news. The earliest such step counts."""
+    """Records a repeated step with a different result, without a refusal. The earliest such step counts. Returns
+    whether the row changed. Raises Refusal unless the sender holds its rank."""
     check_holder(row, said.sender)
     if row.inexact_since is not None and row.inexact_since <= said.version:
         return False
@@ -221,7 +222,7 @@ def note_difference(row: JobRow, said: m.Differs) -> bool:
 
 
 def with_reason(row: JobRow, plan: Plan) -> Plan:
-    """The plan, if it restores the checkpoint for such a reason: not exact."""
+    """Returns the plan, marked not exact if it restores a checkpoint after a difference."""
     if not (row.differed and plan.restores):
         return plan
     known = row.differed.partition(": ")[2] in plan.reason
@@ -230,7 +231,7 @@ def with_reason(row: JobRow, plan: Plan) -> Plan:
 
 
 def record_plan_exactness(row: JobRow) -> bool:
-    """(RUNNING) What the plan was lasts. Whether that is news."""
+    """(RUNNING) Marks the job not exact if its plan was not. Returns whether the row changed."""
     plan, differed, row.differed = row.plan, row.differed, ""
     if plan is None or plan.exact or row.inexact_since is not None:
         return False
@@ -241,10 +242,10 @@ def record_plan_exactness(row: JobRow) -> bool:
 
 
 def requires_exact(row: JobRow) -> bool:
-    """A job that is not exact is to fail."""
+    """Returns whether the job must fail when it is not exact."""
     return row.config.get("require_exact", "") == "True"
 
 
 def exactness_fields(row: JobRow) -> dict[str, object]:
-    """In the trace."""
+    """Returns the fields of the trace event."""
     return {"since": row.inexact_since, "reason": row.inexact_reason}

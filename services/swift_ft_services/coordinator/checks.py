@@ -1,4 +1,4 @@
-"""May this process say this now? Functions of the row that raise Refusal, and change nothing."""
+"""Validation of members' commands against the row. Functions raise Refusal and never change the row."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from swift_ft_services.coordinator.restarts import comes_back, ended_words
 
 
 def check_holder(row: JobRow, sender: m.Sender) -> None:
-    """Only the live holder of a rank speaks for it. Raises Refusal for any other."""
+    """Raises Refusal unless the sender is the live holder of its rank; only that process may speak for the rank."""
     holder = row.holders.get(sender.rank)
     if holder is None or holder.incarnation != sender.incarnation:
         raise Refusal(
@@ -21,8 +21,8 @@ def check_holder(row: JobRow, sender: m.Sender) -> None:
 
 
 def is_stale(row: JobRow, sender: m.Sender, generation: int) -> bool:
-    """True: said in an older generation, to be ignored. Raises Refusal as `check_holder`, and for a generation that
-    is yet to come."""
+    """Returns True if the message is from an older generation, to be ignored. Raises Refusal as `check_holder`, and for
+    a future generation."""
     check_holder(row, sender)
     if generation > row.generation:
         raise Refusal(Refused.INVALID, f"generation {generation} is not there yet: it is {row.generation}")
@@ -30,13 +30,14 @@ def is_stale(row: JobRow, sender: m.Sender, generation: int) -> bool:
 
 
 def check_rank(row: JobRow, rank: int) -> None:
-    """There is such a rank. Raises Refusal if there is not."""
+    """Raises Refusal unless `rank` is a rank of the job."""
     if not 0 <= rank < row.world_size:
         raise Refusal(Refused.INVALID, f"rank {rank} is not one of 0 to {row.world_size - 1}")
 
 
 def check_join(row: JobRow, join: m.Join) -> None:
-    """Raises Refusal unless this process may take its rank: the job is under way and alike, and the rank is free."""
+    """Raises Refusal unless this process may take its rank: the job is active and has the same configuration, and the
+    rank is free."""
     if row.state.is_over and not (comes_back(row, join) or _has_joined(row, join)):
         ended = ended_words(row).replace("had ", "has ", 1)
         raise Refusal(Refused.MISMATCH, f"job {row.job} {ended}: start it again with swift-ft run")
@@ -72,7 +73,7 @@ def check_join(row: JobRow, join: m.Join) -> None:
 
 
 def _has_joined(row: JobRow, join: m.Join) -> bool:
-    """After a job has finished it may have to say so again."""
+    """Returns whether this process already holds its rank of a finished job; it may have to repeat its Join."""
     holder = row.holders.get(join.rank)
     return row.state is State.FINISHED and holder is not None and holder.incarnation == join.incarnation
 
@@ -97,8 +98,8 @@ def check_first(join: m.Join) -> None:
 
 
 def check_change(row: JobRow, change: m.ChangeLogServers) -> None:
-    """Of the log servers, by an operator. What was done already may be said again. Raises Refusal for what cannot be
-    done now, or names no server of the job."""
+    """Validates an operator's change of log servers; a repeated change is accepted. Raises Refusal if the change is
+    impossible now, or if `lost` is not a log server of the job."""
     if row.state is State.FORMING or row.state.is_over:
         raise Refusal(Refused.INVALID, f"job {row.job} is {row.state}: its log servers cannot be changed now")
     known = {server.address: server for server in row.log_servers}
@@ -109,7 +110,7 @@ def check_change(row: JobRow, change: m.ChangeLogServers) -> None:
 
 
 def check_ready(row: JobRow, ready: m.Ready) -> None:
-    """Raises Refusal unless it may be said now, of the plan's target, with stages that fit."""
+    """Raises Refusal unless Ready is valid in this state, names the target version of the plan, and its stages fit."""
     if row.state not in (State.FORMING, State.RECOVERING):
         raise Refusal(Refused.INVALID, f"ready in state {row.state}: wait for RECOVERING")
     if row.plan is not None and ready.version != row.plan.target_version:
@@ -121,7 +122,7 @@ def check_ready(row: JobRow, ready: m.Ready) -> None:
 
 
 def check_stages(row: JobRow, ready: m.Ready) -> None:
-    """Raises Refusal unless the stages and the shard that a rank says it has fit what is known of the job."""
+    """Raises Refusal unless the stages and the shard that a rank reports are consistent with the job's."""
     rank = ready.sender.rank
     if any(not 0 <= stage < ready.num_stages for stage in ready.stages):
         stages = ", ".join(map(str, ready.stages))

@@ -1,4 +1,4 @@
-"""What goes into the core (commands), what comes out (effects), and how it says no (Refusal)."""
+"""Commands that the core takes, effects that it returns, and Refusal, raised for a command that it rejects."""
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from swift_ft_services.coordinator.job_record import Origin, State, VoteKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sender:
-    """The process that speaks: checked against the holder of its rank."""
+    """The process that sends a command; checked against the holder of its rank."""
 
     rank: int
     incarnation: str
@@ -21,7 +21,7 @@ class Sender:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Join:
-    """A process wants to be a rank."""
+    """A process asks to hold a rank."""
 
     rank: int
     incarnation: str
@@ -31,32 +31,32 @@ class Join:
     config: Mapping[str, str]
     fingerprint: Mapping[str, str]
     run: str = ""
-    """The launcher that started the process; empty: there is none."""
+    """Launcher that started the process; empty if there is none."""
     from_job: str = ""
-    """The job with whose checkpoint this one is to begin; empty: nothing was said of it."""
+    """Job whose checkpoint this job is to begin with; empty: not specified."""
     from_version: int | None = None
-    """Of which version; None: the newest."""
+    """Version of that checkpoint; None: the newest."""
     origin: Origin | None = None
-    """(driver) What that is."""
+    """The checkpoint that `from_job` and `from_version` resolve to; set by the driver."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replaying:
-    """How far a rank's replay is."""
+    """Progress of a rank's replay."""
 
     version: int
     target: int
     seconds_left: float | None
-    """None: nobody knows yet."""
+    """None: not known yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unsaved:
-    """A checkpoint that a rank could not write yet. What it had not written before that one, it has given up."""
+    """A checkpoint that a rank could not write yet. The rank has given up older checkpoints that it had not written."""
 
     version: int
     generation: int
-    """In which it was saved."""
+    """Generation in which it was saved."""
     reason: str
 
 
@@ -67,17 +67,17 @@ class Heartbeat:
     replay: Replaying | None = None
     unsaved: Unsaved | None = None
     kept: bool = False
-    """By the process beside the rank's: that one is there. It tells nothing else."""
+    """True if sent by a separate process on the rank's behalf: it reports only that the rank's process exists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReport:
-    """What a rank holds when a recovery begins, and where it can go from there."""
+    """State that a rank holds when a recovery begins, and the versions that it can reach."""
 
     sender: Sender
     generation: int
     version: int | None
-    """None: holds no state."""
+    """None: the rank holds no state."""
     undo_to: int | None = None
     undo_exact: bool = False
     forward_to: int | None = None
@@ -105,12 +105,12 @@ class Refuse:
     generation: int
     reason: str
     differs: bool = False
-    """What was done again came out different; not: a record is damaged or missing."""
+    """True: a repeated step gave a different result. False: a record is damaged or missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Differs:
-    """A step that was done again came out different."""
+    """A repeated step gave a different result."""
 
     sender: Sender
     version: int
@@ -119,7 +119,7 @@ class Differs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsed:
-    """A launcher's process does steps of a rank again, or has done so."""
+    """A launcher's process has begun or completed a rehearsal: it repeats steps of a rank."""
 
     rank: int
     version: int
@@ -136,15 +136,15 @@ class CheckpointDurable:
     sender: Sender
     version: int
     generation: int
-    """0: not said."""
+    """0: not specified."""
     recorded: bool = False
-    """The rank records its steps from this version on, for a rehearsal."""
+    """True if the rank records its steps from this version on, for a rehearsal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskCheckpoint:
     sender: Sender | None
-    """None: a launcher, of whatever is above what the ranks have done."""
+    """None: a launcher asks, for any version above those that ranks have reached."""
     generation: int
     after_version: int
     reason: str
@@ -152,7 +152,7 @@ class AskCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measure:
-    """What the rank's steps take."""
+    """Measured durations of the rank's steps."""
 
     sender: Sender
     measured: RankMeasured
@@ -160,21 +160,21 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberExited:
-    """A process has exited, or something is said of its rank's place."""
+    """A process has exited, or a launcher reports on the place of a rank."""
 
     rank: int
     incarnation: str
-    """Empty: whoever holds the rank with this pid."""
+    """Empty: the holder of the rank with this pid."""
     pid: int
     exit_code: int
     unfit: str = ""
-    """Nobody has exited: why the rank's place has failed the launcher's health check."""
+    """Reason why the rank's place failed the launcher's health check; if set, no process has exited."""
     given_up: bool = False
-    """No process takes the rank's place any more. Without an incarnation nobody has exited now."""
+    """True if no process will take the rank's place any more. Without an incarnation no process has exited now."""
 
     @property
     def is_of_process(self) -> bool:
-        """A process has exited; else it is of the rank's place."""
+        """Returns True for the exit of a process, False for a report on the rank's place."""
         return not self.unfit and not (self.given_up and not self.incarnation)
 
 
@@ -183,9 +183,9 @@ class Suspect:
     sender: Sender
     reason: str
     generation: int = 0
-    """In which the connection was lost; 0: not said, and then it is only shown."""
+    """Generation in which the connection was lost; 0: not specified, and the suspicion is only shown."""
     again: bool = False
-    """The trainer's step has raised an error, and is to be done again."""
+    """True if the trainer's step raised an error and is to be repeated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,43 +193,44 @@ class Finish:
     sender: Sender
     version: int
     num_steps: int = 0
-    """So many were to be done; 0: not said."""
+    """Number of steps planned; 0: not specified."""
     called: bool | None = None
-    """Its trainer has ended the job in the last step, before all were done; None: it has not done that step itself."""
+    """Whether its trainer ended the job in the last step it ran, before all planned steps; None: the rank did not run
+    that step itself."""
     reason: str = ""
-    """The trainer's."""
+    """Reason that the trainer gave."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Revoke:
-    """A group of a generation is not used any more."""
+    """A group of a generation is revoked: it is not used any more."""
 
     sender: Sender
     generation: int
     reason: str
     label: str = ""
-    """Its name; empty: all groups."""
+    """Name of the group; empty: all groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vote:
-    """What a member brings to a decision of its communicator."""
+    """The vote of a member on a decision of its communicator."""
 
     sender: Sender
     generation: int
     number: int
-    """Of the decision, from 0 in every generation."""
+    """Number of the decision, from 0 in every generation."""
     kind: VoteKind
     value: int = 0
     acknowledged: frozenset[int] = frozenset()
-    """Slots whose loss it knows of."""
+    """Slots whose loss the member has acknowledged."""
     reason: str = ""
-    """BUILT, 0: why they could not be."""
+    """Reason why groups could not be built (kind BUILT with value 0)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """A launcher was told to stop, and its ranks have ended."""
+    """A launcher was asked to stop, and its ranks have ended."""
 
     run: str
     reason: str
@@ -238,16 +239,16 @@ class Stop:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fail:
     sender: Sender | None
-    """None: a launcher or an operator."""
+    """None: sent by a launcher or an operator."""
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """Time has passed: leases may have expired."""
+    """A clock tick: leases may have expired."""
 
     behind: bool = False
-    """What has come since the last one may not have been read: that time counts for no lease."""
+    """True if messages since the last tick may be unread: that time does not count against leases."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +260,7 @@ class LogsFenced:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogsBlocked:
-    """A log server does not answer; it is asked again. An empty reason: it has answered."""
+    """A log server does not answer and is asked again. An empty reason: it has answered."""
 
     generation: int
     address: str
@@ -268,38 +269,38 @@ class LogsBlocked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogsRefused:
-    """A log server will never grant this generation: it knows a higher one, or can do nothing for the job."""
+    """A log server will never grant this generation: it holds a higher one, or cannot serve the job."""
 
     generation: int
     reason: str
     address: str = ""
     unfit: bool = False
-    """The second: where another one is left, the job goes on without this one."""
+    """True if it cannot serve the job: the job continues without it if another one is left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InventoryTaken:
     generation: int
     servers: Mapping[str, Sequence[StreamSummary]]
-    """Address -> what it has of each stream."""
+    """Address -> its summary of each stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogHeard:
-    """A log server has answered, whatever it was asked."""
+    """A log server has answered any call."""
 
     address: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangeLogServers:
-    """(operator) One is lost, another one is there; either may be empty."""
+    """(operator) One log server is lost, another one is available; either may be empty."""
 
     lost: str = ""
     add: str = ""
     add_host: str = ""
     why: str = ""
-    """It is lost; empty: an operator says so. Else it may be the one that has come, too."""
+    """Reason for the loss; empty: an operator reports it. With a reason, `lost` and `add` may be the same server."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,7 +310,7 @@ class LogsPressed:
     address: str
     reason: str
     trimmed_below_step: int
-    """How far it is trimmed there."""
+    """Step below which the job is trimmed there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,12 +351,12 @@ Command = (
 
 
 _MASKS = {"value"}
-"""Of a Vote: bits, from which nobody counts on."""
+"""Fields of a Vote that are bit masks, not counters."""
 
 
 def number_problem(said: object, name: str = "") -> str:
-    """Of what a member says, down to its parts: a number that leaves no room to count on from it. Empty: there is none.
-    The version above one that was told is shown in messages as well."""
+    """Returns why a number in a member's message, at any depth, is too large to count on from; empty if none is.
+    (Messages also show the version after a reported one.)"""
     if isinstance(said, int):
         return f"{name} {said}: numbers go up to {STEP_MAX}" if abs(said) > STEP_MAX else ""
     parts: Iterable[tuple[str, object]] = ()
@@ -366,33 +367,33 @@ def number_problem(said: object, name: str = "") -> str:
     return next(filter(None, (number_problem(part, name) for name, part in parts)), "")
 
 
-# --- effects, to be carried out in their order; all idempotent ---
+# --- effects: carried out in order, all idempotent ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Persist:
-    """Make the row durable. Nothing after it may happen before it is."""
+    """Make the row durable. The effects after it must wait until it is."""
 
     entered: State | None = None
-    """The state that this row is the first of."""
+    """The state that this row enters; None if state and generation are unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishView:
     at_once: bool = False
-    """Members act on what is new in it, though state and generation are as before."""
+    """True if members act on new content of the View although state and generation are unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FenceLogs:
-    """Answered by LogsFenced, LogsBlocked or LogsRefused."""
+    """Fence all log servers. Answered by LogsFenced, LogsBlocked or LogsRefused."""
 
     generation: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchInventory:
-    """Answered by InventoryTaken."""
+    """Fetch the stream summaries of all log servers. Answered by InventoryTaken."""
 
     generation: int
 
@@ -419,11 +420,11 @@ class Emit:
 
 Effect = Persist | PublishView | FenceLogs | FetchInventory | ResetLogs | TrimLogs | Emit
 
-# --- refusals: nothing was changed ---
+# --- refusals: the row is unchanged ---
 
 
 class Refused(enum.Enum):
-    """Why the core says no."""
+    """Kinds of refusal."""
 
     FENCED = "the sender does not hold its rank"
     MISMATCH = "configuration or fingerprint differs, or the job is over"
@@ -432,7 +433,7 @@ class Refused(enum.Enum):
 
 
 class Refusal(Exception):
-    """The core will not take a command. The message is for the sender."""
+    """A command was rejected. The message is for the sender."""
 
     def __init__(self, kind: Refused, message: str) -> None:
         super().__init__(message)

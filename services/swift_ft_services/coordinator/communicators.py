@@ -1,8 +1,8 @@
-"""CommunicatorJob: the members of a `swift_ft.Communicator`, and what they decide together.
+"""CommunicatorJob: the members of a `swift_ft.Communicator`, and their joint decisions.
 
 ::
 
-    FORMING ──groups are built──> RUNNING ──all that are left have finished──> FINISHED
+    FORMING ──groups are built──> RUNNING ──all remaining members finished──> FINISHED
      ^  │                         │     ^
      └──┘ death, generation + 1   │     │ groups are built
                         shrink,   v     │
@@ -10,11 +10,11 @@
                                      ^       │ death, or groups that could not be built: generation + 1
                                      └───────┘
 
-Another job makes a generation of each death. Here a death is shown (`View.lost`), and the members say what follows:
-they are like the processes of an MPI program with ULFM (User-Level Failure Mitigation), whose words these are.
+Other jobs start a generation for each death. Here a death is only reported (`View.lost`), and the members decide how to
+continue, as the processes of an MPI program with ULFM (User-Level Failure Mitigation) do; the terms are those of ULFM.
 
-Every decision is made in one place, here, once each member that takes part and lives has voted. So it is the same for
-all, whoever dies meanwhile: it is durable before anybody sees it. Votes are not: they are said again.
+Every decision is made centrally, here, once each living member of the generation has voted. It is durable before any
+member sees it, so it is the same for all, even if members die meanwhile. Votes are not durable: members repeat them.
 
 A process that joins while the job runs waits until the members call `grow`.
 """
@@ -40,11 +40,11 @@ from swift_ft_services.coordinator.job_record import (
 from swift_ft_services.coordinator.timeouts import Timing
 
 CONFIG = "communicator"
-"""The entry of a job's configuration."""
+"""Entry of a job's configuration that is "1" for a communicator."""
 REVOKED_MAX = 256
-"""Groups of one generation. Who has more of them may revoke all."""
+"""Limit of revoked groups per generation. A member with more groups may revoke all."""
 DECISIONS_KEPT = 2
-"""Nobody votes for a decision before it has seen the one before it."""
+"""Number of decisions kept: a member votes for a decision only after it has seen the previous one."""
 _TAKEN_BY_ALL = (m.Tick, m.Heartbeat, m.Join, m.MemberExited, m.Fail, m.Stop, m.LogHeard)
 _LEGAL: Mapping[State, frozenset[State]] = {
     State.FORMING: frozenset({State.FORMING, State.RUNNING, State.FAILED, State.STOPPED}),
@@ -57,17 +57,17 @@ _LEGAL: Mapping[State, frozenset[State]] = {
 
 
 def job_class(config: Mapping[str, str]) -> type[Job]:
-    """The core of a job with this configuration."""
+    """Returns the class of the core for a job with this configuration."""
     return CommunicatorJob if config.get(CONFIG) == "1" else Job
 
 
 def present(row: JobRow) -> list[int]:
-    """The slots that take part in this generation and are still there, ascending."""
+    """Returns the slots that take part in this generation and are still present, ascending."""
     return [slot for slot in sorted(row.taking_part) if _is_there(row, slot)]
 
 
 def lost_slots(row: JobRow) -> list[int]:
-    """Those that take part in this generation and are not there any more, ascending."""
+    """Returns the slots that take part in this generation and are no longer present, ascending."""
     return [slot for slot in sorted(row.taking_part) if not _is_there(row, slot)]
 
 
@@ -77,17 +77,18 @@ def _is_there(row: JobRow, slot: int) -> bool:
 
 
 class CommunicatorJob(Job):
-    """The core of such a job. It has no log, no checkpoints and no plan: what members hold is their own affair.
+    """The core of a communicator's job. It has no log, no checkpoints and no plan: members manage their state
+    themselves.
 
-    Invariants: whoever is told of a decision of a generation is told the same; a generation is made only of members
-    that live as far as is known; nobody takes part that has not joined.
+    Invariants: all members that receive a decision of a generation receive the same one. A generation contains only
+    members not known to be dead. A process takes part only after it has joined.
     """
 
     @classmethod
     def create(
         cls, job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
     ) -> "Job":
-        """Without the coordinator's log servers, of which it has no need."""
+        """Creates the job without the coordinator's log servers, which it does not need."""
         return super().create(job, [], join, timing, now, copies)
 
     def __init__(
@@ -111,7 +112,7 @@ class CommunicatorJob(Job):
             case m.Finish():
                 return self._finish(command)
             case m.AskCheckpoint(sender=None):
-                return []  # a launcher that is told to stop asks every job for one
+                return []  # a launcher that is asked to stop asks every job for one
             case _ if isinstance(command, _TAKEN_BY_ALL):
                 return super()._take(command, now)
         what = type(command).__name__
@@ -124,11 +125,11 @@ class CommunicatorJob(Job):
 
     def _join(self, join: m.Join, now: float) -> list[Effect]:
         if join.rank in self.row.finished and join.rank not in self.row.holders:
-            del self.row.finished[join.rank]  # it was another process that has left
+            del self.row.finished[join.rank]  # another process held this rank and has left
         return [*super()._join(join, now), *self._form()]
 
     def _form(self) -> list[Effect]:
-        """All are there: they connect."""
+        """Starts the connection phase once all members have joined."""
         row = self.row
         if row.state is not State.FORMING or row.taking_part or len(row.holders) < row.world_size:
             return []
@@ -136,7 +137,8 @@ class CommunicatorJob(Job):
         return [m.PublishView(at_once=True)]
 
     def _exited(self, exited: m.MemberExited) -> list[Effect]:
-        """Whoever exits without having left is lost; a mistake in how it is used ends the job."""
+        """Handles an exit: a member that exits without having left is lost; exit code 2, a usage error, fails the
+        job."""
         row, rank = self.row, exited.rank
         holder = row.holders.get(rank)
         held = holder is not None and holder.is_process(exited.incarnation, exited.pid)
@@ -153,9 +155,9 @@ class CommunicatorJob(Job):
         left = [slot for slot in present(row) if slot not in dead]
         if not left and row.finished and row.state is State.RUNNING:
             return [*self._bury(dead), *self._finish_if_all(reason)]
-        if not left:  # nobody has anything any more: those that wait begin anew
+        if not left:  # no member has state any more: waiting processes start again
             return [*self.become_forming(dead, f"nobody is left: {reason}"), *self._form()]
-        if row.state is State.RECOVERING and took_part:  # nobody has been told that it was built
+        if row.state is State.RECOVERING and took_part:  # no member has seen the decision BUILT
             return self._rebuild(left, reason, dead)
         events = self._bury(dead)
         self._votes = {slot: vote for slot, vote in self._votes.items() if slot not in dead}
@@ -175,7 +177,7 @@ class CommunicatorJob(Job):
         events = super()._new_generation(dead, reason)
         row = self.row
         row.taking_part, row.decisions, row.revoked = {}, {}, {}
-        row.granted = row.generation  # by all its log servers: it has none
+        row.granted = row.generation  # a communicator has no log servers to wait for
         self._votes.clear()
         return events
 
@@ -188,7 +190,7 @@ class CommunicatorJob(Job):
             raise IllegalTransition(f"{self.row.job}: {self.row.state} -> {state}")
         self.row.state = state
 
-    # --- what they decide ---
+    # --- decisions ---
 
     def _revoke(self, revoke: m.Revoke) -> list[Effect]:
         row = self.row
@@ -209,7 +211,7 @@ class CommunicatorJob(Job):
         if vote.number > self._next:
             raise Refusal(Refused.INVALID, f"decision {vote.number} comes after {self._next}, which is open")
         if vote.number < self._next or slot in self._votes:
-            return []  # said again
+            return []  # repeated
         if vote.kind is VoteKind.BUILT and row.state is State.RUNNING:
             raise Refusal(Refused.INVALID, f"the groups of generation {row.generation} are built already")
         self._votes[slot] = replace(vote, acknowledged=vote.acknowledged.intersection(row.taking_part))
@@ -218,8 +220,8 @@ class CommunicatorJob(Job):
         return self._decide()
 
     def _not_built(self, why: str) -> list[Effect]:
-        """Another generation at once: the others may wait long for this member's connections, and none of them has
-        been told that the groups are built."""
+        """Starts another generation at once: the others might wait long for this member's connections, and none of them
+        has seen a decision that the groups are built."""
         reason = f"groups could not be built: {why}"
         if ends := self.setbacks.refuse(reason):
             return self.become_failed(ends)
@@ -227,11 +229,11 @@ class CommunicatorJob(Job):
 
     @property
     def _next(self) -> int:
-        """The number of the decision that is open."""
+        """Number of the open decision."""
         return max(self.row.decisions, default=-1) + 1
 
     def _decide(self) -> list[Effect]:
-        """Makes the decision that all who are there have voted for."""
+        """Makes the open decision once all present members have voted for it."""
         row, voters = self.row, present(self.row)
         if not voters or any(slot not in self._votes for slot in voters):
             return []
@@ -257,7 +259,7 @@ class CommunicatorJob(Job):
         return self._built()
 
     def _waits(self, slot: int) -> bool:
-        """It has come since this generation was made, and has not left."""
+        """Returns whether the process joined after this generation started, and has not left."""
         row = self.row
         return slot not in row.finished and row.taking_part.get(slot) != row.holders[slot].member
 
@@ -281,7 +283,7 @@ class CommunicatorJob(Job):
     def _rebuild(
         self, slots: Sequence[int], reason: str, dead: Mapping[int, str] | None = None
     ) -> list[Effect]:
-        """A new generation of these. Those that have finished have left."""
+        """Starts a new generation of the members in `slots`. Members that have finished stay marked as left."""
         row = self.row
         self._enter(State.FORMING if row.state is State.FORMING else State.RECOVERING)
         finished = row.finished
@@ -303,7 +305,8 @@ class CommunicatorJob(Job):
         return ends or [self._event("rank_finished", rank=slot), m.PublishView(at_once=True), *self._decide()]
 
     def _finish_if_all(self, reason: str = "") -> list[Effect]:
-        """All that took part have left, or were lost (`reason`) when all others had left."""
+        """Finishes the job once all members have left, or the last ones were lost (`reason`) after the others had
+        left."""
         row = self.row
         if row.state is not State.RUNNING or present(row):
             return []

@@ -1,13 +1,13 @@
 """Driver: carries out the effects of all jobs, on one asyncio loop.
 
-It works in turns: the commands that have come since the last one are taken, what they have changed is made durable in
-one transaction, and then it is published, log servers are asked, and all commands are answered. A turn ends with a
-transition, so each state is durable and seen by itself. Nothing is taken while the store writes.
+It works in turns. A turn applies the queued commands, makes their changes durable in one transaction, then publishes
+Views, starts calls to log servers and answers all commands. A turn ends with a state transition, so each state becomes
+durable and visible separately. No command is applied while the store writes.
 
-Log servers are asked beside it (`questions`); what they answer comes back as commands.
+Log servers are called concurrently (`Questions`); their answers come back as commands.
 
-An error in the core of one job is that job's trouble. Its memory may be half-way, so what a turn has changed in it is
-dropped, and the job is read again from the store, as after a restart.
+An error in the core affects only its own job. The job's memory may be inconsistent, so the turn's changes to it are
+dropped, and the job is loaded again from the store, as after a restart.
 """
 
 import asyncio
@@ -39,31 +39,31 @@ from swift_ft_services.coordinator.text import waiting_for
 from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import JobSnapshot, measurements_of, status_of, summary_of, view_of
 
-# Jobs that are a trouble of their own: others are served all the same.
+# Quarantine of single jobs: the others are served all the same.
 #
-# A row in the store may be damaged. Or the coordinator makes an error with a job: then its memory of it may be
-# half-way, and it goes back to what is durable (`Driver`). If that comes again and again, the job is set apart:
-# nothing is done for it until the coordinator is started again.
+# A row in the store may be damaged. Or the coordinator makes an error with a job: its memory of the job may then be
+# inconsistent, and it reverts to the durable state (`Driver`). If such errors repeat, the job is quarantined: no
+# command is applied to it until the coordinator is restarted.
 
 ERRORS_MAX = 3
-"""Errors with one job within `WITHIN_S`. The last of them sets it apart."""
+"""Errors with one job within `WITHIN_S` seconds that quarantine it."""
 WITHIN_S = 60.0
 
 
 class JobApart(Exception):
-    """Nothing is done for this job."""
+    """The job is quarantined: no command is applied to it."""
 
 
 class Apart:
-    """Those that were found."""
+    """The quarantined jobs, and the recent errors of the others."""
 
     def __init__(self) -> None:
         self._why: dict[str, str] = {}
         self._errors: dict[str, deque[float]] = {}
-        """When, of the last ones."""
+        """Job -> times of its last errors, in monotonic seconds."""
 
     def row_of(self, name: str, parts: Mapping[str, str]) -> JobRow | None:
-        """None: what these parts say cannot be believed, and the job is set apart."""
+        """Returns the row that these parts store. Returns None if they are damaged; then the job is quarantined."""
         try:
             row = decode(name, parts)
             if row.job == name:
@@ -76,7 +76,8 @@ class Apart:
         return None
 
     def is_repeated(self, name: str, error: str, now: float) -> bool:
-        """The coordinator has made an error with it. True: once too often, and the job is set apart."""
+        """Records an error of the coordinator with this job. Returns True if it was one too many; then the job is
+        quarantined."""
         times = self._errors.setdefault(name, deque(maxlen=ERRORS_MAX))
         times.append(now)
         if len(times) < ERRORS_MAX or now - times[0] > WITHIN_S:
@@ -85,7 +86,7 @@ class Apart:
         return True
 
     def put(self, name: str, error: str) -> None:
-        """Sets it apart for an error that would come again."""
+        """Quarantines the job for an error that would repeat."""
         words = (
             f"the coordinator makes an error with it ({error}), which is a bug; its state is kept, report it"
         )
@@ -99,7 +100,7 @@ class Apart:
         return name in self._why
 
     def check(self, name: str) -> None:
-        """Raises JobApart."""
+        """Raises JobApart if the job is quarantined."""
         if name in self._why:
             raise JobApart(self._why[name])
 
@@ -111,31 +112,33 @@ class Apart:
         ]
 
 
-# What watchers are shown of each job: its View, as it was durable at some moment not long ago.
+# Views shown to watchers: each is a recent durable state of its job.
 
 SOON_S = 0.05
-"""How long what is new is not shown, if the state is as it was: n ranks that join are not n Views for each."""
+"""Delay of a View while state and generation are unchanged: the joins of n ranks must not cause n Views for each
+watcher."""
 TOLD_PER_S = 1024
-"""... and longer, if so many watchers would be told of it in a second."""
+"""Upper limit of View updates per second of a job; with many watchers it extends the delay."""
 SHOWN_S = 5.0
-"""How long a View may name a rank as waited for that has reported, or is ready: to show each at once would wake all."""
+"""Maximum age of an outdated `waiting_for` in a View: showing each report or Ready at once would wake all watchers."""
 
 
 class Published:
-    """The Views of all jobs. On the driver's loop alone."""
+    """The published Views of all jobs. Used only on the driver's loop."""
 
     def __init__(self, clock: Callable[[], float], soon: Callable[[str], None]) -> None:
-        """`soon`: has the job of that name shown, as it is durable."""
+        """`soon` publishes the named job's durable state in the next turn."""
         self._clock = clock
         self._soon = soon
         self._views: dict[str, pb.View] = {}
         self._shown_at: dict[str, float] = {}
         self._unshown: set[str] = set()
-        """Jobs of which there is something new, that will be shown soon."""
+        """Jobs with changes that are not published yet, but will be soon."""
         self._watchers: dict[str, set[asyncio.Event]] = {}
 
     def publish(self, row: JobRow) -> None:
-        """Another state or generation is shown at once; the rest a little later, with whatever has come by then."""
+        """Publishes a new state or generation at once, and any other change after a short delay, together with later
+        ones."""
         shown = self._views.get(row.job)
         if shown is None or (row.generation, pb.State.Value(row.state)) != (
             shown.generation,
@@ -152,7 +155,7 @@ class Published:
             self._soon(name)
 
     def show(self, row: JobRow) -> None:
-        """The View is made, and all that watch the job look at it."""
+        """Builds the View of the row and wakes all watchers of the job."""
         self._unshown.discard(row.job)
         self._views[row.job] = view_of(row)
         self._shown_at[row.job] = self._clock()
@@ -167,12 +170,12 @@ class Published:
             self.wake(name)
 
     def is_outdated(self, row: JobRow) -> bool:
-        """It has named others as waited for, for some time."""
+        """Returns whether the published `waiting_for` is wrong and at least SHOWN_S old."""
         at = self._shown_at.get(row.job, -math.inf)
         return self._clock() - at >= SHOWN_S and self._views[row.job].waiting_for != waiting_for(row)
 
     async def views(self, name: str, over: Callable[[], bool]) -> AsyncGenerator[pb.View, None]:
-        """The published View at once, then newer ones, until it is over; a slow reader skips to the newest."""
+        """Yields the published View at once, then newer ones, until `over()`. A slow reader skips to the newest."""
         changed = asyncio.Event()
         self._watchers.setdefault(name, set()).add(changed)
         try:
@@ -189,56 +192,57 @@ class Published:
                 del self._watchers[name]
 
 
-# What the ranks of a job tell each other: a few keys, in memory.
+# Key-value store shared by the ranks of a job: a few keys, in memory.
 #
-# Process groups are built by it. So it is neither on a machine that trains, nor durable: a coordinator that begins anew
-# has an empty one, under another `epoch`. Ranks that still need it notice that, say that a connection is lost, and
-# build the next generation.
+# Process groups are built with it. So it is not on a training machine, and it is not durable: a restarted coordinator
+# has an empty one, under another `epoch`. Ranks that still need it detect that, report a lost connection, and build the
+# next generation.
 #
-#     (servicer)  `change` makes a member's changes, `wait` waits for others', `news` is what is new to it
-#     (driver)    `begin` at a new generation: all keys are dropped but those that are about the job (`LASTING_KEYS`),
-#                 and whoever waits is answered; `end` once the job is over
+#     (servicer)  `change` applies a member's changes, `wait` waits for others' changes, `news` returns the new ones
+#     (driver)    `begin` at a new generation: drops all keys but those about the job (`LASTING_KEYS`) and answers
+#                 all waiting calls; `end` once the job is over
 #
-# Every rank has a copy of all keys and asks for what it lacks: a group of n ranks takes each of them a few calls, not
+# Every rank keeps a copy of all keys and asks for what it lacks: a group of n ranks costs each of them a few calls, not
 # n.
 
 ENTRY_BYTES = 512
-"""What a key takes besides its own bytes and its value's: objects, and places in tables."""
+"""Overhead of a key beyond its own bytes and its value's: objects and table slots."""
 NEWS_BYTES_MAX = 1 << 20
-"""Of one answer; the rest comes with the next."""
+"""Limit for one answer; the rest comes with the next."""
 BYTES_MAX = 1 << 22
 BYTES_PER_RANK = 1 << 20
-"""Of the ranks that have joined: how many a job says that it has costs it nothing."""
+"""Allowance per rank that has joined; the world size does not count, since any number can be claimed."""
 BYTES_EVER_MAX = 1 << 27
 DELETED_MAX = 1 << 10
-"""Deleted keys that are remembered, for ranks that have not heard of it."""
+"""Number of deleted keys remembered for ranks that have not seen the deletion."""
 OBJECT_BYTES = 64
-"""What a value takes besides its own bytes."""
+"""Overhead of a value beyond its own bytes."""
 _INT64 = 1 << 63
 
 
 class Sharing:
-    """The keys of one job. On the driver's loop alone."""
+    """The shared keys of one job. Used only on the driver's loop."""
 
     def __init__(self, generation: int, members: int) -> None:
         self.generation = generation
         self.members = members
-        """Ranks that have joined, at this moment."""
+        """Number of ranks that have joined so far."""
         self.epoch = secrets.randbits(63) + 1
         self.revision = 0
         self._bytes = 0
-        """Of all that is kept."""
+        """Size of everything stored here, in bytes with overhead."""
         self._shared: dict[str, _Entry] = {}
         self._order: list[tuple[int, str]] = []
-        """(revision, key) of every change; of a key that has changed since, the older ones stay until half are such."""
+        """(revision, key) of every change. Outdated entries of keys changed since stay until they are about half of the
+        list."""
         self._answered: dict[str, tuple[int, list[bytes | None]]] = {}
-        """By incarnation: the number of the last request with changes, and what came of those that are no `set`."""
+        """Incarnation -> (number of its last request with changes, results of those changes that are no `set`)."""
         self._deleted: dict[str, None] = {}
         self._waiting: set[asyncio.Event] = set()
         self.ended = False
 
     def begin(self, generation: int) -> None:
-        """Keys of older generations are gone, but for those about the job."""
+        """Starts a new generation: drops all keys except those about the job."""
         self.generation = generation
         for key in [key for key in self._shared if not key.startswith(LASTING_KEYS)]:
             self._bytes -= _size(key, self._shared.pop(key).value)
@@ -254,9 +258,9 @@ class Sharing:
         self._wake()
 
     def change(self, incarnation: str, number: int, changes: Sequence[pb.SharedChange]) -> list[pb.Shared]:
-        """Makes them, all or none. Each key as it is right after its change. Refusal."""
+        """Applies all changes or none. Returns each key as it is right after its change. Raises Refusal."""
         before, results = self._answered.get(incarnation, (0, []))
-        if number <= before:  # said again, because the answer was lost
+        if number <= before:  # repeated, because the answer was lost
             return _answer(changes, results) if number == before else []
         made: dict[str, bytes | None] = {}
         freed, results = _results_size(results), []
@@ -273,7 +277,7 @@ class Sharing:
         return _answer(changes, results)
 
     def news(self, seen: int) -> tuple[list[pb.Shared], int, bool]:
-        """What has changed since that revision, the revision up to which that is all, and whether there is more."""
+        """Returns (changes since revision `seen`, revision up to which they are complete, whether more follow)."""
         found: list[pb.Shared] = []
         size = 0
         for at in range(bisect(self._order, (seen + 1,)), len(self._order)):
@@ -288,11 +292,11 @@ class Sharing:
         return found, self.revision, False
 
     async def wait(self, keys: Sequence[str], wait_s: float) -> None:
-        """Until all of them are there, or this is over."""
+        """Waits until all keys exist, the generation ends, or `wait_s` has passed."""
         changed, generation = asyncio.Event(), self.generation
         missing = 0
-        """Of the first so many it is not known whether they are there: each is looked at once, however often something
-        changes, and once more in the end."""
+        """Number of leading keys still to be checked: each is checked once, however often something changes, and all
+        once more at the end."""
         self._waiting.add(changed)
         try:
             async with asyncio.timeout(wait_s):
@@ -308,7 +312,7 @@ class Sharing:
             self._waiting.discard(changed)
 
     def _missing(self, keys: Sequence[str], count: int) -> int:
-        """How many there are up to the last of the first `count` that is not there."""
+        """Returns the position after the last missing key among the first `count`; 0 if none is missing."""
         while count and self._value(keys[count - 1]) is not None:
             count -= 1
         return count
@@ -367,7 +371,7 @@ class Sharing:
 
 class _Entry(NamedTuple):
     value: bytes | None
-    """None: it was deleted."""
+    """None: the key was deleted."""
     revision: int
 
 
@@ -380,7 +384,8 @@ def _results_size(results: Sequence[bytes | None]) -> int:
 
 
 def _answer(changes: Iterable[pb.SharedChange], results: Iterable[bytes | None]) -> list[pb.Shared]:
-    """Each change's key as it was right after it, from what came of those that are no `set`."""
+    """Returns each change's key as it was right after the change; `results` has the values of those that are no
+    `set`."""
     came = iter(results)
     return [
         pb.Shared(key=change.key, value=change.set if change.HasField("set") else next(came, None))
@@ -389,7 +394,7 @@ def _answer(changes: Iterable[pb.SharedChange], results: Iterable[bytes | None])
 
 
 def _changed(change: pb.SharedChange, value: bytes | None) -> bytes | None:
-    """The key's next value; None: it has none."""
+    """Returns the key's next value; None if it is deleted."""
     match change.WhichOneof("what"):
         case "set":
             return change.set
@@ -412,20 +417,20 @@ def _sum(change: pb.SharedChange, value: bytes | None) -> bytes:
     raise Refusal(Refused.INVALID, f"{change.key} is no number that {change.add} can be added to")
 
 
-# Where the machines of a job meet that were given no number (`swift-ft run` without `--node-rank`).
+# Meeting of a job's machines that were given no number (`swift-ft run` without `--node-rank`).
 #
-# The place where they meet must be on none of them: whichever is lost, another one that comes with the same command
-# gets its place, and the others notice nothing. It is in memory, and level-triggered: every launcher says again and
-# again what it holds, so a coordinator that begins anew knows it within seconds.
+# The meeting point must not be on any of them: if a machine is lost, another one that runs the same command gets its
+# place, and the others are not affected. It is in memory and level-triggered: every launcher repeats its state, so a
+# restarted coordinator knows it within seconds.
 #
-#     (launcher)  ``say`` every few seconds: the answer has its place, or how many are here
-#     (driver)    `Meetings`: of all jobs
+#     (launcher)  ``say`` every few seconds: the answer has its place, or the number of launchers present
+#     (driver)    `Meetings`: those of all jobs
 #
-# Places are given when all machines are there (or enough, and no other one has come for a while). Then there are so
-# many as long as a single one of them is held: a job's world size does not change.
+# Places are assigned when all machines are present (or enough, and no other one has come for a while). Their number is
+# fixed as long as at least one of them is held: a job's world size does not change.
 
 MACHINES_MAX = 1 << 13
-"""That are heard of at once."""
+"""Limit of launchers known at the same time."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -434,7 +439,7 @@ class _Launcher:
     came_at: float
     seen_at: float
     spare: bool = False
-    """It came while the job was under way, and there was no place."""
+    """True if it came while all places were taken."""
     over: str = ""
 
 
@@ -442,15 +447,15 @@ class _Launcher:
 class _Place:
     machine: pb.Machine
     run: str | None
-    """Whose it is; None: it was lost."""
+    """Launcher that holds the place; None: it was lost."""
 
 
 class Meeting:
-    """The machines of one job. No clock, no I/O."""
+    """The machines of one job. Reads no clock and does no I/O."""
 
     def __init__(self, *, quiet_until: float = 0.0) -> None:
-        """`quiet_until`: before that nobody gets a place that it did not have; of a job that is under way, whose
-        machines may not have spoken yet."""
+        """`quiet_until`: until then no launcher gets a new place; for an active job whose machines may not have
+        reported yet."""
         self._quiet_until = quiet_until
         self._places: list[_Place] = []
         self._launchers: dict[str, _Launcher] = {}
@@ -461,7 +466,8 @@ class Meeting:
         return not self._launchers
 
     def expire(self, now: float, stall_s: float) -> None:
-        """Forgets who was silent for too long. Nobody was, if this coordinator itself was away (`stall_s`)."""
+        """Removes launchers whose lease has expired. If this coordinator itself was stalled (`stall_s`), renews all
+        instead."""
         away, self._looked_at = now - self._looked_at > stall_s, now
         for run, launcher in list(self._launchers.items()):
             if away:
@@ -470,16 +476,17 @@ class Meeting:
                 self.leave(run)
 
     def leave(self, run: str) -> None:
-        """Its place is free."""
+        """Removes a launcher and frees its place."""
         self._launchers.pop(run, None)
         for place in self._places:
             if place.run == run:
                 place.run = None
         if all(place.run is None for place in self._places):
-            self._places = []  # nobody waits for the others: what comes is a new beginning
+            self._places = []  # no launcher waits for the others: the next one starts anew
 
     def say(self, request: pb.MeetRequest, now: float, *, job_is_over: bool) -> pb.MeetReply:
-        """A launcher is there. Refusal: what it wants is not what the others want."""
+        """Records that a launcher is present and returns its place, if it has one. Raises Refusal if its settings
+        differ from the others'."""
         launcher = self._launchers.get(request.run)
         if launcher is None:
             self._check(request)
@@ -487,7 +494,7 @@ class Meeting:
             self._launchers[request.run] = launcher
             if request.HasField("held"):
                 launcher.over = self._reclaim(request)
-        request.ClearField("held")  # known by now, and long
+        request.ClearField("held")  # applied by now, and long
         launcher.request, launcher.seen_at = request, now
         place = self._place_of(request.run)
         if place is None and not launcher.over:
@@ -528,7 +535,8 @@ class Meeting:
             )
 
     def _reclaim(self, request: pb.MeetRequest) -> str:
-        """It has had a place: of before this coordinator began, or of before it was silent. Why it has lost it."""
+        """Restores the place that the launcher held before this coordinator started or before its lease expired.
+        Returns why that place is lost; empty if it is restored."""
         held = request.held
         if not self._places:
             self._places = [_Place(machine=machine, run=None) for machine in held.machines]
@@ -554,7 +562,7 @@ class Meeting:
         return not launcher.over and self._place_of(run) is None
 
     def _begin(self, waiting: Mapping[str, _Launcher], now: float) -> None:
-        """Who came first is the first."""
+        """Assigns places in order of arrival, once enough machines are present."""
         any_request = next(iter(waiting.values())).request
         count = min(any_request.machines_max, len(waiting))
         last_came = max(launcher.came_at for launcher in waiting.values())
@@ -566,7 +574,7 @@ class Meeting:
 
 
 class Meetings:
-    """Of all jobs, by name. One ends when nobody is there any more."""
+    """The meetings of all jobs, by name. One ends when its last launcher has left."""
 
     def __init__(self, now: float) -> None:
         self._began_at = now
@@ -585,10 +593,10 @@ class Meetings:
                 del self._meetings[job]
 
     def say(self, request: pb.MeetRequest, now: float, *, over: bool | None) -> pb.MeetReply:
-        """`over`: whether the job is; None: it has not begun yet. Refusal."""
+        """Answers a launcher. `over`: whether the job is over; None if it has not begun. Raises Refusal."""
         meeting = self._meetings.get(request.job)
         if meeting is None:
-            # Of a job that is under way: its machines say what they hold, before others get it.
+            # Active job: its machines report their places before others get them.
             meeting = Meeting(quiet_until=self._began_at + request.lease_s if over is False else 0.0)
         if request.leaves:
             meeting.leave(request.run)
@@ -606,7 +614,7 @@ logger = logging.getLogger(__name__)
 
 JOBS_MAX = 1024
 JOBS_SHOWN_MAX = 4096
-"""In one answer, which gRPC's clients take up to 4 MiB of."""
+"""Limit for one answer; gRPC clients accept up to 4 MiB."""
 
 STOPS = "the coordinator is shutting down"
 
@@ -614,19 +622,19 @@ T = TypeVar("T")
 
 
 class TooMany(Exception):
-    """A limit of this coordinator would be passed."""
+    """A limit of this coordinator would be exceeded."""
 
 
 class NoSuchJob(Exception):
-    """Nobody has joined a job of that name."""
+    """No rank has joined a job of that name."""
 
 
 class _Error(Exception):
-    """An error was made with a job."""
+    """An error of the coordinator with a job."""
 
 
 class _Show:
-    """An effect of the driver's own: what was not shown yet."""
+    """An effect of the driver itself: publishes changes that were delayed."""
 
 
 class Driver:
@@ -647,31 +655,31 @@ class Driver:
     ) -> None:
         self.timing = timing
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Why this process must end: its memory is ahead of its disk."""
+        """Reason why this process must end: its memory is ahead of its disk."""
         self._store = store
         self._log_servers = log_servers
         self._copies = copies
         self._clock = clock
         self._caught_up = caught_up
-        """Whether all that had come was read, at some moment since this was asked last."""
+        """Returns whether the inbox was empty at some moment since the last call."""
         self._after_durable = after_durable
         self._jobs_max = jobs_max
         self._questions = Questions(logs, self.apply, self._spoil)
         self._jobs: dict[str, Job] = {}
         self._revisions: dict[str, int] = {}
-        """Of the part of each job that is written with all others: the store's."""
+        """Job -> store revision of its part `row`, which is written with any other part."""
         self._queue: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
-        """Work that waits for a turn, and who waits for it."""
+        """Queued work, each with the future of its result."""
         self._effects: list[tuple[Job, m.Effect | _Show]] = []
-        """Of this turn, once it is durable."""
+        """Effects of this turn, to be carried out once it is durable."""
         self._turn_ends = False
-        """A state was entered in it, or an error was made."""
+        """True if a state was entered in this turn or an error occurred."""
         self._touched: set[str] = set()
-        """Jobs that the work under way has given a command to."""
+        """Jobs that the current work has applied a command to."""
         self._spoilt: dict[str, str] = {}
-        """Jobs with which an error was made in this turn, and which."""
+        """Job -> error of the coordinator with it in this turn."""
         self._going_back: dict[str, int] = {}
-        """Jobs that are read again from the store at this moment, and their generations."""
+        """Job being loaded again from the store -> its generation."""
         self._turns: asyncio.Task[None] | None = None
         self._published = Published(clock, self._show_soon)
         self._stopping = False
@@ -681,14 +689,14 @@ class Driver:
         self._meetings = Meetings(clock())
 
     async def start(self) -> None:
-        """Loads all jobs and says their effects again. A row that is damaged is that job's trouble: it is set apart.
-        StoreFailed; UsageError: the log servers do not fit."""
+        """Loads all jobs and carries out their effects again. Quarantines a job whose row is damaged. Raises
+        StoreFailed, and UsageError if the log servers do not match a job's."""
         for name, parts in by_job(await self._store.read(ROOT)).items():
             self._load(name, parts)
         await self._in_turn(lambda: None)
 
     def _load(self, name: str, parts: Mapping[str, Stored]) -> None:
-        """The job that these are all parts of goes on, or is set apart. Raises UsageError as `_relocated`."""
+        """Resumes the job that these parts store, or quarantines it. Raises UsageError as `_relocated`."""
         values = {key: stored.value for key, stored in parts.items()}
         row = self.apart.row_of(name, values)
         if row is None:
@@ -709,7 +717,7 @@ class Driver:
         self._effects += [(job, effect) for effect in effects]
 
     def _job(self, name: str) -> Job:
-        """NoSuchJob, JobApart; Unavailable: it is being read again."""
+        """Returns the job. Raises NoSuchJob, JobApart, or Unavailable while it is being loaded again."""
         self.apart.check(name)
         if name in self._going_back:
             raise Unavailable(f"job {name} goes back to what is durable of it")
@@ -719,13 +727,15 @@ class Driver:
         return job
 
     def _relocated(self, job: Job) -> list[m.Effect]:
-        """Log servers may come back under other addresses; a stream's place is a position in their list."""
+        """Applies new addresses of log servers: a stream's location is a position in their list. Raises UsageError if
+        --log-servers does not match."""
         row = job.row
         named = {server.address for server in self._log_servers}
         known = {server.address: number for number, server in enumerate(row.log_servers)}
         if row.state.is_over or set(row.addresses()) <= named <= set(known):
             return []
-        # Those that are lost may be left out. One that came for another one is named in its place, or as it came.
+        # Lost ones may be left out. A replacement is named in the position of the one it replaced, or in order of
+        # arrival.
         for numbers in (job.places.by_origin(), row.living(), range(len(row.log_servers))):
             moved = dict(zip(numbers, self._log_servers, strict=False))
             others = [known.get(server.address, number) for number, server in moved.items()]
@@ -740,12 +750,11 @@ class Driver:
     async def run_ticks(self) -> None:
         while True:
             await asyncio.sleep(self.timing.tick_s)
-            with contextlib.suppress(Unavailable):  # `failed`, or `stop`, says so
+            with contextlib.suppress(Unavailable):  # `failed` or `stop` reports it
                 await self.tick()
 
     async def tick(self) -> None:
-        """Leases may have run out: it is looked at once all that had come before was taken. The log servers are asked
-        how they are."""
+        """Checks leases after all commands received before have been applied, and polls the log servers."""
         await self._in_turn(self._tick)
 
     def _tick(self) -> None:
@@ -759,7 +768,7 @@ class Driver:
         self._meetings.expire(self._clock(), self.timing.stall_s)
 
     def _look_at_logs(self, job: Job) -> None:
-        """Whether the log servers are there, and how much room they have: asked all the time."""
+        """Polls whether the log servers answer and how much room they have, every `space_s`."""
         name, now = job.row.job, self._clock()
         due = now - self._looked_at_logs.get(name, -math.inf) >= self.timing.space_s
         if due and not self._questions.under_way(name, "space"):
@@ -767,7 +776,7 @@ class Driver:
             self._questions.ask(job, "space", self._questions.space(job, job.row.generation))
 
     def stop(self) -> None:
-        """Ends the views under way and the questions to log servers."""
+        """Ends all View streams and all calls to log servers. Queued work fails with Unavailable."""
         self._stopping = True
         self._published.wake_all()
         for sharing in self._sharing.values():
@@ -781,8 +790,8 @@ class Driver:
     # --- for the servicer ---
 
     async def join(self, name: str, join: m.Join, may_see: Callable[[str], bool] = lambda _job: True) -> int:
-        """The generation that the rank is in. `may_see`: whether the caller may know of another job. Raises as `apply`,
-        and TooMany."""
+        """Returns the generation that the rank joined. `may_see` returns whether the caller may know of another job.
+        Raises as `apply`, and TooMany."""
         return await self._in_turn(lambda: self._join(name, join, may_see))
 
     def _join(self, name: str, join: m.Join, may_see: Callable[[str], bool]) -> int:
@@ -806,7 +815,8 @@ class Driver:
         return job.row.generation
 
     async def apply(self, name: str, command: m.Command) -> Job:
-        """Takes a command; when it returns, all that it changed is durable. Refusal, NoSuchJob, Unavailable."""
+        """Applies a command and returns once its changes are durable. Raises Refusal, NoSuchJob, JobApart,
+        Unavailable."""
 
         def work() -> Job:
             job = self._job(name)
@@ -816,11 +826,11 @@ class Driver:
         return await self._in_turn(work)
 
     async def status(self, name: str) -> pb.StatusReply:
-        """In a turn: it shows nothing that is not durable."""
+        """Returns the job's status. Runs in a turn, so that it shows only durable state."""
         return await self._in_turn(lambda: status_of(self._job(name), self._clock()))
 
     async def jobs(self, may_see: Callable[[str], bool]) -> pb.JobsReply:
-        """Those that the asker may see, as many as an answer takes. In a turn, as `status`."""
+        """Returns the jobs that the caller may see, up to JOBS_SHOWN_MAX. Runs in a turn, as `status`."""
         return await self._in_turn(lambda: self._listed(may_see))
 
     def _listed(self, may_see: Callable[[str], bool]) -> pb.JobsReply:
@@ -834,8 +844,8 @@ class Driver:
         return measurements_of(self._job(name))
 
     def sharing(self, name: str, sender: m.Sender, generation: int, *, changes: bool) -> Sharing | None:
-        """What the members of that generation share; None: it is over. Who is no member and says so (a spare) may only
-        ask. Refusal, NoSuchJob."""
+        """Returns the shared keys of that generation; None if it is over. A caller without incarnation (a spare) may
+        only read. Raises Refusal, NoSuchJob."""
         job = self._job(name)
         asks = not (changes or sender.incarnation)
         stale = generation != job.row.generation if asks else is_stale(job.row, sender, generation)
@@ -848,31 +858,32 @@ class Driver:
         return sharing
 
     def meet(self, name: str, request: pb.MeetRequest) -> pb.MeetReply:
-        """A launcher without a number. Refusal, TooMany."""
+        """Answers a launcher without a node rank. Raises Refusal, TooMany."""
         job = self._jobs.get(name)
         if name not in self._meetings and len(self._meetings) >= self._jobs_max:
             raise TooMany(f"machines of {self._jobs_max} jobs are here: no more (--jobs-max)")
         return self._meetings.say(request, self._clock(), over=None if job is None else job.row.state.is_over)
 
     def generation_of(self, name: str) -> int:
-        """0: nobody knows the job."""
+        """Returns the job's generation; 0 if the job is unknown."""
         job = self._jobs.get(name)
         return self._going_back.get(name, 0) if job is None else job.row.generation
 
     async def snapshot(self) -> list[JobSnapshot]:
-        """What every job stands at. In a turn, as `status`: what became durable before has been told of as well."""
+        """Returns the numbers of every job. Runs in a turn, as `status`, so events of what became durable before are
+        emitted."""
         return await self._in_turn(
             lambda: [JobSnapshot.of(job, self._clock()) for job in self._jobs.values()]
         )
 
     def views(self, name: str) -> AsyncGenerator[pb.View, None]:
-        """As `Published.views`, until this coordinator goes down, or the job is set apart."""
+        """As `Published.views`, until this coordinator stops or the job is quarantined."""
         return self._published.views(name, lambda: self._stopping or name in self.apart)
 
     # --- turns ---
 
     async def _in_turn(self, work: Callable[[], T]) -> T:
-        """What `work` gives, or raises, once all that it has changed is durable."""
+        """Runs `work` in a turn. Returns its result, or raises its error, once all its changes are durable."""
         self._check_up()
         return await self._enqueue(work)
 
@@ -884,7 +895,7 @@ class Driver:
         return answer
 
     def _check_up(self) -> None:
-        """Raises Unavailable."""
+        """Raises Unavailable if this coordinator has failed or is stopping."""
         if self.failed.done():
             raise Unavailable(self.failed.result())
         if self._stopping:
@@ -908,7 +919,7 @@ class Driver:
             self._touched = set()
             try:
                 done.append((answer, work(), None, self._touched))
-            except Exception as error:  # noqa: BLE001  (for whoever waits for the answer)
+            except Exception as error:  # noqa: BLE001  (reported to the waiting caller)
                 done.append((answer, None, error, self._touched))
         spoilt, self._spoilt = self._spoilt, {}
         answers = [
@@ -922,7 +933,7 @@ class Driver:
         try:
             await self._make_durable({job.row.job: job for job, effect in effects if _persists(effect)})
         except Unavailable as unavailable:
-            # Whatever was decided in this turn, a refusal as well, is as if it had not been.
+            # Every decision of this turn is void, including refusals.
             answers = [
                 (answer, None, unavailable if bug is None or isinstance(bug, Refusal) else bug)
                 for answer, _, bug in answers
@@ -932,7 +943,7 @@ class Driver:
         for name, why in spoilt.items():
             await self._go_back(name, why)
         for answer, result, why_not in answers:
-            if answer.done():  # nobody waits for it any more
+            if answer.done():  # no caller waits for it any more
                 continue
             if why_not is None:
                 answer.set_result(result)
@@ -940,7 +951,7 @@ class Driver:
                 answer.set_exception(why_not)
 
     async def _go_back(self, name: str, error: str) -> None:
-        """To what is durable of a job with which an error was made."""
+        """Reverts a job, after an error of the coordinator with it, to its durable state."""
         self._going_back[name] = self.generation_of(name)
         self._jobs.pop(name, None)
         self._questions.forget(name)
@@ -954,14 +965,15 @@ class Driver:
             del self._going_back[name]
         if parts and not self.apart.is_repeated(name, error, self._clock()):
             self._load(name, parts)
-            self._enqueue(lambda: None).cancel()  # its effects are of the next turn
+            self._enqueue(lambda: None).cancel()  # its effects belong to the next turn
         if name in self.apart:
             if name in self._sharing:
                 self._sharing.pop(name).end()
             self._published.wake(name)
 
     def _step(self, job: Job, command: m.Command) -> None:
-        """(in a turn) Refusal; _Error: the job is spoilt."""
+        """(in a turn) Applies a command. Raises Refusal, or _Error if the core raised an error: the job is then
+        reverted."""
         self._check_up()
         name = job.row.job
         self._touched.add(name)
@@ -982,7 +994,7 @@ class Driver:
         )
 
     async def _make_durable(self, jobs: Mapping[str, Job]) -> None:
-        """Unavailable: it cannot be, and this process must end."""
+        """Commits the changes of these jobs. Raises Unavailable if that fails; then this process must end."""
         self._check_up()
         puts, deletes = dict[str, str](), list[str]()
         for job in jobs.values():
@@ -1007,12 +1019,12 @@ class Driver:
     # --- effects ---
 
     def _spoil(self, name: str, error: str) -> None:
-        """An error was made with this job, outside of a turn."""
+        """Reports an error with this job that occurred outside of a turn."""
         if name in self._jobs and not self._stopping and not self.failed.done():
             self._enqueue(lambda: self._spoilt.setdefault(name, error)).cancel()
 
     def _carry_out(self, effects: Sequence[tuple[Job, m.Effect | _Show]]) -> dict[str, str]:
-        """(all of a turn, once it is durable) Jobs that cannot be shown, and why."""
+        """(after a turn is durable) Carries out its effects. Returns job -> error for those that failed."""
         spoilt: dict[str, str] = {}
         if self._stopping:
             return spoilt
@@ -1058,7 +1070,7 @@ class Driver:
         self._published.publish(row)
 
     def _show_soon(self, name: str) -> None:
-        """In a turn: what is under way in memory may not be durable yet."""
+        """Publishes a delayed View in a turn: the state in memory may not be durable yet."""
 
         def show() -> None:
             if name in self._jobs:

@@ -1,12 +1,12 @@
-"""How a job ends: by its trainer, without progress, or with a log that begins anew from a checkpoint.
+"""Endings: a job that its trainer ends, a job without progress, and a log that begins anew from a checkpoint.
 
-Generations without progress: every way to loop ends within a bound, with its reason.
+Generations without progress: the number of repetitions is bounded, and the job ends with the reason.
 
-Progress is a version that no rank had before, on all ranks of a job that runs. A rank that refuses, a connection that
-breaks while everybody lives, a log server that forgets: each makes a generation, and the same may come again after it.
-So these are counted until there is progress, however often the job has run meanwhile. Deaths from outside are not: a
-launcher has a limit of its own (--max-restarts). But a process that ends by itself, again and again before a new
-version, is its trainer's doing.
+Progress is a version that no rank had before, reached by all ranks of a running job. A refusal by a rank, a connection
+lost while all ranks live, a log server without its records: each starts a generation, and the same may follow again. So
+these are counted until there is progress, however often the job has reached RUNNING meanwhile. External deaths are not
+counted: a launcher has its own limit (--max-restarts). But a process that repeatedly ends by itself before a new
+version is a fault of its trainer.
 """
 
 import signal
@@ -21,32 +21,32 @@ from swift_ft_services.coordinator.timeouts import Timing
 #
 # ::
 #
-#     (a rank)     has called it in a step, and has done that step: Finish, with how many steps were to be done
+#     (a rank)     called it in a step, and completed that step: Finish, with the number of steps planned
 #     (here)       JobRow.end: durable, then in the View
-#     (every rank) does no step from that version on; Finish
-#     (here)       whoever had begun the next step waits in it for one that does not come: a generation without a death,
-#                  in which that step is dropped
+#     (every rank) runs no step from that version on; Finish
+#     (here)       a rank that had begun the next step waits in it for a rank that has ended: starts a generation
+#                  without a death, in which that step is dropped
 #
-# Nobody is past that version: a rank that does not take part in a step holds up the pipeline, or the vote of the
-# replicas. A replica that is lost behind its update does not come to what the step's code says after it, and its copy
-# does not either: so replicas of a stage have to decide alike, and that is checked.
+# No rank is past that version: a rank that takes no part in a step blocks the pipeline, or the vote of the replicas. A
+# replica that is lost after its update does not run the rest of the step's code, and its copy does not either. So
+# replicas of a stage must decide alike, and that is checked.
 
 UNLIKE_CODE = 2
-"""What launchers end with where replicas have decided otherwise: a mistake of the trainer's."""
+"""Exit code of launchers if replicas disagree on the end: an error in the trainer."""
 
 
 class Endings:
-    """Changes the row; its caller makes that durable."""
+    """Handles the end that a trainer asks for. Changes the row; the caller makes that durable."""
 
     def __init__(self, row: JobRow, steps: StepClock, timing: Timing) -> None:
         self._row = row
         self._steps = steps
         self._timing = timing
         self._stands: tuple[int, float] | None = None
-        """The generation in which everybody has come to the end, and somebody does not say so; and since when."""
+        """(generation, time since which all ranks are at the end and some have not reported Finish)"""
 
     def on_finish(self, finish: m.Finish) -> bool:
-        """True: the end is known now, and was not."""
+        """Records the end of the job. Returns True if it is new or changed."""
         end = self._row.end
         if not finish.called or (end is not None and (end.num_steps, -end.version) >= _order(finish)):
             return False
@@ -56,7 +56,7 @@ class Endings:
         return True
 
     def unlike(self, finish: m.Finish) -> str:
-        """Why the job fails: a replica of this rank has decided otherwise. Empty: none has."""
+        """Returns why the job fails if a replica of this rank has decided differently; empty if none has."""
         row, rank = self._row, finish.sender.rank
         others = [
             other
@@ -74,9 +74,9 @@ class Endings:
         )
 
     def due(self, now: float) -> str:
-        """Why a generation is made, so that all come to the end. Empty: none is."""
+        """Returns why a generation must be started for all ranks to reach the end; empty if none is needed."""
         row, end = self._row, self._row.end
-        if end is None:  # of most jobs, always
+        if end is None:  # the usual case
             self._stands = None
             return ""
         late = [rank for rank in row.slots() if rank not in row.finished]
@@ -88,7 +88,7 @@ class Endings:
         if not stands:
             self._stands = None
             return ""
-        if self._stands is None or self._stands[0] != row.generation:  # there may be one between two ticks
+        if self._stands is None or self._stands[0] != row.generation:  # one may start between ticks
             self._stands = row.generation, now
         if now - self._stands[1] < self._timing.suspicion_s:
             return ""
@@ -98,7 +98,7 @@ class Endings:
 
 
 def reason(row: JobRow, version: int) -> str:
-    """(FINISHED at this version) Why it is before the last step; empty: it is not."""
+    """(FINISHED at this version) Returns why the job ended before the last step; empty if it did not."""
     end = row.end
     if end is None or end.version != version or end.num_steps <= version:
         return ""
@@ -106,23 +106,23 @@ def reason(row: JobRow, version: int) -> str:
 
 
 def _order(finish: m.Finish) -> tuple[int, int]:
-    """More steps than before are another run; of one, the earliest end counts."""
+    """Returns the order of ends: more planned steps mean a later run; within one run the earliest end counts."""
     return finish.num_steps, -finish.version
 
 
-# A job whose state is not what its log leads to: a checkpoint of it at once, and the log begins anew behind that.
+# A job whose state differs from a replay of its log: it saves a checkpoint at once, and the log begins anew after it.
 #
 # ::
 #
 #     (planner)     a rank reports that it is off the log (swift_ft.planner.plan): `Plan.saves`
-#     (every rank)  at the target: saves it, CheckpointDurable, Ready; who came off the log says so
-#     (here)        the checkpoint is complete: `JobRow.log_ends`. Whatever happens from now on, the log goes
+#     (every rank)  at the target: saves it, CheckpointDurable, Ready; ranks that are off the log report so
+#     (here)        the checkpoint is complete: `JobRow.log_ends`. From now on the log is dropped in any case
 #     (here)        all are Ready: another generation instead of RUNNING
-#     (planner)     everybody keeps what it holds, or loads that checkpoint; the log is given up
+#     (planner)     every rank keeps its state, or loads that checkpoint; the log is given up
 #     (core)        the logs are emptied, RECOVERING, all are Ready again, RUNNING
 #
-# Until the checkpoint is complete, the one before it and the log stand behind the job as they were: nothing of what
-# came off the log is in there. So whoever is lost meanwhile is replayed from them, and at worst all restore.
+# Until the checkpoint is complete, the previous one and the log are valid and unchanged: they hold no state that is off
+# the log. So a rank lost meanwhile is replayed from them, and at worst all ranks restore.
 
 
 def is_ready(row: JobRow, ready: m.Ready) -> None:
@@ -132,13 +132,13 @@ def is_ready(row: JobRow, ready: m.Ready) -> None:
 
 
 def is_saved(row: JobRow, version: int) -> bool:
-    """This checkpoint is the one that the log ends with. Perhaps nobody came off the log, which who died may not have
-    said: giving it up is right all the same."""
+    """Returns whether the log ends with this checkpoint. Perhaps no rank is off the log (a dead one may not have
+    reported it); giving up the log is correct all the same."""
     return _saves(row) and row.plan is not None and version == row.plan.target_version
 
 
 def ends_next(row: JobRow) -> str:
-    """(all are ready) Why the job does not run yet; empty: it does."""
+    """(all are ready) Returns why the job cannot run yet; empty if it can."""
     if not _saves(row):
         return ""
     if not row.off_log:
@@ -148,14 +148,14 @@ def ends_next(row: JobRow) -> str:
     target = max(row.ready.values())
     if row.log_ends:
         return f"the checkpoint of version {target} is complete: the log, which rank {names} has left, begins anew"
-    # All have said that they have saved it. If that is not so, the log is what is left: replay from it, exactly.
+    # All have reported a save. Without a complete checkpoint only the log is left: replay from it, exactly.
     why = f"no checkpoint of version {target} came about, and rank {names} has left the log"
     row.refused = row.refused.and_help(why)
     return why
 
 
 def leave_recovering(row: JobRow) -> None:
-    """(a new generation) What was saved of a version that never became complete may be of another history."""
+    """(a new generation) Discards shards of a target version that never became complete: their history may differ."""
     if _saves(row) and not row.log_ends:
         row.rolled_back_in = row.generation + 1
         row.shards = {}
@@ -167,9 +167,9 @@ def _saves(row: JobRow) -> bool:
 
 
 REFUSALS_MAX = 8
-"""Generations without a death and without a new version. The next one ends the job."""
+"""Limit of generations without a death and without a new version. The next one ends the job."""
 EXITS_MAX = 3
-"""Processes of one rank that end by themselves without a new version. The last of them ends the job."""
+"""Number of processes of one rank that end by themselves without a new version, until the job ends."""
 RUNS_KEPT = 1024
 _OWN_SIGNALS = frozenset(
     {
@@ -181,12 +181,12 @@ _OWN_SIGNALS = frozenset(
         signal.SIGTRAP,
         signal.SIGSYS,
     }
-    | {signal.SIGINT}  # with which Python ends for a KeyboardInterrupt that nobody has caught
+    | {signal.SIGINT}  # Python ends with it on an uncaught KeyboardInterrupt
 )
 
 
 class Setbacks:
-    """Changes the row; its caller makes that durable."""
+    """Counts generations without progress. Changes the row; the caller makes that durable."""
 
     def __init__(self, row: JobRow, steps: StepClock) -> None:
         self._row = row
@@ -199,8 +199,9 @@ class Setbacks:
         row.setbacks += 1
 
     def made_progress(self) -> bool:
-        """(a rank has told its version, or a checkpoint is complete) True: all have come to a new one, and this was not
-        known. Steps may be so short that a rank dies before it has told any version: all have had what is saved."""
+        """(a rank reported its version, or a checkpoint is complete) Returns True once all ranks have reached a new
+        version. A complete checkpoint counts for every rank: with short steps a rank may die before its first report.
+        """
         row = self._row
         if row.state is not State.RUNNING or not (row.setbacks or row.refusals or row.exits):
             return False
@@ -211,7 +212,7 @@ class Setbacks:
         return True
 
     def refuse(self, what: str) -> str:
-        """Another generation in which nobody has died. Why there is none; empty: there is."""
+        """Counts a generation without a death. Returns why the job ends instead; empty if the generation may start."""
         row = self._row
         row.refusals += 1
         if row.refusals <= REFUSALS_MAX:
@@ -219,11 +220,11 @@ class Setbacks:
         ends = f"{what} (no. {row.refusals} in a row without a version above {row.reached})"
         if row.inexact_since is None:
             return ends
-        # Where bits differ again and again, this is why, and what its author can do.
+        # If bits differ repeatedly, this is the cause, and tells the author what to fix.
         return f"{ends}; not exact since version {row.inexact_since}: {row.inexact_reason}"
 
     def exit(self, rank: int, code: int) -> str:
-        """A process of that rank has ended. Why the job ends with it; empty: it does not."""
+        """Counts an exit of the rank's process. Returns why the job ends with it; empty if it does not."""
         if code <= 0 and -code not in _OWN_SIGNALS:
             return ""
         codes = self._row.exits[rank] = [*self._row.exits.get(rank, ()), code]
@@ -234,5 +235,5 @@ class Setbacks:
 
 
 def launcher_code(code: int) -> int:
-    """What a launcher ends with, as a shell would: 128 and the signal."""
+    """Returns a launcher's exit code for that of a process; as in a shell, 128 + signal if it was killed."""
     return code if code >= 0 else 128 - code

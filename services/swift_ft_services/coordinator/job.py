@@ -1,4 +1,4 @@
-"""Job: the state machine of one job. Commands and a clock reading in, effects out; no I/O.
+"""Job: the state machine of one job. Takes commands and a clock reading, returns effects; does no I/O.
 
     FORMING ──all ready──> RUNNING ──all finished──> FINISHED ──started again──> FENCING
      ^   │                  │    ^
@@ -6,18 +6,18 @@
     death,                  v    │
     generation + 1    FENCING ──> PLANNING ──> RECOVERING
                          ^  logs fenced  all reported  │
-                         └─ death, refusal, a broken ──┘   (from all four: generation + 1)
-                            connection of the living
-    (no rank is left) ──all launchers told to stop──> STOPPED ──started again──> FENCING
+                         └─ death, refusal, connection ┘   (from all four: generation + 1)
+                            lost while all ranks live
+    (no rank is left) ──all launchers asked to stop──> STOPPED ──started again──> FENCING
     (any) ──no plan, no progress, an error──> FAILED ──started again──> FENCING (FORMING: no checkpoint is complete)
 
-Each `become_x` makes one transition. `step` makes at most one of them; what it has changed in the row is found by
-comparing (`Changes`), and then its effects begin with Persist. After a crash, `resume` says the effects of the
-state again: all are idempotent.
+Each `become_x` makes one transition. `step` makes at most one of them. It detects changes of the row by comparison
+(`Changes`); if there are any, its effects begin with Persist. After a crash, `resume` returns the effects of the state
+again: all are idempotent.
 
-Invariants: the generation only grows, and with every death or refusal; granted <= generation; RUNNING only
-with all ranks ready at one version; a View is a function of the row, so it shows only what is durable; so many
-generations at most without a death and without a new version (`setbacks`).
+Invariants: the generation only grows, and grows with every death or refusal. granted <= generation. RUNNING requires
+all ranks ready at one version. A View is a function of the row, so it shows only durable state. The number of
+generations without a death and without a new version is bounded (`Setbacks`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,13 +76,13 @@ from swift_ft_services.coordinator.restarts import (
 from swift_ft_services.coordinator.text import exit_words, plan_fields, report_fields, versions_words
 from swift_ft_services.coordinator.timeouts import Timing
 
-# What a job's core is made of, and its transitions: one `become_x` for each state (`core` draws them).
+# The parts of a job's core, and its transitions: one `become_x` per state (the module docstring draws them).
 #
-# Each changes the row; `Job.step` finds what has changed.
+# Each changes the row; `Job.step` detects the changes.
 
 
 class Transitions:
-    """The parts of one job, and how it gets from state to state."""
+    """The parts of one job and its transitions between states."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class Transitions:
         log_servers: Sequence[LogServer] = (),
         stored: bool = False,
     ) -> None:
-        """`log_servers`: those there are now, for a job that is started again; none: those it had. `stored`: all of the
-        row is durable; not: nothing of it is."""
+        """`log_servers`: the log servers available now, used if the job is started again; if empty, it keeps its own.
+        `stored`: True if the whole row is durable already, False if none of it is."""
         self.row = row
         self.changes = Changes(row, stored=stored)
-        """What of the row is not durable yet."""
+        """Parts of the row that are not durable yet."""
         self._entered = (row.state, row.generation) if stored else None
         self._log_servers = log_servers
         self.steps = StepClock(timing)
@@ -108,16 +108,16 @@ class Transitions:
         self._timing = timing
         self._looked = now
         self.measured: dict[int, RankMeasured] = {}
-        """rank -> what it, or its predecessor, has said last; not durable: it is said again."""
+        """rank -> last measurement reported by it or its predecessor. Not durable: ranks report it again."""
         self.suspicions = Suspicions(self.steps)
         self._awaited = planning.Awaited()
         self.replays: dict[int, m.Replaying] = {}
-        """rank -> how far its replay is, while there is one."""
+        """rank -> progress of its replay, while it replays."""
 
     def become_running(self, now: float) -> list[Effect]:
-        """All ranks are ready: the recovery, if there was one, is over and forgotten."""
+        """Enters RUNNING when all ranks are ready. Ends the recovery, if there was one, and clears its state."""
         self._enter(State.RUNNING)
-        progress = self._progress()  # by a checkpoint that was complete while they recovered
+        progress = self._progress()  # progress by a checkpoint that became complete during the recovery
         inexact = self._inexact(checkpoints.record_plan_exactness(self.row))
         planning.mark_vacant_since(self.row, max(self.row.ready.values()))
         forget_recovery(self.row)
@@ -132,21 +132,21 @@ class Transitions:
         return [*begun, *self._fail_inexact(self.row.inexact_since is not None)]
 
     def become_forming(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
-        """A new generation of a job that has not run yet: all begin anew, at version 0."""
+        """Starts a new generation of a job that has not run yet: all ranks begin at version 0 again."""
         self._enter(State.FORMING)
         events = self._new_generation(dead, reason)
         self._forget_formed()
         return [*self._transition(), *events, *self._fence_logs()]
 
     def _forget_formed(self) -> None:
-        """(FORMING) What was saved so far is of weights that nobody may have later, and of stages that may not fit."""
+        """(FORMING) Discards checkpoints and shards: the next ranks may have other weights and other stages."""
         row = self.row
         if row.state is State.FORMING:
             row.rolled_back_in = row.generation
             row.checkpoints, row.shards, row.shards_from = [], {}, 0
 
     def become_fencing(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
-        """A new generation without the holders of the `dead` ranks (rank -> why)."""
+        """Starts a new generation without the holders of the `dead` ranks (rank -> reason)."""
         leave_recovering(self.row)
         self._enter(State.FENCING)
         events = self._new_generation(dead, reason)
@@ -177,14 +177,14 @@ class Transitions:
         return [*self._begin_anew(dead, reason), *events]
 
     def _deaths(self, dead: Mapping[int, str], lost: Mapping[int, str]) -> list[Effect]:
-        """Of ranks, and the loss of log servers, found together."""
+        """Starts one generation for dead ranks and lost log servers detected together."""
         reason = "; ".join(f"rank {rank} {why}" for rank, why in sorted(dead.items()))
         words = self.places.lose(lost)
         events = [self._event("log_server_lost", **self.places.named(n), reason=words[n]) for n in lost]
         return [*self._anew(dead, "; ".join(filter(None, [reason, *words.values()]))), *events]
 
     def overdue(self, now: float) -> list[int]:
-        """The lost ranks for which to wait longer costs more than to go on without them."""
+        """Returns the lost ranks for which waiting longer costs more than continuing without them."""
         timing, row = self._timing, self.row
         if not planning.shrinks_late(row.config):
             return []
@@ -193,7 +193,7 @@ class Transitions:
         return self._awaited.overdue(row, limit_s, now)
 
     def give_up(self, ranks: Sequence[int]) -> list[Effect]:
-        """No process comes for these, which nobody holds."""
+        """Gives up waiting for a process for those of `ranks` that have no holder."""
         row = self.row
         waits = row.state in (State.FENCING, State.PLANNING, State.RECOVERING)
         missing = [rank for rank in ranks if rank not in row.holders and rank not in row.vacant]
@@ -209,13 +209,13 @@ class Transitions:
         return self.become_fencing(dead, reason)
 
     def _without_death(self, reason: str, what: str = "") -> list[Effect]:
-        """A new generation in which all keep what they hold; as often as `setbacks` allows."""
+        """Starts a generation in which all ranks keep their state. Fails the job once `setbacks` reaches its limit."""
         if ends := self.setbacks.refuse(what or reason):
             return self.become_failed(ends)
         return self._anew({}, reason)
 
     def _fence_logs(self) -> list[Effect]:
-        """Nothing, if all log servers are lost: then it is waited for another one."""
+        """Returns no effect if all log servers are lost: the job then waits for a new one."""
         return [] if self.row.lacks_log_server() else [m.FenceLogs(generation=self.row.generation)]
 
     def become_planning(self) -> list[Effect]:
@@ -223,22 +223,22 @@ class Transitions:
         return self._transition()
 
     def become_recovering(self) -> list[Effect]:
-        """The plan is made: what it gives up, or makes inexact, is taken back first."""
+        """Enters RECOVERING. First invalidates the checkpoints and shards that the plan rolls back or makes inexact."""
         self._enter(State.RECOVERING)
         row = self.row
         assert row.plan is not None
         if row.plan.restores:
-            # What was saved after that version belongs to a history that is given up.
+            # Anything saved after that version belongs to a discarded history.
             row.rolled_back_in = row.generation
             self.checkpoints.roll_back(row.plan.target_version)
         elif not row.plan.exact:
-            # What is saved from now on has other bits: no checkpoint is made of both.
+            # Later saves hold different bits: no checkpoint may combine shards from before and after.
             row.rolled_back_in = row.generation
             row.shards = {}
         return [*self._transition(), self._plan_event()]
 
     def _plan_event(self) -> m.Emit:
-        """The plan in the trace. Said again after a restart: the drill's report cannot do without it."""
+        """Returns the trace event of the plan. Emitted again after a restart: the drill's report needs it."""
         assert self.row.plan is not None
         return self._event("plan", **plan_fields(self.row.plan))
 
@@ -259,7 +259,7 @@ class Transitions:
         return self._transition()
 
     def become_stopped(self, reason: str) -> list[Effect]:
-        """Nobody is left, on purpose."""
+        """Enters STOPPED: all processes have ended after a requested stop."""
         self._forget_formed()
         self._enter(State.STOPPED)
         self.row.reason = f"its launcher was told to stop: {reason}"
@@ -277,7 +277,7 @@ class Transitions:
         state = self._event("state", state=str(self.row.state), reason=self.row.reason)
         return [state, m.PublishView()]
 
-    # --- what is told ---
+    # --- reporting ---
 
     def _asked(self, after_version: int, reason: str) -> list[m.Emit]:
         if not reason or not self.checkpoints.ask(after_version, reason):
@@ -285,13 +285,14 @@ class Transitions:
         return [self._event("checkpoint_asked", version=self.row.checkpoint_at, reason=reason)]
 
     def _trim(self) -> list[Effect]:
-        """Only while RUNNING: a replay under way must not lose its records."""
+        """Trims only while RUNNING: a replay in progress must not lose its records."""
         if self.row.state is not State.RUNNING or not any(self.row.checkpoints):
             return []
         return [m.TrimLogs(below_step=checkpoints.trim_below(self.row))]
 
     def _progress(self) -> list[m.Emit]:
-        """(a rank has told its version, or a checkpoint is complete)"""
+        """Emits a progress event if all ranks have reached a new version. (a rank reported a version or a checkpoint
+        completed)"""
         if not self.setbacks.made_progress():
             return []
         return [
@@ -299,11 +300,11 @@ class Transitions:
         ]
 
     def _told(self, events: Sequence[m.Emit]) -> list[Effect]:
-        """The row has changed, of which these tell; nothing without any."""
+        """Returns `events` and a new View; no effects if there are no events."""
         return [*events, m.PublishView()] if events else []
 
     def _not_exact(self, news: bool) -> list[Effect]:
-        """The job is not exact from now on; `news`: it was until now."""
+        """Reports that the job is not exact. `news`: True if it was exact until now."""
         return [*self._told(self._inexact(news)), *self._fail_inexact(news)]
 
     def _fail_inexact(self, is_so: bool) -> list[Effect]:
@@ -315,7 +316,7 @@ class Transitions:
         return [self._event("not_exact", **checkpoints.exactness_fields(self.row))] if news else []
 
     def _persist(self) -> list[m.Persist]:
-        """Whatever has changed since the last time has to be durable."""
+        """Returns Persist if the row has changed since the last call."""
         row, now = self.row, (self.row.state, self.row.generation)
         if not self.changes.detect():
             return []
@@ -328,20 +329,21 @@ class Transitions:
 
 
 class Job(Transitions):
-    """One job. Not thread-safe; `now` is monotonic seconds and never goes back."""
+    """The state machine of one job. Not thread-safe. `now` is in monotonic seconds and never decreases."""
 
     @classmethod
     def create(
         cls, job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
     ) -> "Job":
-        """The job that a first Join makes. `step` it with that Join."""
+        """Creates a job from its first Join. The caller then passes that Join to `step`. Raises Refusal if it is
+        invalid."""
         check_first(join)
         row = first_row(job, log_servers, join, copies)
         begin_at_checkpoint(row, join.origin)
         return cls(row, timing, now, log_servers)
 
     def step(self, command: m.Command, now: float) -> list[Effect]:
-        """The effects of a command. Refusal: it was not taken, and nothing has changed."""
+        """Returns the effects of a command. Raises Refusal if it is rejected; then the row is unchanged."""
         effects = self._take(command, now)
         return [*self._persist(), *effects]
 
@@ -402,7 +404,7 @@ class Job(Transitions):
                 raise Refusal(Refused.INVALID, f"job {self.row.job} is a session's, not a communicator's")
 
     def resume(self) -> list[Effect]:
-        """The effects of the state this row is in, said again after a restart."""
+        """Returns the effects of the current state again, after a restart of the coordinator."""
         row = self.row
         match row.state:
             case State.FORMING | State.FENCING if row.granted < row.generation:
@@ -418,7 +420,7 @@ class Job(Transitions):
         return []
 
     def relocate(self, log_servers: Mapping[int, LogServer]) -> list[Effect]:
-        """These are the same ones under other addresses."""
+        """Replaces addresses of known log servers (number -> server); the servers themselves stay the same."""
         row = self.row
         row.log_servers = [
             replace(known, address=moved.address, host=moved.host)
@@ -456,7 +458,7 @@ class Job(Transitions):
         )
         self.leases.renew(join.rank, now)
         self.places.seat(join.rank, join.host)
-        # After the end it is only there for what comes behind it.
+        # After the end, the process only runs the code that follows `Session.run`; no slot is refilled then.
         row.given_up = [slot for slot in row.given_up if slot != join.rank]
         fills = join.rank in row.vacant and not row.state.is_over
         back = planning.fill(row, join.rank) if fills else ""
@@ -553,7 +555,8 @@ class Job(Transitions):
         return self._run_if_ready(now)
 
     def _is_stale(self, said: m.MemberReport | m.Ready, now: float) -> bool:
-        """Whoever says this is alive, and does not beat beside it: thousands would, while they recover."""
+        """Returns whether the message is from an older generation. Renews the lease too: recovering ranks then need no
+        separate heartbeats, which would be thousands at once."""
         stale = is_stale(self.row, said.sender, said.generation)
         self.leases.renew(said.sender.rank, now)
         return stale
@@ -650,7 +653,8 @@ class Job(Transitions):
         return self.become_failed(who + fail.reason)
 
     def _stop(self, stop: m.Stop) -> list[Effect]:
-        """Late or unknown: nothing. A rank of theirs that nobody has told of is found dead as any other."""
+        """Ignores a late stop or an unknown launcher. A rank of that launcher whose exit goes unreported is declared
+        dead by its lease, like any other."""
         row = self.row
         if row.state.is_over or stop.run not in row.run_of.values():
             return []
@@ -685,7 +689,8 @@ class Job(Transitions):
         return [event, *self._deaths({rank: why}, {})]
 
     def _place(self, place: m.MemberExited, now: float) -> list[Effect]:
-        """Of a rank without a process: not fit, which is shown, or given up."""
+        """Handles a message about a rank's place without an exit: it failed the health check (shown only) or is given
+        up."""
         check_rank(self.row, place.rank)
         if place.given_up:
             return self.give_up([place.rank])
@@ -694,7 +699,8 @@ class Job(Transitions):
         return [self._event("place_unfit", rank=place.rank, reason=place.unfit)]
 
     def _lost_after_the_end(self, rank: int, why: str) -> list[Effect]:
-        """It may have had files to save: its rank is free for another process, if that finds the state there."""
+        """Frees the rank of a process that died after FINISHED: it may have had files left to save. Another process may
+        take the rank if the final checkpoint is available."""
         row = self.row
         holder = row.holders.pop(rank)
         row.fenced.append(holder)
@@ -704,7 +710,7 @@ class Job(Transitions):
     def _tick(self, now: float, *, behind: bool) -> list[Effect]:
         looked, self._looked = self._looked, now
         if now - looked > self._timing.stall_s:
-            # This process was stopped, or its disk was: the silence was not the ranks'.
+            # This process or its disk was stalled: the silence was not the ranks' fault.
             self.leases.start_afresh(now)
             self.places.start_afresh(now)
         elif behind:
@@ -789,7 +795,8 @@ class Job(Transitions):
         return self.become_recovering()
 
     def _logs_pressed(self, pressed: m.LogsPressed) -> list[Effect]:
-        """A checkpoint that is complete already helps first: its trim is under way, or is tried again."""
+        """Asks for an early checkpoint. If a complete checkpoint allows a further trim, trims to it first (or retries
+        that trim)."""
         if self.row.state is not State.RUNNING or self.row.checkpoint_at is not None:
             return []
         if pressed.trimmed_below_step < max(self.row.checkpoints, default=0):

@@ -1,11 +1,11 @@
-"""A job's row in parts, as the store keeps it, and which of them have changed.
+"""The row of a job in parts, as the store keeps it, and the detection of changed parts.
 
-    jobs/NAME/row           what is one value of the row, by its field
-    jobs/NAME/FIELD         a large value, that seldom changes (`WHOLE`)
-    jobs/NAME/FIELD/KEY     an entry of a table (`TABLES`), or of the list that only grows (`fenced`)
+    jobs/NAME/row           all single values of the row, by field name
+    jobs/NAME/FIELD         a large value that seldom changes (`WHOLE`)
+    jobs/NAME/FIELD/KEY     an entry of a table (`TABLES`), or of the append-only list `fenced`
 
-A part is its checksum and its JSON: a database has none, and would give a flipped digit as it is. The checksum is over
-its key as well. That all parts are there, and of one moment, is the store's to see.
+A part is its checksum followed by its JSON: the database has no checksums and would return a flipped digit unnoticed.
+The checksum covers the key too. The store guarantees that all parts are present and from one transaction.
 """
 
 import enum
@@ -19,21 +19,21 @@ import crc32c
 from swift_ft.planner import HeldSnapshot, Help, Plan, Prediction, RankPlan, Refusals, Report, Strategy
 from swift_ft_services.coordinator.store import Stored
 
-# Table: a dict that knows which of its entries have changed.
+# Table: a dict that records which of its entries have changed.
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class Table(dict[K, V]):
-    """Entries are replaced, never changed in place: what is in here is immutable, or treated so."""
+    """A dict whose entries are replaced, never modified in place: values are immutable, or treated as immutable."""
 
     __slots__ = ("changed",)
 
     def __init__(self, entries: Mapping[K, V] | Iterable[tuple[K, V]] = ()) -> None:
         super().__init__(entries)
         self.changed: set[K] = set(self)
-        """Keys that were set or deleted since somebody has last emptied this set."""
+        """Keys set or deleted since this set was last cleared."""
 
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
@@ -59,13 +59,13 @@ class Table(dict[K, V]):
     clear = update = popitem = __ior__ = _unsupported
 
 
-# JobRow: all that is durable of one job (`Changes` has how it is stored).
+# JobRow: all durable state of one job (`Changes` defines how it is stored).
 #
-# What a View shows is a function of this row, so nothing can be shown that is not durable.
+# A View is a function of this row, so it can show only durable state.
 
 
 class State(enum.StrEnum):
-    """Where a job is; ARCHITECTURE.md has the transitions."""
+    """The state of a job; ARCHITECTURE.md has the transitions."""
 
     FORMING = "FORMING"
     RUNNING = "RUNNING"
@@ -94,7 +94,7 @@ LEGAL: Mapping[State, frozenset[State]] = {
 
 
 class IllegalTransition(AssertionError):
-    """A bug of the core."""
+    """An illegal state transition: a bug of the core."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,9 +107,9 @@ class Holder:
     host: str
     since_generation: int
     member: int = 0
-    """The id of this process, which no other one of the job ever has."""
+    """Id of this process, unique within the job."""
     gone: bool = False
-    """Exited with code 0 after it said Finish."""
+    """True once it has exited with code 0 after Finish."""
 
     def is_process(self, incarnation: str, pid: int) -> bool:
         return self.incarnation == incarnation if incarnation else self.pid == pid
@@ -117,17 +117,17 @@ class Holder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogServer:
-    """A log server, for good: its number is its place in `JobRow.log_servers`."""
+    """A log server. Its number, permanent, is its index in `JobRow.log_servers`."""
 
     address: str
     host: str = ""
-    """Its machine."""
+    """Machine that it runs on."""
     lost: str = ""
-    """Why nobody reads or writes it any more; empty: it is in use."""
+    """Reason why it is no longer read or written; empty while in use."""
     fresh: bool = False
-    """It came while the job ran: it is emptied before it is used."""
+    """True if it was added while the job ran: it is emptied before use."""
     instead_of: int | None = None
-    """The number of the lost one that it came to replace."""
+    """Number of the lost server that it replaces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,43 +136,44 @@ class Copy:
 
     server: int
     whole_from: int | None = None
-    """The step from which on it was written; None: the generation that began it has not got to RUNNING."""
+    """First step from which this copy has every record; None: the generation that started it has not reached
+    RUNNING."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLogs:
-    """Where the streams that a rank writes are kept."""
+    """Locations of the streams that a rank writes."""
 
     host: str
-    """The rank's machine."""
+    """Machine of the rank."""
     copies: tuple[Copy, ...] = ()
     lost: str = ""
-    """Why older records are gone: all servers that had them are lost."""
+    """Reason why older records are gone: every server that held them is lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """A checkpoint of another job, with which this one begins."""
+    """A checkpoint of another job, from which this job begins."""
 
     job: str
     version: int
     inexact: str = ""
-    """Why it is not what a run that never failed has; empty: it is."""
+    """Reason why it differs from a run without failures; empty if it does not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """Where a trainer has ended the job, before its last step."""
+    """The version at which a trainer ended the job before its last step."""
 
     version: int
     num_steps: int
-    """So many there were to be."""
+    """Number of steps that were planned."""
     rank: int
     reason: str
 
 
 class VoteKind(enum.StrEnum):
-    """What the members of a communicator decide together; `coordinator.proto` has what each means."""
+    """Kinds of decision among the members of a communicator; `coordinator.proto` defines each."""
 
     BUILT = "BUILT"
     AGREE = "AGREE"
@@ -183,31 +184,31 @@ class VoteKind(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What the members of a communicator have decided."""
+    """A decision of the members of a communicator."""
 
     kind: VoteKind
     value: int = 0
     failed: tuple[int, ...] = ()
-    """Slots that were lost, and that not all had acknowledged."""
+    """Lost slots that not all members had acknowledged."""
     words: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsal:
-    """What is known of the rehearsals of one rank."""
+    """State of the rehearsals of one rank."""
 
     recorded: int | None = None
-    """The rank records its steps from this version on; None: of none that a rehearsal could begin with."""
+    """Version from which the rank records its steps; None: it records none that a rehearsal could begin with."""
     under_way: int | None = None
-    """The version of the checkpoint that one under way began with."""
+    """Version of the checkpoint from which the rehearsal in progress began; None if there is none."""
     done: int = 0
-    """How many were done. The three that follow tell of the last one."""
+    """Number of completed rehearsals. `version`, `steps` and `difference` describe the last one."""
     version: int = 0
     steps: int = 0
     difference: str = ""
-    """The first one; empty: there is none."""
+    """First difference found; empty if none."""
     why_not: str = ""
-    """Why the last attempt could not be done; empty: it was."""
+    """Reason why the last attempt could not be completed; empty if it was."""
 
 
 LACKS = -1
@@ -216,7 +217,7 @@ COUNT_MAX = 1 << 16
 
 
 def count_of(config: Mapping[str, str], name: str, usual: int) -> int:
-    """A number of the job's configuration. ValueError, in one line: it is none."""
+    """Returns a number of the job's configuration. Raises ValueError with a one-line message if it is invalid."""
     text = config.get(name, str(usual))
     if not (
         text.isascii() and text.isdigit() and len(text) <= len(str(COUNT_MAX)) and int(text) <= COUNT_MAX
@@ -226,155 +227,156 @@ def count_of(config: Mapping[str, str], name: str, usual: int) -> int:
 
 
 def replicas_of(config: Mapping[str, str]) -> int:
-    """Data-parallel ranks of the job, as it is configured."""
+    """Returns the number of data-parallel ranks that the job is configured with."""
     return count_of(config, "replicas", 1)
 
 
 @dataclass(kw_only=True, slots=True)
 class JobRow:
-    """All durable state of a job. Its fields, and entries of its tables, are replaced; nothing in them is changed."""
+    """All durable state of a job. Fields and table entries are replaced, never modified in place."""
 
     job: str
     world_size: int
     config: dict[str, str]
     fingerprint: dict[str, str]
     log_servers: list[LogServer]
-    """All there ever were; their numbers do not change."""
+    """Every log server the job has ever had; the numbers (indices) never change."""
     copies: int = 1
-    """On how many of them each stream is wanted."""
+    """Number of log servers that each stream is to be written to."""
     placement: dict[int, RankLogs] = field(default_factory=Table)
-    """rank -> where its streams are; from the moment that all have joined."""
+    """rank -> where its streams are; set once all ranks have joined."""
 
     state: State = State.FORMING
     generation: int = 1
     revision: int = 0
-    """Grows with every write of the row."""
+    """Increases with every write of the row."""
     reason: str = ""
-    """Why this generation was made, or why the job failed."""
+    """Reason for this generation, or for the failure of the job."""
 
     holders: dict[int, Holder] = field(default_factory=Table)
-    """The live holder of each rank."""
+    """rank -> its live holder."""
     members: int = 0
-    """How many processes have joined: the id of the latest one."""
+    """Number of processes that have joined, which is the id of the latest one."""
     vacant: dict[int, int | None] = field(default_factory=Table)
-    """Slots that nobody holds, nor is to hold -> the version since when; None: since the recovery under way."""
+    """Slots without a holder that none is expected for -> version since which; None: since the recovery in progress."""
     unlogged_below: int | None = None
-    """Below this version the log lacks what was done while a slot was vacant (LACKS: RUNNING tells which); None: it
-    lacks nothing of that."""
+    """Version below which the log lacks the steps run while a slot was vacant (LACKS: set on RUNNING); None: no such
+    steps are missing."""
     given_up: list[int] = field(default_factory=list)
-    """Slots that are not vacant yet, and for which no process comes any more."""
+    """Slots that are not vacant yet, but for which no process is expected any more."""
     fenced: list[Holder] = field(default_factory=list)
-    """Incarnations that must not run."""
+    """Incarnations that must not run any more."""
     num_stages: int = 0
     stages: dict[int, list[int]] = field(default_factory=Table)
     stage_shards: dict[int, int] = field(default_factory=Table)
-    """Which shard of the state of its stages each rank holds."""
+    """rank -> index of the shard of its stages' state that it holds."""
     granted: int = 0
-    """The newest generation that every log server holds. granted <= generation."""
+    """Newest generation that every log server has granted. granted <= generation."""
     blocked: dict[str, str] = field(default_factory=Table)
-    """Log servers that do not answer, with the reason."""
+    """Address of each log server that does not answer -> reason."""
 
     reports: dict[int, Report] = field(default_factory=Table)
-    """Of this generation: what each rank holds and can get to."""
+    """(this generation) rank -> state that it holds and versions that it can reach."""
     ready: dict[int, int] = field(default_factory=Table)
-    """Of this generation: the version each rank is ready at."""
+    """(this generation) rank -> version at which it is ready."""
     off_log: list[int] = field(default_factory=list)
-    """Of this generation: those that are ready, but not with what the log leads to."""
+    """(this generation) Ranks that are ready, but with another state than replay of the log gives."""
     finished: dict[int, int] = field(default_factory=Table)
-    """Of this generation: the version each rank finished at."""
+    """(this generation) rank -> version at which it finished."""
     called: dict[int, bool] = field(default_factory=Table)
-    """Of those that have done the last step: whether it was ended there by their own trainer's word."""
+    """(this generation) rank that ran the last step -> whether its own trainer ended the job in that step."""
     end: End | None = None
-    """Before the last step; None: nobody has ended it."""
+    """The end before the last step; None if no trainer has ended the job."""
     plan: Plan | None = None
-    """Of this generation, since PLANNING."""
+    """Plan of this generation; set from PLANNING on."""
     sources: dict[str, list[int]] = field(default_factory=dict)
-    """Of this generation's plan: stream -> the log servers to read it from, the best first."""
+    """(this generation's plan) stream -> numbers of the log servers to read it from, best first."""
     refused: Refusals = field(default_factory=Refusals)
-    """What this recovery does without; nothing once RUNNING."""
+    """Strategies and help excluded from this recovery; empty once RUNNING."""
     distrusted: list[int] = field(default_factory=list)
-    """Ranks whose state came of what was refused: they count as holding none, until RUNNING."""
+    """Ranks whose state depends on a refused strategy: they count as holding no state until RUNNING."""
     refusals: int = 0
-    """Generations for which nobody had died, since a new version was reached."""
+    """Number of generations started without a death since a new version was reached."""
     setbacks: int = 0
-    """All generations since then."""
+    """Number of all generations since a new version was reached."""
     exits: dict[int, list[int]] = field(default_factory=Table)
-    """rank -> the codes with which its processes have ended by themselves since then."""
+    """rank -> exit codes of its processes that ended by themselves since a new version was reached."""
     reached: int = 0
-    """The highest version that a rank had when a generation was made: a higher one, on all ranks, is a new one."""
+    """Highest version of any rank when a generation was created: progress means that all ranks exceed it."""
     unloadable: list[int] = field(default_factory=list)
     """Complete checkpoints that some rank could not load in this recovery."""
     runs: list[str] = field(default_factory=list)
-    """The launchers whose ranks have joined since the job began, or was started again."""
+    """Launchers whose ranks have joined since the job began or was started again."""
     run_of: dict[int, str] = field(default_factory=Table)
-    """rank -> the launcher of its last process; without those of launchers that were told to stop."""
+    """rank -> launcher of its last process; launchers that were asked to stop are removed."""
     exit_code: int = 0
-    """Of a job that has failed: what its launchers end with, if it is not 1."""
+    """(FAILED) Exit code for its launchers if it is not 1."""
     final: int | None = None
-    """Of a job that has finished: its last version, if the checkpoint of it is complete."""
+    """(FINISHED) Last version, if its checkpoint is complete."""
     log_ends: bool = False
-    """The checkpoint behind which the log begins anew is complete, or the log is empty already: it goes, with
-    whatever it holds by then, before the job runs."""
+    """True if the log must be emptied before the job runs again, whatever it holds by then: the checkpoint from which
+    the log begins anew is complete, or the log is empty already."""
 
     origin: Origin | None = None
-    """What the job has begun with; None: with version 0 of its own."""
+    """Checkpoint of another job with which this one began; None: it began at version 0."""
     checkpoints: list[int] = field(default_factory=list)
-    """Complete versions, ascending; the newest two."""
+    """The newest two complete versions, ascending."""
     shards: dict[int, frozenset[int]] = field(default_factory=Table)
-    """Incomplete checkpoints: version -> the ranks whose shard is durable."""
+    """Incomplete checkpoints: version -> ranks whose shard is durable."""
     shards_from: int = 0
-    """Incomplete checkpoints below are given up: ranks may have removed their shards."""
+    """Incomplete checkpoints below this version are given up: ranks may have removed their shards."""
     checkpoint_at: int | None = None
-    """The version of an early checkpoint: every rank saves it, whatever the interval says."""
+    """Version of an early checkpoint, which every rank saves regardless of the interval; None if there is none."""
     checkpoint_reason: str = ""
     rolled_back_in: int = 0
-    """The last generation that restored a checkpoint, or undid a step inexactly: what was saved after that version,
-    and what is saved in older generations, belongs to a history that was given up."""
+    """Last generation that restored a checkpoint or undid a step inexactly. Saves after that version, and saves of
+    older generations, belong to a discarded history."""
 
     differed: str = ""
-    """What came out different when it was done again, in this recovery; nothing once RUNNING."""
+    """Difference found when a step was repeated in this recovery; empty once RUNNING."""
     inexact_since: int | None = None
-    """Since that version the bits are not those of a run that never failed; None: they are."""
+    """Version from which the bits may differ from a run without failures; None: they do not."""
     inexact_reason: str = ""
 
     rehearsals: dict[int, Rehearsal] = field(default_factory=Table)
-    """By rank."""
+    """rank -> its rehearsals."""
 
     groups: str = ""
-    """The recovery groups; empty: every rank by itself."""
+    """The recovery groups; empty: each rank is its own group."""
 
     taking_part: dict[int, int] = field(default_factory=Table)
-    """(of a communicator's job, as the two that follow) Slot -> the id of the member that is in this generation."""
+    """(jobs of a communicator, as `revoked` and `decisions`) Slot -> id of the member that takes part in this
+    generation."""
     revoked: dict[str, str] = field(default_factory=dict)
-    """Groups of this generation that nobody uses any more, by their label (all of them: empty), and why."""
+    """(this generation) Label of each revoked group -> reason; the empty label stands for all groups."""
     decisions: dict[int, Decision] = field(default_factory=Table)
-    """Number -> what was decided in this generation; the last two."""
+    """Number -> decision of this generation; the last two are kept."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        """A dict becomes a Table, so that what changes in it is known."""
+        """Sets a field. Wraps a dict in a Table, so that changes in it are tracked."""
         if type(value) is dict and name in TABLE_FIELDS:
             value = Table(value)
         object.__setattr__(self, name, value)
 
     def slots(self) -> Iterator[int]:
-        """Those that a process holds, or is to hold, by number."""
+        """Yields the slots that are not vacant, ascending."""
         return (slot for slot in range(self.world_size) if slot not in self.vacant)
 
     @property
     def wanted(self) -> int:
-        """So many processes the job has, once all have joined."""
+        """Number of processes of the job once all have joined."""
         return self.world_size - len(self.vacant)
 
     def lacks(self, said: Sized) -> bool:
-        """Not all of them have said so yet. `said`: by rank, of those alone."""
+        """Returns whether some rank is missing from `said`, which has one entry per rank that has reported."""
         return len(said) < self.wanted
 
     def living(self) -> list[int]:
-        """The log servers that are in use."""
+        """Returns the numbers of the log servers in use."""
         return [number for number, server in enumerate(self.log_servers) if not server.lost]
 
     def lacks_log_server(self) -> bool:
-        """All are lost."""
+        """Returns whether the job has log servers and all are lost."""
         return bool(self.log_servers) and not self.living()
 
     def addresses(self) -> list[str]:
@@ -393,15 +395,15 @@ def key_of(job: str, *parts: object) -> str:
 
 
 def row_key(job: str) -> str:
-    """Of the part that is written with every other one."""
+    """Returns the key of the part that is written together with any other part."""
     return key_of(job, "row")
 
 
 class Changes:
-    """What of a row is not durable yet. It looks at what has changed since it has looked last, not at the whole row."""
+    """The changes of a row that are not durable yet. Compares with the last call, so the cost follows the changes."""
 
     def __init__(self, row: JobRow, *, stored: bool = False) -> None:
-        """`stored`: all of the row is durable; not: nothing of it is."""
+        """`stored`: True if the whole row is durable already, False if none of it is."""
         self._row = row
         self._tables: dict[str, Table[Any, Any]] = {}
         self._seen: dict[str, Any] = {}
@@ -415,7 +417,7 @@ class Changes:
             self._forget_dirty()
 
     def detect(self) -> bool:
-        """Whether anything has changed since the last time."""
+        """Returns whether the row has changed since the last call."""
         row, news = self._row, False
         for name in TABLES:
             table: Table[Any, Any] = getattr(row, name)
@@ -442,7 +444,8 @@ class Changes:
         return news
 
     def drain(self) -> tuple[dict[str, str], list[str]]:
-        """(parts to put, keys to delete) since the last time: with them what is stored is what `detect` has seen."""
+        """Returns (parts to put, keys to delete) since the last call. Applying them stores the row as `detect` last saw
+        it."""
         if not self._row_dirty:
             return {}, []
         row, puts, deletes = self._row, dict[str, str](), list[str]()
@@ -477,7 +480,7 @@ class Changes:
 
 
 def by_job(stored: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
-    """name -> the parts of that job."""
+    """Groups stored parts by job: name -> its parts."""
     found: dict[str, dict[str, Stored]] = {}
     for key, part in stored.items():
         found.setdefault(key.removeprefix(ROOT).partition("/")[0], {})[key] = part
@@ -485,9 +488,9 @@ def by_job(stored: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
 
 
 def encode(row: JobRow) -> dict[str, str]:
-    """All parts of it."""
+    """Returns all parts of the row."""
     copy = JobRow(**{field.name: getattr(row, field.name) for field in fields(row)})
-    for name in TABLES:  # what has changed in the row itself is for its own `Changes` to see
+    for name in TABLES:  # a copy: the row's own change sets must stay for its own `Changes`
         setattr(copy, name, Table(getattr(row, name)))
     changes = Changes(copy)
     changes.detect()
@@ -495,7 +498,7 @@ def encode(row: JobRow) -> dict[str, str]:
 
 
 def decode(job: str, parts: Mapping[str, str]) -> JobRow:
-    """The row that these are all parts of. ValueError, or whatever Python says of parts that are none."""
+    """Returns the row that these parts make up. Raises ValueError, or any Python error on malformed parts."""
     prefix = key_of(job, "")
     said = {key: _opened(key, text) for key, text in parts.items()}
     if row_key(job) not in said:
@@ -538,7 +541,7 @@ def _checksum(key: str, text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for."""
+    """Converts a value that JSON cannot represent."""
     if isinstance(value, frozenset):
         return sorted(value)
     assert is_dataclass(value)
@@ -600,7 +603,7 @@ TABLES: Mapping[str, tuple[Callable[[str], Any], FromJson]] = {
     "decisions": (int, _decision),
     "rehearsals": (int, lambda value: Rehearsal(**value)),
 }
-"""Field -> how its keys and its values are read."""
+"""Field -> (parser of its keys, parser of its values)."""
 
 WHOLE: Mapping[str, FromJson] = {
     "config": _same,
@@ -618,7 +621,7 @@ _FROM_JSON: Mapping[str, FromJson] = {
     "end": lambda value: None if value is None else End(**value),
     "origin": lambda value: None if value is None else Origin(**value),
 }
-"""Of the values of `row`: those that JSON has no words for."""
+"""Parsers for those values of `row` that JSON does not represent directly."""
 
 _VALUES = tuple(
     field.name

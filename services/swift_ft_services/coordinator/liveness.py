@@ -1,4 +1,4 @@
-"""Leases, steps that run too long, and connections that broke."""
+"""Leases, steps that run too long, and lost connections."""
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
@@ -8,31 +8,31 @@ from typing import Generic, TypeVar
 from swift_ft_services.coordinator.job_record import JobRow, State
 from swift_ft_services.coordinator.timeouts import Timing
 
-# Leases: who has not been heard for too long. Ranks, and in the same way log servers.
+# Leases: of ranks and, in the same way, of log servers.
 
 Who = TypeVar("Who", bound=Hashable)
 
 
 class Leases(Generic[Who]):
-    """When each was heard last; `now` is monotonic seconds. Not durable: after a restart all begin anew.
+    """Times of the last renewals; `now` is in monotonic seconds. Not durable: after a restart all leases start anew.
 
-    All leases are of one length, so whoever was heard last comes last, and only the first ones can have run out.
+    All leases have one length, so the entries are in the order of renewal, and only the first ones can have expired.
     """
 
     def __init__(self, who: Iterable[Who], now: float) -> None:
         self._heard = dict.fromkeys(who, now)
-        """In the order of time."""
+        """Holder -> time of its last renewal, oldest first."""
         self._own = dict(self._heard)
-        """When each spoke itself."""
+        """Holder -> time when it last renewed the lease itself."""
         self._stood_s = 0.0
-        """How long the leases' clock has stood still: what is in here is by that clock."""
+        """Seconds for which the leases' clock was paused; all times here are readings of that clock."""
 
     def renew(self, who: Who, now: float) -> None:
         self._own[who] = now - self._stood_s
         self._renew(who, now)
 
     def keep(self, who: Who, now: float, at_most_s: float) -> None:
-        """Somebody says that it lives. That counts for so long after it spoke itself."""
+        """Renews on its behalf, if it renewed the lease itself within the last `at_most_s` seconds."""
         at = now - self._stood_s
         if at - self._own.setdefault(who, at) <= at_most_s:
             self._renew(who, now)
@@ -50,16 +50,16 @@ class Leases(Generic[Who]):
         self._own = dict(self._heard)
 
     def stand_still(self, seconds: float, now: float) -> None:
-        """The last `seconds` count for no lease: what came in them may not have been read."""
+        """Pauses the clock for the last `seconds`: messages received in that time may be unread."""
         self._stood_s += seconds
         at = now - self._stood_s
         for who in reversed(self._heard):
             if self._heard[who] <= at:
                 break
-            self._heard[who] = at  # it was heard in that time: as if now
+            self._heard[who] = at  # renewed in that time: counts as renewed now
 
     def overdue(self, limit_s: float, now: float) -> dict[Who, str]:
-        """Those whose lease has run out -> in words."""
+        """Returns each holder with an expired lease -> the reason, as text."""
         found = {}
         for who, heard in self._heard.items():
             age_s = now - self._stood_s - heard
@@ -77,20 +77,20 @@ RECENT_STEPS = 32
 
 
 class StepClock:
-    """Learns from heartbeats how long steps take, and says whose step has run past the bound.
+    """Durations of steps, learned from heartbeats; finds ranks whose step has run past the bound.
 
-    Resolution is the heartbeat interval: several steps between two heartbeats count as equally long.
+    The resolution is the heartbeat interval: several steps between two heartbeats count as equally long.
     """
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._at: dict[int, tuple[int, float]] = {}
-        """rank -> (version, since when)"""
+        """rank -> (version, time since which it is at this version)"""
 
     def restart(self, versions: Mapping[int, int], now: float) -> None:
-        """Training goes on, with each rank at its version: steps begin now. What a heartbeat told before, or what a
-        replacement has been given, is no progress from here on."""
+        """Restarts the clock when training continues, with each rank at its version. Earlier heartbeats, and states
+        restored by replacements, then do not count as progress."""
         self._at = {rank: (version, now) for rank, version in versions.items()}
 
     def forget(self, rank: int) -> None:
@@ -99,7 +99,7 @@ class StepClock:
     def see(self, rank: int, version: int, now: float, *, running: bool) -> None:
         known = self._at.get(rank)
         if known is not None and (version == known[0] or (running and version < known[0])):
-            return  # a lower one is of before training went on: that took it from there
+            return  # a lower version was sent before training continued
         if known is not None and running:
             self._recent_s.append((now - known[1]) / (version - known[0]))
         self._at[rank] = (version, now)
@@ -108,7 +108,7 @@ class StepClock:
         return self._at.get(rank, (0, 0.0))[0]
 
     def steps_within(self, seconds: float) -> int:
-        """How many steps a rank may begin in so many seconds, going by the quickest of the last ones."""
+        """Returns how many steps a rank may begin within `seconds`, from the shortest of the recent steps."""
         shortest_s = min(self._recent_s, default=seconds + 1.0)
         return int(seconds / max(shortest_s, 1e-4))
 
@@ -118,7 +118,7 @@ class StepClock:
         return max(self._timing.step_bound_s, self._timing.step_bound_factor * longest_s)
 
     def overdue(self, now: float) -> list[tuple[int, float]]:
-        """(rank, seconds) of each step past the bound. Empty until a first step was seen to end."""
+        """Returns (rank, seconds) of each step past the bound. Empty until the end of a first step was observed."""
         if not self._recent_s:
             return []
         return [
@@ -132,13 +132,13 @@ class Suspicion:
     reason: str
     age_s: float
     told: bool
-    """By the rank, of what it met: that says nothing against the rank itself."""
+    """True if the rank itself reported the problem, which is no evidence against this rank."""
     unfit: bool = False
-    """By its launcher: the rank's place has failed the health check."""
+    """True if its launcher reported that the rank's place failed the health check."""
 
 
 class Suspicions:
-    """What fences nobody: what ranks said, and steps that run too long."""
+    """Suspicions, which never fence a rank: problems that ranks report, and steps that run too long."""
 
     def __init__(self, steps: StepClock) -> None:
         self._steps = steps
@@ -146,7 +146,7 @@ class Suspicions:
         self._unfit: set[int] = set()
 
     def say(self, rank: int, reason: str, now: float, generation: int, *, unfit: bool = False) -> bool:
-        """False: it has said so before, and does until a newer generation comes."""
+        """Records a reported problem. Returns False if the rank has already reported one in this generation."""
         known = self._said.get(rank)
         if known is not None and known[2] == generation and generation:
             return False
@@ -159,7 +159,8 @@ class Suspicions:
         self._unfit.clear()
 
     def due(self, row: JobRow, older_s: float, now: float) -> str:
-        """A connection that broke in this generation, so long ago that a death would be known. Empty: there is none."""
+        """Returns the reason of a new generation if a connection was lost in this one and no death was reported within
+        `older_s`; empty otherwise."""
         if row.state not in (State.FORMING, State.RECOVERING, State.RUNNING):
             return ""
         for rank, (reason, at, generation) in sorted(self._said.items()):
@@ -168,7 +169,7 @@ class Suspicions:
         return ""
 
     def all(self, row: JobRow, now: float) -> list[Suspicion]:
-        """What is suspected now: what ranks have said, and, while RUNNING, steps past their bound (ages in seconds)."""
+        """Returns the current suspicions: reported problems and, while RUNNING, steps past their bound (in s)."""
         said = [
             Suspicion(rank=rank, reason=reason, age_s=now - at, told=True, unfit=rank in self._unfit)
             for rank, (reason, at, _) in sorted(self._said.items())

@@ -1,6 +1,6 @@
-"""Questions: what a coordinator asks the log servers of a job, and how long it goes on asking.
+"""Calls of the coordinator to a job's log servers, and how long they are retried.
 
-Calls block, so threads make them; what comes back is a command for the job.
+Calls block, so they run in threads; their results become commands for the job.
 """
 
 import asyncio
@@ -29,57 +29,58 @@ from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.log_placement import RESETS, Call
 from swift_ft_services.threads import NONE_LEFT, Threads
 
-# LogControl: what the coordinator asks of a log server. Calls block; the driver runs them in threads.
+# LogControl: the calls to a log server. They block; the driver runs them in threads.
 
 
 class GenerationRefused(ServiceError):
-    """The log server knows a higher generation of this job: asking again will not help."""
+    """The log server holds a higher generation of this job: a retry will not help."""
 
     address = ""
 
 
 class Unfit(GenerationRefused):
-    """The log server can do nothing for this job, and says so: its files there are damaged, or each answer is an
-    error. Asking again will not help."""
+    """The log server reports that it cannot serve this job: its files there are damaged, or each answer is an error. A
+    retry will not help."""
 
 
 class Answered(ServiceError):
-    """The log server answered, and not what it was asked: it is not away."""
+    """The log server answered with an error: it is reachable."""
 
 
 class JobForgotten(ServiceError):
-    """A log server that held a generation of the job does not know it any more."""
+    """A log server that held a generation of the job no longer knows the job."""
 
 
 class LogControl(Protocol):
-    """One call to one log server. ServiceError: it did not answer; ask again. Unfit: that will not help."""
+    """One call to one log server. Raises ServiceError if there is no answer: retry. Raises Unfit if a retry will not
+    help."""
 
     def fence(self, address: str, job: str, generation: int, held: bool = False) -> None:
-        """From now on it takes appends of `generation` only. Durable. GenerationRefused; JobForgotten if it is to have
-        `held` one of the job before."""
+        """Fences the job, durably: from now on the server accepts only appends of `generation`. Raises
+        GenerationRefused; raises JobForgotten if `held` and the server holds no earlier generation of the job."""
         ...
 
     def trim(self, address: str, job: str, below_step: int) -> None:
-        """It may drop the records of steps below `below_step`."""
+        """Allows the server to drop the records of steps below `below_step`."""
         ...
 
     def reset(self, address: str, job: str, generation: int, number: int) -> None:
-        """It drops every record of the job, once for each number of a generation, which it holds. GenerationRefused,
-        JobForgotten."""
+        """Drops every record of the job, once for each `number` of a generation, which the server must hold. Raises
+        GenerationRefused, JobForgotten."""
         ...
 
     def space(self, address: str, job: str, generation: int) -> admin.JobSpace:
-        """How far the job is trimmed, and whether it must be trimmed further soon. Cheap."""
+        """Returns how far the job is trimmed, and whether it must be trimmed further soon. Cheap."""
         ...
 
     def inventory(self, address: str, job: str) -> list[StreamSummary]:
-        """What it has of every stream of the job; nothing of a job that it does not know."""
+        """Returns a summary of every stream of the job; empty for an unknown job."""
         ...
 
 
 def check_address(address: str) -> None:
-    """Of a log server that a caller names: this process would connect there, with a token that is good for every job.
-    UsageError: it will not."""
+    """Validates the address of a log server that a caller names: this process would connect there with a token that is
+    valid for every job. Raises UsageError if it must not."""
     try:
         Credentials.from_environment().check_named(address)
     except UsageError as error:
@@ -87,7 +88,7 @@ def check_address(address: str) -> None:
 
 
 class LogServers:
-    """The log servers, over gRPC."""
+    """LogControl over gRPC."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -118,7 +119,7 @@ class LogServers:
 
 @contextmanager
 def _named_errors(address: str, job: str) -> Iterator[None]:
-    """What the log's client raises, as one of the errors of LogControl."""
+    """Converts errors of the log client to those of LogControl."""
     try:
         yield
     except StaleGeneration as error:
@@ -157,21 +158,22 @@ RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 1.0
 TRIM_ATTEMPTS = 5
 ERRORS_MAX = 10
-"""So many errors in a row, and a log server is taken to be unable. One that does not answer is waited for."""
+"""Consecutive errors after which a log server counts as unfit. One that does not answer at all is retried without
+limit."""
 
 T = TypeVar("T")
 
 
 class Unavailable(Exception):
-    """This coordinator is going down, and another one will answer; or a job goes back to what is durable of it."""
+    """This coordinator is stopping, and another one will answer; or a job reverts to its durable state."""
 
 
 class _Overtaken(Exception):
-    """Nobody waits for the answer: a newer generation asks anew, or the job is over."""
+    """The answer is no longer needed: a newer generation asks again, or the job is over."""
 
 
 class Questions:
-    """Of all jobs. Everything but the calls themselves runs on the loop."""
+    """The calls in progress, of all jobs. Everything but the calls themselves runs on the loop."""
 
     def __init__(
         self,
@@ -179,26 +181,25 @@ class Questions:
         apply: Callable[[str, m.Command], Awaitable[Job]],
         failed: Callable[[str, str], None],
     ) -> None:
-        """`apply`: has the job of that name take a command. `failed`: hears of an error that nobody expects, with the
-        job's name before it."""
+        """`apply(job, command)` applies a command. `failed(job, error)` is called with an unexpected error."""
         self._logs = logs
         self._apply = apply
         self._failed = failed
-        # Calls may hang until their timeout: what a recovery waits for does not queue behind a question about space.
+        # Calls may block until their timeout: those that a recovery waits for must not queue after polls of free space.
         self._threads = Threads(32, "logs")
         self._pollers = Threads(8, "space")
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """(job, kind) -> what is asked; a newer question replaces the older one."""
+        """(job, kind) -> the call in progress; a newer one replaces it."""
 
     def stop(self) -> None:
-        """Ends all that are under way."""
+        """Cancels all calls in progress."""
         for task in self._tasks.values():
             task.cancel()
         for pool in (self._threads, self._pollers):
             pool.shutdown()
 
     def forget(self, name: str) -> None:
-        """What is asked for this job matters no more."""
+        """Cancels all calls in progress for this job."""
         for (job, _), task in list(self._tasks.items()):
             if job == name:
                 task.cancel()
@@ -232,7 +233,7 @@ class Questions:
     async def reset(self, job: Job, generation: int) -> None:
         trim = self._tasks.get((job.row.job, "trim"))
         if trim is not None:
-            trim.cancel()  # behind the reset the steps below may come again
+            trim.cancel()  # after the reset, steps below may be written again
         calls = self._calls(job, generation, log_placement.to_give_up(job.row))
         if await self._ask_all(job, generation, calls) is not None:
             await self._apply(job.row.job, m.LogsReset(generation=generation))
@@ -260,8 +261,8 @@ class Questions:
             await self._apply(name, m.InventoryTaken(generation=generation, servers=answers))
 
     async def _ask_all(self, job: Job, generation: int, call: Callable[[str], T]) -> dict[str, T] | None:
-        """The answer of every log server in use; None: nobody needs it any more, or one refused the generation, and the
-        job has heard of it."""
+        """Returns the answer of every log server in use. Returns None if the answers are no longer needed, or if one
+        refused the generation, which is then reported to the job."""
         refusals: list[GenerationRefused] = []
         overtaken = False
         try:
@@ -282,8 +283,8 @@ class Questions:
         return {address: task.result() for address, task in tasks.items()}
 
     async def _until_answered(self, job: Job, generation: int, address: str, call: Callable[[str], T]) -> T:
-        """Asks for as long as the generation lasts: without its log servers a job cannot recover, and they may come
-        back. _Overtaken: they need not any more. Unfit: it is there, and answers with nothing but errors."""
+        """Retries as long as the generation lasts: without its log servers a job cannot recover, and they may return.
+        Raises _Overtaken if the answer is no longer needed, and Unfit if the server answers only with errors."""
         name = job.row.job
         pause_s = RETRY_FIRST_S
         errors = 0
@@ -315,16 +316,17 @@ class Questions:
                 return answer
 
     async def _in_thread(self, call: Callable[[], T], pool: Threads | None = None) -> T:
-        """ServiceError: no thread can be started for it; ask again."""
+        """Runs a call in a thread. Raises ServiceError if no thread can be started: retry."""
         pool = pool or self._threads
         if not pool.ready():
             raise ServiceError(NONE_LEFT)
         return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     async def space(self, job: Job, generation: int) -> None:
-        """A server that does not answer is asked again soon enough: nothing waits for this."""
+        """Polls the free space once. A server that does not answer is polled again later: no operation waits for
+        this."""
         name = job.row.job
-        granted = job.row.granted  # before it is asked: one that has just come may not know the job yet
+        granted = job.row.granted  # read before the poll: a server just added may not know the job yet
 
         async def one(address: str) -> None:
             try:
@@ -366,7 +368,7 @@ class Questions:
             await self._apply(job.row.job, change)
 
     async def trim(self, job: Job, below_step: int) -> None:
-        """A few times only: the next checkpoint trims again, and records too many do no harm."""
+        """Retries only a few times: the next checkpoint trims again, and surplus records do no harm."""
         name = job.row.job
 
         async def one(address: str) -> None:

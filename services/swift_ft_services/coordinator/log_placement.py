@@ -1,15 +1,15 @@
-"""Log servers of a job: which are in use, where each rank's streams are kept, what is left when one is lost.
+"""Log servers of a job: which are in use, where each rank's streams are kept, what remains after a loss.
 
 ::
 
     (all ranks have joined)     place: durable, in the View; every rank opens its streams there
-    (a server is silent for log_lost_s, or an operator says so, or names another one)
-                                lose: never read or written again; what it had is placed anew
-    (RUNNING)                   mark_whole_from: the new copies are whole from the version at which training goes on
+    (a server is silent for log_lost_s, or an operator gives it up or names another one)
+                                lose: never read or written again; its streams get new servers
+    (RUNNING)                   mark_whole_from: the new copies are complete from the version training continues at
     (a plan)                    combined: what the copies of each stream hold, and which to read
 
-A server that comes back within log_lost_s was never lost. The last one in use is never given up for its silence, nor
-is any while none of them answers: it may be this process that is cut off.
+A server that answers again within log_lost_s was never lost. The last one in use is never given up for its silence. Nor
+is any while none of them answers: this process may be the one that is disconnected.
 """
 
 import enum
@@ -32,28 +32,29 @@ from swift_ft_services.coordinator.timeouts import Timing
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamCopy:
-    """What one log server has of a stream."""
+    """The copy of a stream on one log server."""
 
     server: int
     summary: StreamSummary
     whole_from: int | None = 0
-    """It was written there from this step on. None: only since the recovery under way, so no step of it counts."""
+    """First step from which this copy has every record. None: it was started by the current recovery, so it counts for
+    no step."""
 
 
 def combined(
     copies: Sequence[StreamCopy], *, floor: int = 0, lost: str = ""
 ) -> tuple[StreamSummary, tuple[int, ...]]:
-    """The stream as a plan may count on it, and the servers to read, the best first.
+    """Returns the stream as a plan may rely on it, and the servers to read it from, best first.
 
-    Copies are written together, record by record, each from the step on at which its server came to the stream; so
-    the one that begins first has what the others have, unless it is damaged. Those that begin as early are as good,
-    and go on where it fails. Nobody needs steps below `floor`. `lost`: why older records are gone, if they are.
-    At least one copy.
+    Copies are written together, record by record, each from the step at which its server joined the stream. So the copy
+    that begins first has all that the others have, unless it is damaged. Copies that begin equally early are
+    equivalent, and serve as fallbacks. Steps below `floor` are never read. `lost`: reason why older records are gone,
+    if they are. `copies` must not be empty.
     """
     sound = [copy for copy in copies if not copy.summary.corrupt and _copies_begin(copy) is not None]
     servers = tuple(copy.server for copy in copies)
     trimmed = min(copy.summary.trimmed_below_step for copy in copies)
-    # Of all: one may not have got that far, and what is written again goes to those that count for nothing yet, too.
+    # Over all copies: one may be incomplete, and records written again go also to copies that do not count yet.
     declared = [copy.summary.unlogged for copy in copies if copy.summary.unlogged is not None]
     unlogged = (min(u[0] for u in declared), max(u[1] for u in declared)) if declared else None
     if not sound:
@@ -85,7 +86,7 @@ def combined(
 
 
 def _copies_begin(copy: StreamCopy) -> int | None:
-    """The first step that it has whole; None: it has none."""
+    """Returns the first step from which the copy is complete; None if it counts for no step."""
     summary = copy.summary
     if copy.whole_from is None or not summary.records or summary.last_step < copy.whole_from:
         return None
@@ -93,14 +94,14 @@ def _copies_begin(copy: StreamCopy) -> int | None:
 
 
 class Places:
-    """Changes the row; its caller makes that durable."""
+    """The log servers of a job and the locations of its streams. Changes the row; the caller makes that durable."""
 
     def __init__(self, row: JobRow, timing: Timing, now: float) -> None:
         self._row = row
         self._timing = timing
         self._leases = Leases(row.living(), now)
 
-    # --- who is there ---
+    # --- liveness ---
 
     def renew(self, address: str, now: float) -> None:
         number = self.number_of(address)
@@ -114,11 +115,11 @@ class Places:
         self._leases.stand_still(seconds, now)
 
     def forget_all(self) -> None:
-        """The row is given other servers, by which their numbers begin anew."""
+        """Forgets all leases: the row gets other servers, whose numbers start at 0 again."""
         self._leases = Leases([], 0.0)
 
     def overdue(self, now: float) -> dict[int, str]:
-        """Servers that are lost by their silence -> why."""
+        """Returns the servers that are lost by their silence -> reason."""
         ages = {number: self._leases.age_s(number, now) for number in self._row.living()}
         limit_s = self._timing.log_lost_s
         if not limit_s or min(ages.values(), default=limit_s) >= limit_s / 2:
@@ -126,7 +127,7 @@ class Places:
         return {n: f"has not answered for {age:.1f} s" for n, age in ages.items() if age > limit_s}
 
     def without(self, refused: m.LogsRefused) -> dict[int, str]:
-        """The server that is done without -> why; empty: the job cannot go on, as it has no other one."""
+        """Returns {number: reason} if the job can continue without the server that refused; empty if it cannot."""
         row, number = self._row, self.number_of(refused.address)
         if number is None:
             return {}
@@ -135,17 +136,18 @@ class Places:
         return {number: f"cannot be used: {refused.reason}"} if fits else {}
 
     def ages_s(self, now: float) -> dict[str, float]:
-        """Address -> seconds since it was heard; of those in use."""
+        """Returns address -> seconds since its last answer, of the servers in use."""
         row = self._row
         return {row.log_servers[n].address: self._leases.age_s(n, now) for n in row.living()}
 
     def number_of(self, address: str) -> int | None:
-        """Of those in use."""
+        """Returns the number of the server in use with this address; None if there is none."""
         servers = self._row.log_servers
         return next((n for n in self._row.living() if servers[n].address == address), None)
 
     def block(self, address: str, reason: str) -> bool:
-        """What is waited for at that server; empty: nothing any more. False: that is known."""
+        """Records why a server blocks the recovery; an empty `reason` clears it. Returns False if that is known
+        already."""
         blocked = self._row.blocked
         if blocked.get(address, "") == reason:
             return False
@@ -155,16 +157,17 @@ class Places:
             del blocked[address]
         return True
 
-    # --- where things are ---
+    # --- locations ---
 
     def seat(self, rank: int, host: str) -> None:
-        """A process on `host` holds the rank. Its predecessor's records stay where they are."""
+        """Records the host of the process that holds the rank. Its predecessor's records stay where they are."""
         placement = self._row.placement
         placement[rank] = replace(placement.get(rank, RankLogs(host=host)), host=host)
         self._place()
 
     def change(self, change: m.ChangeLogServers, now: float) -> tuple[bool, dict[int, str]]:
-        """What an operator says. (whether one has come, which are to be lost -> why); said again: neither."""
+        """Applies an operator's change. Returns (whether a server was added, number of each server to be lost ->
+        reason). A repeated change has no effect."""
         number = self.number_of(change.lost) if change.lost else None
         lost = {number: change.why or "was given up by an operator"} if number is not None else {}
         if not change.add or self.number_of(change.add) not in (None, *lost):
@@ -174,12 +177,12 @@ class Places:
         )
         self._row.log_servers = [*self._row.log_servers, came]
         self._leases.renew(len(self._row.log_servers) - 1, now)
-        if not lost:  # else it takes the place of those
+        if not lost:  # otherwise `lose` assigns the streams
             self._place()
         return True, lost
 
     def lose(self, lost: Mapping[int, str]) -> dict[int, str]:
-        """Gives these servers up (number -> why). Returns what to tell people of each."""
+        """Gives these servers up (number -> reason). Returns number -> a description of the loss."""
         row = self._row
         for number, why in lost.items():
             self._replace(number, lost=why)
@@ -217,19 +220,20 @@ class Places:
         self._row.log_servers = servers
 
     def granted(self) -> list[int]:
-        """All hold the generation, and those that came are empty: from now on what is written there stays.
-        Gives those."""
+        """Marks the added servers as in use and returns them: all servers hold the generation, and these are emptied,
+        so records written there from now on stay."""
         came = self.fresh()
         for number in came:
             self._replace(number, fresh=False)
         return came
 
     def fresh(self) -> list[int]:
-        """Those that are to be emptied first. One that was lost before that is not: it may have come again."""
+        """Returns the servers that must be emptied first. A server that was lost before that is not among them: it may
+        have been added again."""
         return [number for number in self._row.living() if self._row.log_servers[number].fresh]
 
     def by_origin(self) -> list[int]:
-        """Those in use, each at the place of the one that it came for: as --log-servers named them."""
+        """Returns the servers in use in the order of --log-servers, each in the position of the one it replaced."""
         servers = self._row.log_servers
 
         def origin(number: int) -> int:
@@ -240,31 +244,29 @@ class Places:
         return sorted(self._row.living(), key=origin)
 
     def _gap(self, lost: str) -> int | None:
-        """Whose place one takes that comes now: of the one that is named with it, or of one lost before."""
+        """Returns the number of the lost server that a new one replaces: the one named with it, or one lost before."""
         servers = self._row.log_servers
         taken = {server.instead_of for server in servers if not (server.lost and server.fresh)}
         open_ = [n for n, server in enumerate(servers) if _was_lost(server) and n not in taken]
         named = [n for n, server in enumerate(servers) if server.address == lost and n not in taken]
         found = next(iter([*reversed(named), *open_]), None)
         if found is not None and servers[found].fresh:
-            return servers[
-                found
-            ].instead_of  # that one never came into use, and leaves the place it was to take
+            return servers[found].instead_of  # never came into use: passes its own replacement on
         return found
 
     def named(self, number: int) -> dict[str, object]:
-        """For the trace."""
+        """Returns the trace fields that name a server."""
         return {"server": number, "address": self._row.log_servers[number].address}
 
     def came(self, number: int) -> dict[str, object]:
-        """Of one that is used from now on, for the trace."""
+        """Returns the trace fields of an added server that is now in use."""
         gap = self._row.log_servers[number].instead_of
         return {**self.named(number), "replaces": "" if gap is None else self._row.log_servers[gap].address}
 
     def mark_whole_from(self, version: int) -> str:
-        """Training goes on at this version: its step is the first that new copies have whole.
+        """Records `version`, from which training continues, as the first complete step of new copies.
 
-        Why the log cannot feed a replay from the newest complete checkpoint; empty: it can, for all that is known.
+        Returns why the log cannot feed a replay from the newest complete checkpoint; empty if no reason is known.
         """
         for rank, logs in self._row.placement.items():
             if any(copy.whole_from is None for copy in logs.copies):
@@ -278,17 +280,18 @@ class Places:
         return "; ".join(sorted(filter(None, late)))
 
     def empty(self) -> None:
-        """The job's records are dropped everywhere: what is written from now on is whole."""
+        """Marks all copies as complete: the job's records are dropped everywhere."""
         for rank, logs in self._row.placement.items():
             copies = tuple(replace(copy, whole_from=0) for copy in logs.copies)
             self._row.placement[rank] = replace(logs, copies=copies, lost="")
 
-    # --- what is left ---
+    # --- contents ---
 
     def combined(
         self, inventories: Mapping[str, Sequence[StreamSummary]]
     ) -> tuple[dict[str, StreamSummary], dict[str, list[int]]]:
-        """(stream -> what its copies hold together, stream -> servers to read), from what each address has."""
+        """Returns (stream -> summary of its copies together, stream -> servers to read), from the summaries by
+        address."""
         row = self._row
         there = {
             number: {
@@ -315,7 +318,7 @@ class Places:
         return summaries, sources
 
     def _writers(self) -> dict[str, int]:
-        """stream -> the rank that writes it."""
+        """Returns stream -> the rank that writes it."""
         assignment = assignment_of(self._row)
         dp_size = assignment.dp_size
         found = {record.collectives(rank): rank for rank in assignment.stages}
@@ -331,7 +334,7 @@ class Places:
 
 
 def unreplaced(row: JobRow) -> list[int]:
-    """The lost servers that no other one has replaced yet. One that never came into use leaves no gap of its own."""
+    """Returns the lost servers not replaced yet. One that never came into use leaves no gap of its own."""
     replaced = {server.instead_of for server in row.log_servers if not server.fresh}
     return [n for n, server in enumerate(row.log_servers) if _was_lost(server) and n not in replaced]
 
@@ -341,17 +344,17 @@ def _was_lost(server: LogServer) -> bool:
 
 
 def _begins(logs: RankLogs) -> float:
-    """The first step that some copy has whole."""
+    """Returns the first step from which some copy is complete; infinity if none is."""
     return min((c.whole_from for c in logs.copies if c.whole_from is not None), default=math.inf)
 
 
-# What log servers are asked so that a generation, or an empty log, comes to them, and what an answer means.
+# Calls to the log servers that establish a generation, or an empty log, and the meaning of their answers.
 #
-# The driver asks over gRPC, the simulation in simulated time.
+# The driver makes them over gRPC, the simulation in simulated time.
 
 
 class Call(enum.Enum):
-    """To one server. Where it fails, its server is asked again from the first one on."""
+    """A call to one server. If it fails, the sequence for that server is repeated from its first call."""
 
     FENCE = "it takes appends of this generation only"
     FENCE_HELD = (
@@ -361,15 +364,15 @@ class Call(enum.Enum):
     GIVE_UP = "it drops the job's records, also those that came to a new server since"
 
 
-# A generation's resets, by their numbers.
+# The resets of a generation, by number.
 EMPTIED_WHEN_NEW, GIVEN_UP = 0, 1
 RESETS: Mapping[Call, int] = {Call.EMPTY: EMPTIED_WHEN_NEW, Call.GIVE_UP: GIVEN_UP}
 
 
 def to_fence(row: JobRow, places: Places) -> dict[str, tuple[Call, ...]]:
-    """Of every log server in use, by its address. One that does not know the job any more: see `used_anew`."""
+    """Returns the calls for every log server in use, by address. For a server that has lost the job see `used_anew`."""
     fresh = places.fresh()
-    # Before a job runs nothing of it is in any log.
+    # before a job runs, no log holds records of it
     held = (Call.FENCE_HELD if row.granted and row.state is not State.FORMING else Call.FENCE,)
     return {
         row.log_servers[number].address: (Call.FENCE, Call.EMPTY) if number in fresh else held
@@ -378,15 +381,15 @@ def to_fence(row: JobRow, places: Places) -> dict[str, tuple[Call, ...]]:
 
 
 def to_give_up(row: JobRow) -> dict[str, tuple[Call, ...]]:
-    """All hold the generation, but for those that came back empty since. Fenced, these would take their writers on,
-    with a hole where the records are that they know to be acknowledged."""
+    """Returns the calls by address. All servers hold the generation, except any that restarted empty since. A plain
+    fence would let those accept appends, with a gap where their writers' acknowledged records were."""
     return dict.fromkeys(row.addresses(), (Call.FENCE_HELD, Call.GIVE_UP))
 
 
 def used_anew(row: JobRow, places: Places, generation: int, address: str) -> m.ChangeLogServers | None:
-    """That server held this generation, or one before, and does not know the job any more: it came back with
-    another disk, or an empty one. What it had is lost: it is used as a new one, in a new generation. None: that is
-    known, or over."""
+    """Returns the change for a server that held this generation or an older one and has lost the job: it restarted with
+    another or an empty disk. Its records are lost, and it is used as a new server, in a new generation. Returns None if
+    that is handled already, or the job is over."""
     number = places.number_of(address)
     if number is None or row.generation != generation or row.state is State.FORMING or row.state.is_over:
         return None

@@ -1,8 +1,8 @@
-"""The coordinator's metrics: a snapshot of the jobs at scrape time, and what transitions and events tell.
+"""The coordinator's metrics: a snapshot of the jobs at scrape time, and counts from transitions and events.
 
-Recoveries are timed from the transition to FENCING that began them to the one to RUNNING that ended them; what
-superseded each other in between is one recovery. All counts begin with the process. None of it is there unless
---metrics-listen is.
+A recovery is timed from the transition to FENCING that began it to the transition to RUNNING that ended it; recoveries
+that superseded each other in between count as one. All counts start with the process. This module is loaded only with
+--metrics-listen.
 """
 
 import threading
@@ -126,7 +126,7 @@ _EVENTS = {
 
 
 class CoordinatorMetrics:
-    """What `swift_ft.metrics.Exposition` shows of a coordinator. Read in another thread than it is told in."""
+    """The coordinator's side of `swift_ft.metrics.Exposition`. Updated on the driver's thread, read on another one."""
 
     def __init__(self, clock: Callable[[], float] = events.now) -> None:
         self._clock = clock
@@ -134,7 +134,7 @@ class CoordinatorMetrics:
         self._lock = threading.Lock()
         self._lost_at: dict[str, float] = {}
         self._newest: dict[str, tuple[int | None, float]] = {}
-        """Job -> its newest complete checkpoint, and since when."""
+        """Job -> (newest complete checkpoint, time since which it is the newest)."""
         self._recoveries: Counter[tuple[str, str]] = Counter()
         self._recovery_s: dict[str, Distribution] = {}
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in _EVENTS.values()}
@@ -142,11 +142,11 @@ class CoordinatorMetrics:
         self.close = events.listen(self._heard)
 
     def after_durable(self, row: JobRow, persist: m.Persist) -> None:
-        """(driver) A job's row has become durable."""
+        """(driver) Updates the metrics from a row that has become durable."""
         with self._lock:
             newest = row.checkpoints[-1] if row.checkpoints else None
             known = self._newest.get(row.job)
-            if known is None:  # the first that is heard of the job: complete since nobody knows when
+            if known is None:  # first row of this job here: the time of completion is unknown
                 self._newest[row.job] = (newest, self._began)
             elif known[0] != newest:
                 self._newest[row.job] = (newest, self._clock())
@@ -155,14 +155,14 @@ class CoordinatorMetrics:
             elif persist.entered is State.RUNNING and row.plan is not None:
                 self._recoveries[row.job, str(row.plan.costliest)] += 1
                 lost_at = self._lost_at.pop(row.job, None)
-                if lost_at is not None:  # else this process began in the middle of it
+                if lost_at is not None:  # otherwise this process started during the recovery
                     times = self._recovery_s.setdefault(row.job, Distribution(DURATION_S))
                     times.observe(self._clock() - lost_at)
             elif persist.entered in (State.FAILED, State.STOPPED):
                 self._lost_at.pop(row.job, None)
 
     def refused(self, reason: str) -> None:
-        """(servicer) A call was refused."""
+        """(servicer) Counts a refused call."""
         with self._lock:
             self._refusals[reason] += 1
 
@@ -172,7 +172,7 @@ class CoordinatorMetrics:
                 self._counts[_EVENTS[event]][fields["job"]] += 1
 
     def samples(self, jobs: Sequence[JobSnapshot]) -> Samples:
-        """The value of every metric now, by name and labels."""
+        """Returns the current value of every metric, by name and labels."""
         now = self._clock()
         out: dict[str, Mapping[tuple[str, ...], Value]] = {
             name: {(job.job,): getattr(job, field) for job in jobs} for name, field in _JOB_FIELDS.items()

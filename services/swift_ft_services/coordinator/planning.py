@@ -1,4 +1,4 @@
-"""From a record to the planner and back, and slots that are vacant under a strategy that shrinks the world."""
+"""Conversion between a row and the planner, and vacant slots under a strategy that shrinks the world."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -24,74 +24,75 @@ from swift_ft.planner import shrinks as strategy_shrinks
 from swift_ft.planner.strategies import refused_with
 from swift_ft_services.coordinator.job_record import LACKS, JobRow, State, count_of, replicas_of
 
-# Slots that are vacant under a strategy that shrinks the world: the holder was lost, the others go on without it.
+# Vacant slots under a strategy that shrinks the world: the holder was lost, and the others continue without it.
 #
-# With "auto" and a `lost_shard` they wait for another process first, and go on without the rank once it is known that
-# none comes: its launcher has said so, or nobody has joined for a long time. From there on it is as with "shrink".
+# With "auto" and a `lost_shard` the job first waits for another process. It continues without the rank once none is
+# expected: its launcher has reported so, or no process has joined for a long time. From then on it behaves as with
+# "shrink".
 #
 # ::
 #
-#     (auto)        `give_up`: no process comes for the slot; `Awaited`: none has come
-#     (a death)     `vacate`: the slot is vacant in the generation that follows
-#     (a plan)      `named`: if nobody computes the batches of that data-parallel rank (`lost_shard` "drop") it is not
-#                   exact, with that reason; so the log is given up, and the target saved
-#     (RUNNING)     `mark_vacant_since`: since that version
-#     (a Join)      `fill`: another process holds the slot, in a generation of its own; if nobody has computed its
-#                   batches, the log is given up again: what is logged of the step under way lacks its part
+#     (auto)        `give_up`: no process is expected for the slot; `Awaited`: none has joined in time
+#     (a death)     `vacate`: the slot is vacant in the next generation
+#     (a plan)      `named`: if the batches of that data-parallel rank are dropped (`lost_shard` "drop"), the plan is
+#                   not exact, with that reason; so the log is given up, and the target saved
+#     (RUNNING)     `mark_vacant_since`: records the version since which the slot is vacant
+#     (a Join)      `fill`: another process holds the slot, in a new generation; if its batches were dropped, the
+#                   log is given up again: the records of the current step lack its part
 #
-# A checkpoint that was made while a slot was vacant has no part of it. Whoever holds the slot later loads the part of a
-# replica, which has the same state; that is a part of such a strategy, so it takes a job with one.
+# A checkpoint saved while a slot was vacant has no shard of it. A later holder loads a replica's shard, which
+# has the same state. Only these strategies do so, so only a job with one of them can use such a checkpoint.
 
 
 def job_shrinks(config: Mapping[str, str]) -> bool:
-    """A job with this configuration goes on without a rank that is lost."""
+    """Returns whether a job with this configuration continues without a lost rank."""
     return strategy_shrinks(config.get("strategy", ""))
 
 
 def shrinks_late(config: Mapping[str, str]) -> bool:
-    """So does one with this, once no process comes for a lost rank."""
+    """Returns whether such a job continues without a lost rank only once no process is expected for it."""
     return config.get("strategy") == "auto" and bool(config.get("lost_shard"))
 
 
 def strategy_of(row: JobRow, strategy: str) -> str:
-    """By which the job recovers, if it is configured with `strategy`: what was done while a slot was vacant is not
-    replayed, because the log has not all of it."""
+    """Returns the strategy to recover by, for the configured `strategy`. Steps run while a slot was vacant are not
+    replayed, because the log does not hold all of their records."""
     late = shrinks_late(row.config)
     return "shrink" if late and (row.vacant or lacks_steps(row)) else strategy
 
 
 def lacks_steps(row: JobRow) -> bool:
-    """The log lacks some behind the newest checkpoint."""
+    """Returns whether the log lacks steps after the newest checkpoint."""
     below, newest = row.unlogged_below, max(row.checkpoints, default=0)
     return below is not None and (below == LACKS or newest < below)
 
 
 def wants_checkpoint(row: JobRow) -> str:
-    """(RUNNING) Why one is needed soon; empty: none is."""
+    """(RUNNING) Returns why a checkpoint is needed soon; empty if none is."""
     return "the log lacks steps that were done while a slot was vacant" if lacks_steps(row) else ""
 
 
 class Awaited:
-    """For how long a slot has been without a holder. Not durable: a coordinator that begins anew waits anew."""
+    """How long each slot has been without a holder. Not durable: a restarted coordinator starts to wait again."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
 
     def overdue(self, row: JobRow, limit_s: float, now: float) -> list[int]:
-        """Those for which nobody has come for so long (`patience_s`); none if the others could not go on without them:
-        then the job has nothing better to do than to wait."""
+        """Returns the slots that no process has joined for `limit_s` (`patience_s`). Returns none if the others could
+        not continue without them: then waiting is all that the job can do."""
         waits = shrinks_late(row.config) and row.state in (State.FENCING, State.PLANNING)
         missing = [slot for slot in row.slots() if slot not in row.holders] if waits else []
         if any(slot in row.holders for slot in self._since):
-            self._since = {}  # one has come: others may be on their way
+            self._since = {}  # a process has joined: others may be on their way
         self._since = {slot: self._since.get(slot, now) for slot in missing}
         late = [slot for slot, since in self._since.items() if now - since > limit_s]
         return late if late and whole(row, set(row.slots()) - {*row.given_up, *late}) else []
 
 
 def patience_s(row: JobRow, measured: Iterable[RankMeasured], least_s: float, most_s: float) -> float:
-    """How long to wait for a process: as long as that costs less than to go on without it, within these bounds. If to
-    go on costs the bits as well, to the end."""
+    """Returns how long to wait for a process: as long as waiting costs less than continuing without it, bounded by
+    `least_s` and `most_s`. Returns `most_s` if continuing would also make the run inexact."""
     if _drops(row):
         return most_s
     worth_s = worth_waiting_s(measured, replicas=replicas_of(row.config), reroutes=reroutes_lost(row))
@@ -99,7 +100,8 @@ def patience_s(row: JobRow, measured: Iterable[RankMeasured], least_s: float, mo
 
 
 def give_up(row: JobRow, slots: Iterable[int]) -> str:
-    """No process comes for these. Why the job cannot go on without them; empty: it can, or waits for others."""
+    """Records that no process is expected for `slots`. Returns why the job cannot continue without them; empty if it
+    can or waits for others."""
     if not shrinks_late(row.config) or row.state is State.FORMING:
         return ""
     row.given_up = sorted({*row.given_up, *slots} - set(row.vacant))
@@ -113,8 +115,8 @@ def give_up(row: JobRow, slots: Iterable[int]) -> str:
 
 
 def vacate(row: JobRow, dead: Iterable[int]) -> list[int]:
-    """(before a new generation) The slots of the dead that become vacant: all, if a whole pipeline is left; else none,
-    and the job goes on from its checkpoint with other processes."""
+    """(before a new generation) Returns the slots that become vacant: all dead ones if a whole pipeline is left. Else
+    none: the job continues from its checkpoint with other processes."""
     dead = sorted(dead)
     left = {rank for rank, holder in row.holders.items() if rank not in dead and not holder.gone}
     if shrinks_late(row.config):
@@ -124,15 +126,16 @@ def vacate(row: JobRow, dead: Iterable[int]) -> list[int]:
     for slot in dead:
         row.vacant[slot] = None
     if dead:
-        row.shards = {}  # nothing that lacks a part of this slot, and was begun with it, becomes complete
+        row.shards = {}  # no checkpoint may combine shards from before and after this loss
         row.rolled_back_in = row.generation + 1
     return dead
 
 
 def fill(row: JobRow, slot: int) -> str:
-    """(before a new generation) Another process has come for it. Why the generation is made."""
+    """(before a new generation) Takes a slot off the vacant ones because a process has joined it. Returns the reason
+    for the generation."""
     del row.vacant[slot]
-    row.shards = {}  # nothing that was begun without this slot becomes complete
+    row.shards = {}  # no shards saved without this slot may form a complete checkpoint
     row.rolled_back_in = row.generation + 1
     row.log_ends = row.log_ends or _drops(row)
     row.unlogged_below = LACKS if shrinks_late(row.config) else None
@@ -140,7 +143,8 @@ def fill(row: JobRow, slot: int) -> str:
 
 
 def named(row: JobRow, plan: Plan) -> Plan:
-    """The plan; if slots have become vacant since the job last ran, and nobody computes their batches: not exact."""
+    """Returns the plan, marked not exact if slots have become vacant since the job last ran and their batches are
+    dropped."""
     if not _drops(row):
         return plan
     new = [slot for slot, since in row.vacant.items() if since is None]
@@ -151,7 +155,7 @@ def named(row: JobRow, plan: Plan) -> Plan:
 
 
 def mark_vacant_since(row: JobRow, version: int) -> None:
-    """(RUNNING) Since this version, or an earlier one that was restored, they are vacant."""
+    """(RUNNING) Records the version since which slots are vacant: this one, or an earlier one that was restored."""
     if _drops(row) and any(since is not None and since > version for since in row.vacant.values()):
         row.inexact_since = min(version, version if row.inexact_since is None else row.inexact_since)
     row.vacant = {
@@ -162,7 +166,7 @@ def mark_vacant_since(row: JobRow, version: int) -> None:
 
 
 def lacking(row: JobRow, version: int, config: Mapping[str, str]) -> str:
-    """Why a job with this configuration cannot begin with that checkpoint; empty: it can."""
+    """Returns why a job with this configuration cannot begin from the checkpoint of `version`; empty if it can."""
     if job_shrinks(config) or shrinks_late(config):
         return ""
     slots = [slot for slot, since in row.vacant.items() if since is None or since <= version]
@@ -172,8 +176,8 @@ def lacking(row: JobRow, version: int, config: Mapping[str, str]) -> str:
 
 
 def whole(row: JobRow, left: set[int]) -> bool:
-    """The job can go on with these slots: one data-parallel rank has all of its own; where microbatches are rerouted,
-    each stage group has one."""
+    """Returns whether the job can continue with the slots in `left`: one data-parallel rank is complete, or, where
+    microbatches are rerouted, each stage group has a rank."""
     full = Assignment.grid(row.world_size, replicas=replicas_of(row.config))
     held = full.held_by({slot: slot for slot in left})
     if not reroutes_lost(row):
@@ -182,7 +186,7 @@ def whole(row: JobRow, left: set[int]) -> bool:
 
 
 def reroutes_lost(row: JobRow) -> bool:
-    """Peers of a lost rank share its microbatches."""
+    """Returns whether peers of a lost rank take over its microbatches."""
     return reroutes(row.config.get("strategy", ""), row.config.get("lost_shard", ""))
 
 
@@ -199,10 +203,11 @@ def _words(row: JobRow) -> str:
 
 
 def config_of(config: Mapping[str, str]) -> PlanConfig:
-    """What the job's configuration says to the planner. ValueError: a strategy or groups that cannot be."""
+    """Returns the planner's configuration for the job's. Raises ValueError for an invalid strategy or invalid
+    groups."""
     strategy = config.get("strategy", "auto")
     if shrinks(strategy) and replicas_of(config) == 1:
-        strategy = "auto"  # a stage that moves is replayed: nobody else has it
+        strategy = "auto"  # a stage that moves is replayed: without replicas no other rank has its state
     return PlanConfig(
         strategy=strategy,
         inexact_undo=config.get("undo") == "arithmetic",
@@ -212,7 +217,8 @@ def config_of(config: Mapping[str, str]) -> PlanConfig:
 
 
 def assignment_of(row: JobRow) -> Assignment:
-    """Of this generation. Raises ValueError, in one line, if nothing can be built on what its ranks have told."""
+    """Returns the stages and shards of this generation's ranks. Raises ValueError, in one line, if those that ranks
+    have reported are inconsistent."""
     members = {slot: holder.member for slot, holder in row.holders.items()}
     return Assignment.told(
         num_stages=row.num_stages, stages=row.stages, shards=row.stage_shards, members=members
@@ -220,7 +226,7 @@ def assignment_of(row: JobRow) -> Assignment:
 
 
 def stages_problem(row: JobRow) -> str:
-    """Why nothing can be recovered with the stages that ranks have told, in one line; empty: it can."""
+    """Returns why no recovery is possible with the reported stages, in one line; empty if it is possible."""
     try:
         assignment = assignment_of(row)
     except ValueError as problem:
@@ -231,7 +237,7 @@ def stages_problem(row: JobRow) -> str:
 def decide(
     row: JobRow, streams: Mapping[str, StreamSummary], measured: Mapping[int, RankMeasured]
 ) -> tuple[Plan | None, str]:
-    """The plan for what was reported, and its reason."""
+    """Returns the plan for the reported states, or None, with the reason."""
     reports = [
         replace(report, version=None, undo_to=None, forward_to=None, finish_to=None)
         if rank in row.distrusted
@@ -254,24 +260,25 @@ def decide(
 
 
 def count_refusal(row: JobRow, rank: int, reason: str) -> None:
-    """What `rank` refused is not planned again in this recovery, and what came of it is not trusted."""
+    """Excludes what `rank` refused from the rest of this recovery, and distrusts states that depend on it."""
     if row.state is not State.RECOVERING:
-        # Its log takes nothing any more, or something else is wrong that no plan is to blame for.
+        # Its log accepts no records any more, or there is another error that the plan did not cause.
         row.refused = row.refused.and_everything(f"rank {rank} refused: {reason}")
         return
     assert row.plan is not None
     mine = row.plan.of(rank)
     why = f"rank {rank} refused {mine.strategy}: {reason}"
     if mine.strategy is Strategy.CHECKPOINT:
-        # It cannot be loaded: the one before it, or nothing, is left. Should nothing do, it stays for a new start, with
-        # another trainer or a mended disk.
+        # The checkpoint cannot be loaded: the previous one is left, or none. If none can be used, this one is kept for
+        # a new start, with another trainer or a repaired disk.
         row.unloadable = sorted({*row.unloadable, mine.from_version})
         row.refused = replace(row.refused, reason=why)
         return
     shared = row.plan.help_of(rank)
     if shared is not None or (row.plan.saves and mine.policy.rests):
-        # Whoever is to blame: the stage is replayed again, by its owner alone, before any replay is given up. So it is
-        # where a rank cannot save a state that the log does not lead to: who holds it is replayed exactly.
+        # Whichever rank is at fault, the owner replays the stage again alone, before replay is given up altogether. The
+        # same holds if a rank cannot save a state that differs from the log's: the holder of that state is replayed
+        # exactly.
         what = "a shared replay" if shared is not None else "to save what the log does not lead to"
         row.refused = row.refused.and_help(f"rank {rank} refused {what}: {reason}")
         owners = [h.owner for h in ([shared] if shared is not None else row.plan.help)]
@@ -285,7 +292,7 @@ def count_refusal(row: JobRow, rank: int, reason: str) -> None:
     if mine.policy.rests:
         refused = gives
     elif mine.policy.own_step and not row.distrusted:
-        # Its own step is lost to it, which says nothing about other ranks'. A second time it does.
+        # It cannot complete its own step, which implies nothing about other ranks' steps; a second refusal does.
         refused = frozenset()
     else:
         refused = refused_with(mine.strategy)
@@ -294,8 +301,8 @@ def count_refusal(row: JobRow, rank: int, reason: str) -> None:
 
 
 def give_up_log(row: JobRow, plan: Plan) -> None:
-    """What is in the log belongs to a history that is given up. It goes before anybody restores, and whatever comes
-    before RUNNING restores as well."""
+    """Gives up the log: it belongs to a discarded history. It is emptied before any rank restores, and any further
+    recovery before RUNNING restores too."""
     if plan.restores:
         row.refused = row.refused.and_everything(plan.ranks[0].reason)
     else:
@@ -305,16 +312,16 @@ def give_up_log(row: JobRow, plan: Plan) -> None:
 
 
 def forget_recovery(row: JobRow) -> None:
-    """It is over: the next one begins without what was refused in it, and with the log that there is now."""
+    """Ends the recovery: the next one starts without its refusals, and with the current log."""
     row.refused, row.distrusted, row.log_ends = Refusals(), [], False
     row.checkpoints = [v for v in row.checkpoints if v not in row.unloadable]
     row.unloadable = []
 
 
 def _touched(row: JobRow, plan: Plan, refused: RankPlan) -> set[int]:
-    """The ranks whose state may have come of what was refused, whatever they report.
+    """Returns the ranks whose state may depend on what was refused, whatever they report.
 
-    A replay feeds the replays beside it. A copy goes to the replicas of the rank alone.
+    A replay feeds the other replays. A copy goes only to the replicas of the rank.
     """
     group = assignment_of(row).group(refused.rank)
     touched = {copy.rank for copy in plan.copies if copy.rank in group}

@@ -1,14 +1,14 @@
-"""A job that is over, started again: what failed goes on at its newest complete checkpoint, what has finished at its
-last version, with as many steps more as its trainer asks for.
+"""Restarts of a job that is over: a failed one continues from its newest complete checkpoint, a finished one from its
+last version, with as many more steps as its trainer asks for.
 
 ::
 
     (launcher)  names itself in the Join of its ranks: `Join.run`
-    (here)      a job that is over knows the launchers that it had: one of theirs is late, and refused; another one is
-                a new start. Nobody holds any state then: FENCING, and the plan restores the newest checkpoint and
-                empties the log; or FORMING, if the job had not come so far
-    (a rank)    of a job that has finished, lost while it saves its files: its successor joins, loads the final
-                checkpoint, and does what comes after `Session.run` again
+    (here)      a job that is over knows its launchers: a Join from one of them is late, and refused; another launcher
+                is a new start. No rank holds any state then: FENCING, and the plan restores the newest checkpoint
+                and empties the log; or FORMING, if no checkpoint is complete
+    (a rank)    of a finished job, lost while it saves its files: its successor joins, loads the final checkpoint, and
+                runs the code after `Session.run` again
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,15 +23,15 @@ from swift_ft_services.coordinator.endings import RUNS_KEPT
 from swift_ft_services.coordinator.job_record import JobRow, LogServer, Origin, State
 
 LASTING = ("replicas", "shards")
-"""What a checkpoint's shards were made by: a new start cannot have it otherwise."""
+"""Settings that determine a checkpoint's shards: they must be equal at a new start."""
 CHANGE_NO_BITS = ("groups", "require_exact")
-"""Settings that may be others at a new start: the job stays exact."""
+"""Settings that may differ at a new start: the job stays exact."""
 KINDS = ("communicator",)
-"""What a job is for good."""
+"""Settings that define the kind of a job: they never change."""
 
 
 def first_row(job: str, log_servers: Sequence[LogServer], join: m.Join, copies: int) -> JobRow:
-    """What the Join that makes a job begins with."""
+    """Returns the row of a job that this Join creates."""
     return JobRow(
         job=job,
         world_size=join.world_size,
@@ -44,17 +44,17 @@ def first_row(job: str, log_servers: Sequence[LogServer], join: m.Join, copies: 
 
 
 def starts_again(row: JobRow, join: m.Join) -> bool:
-    """A launcher that this job, which is over, has not had."""
+    """Returns whether the job is over and the Join is from a new launcher."""
     return row.state.is_over and bool(join.run) and join.run not in row.runs
 
 
 def comes_back(row: JobRow, join: m.Join) -> bool:
-    """It is there for a rank that was lost after the job had finished."""
+    """Returns whether the Join replaces a rank that was lost after the job had finished."""
     return row.state is State.FINISHED and row.final is not None and join.rank not in row.holders
 
 
 def check_start(row: JobRow, join: m.Join) -> None:
-    """Refusal: it is not the job that its checkpoints are of."""
+    """Raises Refusal if the checkpoints of the job do not fit the new start, or the process may not join."""
     wanted = [("world size", str(row.world_size), str(join.world_size))]
     wanted += [(key, row.config.get(key, "1"), join.config.get(key, "1")) for key in LASTING]
     wanted += [(key, row.config.get(key, "0"), join.config.get(key, "0")) for key in KINDS]
@@ -79,7 +79,7 @@ def check_start(row: JobRow, join: m.Join) -> None:
 
 
 def note_run(row: JobRow, run: str, rank: int) -> None:
-    """A rank has joined that this launcher has started."""
+    """Records that a rank started by this launcher has joined."""
     if not run:
         return
     row.run_of[rank] = run
@@ -87,7 +87,7 @@ def note_run(row: JobRow, run: str, rank: int) -> None:
         return
     runs = [*row.runs, run]
     if len(runs) > RUNS_KEPT:
-        there = set(row.run_of.values())  # a launcher that is not named any more ends
+        there = set(row.run_of.values())  # a launcher that is removed here ends
         gone = [other for other in runs if other not in there]
         forgotten = set(gone[: len(runs) - RUNS_KEPT])
         runs = [other for other in runs if other not in forgotten]
@@ -95,13 +95,13 @@ def note_run(row: JobRow, run: str, rank: int) -> None:
 
 
 def note_stop(row: JobRow, run: str) -> bool:
-    """That launcher was told to stop. True: so were all that had one of the last ranks, and none is left."""
+    """Records that a launcher was asked to stop. Returns True if no launcher and no process of a rank is left."""
     row.run_of = {rank: other for rank, other in row.run_of.items() if other != run}
     return not row.run_of and all(holder.gone for holder in row.holders.values())
 
 
 def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> str:
-    """The new start takes the settings of `join`, and its log begins anew. Returns the changes, for people."""
+    """Applies the settings of `join` to the new start, whose log begins anew. Returns the changes as text."""
     changed = [
         f"{key} is {_value(now, key)} instead of {_value(before, key)}"
         for before, now in ((row.config, join.config), (row.fingerprint, join.fingerprint))
@@ -115,7 +115,7 @@ def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> 
     row.config, row.fingerprint = dict(join.config), dict(join.fingerprint)
     row.runs, row.run_of, row.exit_code, row.final = [], {}, 0, None
     if row.state is not State.FINISHED:
-        row.end = None  # its trainer will come to it again
+        row.end = None  # its trainer will call stop() again
     row.refused, row.distrusted, row.unloadable, row.differed = Refusals(), [], [], ""
     row.refusals, row.setbacks, row.exits = 0, 0, {}
     row.log_ends, row.off_log, row.checkpoint_at, row.checkpoint_reason = False, [], None, ""
@@ -129,7 +129,7 @@ def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> 
 
 
 def ended_words(row: JobRow) -> str:
-    """Of a job that is over: it ..."""
+    """Returns how the job ended, as the predicate of a sentence."""
     match row.state:
         case State.FINISHED:
             return "had finished"
@@ -142,20 +142,20 @@ def _value(values: Mapping[str, str], key: str) -> str:
     return repr(values[key]) if key in values else "not set"
 
 
-# A job that begins with the checkpoint of another one, of the same coordinator.
+# A job that begins from the checkpoint of another job of the same coordinator.
 #
 # ::
 #
-#     (launcher)  --from-job NAME [--from-version V], which its ranks say in their Join
-#     (driver)    the first Join of the job: `chosen` looks at the other one's row; from then on it is in this job's own
-#     (every rank, FORMING) loads its part of that checkpoint, and saves it as this job's first one
+#     (launcher)  --from-job NAME [--from-version V], which its ranks send in their Join
+#     (driver)    the first Join of the job: `chosen` reads the other job's row; the result is stored in this job's row
+#     (every rank, FORMING) loads its shard of that checkpoint, and saves it as this job's first one
 #
-# Until the job runs it has nothing but its origin: if it is started again, or loses a rank, before that, it begins
-# there again. After that it goes on from its own checkpoints, and the other one matters no more.
+# If the job is restarted or loses a rank before it has a checkpoint of its own, it begins from its origin again. After
+# that it continues from its own checkpoints, and the other job no longer matters.
 
 
 def wanted(row: JobRow | None, join: m.Join) -> str:
-    """The job whose checkpoint is to be chosen now; empty: none is. `row`: None before the job has any."""
+    """Returns the job whose checkpoint must be chosen now; empty if none. `row`: None before the job exists."""
     if row is None:
         return join.from_job
     if row.checkpoints:
@@ -164,8 +164,8 @@ def wanted(row: JobRow | None, join: m.Join) -> str:
 
 
 def chosen(name: str, other_name: str, other: JobRow | None, join: m.Join) -> Origin:
-    """What job `name` begins with. `other`: None if there is none, or none that the caller may know of. Refusal: it
-    cannot."""
+    """Returns the checkpoint that job `name` begins from. `other`: None if there is no such job, or the caller may not
+    know of it. Raises Refusal if the job cannot begin from it."""
     if name == other_name:
         raise _refusal(f"job {name} goes on from its own checkpoints: leave --from-job out")
     if other is None:
@@ -195,7 +195,7 @@ def chosen(name: str, other_name: str, other: JobRow | None, join: m.Join) -> Or
 
 
 def begin_at_checkpoint(row: JobRow, origin: Origin | None) -> None:
-    """(a job without a checkpoint of its own begins) From there, or at version 0."""
+    """(a job without a checkpoint of its own begins) Begins from `origin`, or at version 0 if it is None."""
     row.origin = origin
     row.inexact_since, row.inexact_reason = None, ""
     if origin is not None and origin.inexact:
@@ -204,7 +204,7 @@ def begin_at_checkpoint(row: JobRow, origin: Origin | None) -> None:
 
 
 def check_origin(row: JobRow, join: m.Join) -> None:
-    """Raises Refusal if the rank asks for another seed checkpoint than that of the job."""
+    """Raises Refusal if the rank asks for another origin than the job's. A rank that asks for none accepts it."""
     if not join.from_job:
         return
     origin = row.origin

@@ -1,4 +1,4 @@
-"""gRPC in front of the driver: checks what comes in, turns messages into commands and refusals into codes."""
+"""gRPC interface of the driver: validates requests, converts messages to commands and refusals to status codes."""
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,17 +22,18 @@ from swift_ft_services.coordinator.job_record import VoteKind
 from swift_ft_services.coordinator.log_calls import Unavailable, check_address
 from swift_ft_services.interceptors import visit_of
 
-# What watchers are told of a View: made once for all that know the same one.
+# View updates for watchers: each is built once for all that know the same View.
 
 
 class Updates:
-    """Of all jobs; of each only what leads to its newest View is kept."""
+    """The View updates of all jobs. For each job only the updates to its newest View are kept."""
 
     def __init__(self) -> None:
         self._made: dict[str, _Made] = {}
 
     def to(self, view: pb.View, known: pb.View | None, rank: int | None) -> pb.ViewUpdate:
-        """For a watcher that knows `known`, of that rank; None: of none, who is told all."""
+        """Returns the update for a watcher that knows the View `known` (None: none yet, so it gets all). `rank` is the
+        watcher's rank, or None."""
         made = self._made.get(view.job)
         if made is None or made.view is not view:
             made = self._made[view.job] = _Made(view, made)
@@ -55,7 +56,7 @@ class _Made:
 
 
 def _readers(view: pb.View, before: _Made | None) -> frozenset[int]:
-    """Worked out once in a generation, which has one plan."""
+    """Returns the ranks that read the log. Computed once per generation, which has one plan."""
     if before is not None and before.view.plan == view.plan:
         return before.readers
     published = of_view(view)
@@ -69,7 +70,7 @@ LONGEST_REASON = 2000
 LONGEST_ID = 128
 SHARE_WAIT_S_MAX = 2.0
 MACHINES_MAX = 1 << 12
-"""Of one job."""
+"""Limit for one job."""
 MEET_S_MAX = 3600.0
 CODES = {
     Refused.FENCED: grpc.StatusCode.FAILED_PRECONDITION,
@@ -84,7 +85,7 @@ _KINDS = {
     pb.SHRINK: VoteKind.SHRINK,
     pb.GROW: VoteKind.GROW,
 }
-"""What a member may vote for."""
+"""Kinds that a member may vote for."""
 APART = ((REASON_KEY, Reason.APART.value),)
 
 T = TypeVar("T")
@@ -92,10 +93,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Servicer(pb_grpc.CoordinatorServicer):
-    """Thin: every decision is the core's."""
+    """The gRPC servicer. It contains no decisions: all are made in the core."""
 
     def __init__(self, driver: Driver, refused: Callable[[str], None] = lambda reason: None) -> None:
-        """``refused(reason)`` is told of every call that is refused."""
+        """`refused(reason)` is called for every call that is refused."""
         self._driver = driver
         self._refused = refused
         self._updates = Updates()
@@ -384,7 +385,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
         return pb.Ack()
 
     async def _applied(self, context: Context, job: str, command: m.Command) -> Job:
-        """Its job, once it is durable."""
+        """Applies a command. Returns its job once the changes are durable."""
         if wrong := number_problem(command):
             await self._abort_invalid(context, wrong)
         return await self._answer(context, job, lambda: self._driver.apply(job, command))
@@ -400,7 +401,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
         raise AssertionError("abort has raised")
 
     async def _check_apart(self, context: Context, job: str) -> None:
-        """Answers for a job that is set apart."""
+        """Aborts the call if the job is quarantined."""
         try:
             self._driver.apart.check(job)
         except JobApart as apart:
@@ -476,7 +477,7 @@ def _unsaved(request: pb.HeartbeatRequest) -> m.Unsaved | None:
 
 
 def _wrong_meeting(request: pb.MeetRequest) -> str:
-    """What nobody can mean; empty: nothing is wrong."""
+    """Returns why a request is invalid whatever the state of the meeting; empty if it is valid."""
     if not request.run:
         return "a launcher needs a name"
     if request.leaves:
@@ -495,7 +496,7 @@ def _wrong_meeting(request: pb.MeetRequest) -> str:
 
 
 def _said(text: str, length_max: int) -> str:
-    """What is shown to people: no more than that, and nothing that moves their cursor."""
+    """Returns text that is safe to show: truncated, and without control characters except newlines and tabs."""
     return text_of(text[:length_max])
 
 

@@ -1,13 +1,13 @@
-"""MetadataStore: keys, values and revisions: all that is durable. SQLite by default; etcd fits behind it.
+"""MetadataStore: all durable state, as keys, values and revisions. SQLite by default; the interface also fits etcd.
 
 ::
 
-    (a coordinator)  hold     it alone has the store from here on, or is refused
-                     read     once: from here on its memory is ahead of the store
-                     commit   what has changed, under the condition that nobody else has changed it
+    (a coordinator)  hold     takes the store exclusively, or is refused
+                     read     once at the start: from then on its memory is ahead of the store
+                     commit   the changes, on the condition that no other process has changed the same rows
                      close
 
-Nothing is watched: whoever holds the store is the one who changes it.
+There is no watch: only the holder of the store changes it.
 """
 
 import asyncio
@@ -32,69 +32,70 @@ T = TypeVar("T")
 
 REMEDY = "put a copy of the whole directory back, or give another --directory and other names to its jobs"
 _ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""The second: SQLite's message repeats what is no text."""
+"""UnicodeDecodeError: SQLite's message repeats a value that is not text."""
 _DIGITS = 20
-_PLACE_BYTES = 512  # a sector, which a disk writes whole or not at all
+_PLACE_BYTES = 512  # a sector, which a disk writes atomically
 _COLUMNS = {"rows.key", "rows.value", "rows.revision", "head.revision", "head.digest", "head.checksum"}
 
 
 class StoreConflict(Exception):
-    """Another coordinator has written this since it was read here. This one must stop."""
+    """Another coordinator has written this key since it was read here. This one must stop."""
 
 
 class StoreHeld(Exception):
-    """Another coordinator has the store."""
+    """Another coordinator holds the store."""
 
 
 class StoreFailed(Exception):
-    """The store could not do it (no space, disk error). What was written last is as it was."""
+    """The store failed (no space, disk error). The last commit is unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
     value: str
     revision: int
-    """Of the transaction that put it."""
+    """Revision of the transaction that put it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transaction:
-    """All of it, or nothing."""
+    """A transaction, applied completely or not at all."""
 
     expected: Mapping[str, int] = field(default_factory=dict)
-    """key -> the revision that it must have; 0: it must not be there."""
+    """key -> the revision that it must have; 0: it must not exist."""
     puts: Mapping[str, str] = field(default_factory=dict)
     deletes: Collection[str] = ()
-    """Keys that need not be there."""
+    """Keys to delete; they need not exist."""
 
 
 class MetadataStore(Protocol):
-    """Values of text by key. Nothing blocks the loop; every method may raise StoreFailed.
+    """Text values by key. No method blocks the loop; every method may raise StoreFailed.
 
     One conformance test runs over all implementations.
     """
 
     async def hold(self) -> None:
-        """Nobody else has the store until it is closed, or this process is gone. StoreHeld: somebody has it.
+        """Takes the store exclusively until it is closed or this process ends. Raises StoreHeld if it is held.
 
-        A lease that can be lost while its holder lives need not be told: whoever comes next writes, and then `commit`
-        raises StoreConflict here.
+        An implementation may use a lease that can be lost while its holder lives, and need not report the loss: the
+        next holder writes, and then `commit` raises StoreConflict here.
         """
         ...
 
     async def read(self, prefix: str = "") -> dict[str, Stored]:
-        """Every key that begins so, by order."""
+        """Returns every key with this prefix, in order of keys."""
         ...
 
     async def commit(self, transaction: Transaction) -> int:
-        """Its revision, above all before it; durable when it returns. StoreConflict: a condition does not hold."""
+        """Commits durably and returns the transaction's revision, higher than all before. Raises StoreConflict if a
+        condition does not hold."""
         ...
 
     async def close(self) -> None: ...
 
 
 class MemoryStore:
-    """For tests."""
+    """A MetadataStore in memory, for tests."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Stored] = {}
@@ -126,9 +127,9 @@ class MemoryStore:
 
 
 class Acknowledged:
-    """A file with the last revision that a commit has returned; whoever has locked it holds the store.
+    """A file with the revision of the last acknowledged commit; its lock is the lock of the store.
 
-    It is written in two places in turn: a write that is cut off leaves the one before.
+    Writes alternate between two slots: an interrupted write leaves the previous slot intact.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,7 +137,7 @@ class Acknowledged:
         self._file: BinaryIO | None = None
 
     def hold(self) -> int | None:
-        """The revision; None: it says none. StoreHeld; StoreFailed."""
+        """Locks the file and returns its revision; None if it has none. Raises StoreHeld, StoreFailed."""
         try:
             file = os.fdopen(open_regular(self.path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
         except OSError as error:
@@ -151,7 +152,7 @@ class Acknowledged:
         return max((int(text[:_DIGITS]) for text in said if _is_place(text)), default=None)
 
     def set(self, revision: int) -> None:
-        """Durable when it returns. StoreFailed."""
+        """Writes the revision durably. Raises StoreFailed."""
         assert self._file is not None
         try:
             os.pwrite(self._file.fileno(), _place(revision), revision % 2 * _PLACE_BYTES)
@@ -174,15 +175,15 @@ def _is_place(text: bytes) -> bool:
 
 
 class SqliteStore:
-    """A database in WAL mode, and beside it the file `acknowledged`.
+    """A database in WAL mode, and the file `acknowledged` next to it.
 
-    SQLite takes a damaged frame of its write-ahead log for the end of it: what follows is gone without a word. So a
-    commit is synced in the log (synchronous=FULL), and then its revision in `acknowledged`. A database that is behind
-    that is refused, whatever has set it back. So is one whose rows are not those of the digest in `head`, which is over
-    every key and its revision. The values carry checksums of their own (`job_record`).
+    SQLite takes a damaged frame of its write-ahead log for the end of the log: later frames are lost silently. So a
+    commit is synced in the log (synchronous=FULL), and then its revision is written to `acknowledged`. A database older
+    than that revision is refused, whatever the cause. So is one whose rows do not match the digest in `head`, which
+    covers every key and its revision. The values carry their own checksums (`job_record`).
 
-    It is looked at read-only first: a connection that may write puts what it has understood of the log into the
-    database when it closes.
+    The database is checked read-only first: on close, a writable connection would checkpoint the part of the log that
+    it could read into the database.
     """
 
     def __init__(self, path: Path) -> None:
@@ -192,11 +193,12 @@ class SqliteStore:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
 
     async def hold(self) -> None:
-        """As `MetadataStore.hold`. StoreFailed: damaged, or of an older version; nothing of it was changed then."""
+        """As `MetadataStore.hold`. Raises StoreFailed if the database is damaged or of an older version; then it is
+        unchanged."""
         await self._in_thread(self._hold)
 
     async def read(self, prefix: str = "") -> dict[str, Stored]:
-        """As `MetadataStore.read`. StoreFailed: it is damaged."""
+        """As `MetadataStore.read`. Raises StoreFailed if it is damaged."""
         return await self._in_thread(lambda: self._read(prefix))
 
     async def commit(self, transaction: Transaction) -> int:
@@ -204,7 +206,7 @@ class SqliteStore:
         return await self._in_thread(lambda: self._commit(transaction))
 
     async def close(self) -> None:
-        """Once what was asked for is done."""
+        """Closes the store after all pending calls."""
         await self._in_thread(self._close)
         self._thread.shutdown(wait=False)
 
@@ -222,7 +224,7 @@ class SqliteStore:
             raise
 
     def _open(self, acknowledged: int | None) -> None:
-        if self._path.is_file() and self._path.stat().st_size:  # of an empty one SQLite would remove the log
+        if self._path.is_file() and self._path.stat().st_size:  # SQLite removes the log of an empty one
             try:
                 with closing(self._connect("ro")) as db:
                     self._look_at(db, acknowledged)
@@ -235,11 +237,11 @@ class SqliteStore:
         db.execute("PRAGMA synchronous=FULL")
         if not _columns(db):
             _make_tables(db)
-        self._acknowledged.set(self._head(db)[0])  # the last one may have died before it could
+        self._acknowledged.set(self._head(db)[0])  # the previous process may have died before it could
         sync_directory(self._path.parent)
 
     def _look_at(self, db: sqlite3.Connection, acknowledged: int | None) -> None:
-        """StoreFailed unless it is sound, and has all that was acknowledged."""
+        """Raises StoreFailed unless the database is intact and holds every acknowledged commit."""
         (said,) = db.execute("PRAGMA integrity_check(1)").fetchone()
         if said != "ok":
             raise self._damaged(said)
@@ -261,7 +263,7 @@ class SqliteStore:
     def _connect(self, mode: str) -> sqlite3.Connection:
         uri = f"{self._path.absolute().as_uri()}?mode={mode}"
         db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-        db.text_factory = lambda text: text.decode(errors="replace")  # one value may be no text
+        db.text_factory = lambda text: text.decode(errors="replace")  # a damaged value may not be text
         return db
 
     def _close(self) -> None:
@@ -279,7 +281,8 @@ class SqliteStore:
         return {key: stored for key, stored in rows.items() if key.startswith(prefix)}
 
     def _rows(self, db: sqlite3.Connection) -> tuple[int, dict[str, Stored]]:
-        """The revision of the newest transaction, and all rows. StoreFailed: these are not what was written."""
+        """Returns (revision of the newest transaction, all rows). Raises StoreFailed if they are not what was
+        written."""
         revision, digest = self._head(db)
         rows = db.execute("SELECT key, value, revision FROM rows ORDER BY key").fetchall()
         if _digest(sum(_mark(key, of) for key, _, of in rows)) != digest:
@@ -287,7 +290,7 @@ class SqliteStore:
         return revision, {key: Stored(value=value, revision=of) for key, value, of in rows}
 
     def _head(self, db: sqlite3.Connection) -> tuple[int, str]:
-        """(revision, digest). StoreFailed: they are not what was written."""
+        """Returns (revision, digest). Raises StoreFailed if they are not what was written."""
         heads = db.execute("SELECT revision, digest, checksum FROM head").fetchall()
         if len(heads) != 1 or heads[0][2] != _checksum(*heads[0][:2]):
             raise self._damaged("the checksum of its head does not match")
@@ -316,20 +319,20 @@ class SqliteStore:
             db.execute("UPDATE head SET revision = ?, digest = ?, checksum = ?", (*head, _checksum(*head)))
             db.execute("COMMIT")
         except BaseException:
-            if db.in_transaction:  # SQLite may have taken it back itself
+            if db.in_transaction:  # SQLite may have rolled back itself
                 db.execute("ROLLBACK")
             raise
         self._acknowledged.set(revision)
         return revision
 
     def _revisions_of(self, keys: Collection[str]) -> dict[str, int]:
-        """Of those that are there."""
+        """Returns key -> revision of those keys that exist."""
         asked = "SELECT key, revision FROM rows WHERE key IN (SELECT value FROM json_each(?))"
         return dict(self._db.execute(asked, (json.dumps(list(keys)),)).fetchall())
 
 
 def _make_tables(db: sqlite3.Connection) -> None:
-    """All of them, or none."""
+    """Creates all tables in one transaction."""
     db.execute("BEGIN")
     db.execute(
         "CREATE TABLE rows (key TEXT PRIMARY KEY, value TEXT NOT NULL, revision INTEGER NOT NULL) STRICT, WITHOUT ROWID"

@@ -1,4 +1,4 @@
-"""What the coordinator says to people."""
+"""Texts that the coordinator shows to people, and fields of trace events."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -8,11 +8,11 @@ from swift_ft.planner import Help, Plan, RankPlan, Report
 from swift_ft_services.coordinator.job_record import JobRow, State
 
 NAMED_MAX = 64
-"""Ranks that a sentence names."""
+"""Maximum number of ranks named in a sentence."""
 
 
 def waiting_for(row: JobRow) -> str:
-    """What the state waits for, for people."""
+    """Returns what the job waits for in its current state, as text."""
     waits = [f"log server {address}: {why}" for address, why in sorted(row.blocked.items())]
     if row.lacks_log_server() and not row.state.is_over:
         lost = "; ".join(f"{server.address} {server.lost}" for server in row.log_servers)
@@ -42,7 +42,7 @@ def versions_words(versions: Mapping[int, int]) -> str:
 
 
 def report_fields(report: Report) -> dict[str, object]:
-    """A report in the trace: the version held, and what else there is to go to."""
+    """Returns the trace fields of a report: the version held, and the versions that the rank can reach."""
     fields: dict[str, object] = {"rank": report.rank, "version": report.version}
     if report.undo_to is not None:
         fields |= {"undo_to": report.undo_to, "undo_exact": report.undo_exact}
@@ -56,7 +56,7 @@ def report_fields(report: Report) -> dict[str, object]:
 
 
 def plan_fields(plan: Plan) -> dict[str, object]:
-    """A plan in the trace."""
+    """Returns the trace fields of a plan."""
     return {
         "target_version": plan.target_version,
         "exact": plan.exact,
@@ -85,7 +85,7 @@ def _rank_fields(r: RankPlan) -> dict[str, object]:
 
 
 def _ranks(ranks: Iterable[int], count: int, what: str) -> list[str]:
-    """Of a large job the first ones: this is said with every view."""
+    """Returns the phrase that names `ranks`, at most NAMED_MAX of them: it is part of every View."""
     if not count:
         return []
     names = ", ".join(map(str, islice(ranks, NAMED_MAX)))

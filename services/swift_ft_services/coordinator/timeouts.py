@@ -10,7 +10,7 @@ LOG_LOST_S = 30.0
 REPLACED_WITHIN_S = 120.0
 KEPT_LEASES = 60
 BEATS_PER_S = 512
-"""Of one job, unless its leases are too short for that."""
+"""Heartbeats per second that one job may send, unless its leases are too short for that."""
 BEATS_A_LEASE = 5
 LEASE_S_MAX = 86400.0
 
@@ -20,21 +20,21 @@ class Timing:
     """heartbeat_s < lease_s < step_bound_s, and calls to log servers < log_lost_s < PATIENCE_S, with room between."""
 
     heartbeat_s: float = HEARTBEAT_S
-    """How often a rank renews its lease."""
+    """Seconds between two heartbeats of a rank, each of which renews its lease."""
     lease_s: float = LEASE_HEARTBEATS * HEARTBEAT_S
-    """A rank that was not heard for so long is dead. A launcher tells of an exit at once, so this is for hangs and
-    lost machines; an import or a trace may keep a healthy rank's other threads quiet for seconds."""
+    """Silence after which a rank is dead. A launcher reports an exit at once, so this is for hangs and lost machines.
+    An import or a trace may block a healthy rank's other threads for seconds."""
     step_bound_s: float = 30.0
-    """No step is called hung before it has run for so long, however short the steps before it were."""
+    """Shortest duration after which a step counts as hung, however short the steps before it were."""
     step_bound_factor: float = 10.0
-    """A step is called hung once it has run for so many times the longest of the last steps."""
+    """A step counts as hung once it has run this many times as long as the longest of the last steps."""
 
     replaced_within_s: float = REPLACED_WITHIN_S
-    """If no process has joined for a lost rank for so long, none will: its launcher may be lost with it. So long is
-    waited at most (`swift_ft.planner.assignment`)."""
+    """Longest wait for a process that replaces a lost rank (`swift_ft.planner.assignment`). After it none is expected:
+    the launcher may be lost too."""
     log_lost_s: float = LOG_LOST_S
-    """A log server that has not answered for so long is lost, if another one is left; 0: never. Long enough for one
-    that is started again, and shorter than ranks wait for it."""
+    """Silence after which a log server is lost, if another one is left; 0: never. Long enough for a restart of the
+    server, and shorter than ranks wait for it."""
 
     def __post_init__(self) -> None:
         if not 0.01 <= self.heartbeat_s <= 60:
@@ -63,40 +63,40 @@ class Timing:
             raise ValueError(f"step bound factor {self.step_bound_factor:g}: choose at least 2")
 
     def interval_s(self, members: int) -> float:
-        """How often each of so many ranks is asked to renew its lease: more seldom in a large job, so that heartbeats
-        leave room for what matters, and often enough for a lease to outlast some that are late."""
+        """Returns the seconds between heartbeats of one of `members` ranks. Longer in a large job, to bound the load;
+        short enough for a lease to survive a few late heartbeats."""
         return max(self.heartbeat_s, min(members / BEATS_PER_S, self.lease_s / BEATS_A_LEASE))
 
     @property
     def kept_s(self) -> float:
-        """How long a rank that says nothing is believed to live because the process beside it says so: something in
-        it holds the GIL. Long enough for a compiler; whoever is stuck there for good is fenced in the end."""
+        """Longest time that another process may renew the lease of a silent rank, for instance one whose GIL is held.
+        Long enough for a compiler; a rank that never returns is fenced in the end."""
         return KEPT_LEASES * self.lease_s
 
     @property
     def log_call_s(self) -> float:
-        """One attempt of a call to a log server, which may have to sync its disk. Then it is tried again."""
+        """Timeout of one call to a log server, which may have to sync its disk. Then the call is retried."""
         return _log_call_s(self.heartbeat_s)
 
     @property
     def suspicion_s(self) -> float:
-        """How long after a broken connection somebody may still be found dead. A launcher tells of an exit within
-        milliseconds; if it does not, all go on together from what they hold."""
+        """Seconds after a lost connection in which a death may still be reported. A launcher reports an exit within
+        milliseconds; without a report, all ranks start a new generation with the state that they hold."""
         return self.heartbeat_s
 
     @property
     def space_s(self) -> float:
-        """How often the log servers are asked how much room there is."""
+        """Seconds between two polls of the log servers' free space."""
         return max(1.0, 2 * self.heartbeat_s)
 
     @property
     def tick_s(self) -> float:
-        """How often leases are looked at."""
+        """Seconds between two checks of the leases."""
         return self.heartbeat_s / 2
 
     @property
     def stall_s(self) -> float:
-        """The coordinator itself was not running if it has not looked for so long: leases start afresh."""
+        """Gap between two checks after which the coordinator itself counts as stalled: all leases restart."""
         return self.lease_s / 2
 
 
@@ -105,6 +105,6 @@ def _log_call_s(heartbeat_s: float) -> float:
 
 
 def usual_log_lost_s(heartbeat_s: float) -> float:
-    """What --log-lost-s is unless it is said; 0 if calls take too long for anything else."""
+    """Returns the default of --log-lost-s; 0 if calls may take longer than any valid value allows."""
     least_s = max(LOG_LOST_S, 2 * _log_call_s(heartbeat_s))
     return least_s if least_s <= PATIENCE_S else 0.0

@@ -1,4 +1,4 @@
-"""From a record to the messages that show it, and a job's numbers at one moment."""
+"""Conversion of a row to the messages that show it, and a snapshot of a job in numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from swift_ft_services.coordinator.log_placement import unreplaced
 from swift_ft_services.coordinator.planning import job_shrinks, shrinks_late
 from swift_ft_services.coordinator.text import waiting_for
 
-# What a job stands at in one moment, as plain numbers, for those who watch.
+# Snapshot of a job at one moment, as plain numbers, for metrics.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,29 +31,29 @@ class JobSnapshot:
     suspicions: int
     blocked_log_servers: int
     lost_log_servers: int
-    """... and not replaced; none once the job is over."""
+    """Lost log servers not replaced yet; 0 once the job is over."""
     newest_version: int
-    """Of all ranks, by their heartbeats."""
+    """Highest version of any rank, from heartbeats."""
     measured_ranks: int
-    """Of which it is known what their steps take."""
+    """Number of ranks that have reported their step durations."""
     groups: int
-    """Recovery groups; 0: every rank is one by itself."""
+    """Number of recovery groups; 0: each rank is its own group."""
     checkpoint: int | None
-    """The newest complete checkpoint's version."""
+    """Version of the newest complete checkpoint; None if there is none."""
     unsaved_ranks: int = 0
-    """They cannot write their newest checkpoint."""
+    """Number of ranks that cannot write their newest checkpoint."""
     replay_steps_left: int = 0
-    """Of the rank that replays most; 0: none does."""
+    """Largest number of steps that a rank still has to replay; 0 if none replays."""
     replay_seconds_left: float | None = 0.0
-    """Of the one that takes longest; None: nobody knows."""
+    """Longest remaining replay time of a rank, in seconds; None: unknown."""
     exact: bool = True
-    """Nothing is known that makes the job's bits others than those of a run without failures."""
+    """False once the job's bits may differ from those of a run without failures."""
     rehearsals: Mapping[int, Rehearsal] = field(default_factory=dict)
-    """Of the ranks that have had one."""
+    """rank -> its rehearsals, for ranks that completed one."""
 
     @classmethod
     def of(cls, job: Job, now: float) -> Self:
-        """Takes it; `now` is in seconds of the monotonic clock."""
+        """Takes a snapshot; `now` is in seconds of the monotonic clock."""
         row = job.row
         leased = (
             [] if row.state.is_over else [rank for rank, holder in row.holders.items() if not holder.gone]
@@ -85,13 +85,14 @@ def _longest(seconds: list[float | None]) -> float | None:
 
 
 FENCED_SHOWN = 256
-"""So many of those that were fenced last, at least, and at most twice as many; or as many as there are ranks."""
+"""Minimum number of the last fenced processes shown, or the number of ranks if that is higher; at most twice as many
+are shown."""
 SUMMARY_WORDS_MAX = 200
-"""Characters of a reason in a list of jobs."""
+"""Maximum number of characters of a reason in a list of jobs."""
 
 
 def view_of(row: JobRow) -> pb.View:
-    """What members see of a job."""
+    """Returns the View that members get of a job."""
     return pb.View(
         job=row.job,
         generation=row.generation,
@@ -141,8 +142,8 @@ def view_of(row: JobRow) -> pb.View:
 
 
 def _last_fenced(row: JobRow) -> list[Holder]:
-    """Who was fenced long before that is told by the answer to whatever it says. They go many at a time: what is left
-    out from the beginning of a list is told by the whole list."""
+    """Returns the fenced processes to show. One fenced long before learns it from the answer to its next call. Old ones
+    are dropped many at a time, because a list that loses its first entries must be sent as a whole."""
     kept = max(FENCED_SHOWN, row.world_size)
     return row.fenced[max(0, len(row.fenced) // kept - 1) * kept :]
 
@@ -178,7 +179,8 @@ def _plan_of(row: JobRow) -> pb.Plan | None:
 
 
 def status_of(job: Job, now: float) -> pb.StatusReply:
-    """What an operator sees: the View, and what is known of ranks and log servers at `now` (monotonic seconds)."""
+    """Returns the status for operators: the View, and the state of ranks and log servers at `now` (monotonic
+    seconds)."""
     ranks = [
         pb.RankStatus(
             rank=rank,
@@ -202,7 +204,7 @@ def status_of(job: Job, now: float) -> pb.StatusReply:
 
 
 def summary_of(job: Job) -> pb.JobSummary:
-    """One line of a list of jobs; texts are cut to `SUMMARY_WORDS_MAX` characters."""
+    """Returns one line of a list of jobs; texts are cut to `SUMMARY_WORDS_MAX` characters."""
     row = job.row
     return pb.JobSummary(
         job=row.job,

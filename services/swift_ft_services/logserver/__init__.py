@@ -3,10 +3,10 @@
 core            the log's state machine, without I/O: what is accepted, what is durable, what is refused
 append_session  a writer's call, and group commits; committer: the thread that writes
 reading         records of a stream in log order, with readahead
-procedures      fence, trim, reset and drop, step by step; administration: who does them, and old logs
-quotas          how much is kept, of how much
-engine          joins core and storage; state: what they share, under one lock
-storage         where records rest, and what is found at the start: segments, manifests; storage_interface
-disk            the file system as the storage uses it
-service         gRPC over the engine; metrics, server_stats
+procedures      fence, trim, reset and drop, step by step; administration: executes them, and drops old logs
+quotas          space limits and alarms
+engine          joins core and storage; state: shared by both, under one lock
+storage         segment files and manifests on disk, and their recovery at the start; storage_interface
+disk            the file system interface of the storage
+service         gRPC service; metrics, server_stats
 """

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-# gRPC reads this when it is imported: its own lines about a port in use would stand beside ours.
+# gRPC reads this at import: otherwise its own messages about a port in use would appear next to ours.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import grpc
@@ -39,12 +39,12 @@ _SWITCH_S = 0.0005
 _CREDIT_BYTES_MAX = 1 << 40
 _FSYNC_INTERVAL_S_MAX = 3600.0
 SPACE_BYTES_MIN = 64 << 10
-"""What the first file of a stream takes. No quota has room for less."""
+"""Space that the first file of a stream takes; the smallest quota allowed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """What the command line says, checked."""
+    """The command line, validated."""
 
     directory: Path
     protection: listening.Protection
@@ -176,7 +176,7 @@ def parse(argv: Sequence[str]) -> ServerConfig:
 
 
 def _add_space(parser: Parser) -> None:
-    """How much is kept, and for how long."""
+    """Adds the flags for quotas, alarms and ages."""
     parser.add_argument(
         "--quota-bytes",
         type=int,
@@ -210,7 +210,7 @@ def _add_space(parser: Parser) -> None:
 
 
 def _add_limits(parser: Parser) -> None:
-    """What one job, or many, can take of the server at most."""
+    """Adds the flags that limit what jobs may use of the server."""
     defaults = EngineConfig()
     group = parser.add_argument_group(
         "limits", "a call that exceeds a limit is refused, and the answer names the limit"
@@ -226,8 +226,8 @@ def _add_limits(parser: Parser) -> None:
 
 
 def _collect_rarely() -> None:
-    """Python's search for cycles among all objects stops every thread, the longer the more records there are. Records
-    are in none. So what was recovered is left out of it, and all that has come since is looked at less often."""
+    """Excludes recovered records from garbage collection, and collects the oldest objects less often. Python's
+    collector stops every thread, the longer the more records there are, and records are in no cycle."""
     gc.collect()
     gc.freeze()
     young, younger, _ = gc.get_threshold()
@@ -235,10 +235,10 @@ def _collect_rarely() -> None:
 
 
 def _signals() -> Callable[[], None]:
-    """Takes SIGTERM and SIGINT from now on; the result waits for the first of them. The next one kills.
+    """Installs handlers for SIGTERM and SIGINT. Returns a function that waits for the first signal. The next one kills.
 
-    Through a wake-up descriptor: the kernel may give a signal to one of gRPC's threads, which wakes no main
-    thread that waits, and a handler that sets an Event can wait for the lock of the `wait` it interrupts.
+    Uses a wake-up descriptor: the kernel may deliver a signal to one of gRPC's threads, which does not wake a waiting
+    main thread; and a handler that sets an Event can deadlock with the `wait` that it interrupts.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -248,7 +248,8 @@ def _signals() -> Callable[[], None]:
 
     def wait() -> None:
         os.read(reading, 1)
-        # By the kernel, so that it ends whatever the threads wait for. What was acknowledged is on the disk.
+        # The next signal is handled by the kernel, so it ends the process whatever the threads wait for. Acknowledged
+        # records are durable.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
 
@@ -258,7 +259,8 @@ def _signals() -> Callable[[], None]:
 def _assembled(
     config: ServerConfig, gate: Gate, stack: ExitStack
 ) -> tuple[DirectoryStorage, LogEngine, grpc.Server, Callable[[], None]]:
-    """Storage, engine, server, and what shows their metrics once the engine has started."""
+    """Returns the storage, the engine, the server, and a function that exports their metrics once the engine has
+    started."""
     where, directory = config.metrics, config.directory
 
     def engine_on(storage: Storage) -> LogEngine:
@@ -270,7 +272,7 @@ def _assembled(
         storage = DirectoryStorage(config.directory, config.segment_bytes, open_max=allow_open_files())
         engine = engine_on(storage)
         return storage, engine, make_server(engine, gate)[0], lambda: None
-    # Imported here: without --metrics-listen nothing of it is there.
+    # Imported only if metrics are enabled.
     from swift_ft.metrics import Exposition
     from swift_ft_services.logserver.metrics import FAMILIES, LogMetrics, ObservedDisk
 
@@ -289,9 +291,9 @@ def _assembled(
 
 
 def run(config: ServerConfig) -> int:
-    """Serves until SIGTERM or SIGINT; then drains, syncs and gives 0. A second signal ends it at once."""
+    """Serves until SIGTERM or SIGINT; then drains, syncs and returns 0. A second signal ends the process at once."""
     keep_freed_memory()
-    # A record passes several threads: each of them waits for so long while another one computes.
+    # A record passes several threads: each may wait this long while another one computes.
     sys.setswitchinterval(_SWITCH_S)
     protection = config.protection
     gate = protection.gate()
@@ -321,10 +323,10 @@ def run(config: ServerConfig) -> int:
 
 
 def _stop(server: grpc.Server) -> None:
-    """Gives calls some time to end."""
+    """Stops the server; running calls get a grace period."""
     try:
         server.stop(_STOP_GRACE_S).wait()
-    except RuntimeError:  # gRPC starts a thread that measures that time; where it cannot, they end now
+    except RuntimeError:  # no thread to time the grace period: calls end now
         server.stop(None)
 
 
@@ -348,8 +350,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    os.umask(0o077)  # its files are nobody else's
+    os.umask(0o077)  # other users cannot read its files
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)  # not sys.exit: it would wait for threads; all that was acknowledged is durable
+    os._exit(exit_code)  # not sys.exit, which would wait for threads; all acknowledged records are durable

@@ -1,4 +1,4 @@
-"""Fence, trim, reset; the janitor, which unlinks what they drop; alarms and old logs."""
+"""Changes of whole jobs: fence, trim, reset, drop; the janitor, which unlinks dropped files; alarms and job ages."""
 
 import gc
 import logging
@@ -30,11 +30,11 @@ from swift_ft_services.logserver.procedures import (
 from swift_ft_services.logserver.segments import JobDamaged, StorageError
 from swift_ft_services.logserver.state import Refused, ServerState, check_names
 
-# What the disk has left, asked of the system: the alarms follow it.
+# Free disk space, as reported by the system; the alarms depend on it.
 
 
 class DiskWatch:
-    """(without the server's lock; any thread)"""
+    """Checks the free disk space. Called without the server's lock, by any thread."""
 
     def __init__(
         self, state: ServerState, free_bytes: Callable[[], int | None], clock: Callable[[], float]
@@ -44,7 +44,7 @@ class DiskWatch:
         self._clock = clock
 
     def check(self) -> None:
-        """Alarms begin and end by what the disk has left."""
+        """Starts and ends alarms by the free disk space."""
         free = self.free_bytes()
         with self._state.changed:
             news = self._state.look_at_disk(free, self._clock())
@@ -52,7 +52,7 @@ class DiskWatch:
             events.emit(notice.event, **notice.fields)
 
     def files_removed(self) -> None:
-        """There may be room again: no reason to wait any longer."""
+        """Checks the disk after files were removed: a write may be tried at once."""
         with self._state.changed:
             self._state.space.files_removed(self._clock())
         self.check()
@@ -62,19 +62,19 @@ _REST_S = 0.0002
 
 
 def rest(seconds: float | None = None) -> None:
-    """(without the server's lock) Between two pieces of a long piece of work: who waits for the lock gets it.
-    (One that is taken again at once goes to whoever has just given it back.)"""
+    """(without the server's lock) Pauses between two pieces of long work, so that waiting threads get the lock. (A lock
+    that is taken again at once usually goes to the thread that just released it.)"""
     time.sleep(_REST_S if seconds is None else seconds)
 
 
 T = TypeVar("T")
 _FREED_AT_ONCE = 2000
 ASKED_FOR = "asked for"
-"""Why a job is dropped that somebody wanted dropped."""
+"""Reason for drops that a caller requested."""
 
 
 class Administration:
-    """What changes a job as a whole. One such change at a time; each is durable before it is answered."""
+    """Operations that change a whole job. One at a time; each is durable before it is answered."""
 
     def __init__(
         self, state: ServerState, committer: Committer, watch: DiskWatch, clock: Callable[[], float]
@@ -85,7 +85,7 @@ class Administration:
         self._clock = clock
         self._changed = state.changed
         self._one_at_a_time = threading.Lock()
-        self._removing = threading.Lock()  # of a stream's files: never of a later job that has its name
+        self._removing = threading.Lock()  # removes a stream's files, never those of a later job of that name
         self._janitor_work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._janitor = threading.Thread(target=self._janitor_loop, name="janitor", daemon=True)
 
@@ -93,7 +93,7 @@ class Administration:
         self._janitor.start()
 
     def stop(self) -> None:
-        """After what the janitor has to do already."""
+        """Ends the janitor after its queued work."""
         self._janitor_work.put(None)
         self._janitor.join()
 
@@ -101,7 +101,7 @@ class Administration:
         self._carry_out(procedures.fence(self._state, job_name, generation, self._clock(), held=held))
 
     def trim(self, job_name: str, below_step: int) -> int:
-        """Gives the step below which everything is trimmed now."""
+        """Trims, and returns the step below which everything is trimmed now."""
         check_names(job_name)
         with self._changed:
             self._state.check_apart(job_name)
@@ -109,7 +109,7 @@ class Administration:
         return self._trim(job, below_step) if job is not None else 0
 
     def trim_later(self, job: JobState) -> None:
-        """A reader has gone that may have held up a trim."""
+        """Queues a waiting trim: a reader that may have held it up has ended."""
         self._janitor_work.put(partial(self._trim_waiting, job))
 
     def _trim_waiting(self, job: JobState) -> None:
@@ -125,7 +125,7 @@ class Administration:
         self._carry_out(procedures.reset(self._state, job_name, generation, number))
 
     def _carry_out(self, procedure: Procedure[T]) -> T:
-        """Raises Refused, also where a step could not be done."""
+        """Runs a procedure, executing its steps. Raises Refused, also if a step fails."""
         with self._one_at_a_time:
             while True:
                 try:
@@ -159,7 +159,7 @@ class Administration:
                     _empty(some)
 
     def drop(self, job_name: str, *, force: bool, why: str = ASKED_FOR) -> tuple[int, int]:
-        """Gives how many (records, bytes) are forgotten."""
+        """Drops a job. Returns how many (records, bytes) are forgotten."""
         return self._carry_out(procedures.drop(self._state, job_name, self._clock(), force=force, why=why))
 
     def _forget(self, job: str) -> None:
@@ -178,7 +178,7 @@ class Administration:
         self._watch.files_removed()
 
     def save_later(self, job: JobState) -> None:
-        """Something that the manifest keeps has changed."""
+        """Queues a save of the job's manifest, which has changed."""
         self._janitor_work.put(partial(self._save_now, job))
 
     def _save_now(self, job: JobState) -> None:
@@ -193,7 +193,7 @@ class Administration:
                 events.emit("manifest_not_saved", job=job.name, reason=str(refused))
 
     def save_all(self) -> None:
-        """(at the end) What each stream must hold at the next start."""
+        """(at shutdown) Saves all manifests, which record what each stream must hold at the next start."""
         for job in self._state.core.jobs.values():
             if job.generation:
                 self._save_now(job)
@@ -243,36 +243,37 @@ class Administration:
                 return
             try:
                 work()
-            except Exception:  # a bug: what else there is to do is done
+            except Exception:  # a bug: the rest of the work continues
                 logging.getLogger(__name__).exception("the janitor failed")
 
 
 def _empty(garbage: dict[Any, Any]) -> None:
-    """A million records are freed in a third of a second, in which nobody else would run."""
+    """Empties a dictionary piece by piece. Freeing a million records at once would block all threads for a third of a
+    second."""
     while garbage:
         for _ in range(min(_FREED_AT_ONCE, len(garbage))):
             garbage.popitem()
         rest()
 
 
-# What is done without being asked: alarms follow the space there is, and logs that nobody wants grow old.
+# Periodic work: alarms follow the disk space, and unused logs age.
 #
-# One thread. It looks at the disk twice a second. A job that nobody has wanted for a while (it has ended, or waits)
-# gives back the space that its files have taken ahead. With an age limit (off unless it is set) it drops jobs that
-# have been left alone for so long; a job that lives is never dropped by age.
+# One thread. It checks the disk twice a second. A job that was not used for a while (it has ended, or waits) gives back
+# the space reserved by its files. With an age limit (off by default) jobs that were unused for that long are dropped; a
+# job in use is never dropped by age.
 
 _EVERY_S = 0.5
 _AGES_EVERY_S = 60.0
 _LEFT_S = 10.0
-"""A job that nobody has wanted for so long is written no more, for now."""
+"""Seconds after which an unused job's reserved space is freed."""
 _FROZEN_EVERY = 20_000
 _SEEN_IDLE_S = (
-    3600.0  # the wall clock, which ages are told by, may be wrong: the server must have seen it idle too
+    3600.0  # ages use the wall clock, which may be wrong: the server must have seen the job idle, too
 )
 
 
 class Retention:
-    """(main thread) ``start``, ``stop``."""
+    """Thread for periodic work. ``start`` and ``stop`` are called by the main thread."""
 
     def __init__(
         self,
@@ -282,7 +283,7 @@ class Retention:
         age_s: Callable[[str], float | None],
         clock: Callable[[], float],
     ) -> None:
-        """``age_s(job)``: for how long its files were not touched."""
+        """``age_s(job)``: returns the seconds since its files were last modified."""
         self._state = state
         self._administration = administration
         self._watch = watch
@@ -291,7 +292,7 @@ class Retention:
         self._stop = threading.Event()
         self._frozen = 0
         self._left: set[str] = set()
-        """Jobs that have given back what they had taken ahead."""
+        """Idle jobs that have given back their reserved space."""
         self._thread = threading.Thread(target=self._loop, name="retention", daemon=True)
 
     def start(self) -> None:
@@ -315,12 +316,12 @@ class Retention:
                 self.give_back()
                 if drop_old:
                     self.drop_old(keep_s)
-            except Exception:  # without it an alarm would never end
+            except Exception:  # without this thread an alarm would never end
                 logging.getLogger(__name__).exception("looking at the disk, or for old jobs, failed")
 
     def _keep_records_out_of_collections(self) -> None:
-        """Python's collector stops everything while it goes through all objects there are: half a second for half a
-        million records, which are in no cycle and need no collector. What is there by now is left out from now on."""
+        """Excludes recovered records from garbage collection. Python's collector would stop all threads while it scans
+        them: half a second for half a million records, which are in no cycle."""
         records = sum(job.tally.records for job in list(self._state.core.jobs.values()))
         if abs(records - self._frozen) >= _FROZEN_EVERY:
             self._frozen = records
@@ -328,7 +329,7 @@ class Retention:
             gc.freeze()
 
     def give_back(self) -> None:
-        """What jobs have taken ahead that nobody writes or reads."""
+        """Frees the reserved space of jobs that are not written or read."""
         with self._state.changed:
             now = self._clock()
             idle = {
@@ -339,7 +340,7 @@ class Retention:
         self._left = idle
 
     def drop_old(self, keep_s: float) -> None:
-        """Jobs that nobody has touched for so long."""
+        """Drops jobs whose files were not modified for ``keep_s``."""
         for name in list(self._state.core.jobs):
             age_s = self._age_s(name)
             if age_s is None or age_s < keep_s:

@@ -1,4 +1,4 @@
-"""A writer's call: what it may open, which frames are taken, what is answered at once. No I/O, no clock, no threads."""
+"""A writer's call: which streams it may open, which frames are accepted, its replies. No I/O, no clock, no threads."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,37 +21,37 @@ from swift_ft_services.logserver.segments import (
 from swift_ft_services.logserver.state import AppendCall, Refused, ServerState, check_names
 from swift_ft_services.logserver.storage_interface import RecoveredJob, Write
 
-# What is on its way to the disk, when a sync is due, and what is acknowledged after it. No I/O, no clock.
+# Queue of accepted frames: what to write next, when a sync is due, what is acknowledged after it. No I/O, no clock.
 #
-# Each job has a line of its own, and lines take turns: a commit is of one job. While others write, a turn is short, so
-# that nobody waits for as many files as another one likes to write, and a file that a record begins is made ahead,
-# beside the commits of others. In a line::
+# Each job has a queue of its own, and queues take turns: a commit contains frames of one job. While others write, a
+# turn is short, so that no job waits for another one's many files. A file that a record begins is created ahead,
+# concurrently with the commits of other jobs. In a queue::
 #
 #     settled <= accepted       frames that left the queue for good, and that ever entered it
 #     synced  <= settled        how many of these the last sync covers
 #
-# Call sequence (`swift_ft_services.logserver.committer` is the shell, and holds the server's lock around each)::
+# Call sequence (`swift_ft_services.logserver.committer` does the I/O, and holds the server's lock around each call)::
 #
-#     put(session, stream, write)               what the core accepted
-#     write = take_file(); file_made(write)     while file_wanted, beside commits of other jobs: it is made
-#     batch = take(); sync = sync_due(batch, now)   while work_to_do; then the storage writes and syncs it
+#     put(session, stream, write)               a frame that the core accepted
+#     write = take_file(); file_made(write)     while file_wanted, created while other jobs commit
+#     batch = next_batch(); sync = sync_due(batch, now)   while work_to_do; then the storage writes and syncs it
 #     committed(batch, sync, now, unmended)     or gave_up(error, batch, now)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """How much a commit takes at most; of the last record, all."""
+    """Limits of one commit; the last record is taken whole."""
 
     bytes: int
     records: int
     streams: int
-    """Each is a file of its own to write and to sync."""
+    """Streams; each is a separate file to write and to sync."""
 
 
 ALONE = Turn(bytes=16 << 20, records=1000, streams=1000)
-"""So much that a sync is shared, not so much that it is slow."""
+"""Limits while one job writes: large enough to share a sync, small enough not to delay it."""
 AMONG_OTHERS = Turn(bytes=4 << 20, records=64, streams=4)
-"""Each stream's file is there already: to begin one is several syncs, and a manifest."""
+"""Limits while several jobs write. Only streams whose file exists: creating one takes several syncs and a manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +64,18 @@ class Queued:
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """A job's frames. It is there while something is owed to one of them."""
+    """Queue of a job's frames. It exists while a write, a sync or an acknowledgement is owed."""
 
     queue: deque[Queued] = field(default_factory=deque)
     accepted: int = 0
     settled: int = 0
     synced: int = 0
     promised: int = 0
-    """Up to here there are some that a sync is promised to, now or soon."""
+    """Count up to which frames are owed a sync, now or soon."""
     sync_target: int = 0
-    """How many a sync is asked for."""
+    """Count up to which a sync was requested."""
     file_made: Write | None = None
-    """Its file was made ahead of it. If it could not be, its commit says why."""
+    """Record whose file was created ahead, or could not be; then its commit raises the error."""
 
     @property
     def over(self) -> bool:
@@ -83,13 +83,13 @@ class Line:
 
     @property
     def underway(self) -> bool:
-        """Some have been taken, and their commit is not over."""
+        """True if frames were taken and their commit is not finished."""
         return self.settled + len(self.queue) < self.accepted
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is waited for: so many settled, and so many synced, of each line."""
+    """Condition to wait for: counts of settled and synced frames per queue."""
 
     job: str | None
     lines: list[tuple[Line, int, int]]
@@ -101,16 +101,16 @@ class Commits:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._lines: dict[str, Line] = {}
-        """By job; whose turn it is comes first."""
+        """Queue per job; the first one has its turn next."""
         self._accepted = 0  # of all jobs together, for `progress`
         self._settled = 0
         self._synced = 0
         self._making_file: Write | None = None
         self._unsynced_since: float | None = None
         self._unsynced: dict[int, StreamState] = {}
-        """Stream tag -> a stream with records that are acknowledged to who wanted no sync, and not synced."""
+        """Stream tag -> stream with unsynced records that were acknowledged to a writer that asked for no sync."""
         self._awaiting: dict[int, AppendCall] = {}
-        """Stream tag -> who has sent such records again, and wants them synced before it is told of them."""
+        """Stream tag -> session that sent such records again and wants them synced before they are acknowledged."""
 
     def put(self, session: AppendCall, stream: StreamState, write: Write, fsync: Fsync) -> None:
         line = self._lines.setdefault(stream.job, Line())
@@ -121,26 +121,27 @@ class Commits:
             line.promised = line.accepted
 
     def acknowledge_again(self, session: AppendCall, stream: StreamState, fsync: Fsync) -> None:
-        """What was sent again is there: to say so may take a sync, as it did not when it came first."""
+        """Acknowledges records that were sent again. If the first send asked for no sync, this may have to wait for
+        one."""
         if fsync is Fsync.NEVER or stream.tag not in self._unsynced:
             session.acknowledge(stream)
             return
         self._awaiting[stream.tag] = session
 
     def ask_to_settle(self, job: str | None = None) -> Target:
-        """What `is_settled` is to be asked with: everything accepted so far (of one job, or of all) is durable, or
-        was given up."""
+        """Returns a target for `is_settled`: all frames accepted so far (of one job, or of all) are durable or given
+        up."""
         lines = self._lines.values() if job is None else [self._lines[job]] if job in self._lines else []
         for line in lines:
             line.sync_target = max(line.sync_target, line.promised)
         return Target(job, [(line, line.accepted, line.sync_target) for line in lines])
 
     def is_settled(self, target: Target) -> bool:
-        """Whether all that was accepted before the target is on the disk, or never will be."""
+        """Returns whether all frames accepted before the target are durable or given up."""
         if self._state.failed:
             return True
         making = self._making_file
-        # Who settles may be about to drop the job.
+        # The caller may be about to drop the job.
         if making is not None and target.job in (None, making.job):
             return False
         return all(
@@ -148,7 +149,7 @@ class Commits:
         )
 
     def progress(self) -> tuple[int, int, int]:
-        """Frames accepted so far; those that left the queue; those that a sync covers."""
+        """Returns the counts of frames accepted so far, settled, and covered by a sync."""
         return self._accepted, self._settled, self._synced
 
     @property
@@ -166,8 +167,8 @@ class Commits:
         return any(line.sync_target > line.synced < line.settled for line in self._lines.values())
 
     def _is_alone(self, job: str) -> bool:
-        # By who writes as well as by who waits: somebody's record may come while a long turn has just begun. And whose
-        # these are may have gone already.
+        # Counts connected writers as well as queues: a writer's record may arrive just after a long turn has begun, and
+        # the writer of queued frames may have left already.
         return all(other == job for other in chain(self._state.writers, self._lines))
 
     def _lacks_file(self, write: Write) -> bool:
@@ -177,7 +178,7 @@ class Commits:
         return turn is ALONE or not self._lacks_file(write)
 
     def _next(self) -> str | None:
-        """Whose turn it is."""
+        """Returns the job whose turn it is."""
         for job, line in self._lines.items():
             if not line.queue or (self._making_file is not None and self._making_file.job == job):
                 continue
@@ -188,7 +189,7 @@ class Commits:
 
     @property
     def file_wanted(self) -> Write | None:
-        """The record whose file is to be made ahead, if there is one."""
+        """Record whose file should be created ahead, if any."""
         if self._making_file is not None:
             return None
         for job, line in self._lines.items():
@@ -200,20 +201,21 @@ class Commits:
         return None
 
     def take_file(self) -> Write | None:
-        """What is wanted, if anything is still. Nothing of its job is taken until `file_made`."""
+        """Returns the record whose file is to be created, if one is still wanted. Its job is not committed until
+        `file_made`."""
         if self._making_file is None:
             self._making_file = self.file_wanted
             return self._making_file
         return None
 
     def file_made(self, write: Write) -> None:
-        """It is there, or could not be made."""
+        """Records that the file was created, or could not be."""
         self._making_file = None
         if write.job in self._lines:
             self._lines[write.job].file_made = write
 
     def next_batch(self) -> list[Queued]:
-        """What goes into the next commit: of the job whose turn it is."""
+        """Removes the next commit's frames from the queue of the job whose turn it is, and returns them."""
         job = self._next()
         if job is None:
             return []
@@ -233,7 +235,7 @@ class Commits:
         return batch
 
     def sync_due(self, batch: list[Queued], now: float) -> bool:
-        """Whether this commit ends with a sync."""
+        """Returns whether this commit ends with a sync."""
         if any(queued.fsync is Fsync.ALWAYS for queued in batch) or self._sync_is_asked_for:
             return True
         if self._awaiting:
@@ -241,7 +243,7 @@ class Commits:
         return self.next_sync_s(now) == 0
 
     def next_sync_s(self, now: float) -> float | None:
-        """How long what was written may wait for a sync yet; None: nothing does."""
+        """Returns the seconds until unsynced records must be synced; None if there are none."""
         if self._unsynced_since is None:
             return None
         return max(0.0, self._unsynced_since + self._state.config.fsync_interval_s - now)
@@ -249,10 +251,10 @@ class Commits:
     def committed(
         self, batch: list[Queued], sync: bool, now: float, unmended: Sequence[Write] = ()
     ) -> list[Notice]:
-        """The storage has it, but for what could not be mended. What is to be told: there is space again, and what
-        was mended."""
+        """Records that the storage has written the batch, except for ``unmended``. Returns the events to emit: space is
+        free again, and which records were mended."""
         self._leave(batch)
-        if batch:  # its turn is over: behind whoever has come meanwhile
+        if batch:  # its turn is over: it goes after all that have come meanwhile
             job = batch[0].stream.job
             self._lines[job] = self._lines.pop(job)
         if sync:
@@ -271,13 +273,13 @@ class Commits:
         return [*news, *(self._state.space.disk_took() if batch else [])]
 
     def _leave(self, batch: Iterable[Queued]) -> None:
-        """These have left their queues for good."""
+        """Counts the frames as settled."""
         for queued in batch:
             self._lines[queued.stream.job].settled += 1
             self._settled += 1
 
     def _is_synced(self) -> None:
-        """All that has left."""
+        """Marks all settled frames as synced."""
         for line in self._lines.values():
             line.synced = line.settled
         self._synced = self._settled
@@ -325,7 +327,8 @@ class Commits:
             session.outbox.put(log_pb2.AppendReply(credit_bytes=size))
 
     def gave_up(self, error: StorageError, batch: list[Queued], now: float) -> list[Notice]:
-        """Nothing of the batch, nor of what came after it, is in the log. Writers are told, and resend."""
+        """Records that the batch and everything queued after it was not written. Their sessions end, so writers
+        resend."""
         state = self._state
         if isinstance(error, StorageFull):
             news = state.space.disk_is_full(str(error), now)
@@ -355,7 +358,8 @@ class Commits:
         return news
 
     def _lost(self, error: SegmentGone) -> Notice:
-        """What was in the file is a hole, acknowledged or not: who needs it is told. Its writer goes on behind it."""
+        """Turns the lost file's records into a hole, acknowledged or not. Readers that need them are refused. The
+        writer continues after the hole."""
         stream = self._state.core.known(error.job).stream(error.stream)
         self._state.core.lost(stream, error.first, str(error))
         fields = {"job": stream.job, "stream": stream.name, "reason": str(error)}
@@ -363,7 +367,7 @@ class Commits:
 
 
 def refusal_of(error: StorageError) -> Refusal:
-    """What those are told whose work it was, or was beside it."""
+    """Returns the refusal for calls that a failed commit ends."""
     if isinstance(error, StorageFull):
         return Refusal(Reason.FULL, str(error))
     if isinstance(error, StorageBusy | SegmentGone | JobDamaged):
@@ -376,7 +380,7 @@ Frame = tuple[FrameHeader, list[memoryview]]
 
 
 class Gathered:
-    """Replies that go out together. Of each stream the newest word counts: a writer that does not read its
+    """Replies that are sent together. Of each stream only the newest value is kept, so a writer that does not read its
     acknowledgements costs no more memory than one that does."""
 
     def __init__(self) -> None:
@@ -397,7 +401,7 @@ class Gathered:
             self._welcome = reply.welcome
 
     def drain(self) -> log_pb2.AppendReply:
-        """The reply with all that was gathered, which is empty from then on."""
+        """Returns one reply with all that was gathered, and clears it."""
         reply = log_pb2.AppendReply(credit_bytes=self._credit_bytes, welcome=self._welcome)
         for stream, next_sequence in self._opened.items():
             reply.opened.add(stream=stream, next_sequence=next_sequence)
@@ -410,7 +414,7 @@ class Gathered:
 
 
 def join(reply: log_pb2.AppendReply, more: log_pb2.AppendReply) -> None:
-    """Makes one message of two that go out together: ``reply``, with what ``more`` says."""
+    """Merges ``more`` into ``reply``, so that they are sent as one message."""
     gathered = Gathered()
     gathered.add(reply)
     gathered.add(more)
@@ -418,7 +422,7 @@ def join(reply: log_pb2.AppendReply, more: log_pb2.AppendReply) -> None:
 
 
 class Quarantined(Refused):
-    """The stream takes nothing any more; its manifest is to say so."""
+    """The stream was quarantined by this frame; its manifest must be saved."""
 
     def __init__(self, refusal: Refusal, stream: StreamState) -> None:
         super().__init__(refusal)
@@ -426,14 +430,15 @@ class Quarantined(Refused):
 
 
 class Appends:
-    """Who writes which stream. (All but `parse` while holding the server's lock.)"""
+    """Registry of which call writes which stream. (All methods but `parse` are called while holding the server's
+    lock.)"""
 
     def __init__(self, state: ServerState, commits: Commits) -> None:
         self._state = state
         self._commits = commits
 
     def take_over(self, recovered: RecoveredJob, now: float) -> None:
-        """What the storage has found at the start."""
+        """Loads a job that the storage recovered at the start."""
         job = self._state.core.job(recovered.name)
         job.generation = recovered.meta.generation
         job.reset_generation = recovered.meta.reset_generation
@@ -454,7 +459,7 @@ class Appends:
         self._state.touch(job.name, now)
 
     def attach(self, session: AppendCall) -> None:
-        """A writer has connected: welcome and the first credit."""
+        """Registers a writer's call: sends the welcome and the first credit."""
         config = self._state.config
         self._state.check_open()
         self._state.sessions[session] = None
@@ -466,7 +471,7 @@ class Appends:
         )
 
     def detach(self, session: AppendCall) -> None:
-        """A call is over: its streams may be opened by another one."""
+        """Removes a call that has ended: its streams may be opened by another one."""
         session.end()
         self._state.sessions.pop(session, None)
         for job in session.oldest:
@@ -479,7 +484,7 @@ class Appends:
                 del self._state.holders[tag]
 
     def open(self, session: AppendCall, request: log_pb2.Open, now: float) -> None:
-        """A call opens a stream to write it. Raises Refused, with nothing changed."""
+        """Opens a stream for writing by this call. If it raises Refused, nothing has changed."""
         check_names(request.job, request.stream)
         self._state.check_apart(request.job)
         try:
@@ -498,26 +503,26 @@ class Appends:
         )
         if isinstance(stream, Refusal):
             raise Refused(stream)
-        self._state.space.job(request.job)  # an account of its own, from now on
+        self._state.space.job(request.job)  # creates its account
         session.streams[stream.tag] = (stream, request.generation)
         oldest = session.oldest.get(request.job, request.generation)
         session.oldest[request.job] = min(oldest, request.generation)
         self._state.writers.setdefault(request.job, {})[session] = None
         session.fsync[stream.tag] = fsync
         self._state.holders[stream.tag] = session
-        # No acknowledgement yet: what the writer is not sure of it sends again, and it is compared.
+        # No acknowledgement yet: the writer resends unacknowledged records, and they are compared.
         opened = log_pb2.Opened(stream=stream.name, next_sequence=stream.appended)
         session.outbox.put(log_pb2.AppendReply(opened=[opened]))
 
     @classmethod
     def parse(cls, session: AppendCall, frames: memoryview | None) -> list[Frame]:
-        """The frames that a message ends, verified; None: no more will come. Raises Refused."""
+        """Returns the verified frames that a message completes. None: no more messages will come. Raises Refused."""
         return [frame for some in cls.parse_some(session, frames, 1 << 30) for frame in some]
 
     @staticmethod
     def parse_some(session: AppendCall, frames: memoryview | None, count: int) -> Iterator[list[Frame]]:
-        """The same, so many at a time. Raises Refused for a damaged, too large or unexpected one."""
-        if frames is not None and not session.streams:  # a frame that is begun takes memory until it is whole
+        """Yields the frames in lists of at most ``count``. Raises Refused for damaged, too large or unexpected ones."""
+        if frames is not None and not session.streams:  # an incomplete frame takes memory
             raise Refused(Refusal(Reason.NOT_OPEN, "frames before any stream is open in this call"))
         try:
             if frames is not None:
@@ -534,7 +539,8 @@ class Appends:
             raise Refused(Refusal(Reason.INVALID, str(error))) from None
 
     def accept(self, session: AppendCall, parsed: list[Frame]) -> None:
-        """Frames of streams that the session has opened. Raises Refused; what came before is kept."""
+        """Accepts frames of streams that the session has opened. Raises Refused; frames before the refused one are
+        kept."""
         given_back = 0
         try:
             for header, frame in parsed:
@@ -544,7 +550,7 @@ class Appends:
                 session.outbox.put(log_pb2.AppendReply(credit_bytes=given_back))
 
     def _accept(self, session: AppendCall, header: FrameHeader, frame: list[memoryview]) -> int:
-        """Queues a frame; gives the credit to return at once."""
+        """Queues a frame. Returns the credit to give back at once."""
         self._state.check_open()
         _check_session(session)
         opened = session.streams.get(header.stream_tag)

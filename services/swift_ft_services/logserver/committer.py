@@ -1,5 +1,5 @@
-"""The thread that writes: takes what waits, commits it as a group, then acknowledges it. One beside it makes the files
-which records begin, so that the commits of other jobs do not wait for that.
+"""The writing thread: takes queued frames, commits them as a group, then acknowledges them. A second thread creates
+files ahead, so that commits of other jobs do not wait for that.
 """
 
 import logging
@@ -14,11 +14,11 @@ from swift_ft_services.logserver.state import ServerState
 
 
 class Committer:
-    """The thread around `Commits`."""
+    """Threads that run `Commits`."""
 
     def __init__(self, state: ServerState, clock: Callable[[], float]) -> None:
         self.commits = Commits(state)
-        """(holding ``changed``, and notifying it afterwards)"""
+        """(accessed while holding ``changed``, which is notified afterwards)"""
         self._state = state
         self._clock = clock
         self._changed = state.changed
@@ -34,14 +34,14 @@ class Committer:
             thread.start()
 
     def wait_durable(self, job: str | None = None) -> None:
-        """(holding ``changed``) Waits until everything accepted so far, of one job or of all, is durable, or was given
+        """(holding ``changed``) Waits until all records accepted so far, of one job or of all, are durable or given
         up."""
         target = self.commits.ask_to_settle(job)
         self._changed.notify_all()
         self._changed.wait_for(lambda: self.commits.is_settled(target))
 
     def stop(self) -> None:
-        """After settle. Ends the threads."""
+        """Ends the threads; called after `wait_durable`."""
         with self._changed:
             self._stop = True
             self._changed.notify_all()
@@ -64,7 +64,7 @@ class Committer:
                     sync = self.commits.sync_due(batch, self._clock())
                 if batch or sync:
                     self._commit(batch, sync)
-            except Exception as error:  # a bug: writers and fences must not wait for it in silence
+            except Exception as error:  # a bug: writers and fences must not wait forever
                 logging.getLogger(__name__).exception("commit failed")
                 self._give_up(StorageFailed(f"internal error: {error!r}; start the server again"), batch)
 
@@ -84,9 +84,9 @@ class Committer:
                 continue
             try:
                 self._state.storage.make_file(write.job, write.stream, write.sequence)
-            except StorageError:  # its commit meets the same, and says so
+            except StorageError:  # its commit hits the same error and reports it
                 pass
-            except Exception:  # a bug: the commit makes the file itself
+            except Exception:  # a bug: the commit creates the file itself
                 logging.getLogger(__name__).exception("a file could not be made ahead")
             with self._changed:
                 self.commits.file_made(write)

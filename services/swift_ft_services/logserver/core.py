@@ -1,15 +1,15 @@
-"""The log's state machine, without I/O: what is accepted, known, refused; what is durable; what is gone.
+"""The log's state machine, without I/O: decides which records are accepted or refused, durable or dropped.
 
-Per stream three watermarks stand together::
+Each stream has three watermarks::
 
-    first <= durable <= appended        (sequences; each is exclusive, the first one *not* there)
+    first <= durable <= appended        (sequences; `durable` and `appended` are exclusive ends)
 
-``first`` rises with a trim or a reset, ``durable`` when the storage says so, ``appended`` with each accepted
-frame. What was appended and is not durable can be taken back (`abandon`), nothing else can. Records are found
-by sequence, to recognise one that is sent again, and by key, to refuse a second one of the same name.
+``first`` rises with a trim or a reset, ``durable`` with each commit of the storage, ``appended`` with each accepted
+frame. Only records that were appended and are not durable can be taken back (`abandon`). Records are indexed by
+sequence, to recognise one that is sent again, and by key, to refuse a second one with the same key.
 
-Per job there is one granted generation, which only rises (`fence`), and one step below which everything is
-trimmed, which rises until a `reset`: what comes behind that may begin at an older checkpoint.
+Each job has one granted generation, which only rises (`fence`), and one step below which everything is trimmed. That
+step rises until a `reset`; records after a reset may begin at an older checkpoint.
 """
 
 from bisect import bisect_left, insort
@@ -21,20 +21,22 @@ from swift_ft.log.frame import FrameHeader
 from swift_ft.log.protocol import Reason
 from swift_ft.log.record import MARK_SLOT, RecordKey, Steps, hull, stream_tag
 
-# The keys of a dictionary in their order, where some go again: sequences of records, steps that records are of.
+# Sorted view of a dictionary's integer keys, of which some are removed again: sequences of records, and steps.
 #
-# Numbers come at the end as a rule, and go from the front, so both cost next to nothing. What a client says is never
-# counted through: whoever asks gets the next number that is there, however far away it is.
+# Numbers are usually added at the end and removed at the front, so both are cheap. A range given by a client is never
+# iterated over: a lookup returns the next number present, however far away it is.
 
 
 class Ordered:
-    """``there`` is the dictionary, which its owner changes: `came` after a key was added, `went` after one was
-    removed. Those that went stay in the list until there are more of them than of the others."""
+    """Sorted keys of the dictionary ``there``, which its owner changes.
+
+    The owner calls `came` after a key was added and `went` after one was removed. Removed keys stay in the list until
+    they outnumber the others."""
 
     def __init__(self, there: Mapping[int, Any]) -> None:
         self._there = there
         self._numbers: list[int] = []
-        """The first of them from ``_head`` on, and the last one, are there."""
+        """Sorted; the entry at ``_head`` and the last entry are always present keys."""
         self._head = 0
 
     def came(self, number: int) -> None:
@@ -43,12 +45,12 @@ class Ordered:
             numbers.append(number)
             return
         at = bisect_left(numbers, number)
-        if numbers[at] != number:  # else it had gone, and its place is there still
+        if numbers[at] != number:  # else it was removed, and its place in the list is still there
             numbers.insert(at, number)
         self._head = min(self._head, at)
 
     def went(self, number: int) -> None:
-        """`number` was removed from the dictionary."""
+        """Records that `number` was removed from the dictionary."""
         numbers, there = self._numbers, self._there
         if len(numbers) - self._head > 2 * len(there) + 64 or not there:
             self._numbers = [kept for kept in numbers[self._head :] if kept in there]
@@ -72,7 +74,7 @@ class Ordered:
         return self._numbers[-1] if self._there else None
 
     def some(self, begin: int, count: int) -> list[int]:
-        """At most so many numbers, from ``begin`` on, in order; an empty list: there is none."""
+        """Returns at most ``count`` of the present numbers >= ``begin``, in order; an empty list if there are none."""
         numbers, there = self._numbers, self._there
         at = bisect_left(numbers, begin, self._head)
         while at < len(numbers):
@@ -83,16 +85,16 @@ class Ordered:
         return []
 
 
-# What a log server knows of a stream and of a job: watermarks, the index, holes.
+# A log server's state of a stream and of a job: watermarks, index, holes.
 
 NUMBER_MAX = 1 << 48
-"""No sequence or generation is above it, whatever a client says: every sum of a few of them fits a message, a file's
-name and a database, and no training run gets near it."""
+"""Upper bound of sequences and generations that a client may send. Sums of a few of them still fit a message, a file
+name and a database, and no training run comes near it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why something is not done. ``message`` is for people, ``reason`` for programs."""
+    """Reason why a request is refused. ``message`` is for people, ``reason`` for programs."""
 
     reason: Reason
     message: str
@@ -111,9 +113,9 @@ class IndexEntry:
 
 STEP_UNKNOWN = 1 << 63
 SWEPT_AT_ONCE = 500
-"""Records, before others have their turn."""
+"""Records that are processed before the lock is released for others."""
 HOLES_MAX = 1024
-"""Of a stream, that its writers may claim: each is looked at with every record that is read or sent again."""
+"""Holes that the writers of a stream may claim. Each is checked for every record that is read or sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +125,18 @@ class Hole:
     sequence: int
     end_sequence: int
     below_step: int
-    """All of them are of steps below; STEP_UNKNOWN until the first record behind them tells."""
+    """All lost records are of steps below this one. STEP_UNKNOWN until the first record after the hole bounds it."""
     reason: str
     gone: bool = False
-    """No file has any of them: a stream that ends with them can go on with the first one that its writer has."""
+    """No file has any of the records. If the stream ends with such a hole, it continues with the first record that its
+    writer still has."""
     claimed: bool = False
-    """A writer has said so; nothing here did."""
+    """The hole was reported by a writer, not found by this server."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What the streams of a job keep together."""
+    """Records and bytes that the streams of a job keep together."""
 
     records: int = 0
     bytes: int = 0
@@ -152,19 +155,19 @@ class StreamState:
     by_key: dict[RecordKey, IndexEntry] = field(default_factory=dict)
     holes: list[Hole] = field(default_factory=list)
     quarantined: str = ""
-    """Why nothing is accepted any more: the writer sent other bytes for a record that is there."""
+    """Reason why nothing is accepted any more: the writer sent other bytes for a record that is already stored."""
     mending: dict[int, IndexEntry] = field(default_factory=dict)
-    """Records of holes that were sent again, and are on their way to their places."""
+    """Records of holes that were sent again and are being written to their places."""
     bytes: int = 0
     tally: Tally = field(default_factory=Tally)
-    """Its job's."""
+    """Shared by all streams of the job."""
     tag: int = 0
     marks: dict[int, IndexEntry] = field(default_factory=dict)
-    """Those of the records that declare steps unlogged, by their sequences."""
+    """Sequence -> record that declares steps unlogged."""
     order: Ordered = field(init=False)
-    """Of `by_sequence`."""
+    """Sorted keys of `by_sequence`."""
     _steps: dict[int, int] = field(default_factory=dict)
-    """Step -> how many records are of it."""
+    """Step -> number of its records."""
     _step_order: Ordered = field(init=False)
 
     def __post_init__(self) -> None:
@@ -180,7 +183,7 @@ class StreamState:
         return self.quarantined or (self.holes[0].reason if self.holes else "")
 
     def add(self, entry: IndexEntry) -> None:
-        """Takes an accepted record into the index and the counts."""
+        """Adds an accepted record to the index and the counts."""
         sequence, step = entry.sequence, entry.key.step
         self.by_sequence[sequence] = entry
         self.order.came(sequence)
@@ -196,7 +199,7 @@ class StreamState:
         self.tally.records += 1
 
     def remove(self, entry: IndexEntry) -> None:
-        """Takes it out again: trimmed, abandoned, or dropped."""
+        """Removes a trimmed, abandoned or dropped record from the index and the counts."""
         sequence, step = entry.sequence, entry.key.step
         del self.by_sequence[sequence]
         self.order.went(sequence)
@@ -212,7 +215,7 @@ class StreamState:
         self.tally.records -= 1
 
     def clear(self) -> list[dict[Any, Any]]:
-        """Removes all records and holes. What had them, for somebody who has the time to free it."""
+        """Removes all records and holes. Returns the dictionaries that held them, to be freed outside the lock."""
         garbage: list[dict[Any, Any]] = [self.by_sequence, self.by_key]
         self.tally.bytes -= self.bytes
         self.tally.records -= len(self.by_sequence)
@@ -224,13 +227,14 @@ class StreamState:
         return garbage
 
     def steps_from(self, step: int) -> Steps | None:
-        """From the first step at or behind this one that a record is of, to the last one; None: there is no record."""
+        """Returns the range from the first step >= ``step`` that has a record to the last one; None if there is no
+        record."""
         first, last = self._step_order.some(step, 1), self._step_order.last
         return Steps(first[0], last) if first and last is not None else None
 
     @property
     def unlogged(self) -> Steps | None:
-        """What marks declare, from the first to the last step."""
+        """Range from the first to the last step that marks declare unlogged."""
         return hull(entry.key for entry in self.marks.values())
 
     def hole_at(self, sequence: int) -> Hole | None:
@@ -240,15 +244,15 @@ class StreamState:
         return None
 
     def hole_in(self, begin: int, end: int, from_step: int) -> Hole | None:
-        """The first one among these sequences that steps from there on may lie in."""
+        """Returns the first hole in [begin, end) that may contain records of steps >= ``from_step``."""
         for hole in self.holes:
             if hole.sequence < end and begin < hole.end_sequence and hole.below_step > from_step:
                 return hole
         return None
 
     def lose(self, end: int) -> Refusal | None:
-        """The writer was told that what is below ``end`` is durable, and it is not there. The hole stays known, and the
-        stream goes on behind it."""
+        """Records a hole up to ``end``: the writer has an acknowledgement for records that are missing here. The stream
+        continues after the hole. Returns a refusal if there are too many holes."""
         last = self.holes[-1] if self.holes else None
         begin = self.appended
         if last is not None and last.claimed and last.end_sequence == begin:
@@ -262,27 +266,28 @@ class StreamState:
         return None
 
     def add_hole(self, hole: Hole) -> None:
-        """Its records end where the stream ends, or before."""
+        """Appends a hole that ends at or after the end of the stream."""
         self.holes.append(hole)
         self.appended = max(self.appended, hole.end_sequence)
         self.durable = max(self.durable, hole.end_sequence)
         self.check()
 
     def insert_hole(self, hole: Hole) -> None:
-        """Among records that are there. Holes stay in the order of their sequences."""
+        """Inserts a hole among existing records. Holes stay sorted by sequence."""
         insort(self.holes, hole, key=lambda known: known.sequence)
 
     def cut_hole(self, sequence: int) -> None:
-        """This record is in no hole any more."""
-        while (hole := self.hole_at(sequence)) is not None:  # two of them: two things say that it is damaged
+        """Removes this record from every hole that contains it."""
+        while (hole := self.hole_at(sequence)) is not None:  # overlapping if two checks found damage
             self.holes.remove(hole)
             for begin, end in ((hole.sequence, sequence), (sequence + 1, hole.end_sequence)):
                 if begin < end:
                     self.insert_hole(replace(hole, sequence=begin, end_sequence=end))
 
     def give_back(self, sequence: int) -> bool:
-        """Whether it is of records that are gone, and the stream ends with these: then it ends before this one, and
-        goes on with it. (Its writer has all that follow: they come in their order.)"""
+        """Cuts the stream off at ``sequence`` if that lies in a final hole whose records no file has. Returns whether
+        it did. The stream then continues with this record. (Its writer still has all that follow and sends them in
+        order.)"""
         hole = self.holes[-1] if self.holes else None
         if (
             hole is None
@@ -298,14 +303,14 @@ class StreamState:
         return True
 
     def sound_from(self, sequence: int) -> int:
-        """From there on everything can be had up to here, exclusive."""
+        """Returns the exclusive end of the intact durable records that begin at ``sequence``."""
         for hole in self.holes:
             if hole.end_sequence > sequence:
                 return min(self.durable, max(hole.sequence, sequence))
         return self.durable
 
     def bound_holes(self, step: int) -> None:
-        """A record of this step stands behind all holes."""
+        """Sets the step bound of open holes: a record of this step follows them all."""
         if self.holes and self.holes[-1].below_step == STEP_UNKNOWN:
             self.holes = [
                 replace(hole, below_step=step + 1) if hole.below_step == STEP_UNKNOWN else hole
@@ -322,17 +327,18 @@ class JobState:
     trimmed_below_step: int = 0
     reset_generation: int = 0
     reset_number: int = 0
-    """The last reset that is durable, of that generation's: asked for again, or an older one, nothing is dropped."""
+    """Number of the last durable reset of `reset_generation`. A repeated or older reset request drops nothing."""
     trim_wanted: int = 0
-    """A trim that waits for readers of older steps."""
+    """Step of the trim requested last; it may wait for readers of older steps."""
     trim_recorded: int = 0
-    """The last trim that is durable: if less than `trimmed_below_step`, one could not be recorded, and is owed."""
+    """Step of the last durable trim. If less than `trimmed_below_step`, a trim could not be recorded yet and is
+    owed."""
     uncleaned: "dict[str, StreamState]" = field(default_factory=dict)
-    """Streams with something dropped whose space nobody was told to give back, by their names."""
+    """Streams with dropped records whose space the storage was not yet asked to free, by name."""
     streams: dict[str, StreamState] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     readers: dict[int, int] = field(default_factory=dict)
-    """Reader -> the oldest step it may still want."""
+    """Reader -> oldest step that it may still read."""
 
     def stream(self, name: str) -> StreamState:
         state = self.streams.get(name)
@@ -348,7 +354,7 @@ def too_high(what: str, number: int, most: int = NUMBER_MAX) -> Refusal | None:
 
 
 def cannot_be_mended(stream: StreamState, sequence: int) -> Refusal:
-    """A record that is damaged here was sent again."""
+    """Returns the refusal for a damaged record that was sent again and does not fit its place."""
     return Refusal(
         Reason.CORRUPT,
         f"record {sequence} of {stream.name} is damaged here, and what was sent again does not fit its place: "
@@ -357,32 +363,32 @@ def cannot_be_mended(stream: StreamState, sequence: int) -> Refusal:
 
 
 class LogCore:
-    """All jobs of one server. Every method is a decision; the caller does what it says."""
+    """State of all jobs of one server. Every method is a decision; the caller carries it out."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, JobState] = {}
         self._garbage: list[dict[Any, Any]] = []
 
     def known(self, name: str) -> JobState:
-        """The job; of one that is not there, what anybody may know, and nothing is kept."""
+        """Returns the job's state; for an unknown job a fresh one that is not kept."""
         return self.jobs.get(name) or JobState(name)
 
     def job(self, name: str) -> JobState:
-        """(a fence, or the start) The job, from now on."""
+        """(on a fence, and at the start) Returns the job's state, created if it is new."""
         state = self.jobs.get(name)
         if state is None:
             state = self.jobs[name] = JobState(name)
         return state
 
     def generation_of(self, name: str) -> int:
-        """0: the job is not known, or has none yet."""
+        """Returns the granted generation; 0 if the job is unknown or has none yet."""
         state = self.jobs.get(name)
         return 0 if state is None else state.generation
 
     # -- appending ------------------------------------------------------------------------------------
 
     def check_generation(self, job: JobState, generation: int) -> Refusal | None:
-        """The refusal of a writer that is not of the granted generation; None: it is."""
+        """Returns a refusal if the writer's generation is not the granted one."""
         if generation < job.generation:
             return Refusal(
                 Reason.STALE_GENERATION,
@@ -396,7 +402,7 @@ class LogCore:
         return None
 
     def open(self, job_name: str, stream_name: str, generation: int, acked: int) -> StreamState | Refusal:
-        """A writer takes a stream. ``acked``: it was told that everything below is durable."""
+        """Opens a stream for a writer. ``acked``: the writer has acknowledgements for all records below it."""
         job = self.known(job_name)
         refusal = self.check_generation(job, generation) or too_high("acknowledged sequence", acked)
         if refusal is not None:
@@ -411,8 +417,8 @@ class LogCore:
         return stream
 
     def append(self, stream: StreamState, generation: int, frame: FrameHeader) -> IndexEntry | Refusal | None:
-        """An entry: write it; in the place of a damaged one, if `StreamState.mending` has it. None: it is there
-        already, write nothing and acknowledge it again."""
+        """Returns the entry to write; if `StreamState.mending` holds it, it replaces a damaged record in place. Returns
+        None if the record is already stored: write nothing and acknowledge it again."""
         job = self.known(stream.job)
         refusal = self.check_generation(job, generation)
         if refusal is not None:
@@ -440,7 +446,7 @@ class LogCore:
         return entry
 
     def _again(self, stream: StreamState, frame: FrameHeader, generation: int) -> IndexEntry | Refusal | None:
-        """A record that was sent before. The index answers, however long ago it was."""
+        """Handles a record that was sent before. The index is compared, however old the record is."""
         known = stream.by_sequence.get(frame.sequence)
         if known is None or (known.key == frame.key and known.digest == frame.digest):
             return self._mend(stream, known, frame, generation) if stream.holes else None
@@ -453,7 +459,7 @@ class LogCore:
     def _mend(
         self, stream: StreamState, known: IndexEntry | None, frame: FrameHeader, generation: int
     ) -> IndexEntry | Refusal | None:
-        """It is needed again if it is in a hole. ``known``: what the index has of it still."""
+        """Returns an entry to rewrite if the record lies in a hole. ``known``: its index entry, if one is left."""
         if stream.hole_at(frame.sequence) is None or frame.sequence in stream.mending:
             return None
         if known is None and frame.key.step < self.known(stream.job).trimmed_below_step:
@@ -473,7 +479,7 @@ class LogCore:
         return entry
 
     def mended(self, stream: StreamState, sequence: int) -> int:
-        """The storage has it in its place, for good. Gives by how much more is kept now."""
+        """Records that the storage has durably rewritten the record. Returns by how many bytes the stream has grown."""
         entry = stream.mending.pop(sequence, None)
         if entry is None or sequence < stream.first:
             return 0
@@ -488,12 +494,12 @@ class LogCore:
         return stream.bytes - before
 
     def made_durable(self, stream: StreamState, sequence: int) -> None:
-        """The storage has everything below ``sequence`` for good."""
+        """Raises the durable watermark: the storage has committed everything below ``sequence``."""
         stream.durable = max(stream.durable, min(sequence, stream.appended))
         stream.check()
 
     def abandon(self) -> None:
-        """The storage could not write: takes back all that is appended and not durable."""
+        """Takes back all records that are appended and not durable, after the storage failed to write."""
         for job in self.jobs.values():
             for stream in job.streams.values():
                 while (last := stream.order.last) is not None and last >= stream.durable:
@@ -502,7 +508,7 @@ class LogCore:
                 stream.appended = stream.durable
 
     def lost(self, stream: StreamState, first: int, reason: str) -> None:
-        """No file has the records from there on any more. (Nothing is on its way to the disk.)"""
+        """Replaces all records from ``first`` on by a hole: no file has them any more. (No write is under way.)"""
         gone = [entry for entry in stream.by_sequence.values() if entry.sequence >= first]
         for entry in gone:
             stream.remove(entry)
@@ -514,7 +520,7 @@ class LogCore:
     # -- generations ----------------------------------------------------------------------------------
 
     def fence(self, job_name: str, generation: int) -> Refusal | None:
-        """Grants a generation, from which on older writers are refused. A refusal if a higher one is granted."""
+        """Grants a generation; older writers are refused from then on. Returns a refusal if a higher one is granted."""
         refusal = too_high("generation", generation)
         if refusal is not None:
             return refusal
@@ -541,8 +547,9 @@ class LogCore:
     def durable_records(
         self, stream: StreamState, sequence: int, from_step: int, count: int
     ) -> tuple[list[IndexEntry], int, Refusal | None]:
-        """The durable records of a step >= ``from_step`` among the next ``count`` that are there at or behind
-        ``sequence``; the sequence behind all that was looked at; and what keeps a reader from going on there."""
+        """Looks at the next ``count`` records at or after ``sequence``. Returns the durable ones of steps >=
+        ``from_step``, the sequence after all that was looked at, and the refusal that stops the reader there, if
+        any."""
         entries: list[IndexEntry] = []
         at = max(sequence, stream.first)
         for number in stream.order.some(at, count):
@@ -567,8 +574,8 @@ class LogCore:
     # -- dropping -------------------------------------------------------------------------------------
 
     def begin_trim(self, job: JobState, below_step: int) -> bool:
-        """Drops the steps below, as far as readers allow: nobody gets them any more. False: nothing is new. Each stream
-        is to be swept then."""
+        """Makes steps below ``below_step`` unreadable, as far as active readers allow. Returns False if that changes
+        nothing. Otherwise each stream must be swept next."""
         job.trim_wanted = max(job.trim_wanted, below_step)
         allowed = min([job.trim_wanted, *job.readers.values()])
         if allowed <= job.trimmed_below_step:
@@ -577,8 +584,8 @@ class LogCore:
         return True
 
     def sweep(self, job: JobState, stream: StreamState, sequence: int, count: int) -> int | None:
-        """Removes what is trimmed among the next ``count`` records at or behind ``sequence``. Where to go on; None:
-        that was the end."""
+        """Removes trimmed records among the next ``count`` at or after ``sequence``. Returns the sequence to continue
+        at, or None at the end."""
         numbers = stream.order.some(sequence, count)
         for number in numbers:
             entry = stream.by_sequence[number]
@@ -588,7 +595,7 @@ class LogCore:
         return numbers[-1] + 1 if numbers and last is not None and last > numbers[-1] else None
 
     def end_trim(self, job: JobState, stream: StreamState) -> bool:
-        """(once it is swept) Whether the stream has given something up at its beginning."""
+        """(after the sweep) Drops trimmed holes and raises ``first``. Returns whether ``first`` has risen."""
         stream.holes = [hole for hole in stream.holes if hole.below_step > job.trimmed_below_step]
         kept = stream.order.first
         first = stream.durable if kept is None else kept
@@ -601,7 +608,7 @@ class LogCore:
         return changed
 
     def trim(self, job: JobState, below_step: int) -> list[StreamState]:
-        """All of it at once. Gives the streams that changed."""
+        """Trims in one call. Returns the streams that changed."""
         if not self.begin_trim(job, below_step):
             return []
         changed = []
@@ -614,8 +621,8 @@ class LogCore:
         return changed
 
     def reset(self, job: JobState) -> list[StreamState]:
-        """Drops every record of the job; sequences go on, and any step may come again. (The caller has waited until all
-        are durable.)"""
+        """Drops every record of the job. Sequences continue, and any step may come again. Returns the streams. (The
+        caller has waited until all records are durable.)"""
         job.trimmed_below_step = job.trim_wanted = job.trim_recorded = 0
         for stream in job.streams.values():
             assert stream.durable == stream.appended, "a reset waits until everything is durable"
@@ -625,10 +632,11 @@ class LogCore:
         return list(job.streams.values())
 
     def empty(self, stream: StreamState) -> None:
-        """Removes all of its records and holes."""
+        """Removes all records and holes of the stream."""
         self._garbage += stream.clear()
 
     def take_garbage(self) -> list[dict[Any, Any]]:
-        """What nobody needs any more, to be emptied piece by piece without the lock: it takes a while to free it."""
+        """Returns large dictionaries that are no longer used. The caller frees them piece by piece without the lock,
+        because that takes long."""
         garbage, self._garbage = self._garbage, []
         return [some for some in garbage if len(some) > SWEPT_AT_ONCE]

@@ -1,9 +1,8 @@
-"""The file system as the storage uses it. `Disk` is the seam; `RealDisk` is the one of this machine.
+"""File system interface of the storage. `Disk` is the protocol; `RealDisk` accesses this machine's file system.
 
-Segment files are written in whole blocks, around the page cache (O_DIRECT) where the file system can: it is
-several times faster than through it, costs a tenth of the processor time, and does not push the trainers' pages
-out of memory. A direct write needs aligned memory, so bytes are gathered in a few buffers first; while one is
-written the next one is filled.
+Segment files are written in whole blocks with O_DIRECT where the file system supports it. That is several times faster
+than through the page cache, takes a tenth of the CPU time, and does not evict the trainers' pages. A direct write needs
+aligned memory, so bytes are gathered in a few buffers first; while one is written the next one is filled.
 """
 
 import ctypes
@@ -51,28 +50,29 @@ class File(Protocol):
     def size(self) -> int: ...
 
     def read(self, offset: int, size: int) -> bytes:
-        """So many bytes, or fewer at the end."""
+        """Reads ``size`` bytes, or fewer at the end of the file."""
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Fills page-aligned memory with whole blocks; gives how many bytes there were."""
+        """Fills page-aligned memory with whole blocks. Returns the number of bytes read."""
 
     def write(self, offset: int, parts: Sequence[Bytes]) -> None:
-        """Whole blocks (of BLOCK_BYTES), one part after the other. If it raises, any part of it may be there."""
+        """Writes the parts one after another, in total whole blocks (of BLOCK_BYTES). If it raises, any part may be
+        written."""
 
     def reserve(self, size: int) -> None:
-        """Takes space up to there, so that writes need none. The file's size stays."""
+        """Allocates space up to ``size``, so that writes need none. The file's size is unchanged."""
 
     def resize(self, size: int) -> None:
-        """It ends there, and gives back what was reserved behind it."""
+        """Truncates or extends the file to ``size``, and frees the space reserved after it."""
 
     def sync(self) -> None:
-        """What was written is there after a power cut."""
+        """Makes all writes durable."""
 
     def note(self, offset: int, data: bytes) -> None:
-        """Any few bytes, through the page cache: there whatever becomes of this process, not after a power cut."""
+        """Writes a few bytes through the page cache: they survive the end of this process, but not a power cut."""
 
     def is_there(self) -> bool:
-        """It is still the file of its name."""
+        """Returns whether the path still names this file."""
 
     def close(self) -> None: ...
 
@@ -81,36 +81,37 @@ class Disk(Protocol):
     """Files by path. Raises OSError; links are not followed, and only regular files are opened."""
 
     def names(self, path: Path) -> list[tuple[str, bool]]:
-        """What is in a directory, sorted; with each, whether it is a directory. Empty if there is none."""
+        """Returns the sorted entries of a directory, each with whether it is a directory. Empty if it does not
+        exist."""
 
     def make_directory(self, path: Path) -> None:
-        """Unless it is there. It is there after a power cut."""
+        """Durably creates the directory, unless it exists."""
 
     def create(self, path: Path) -> File:
-        """A new file. Its name is there after a power cut once `sync_names` has returned."""
+        """Creates a new file. Its name is durable once `sync_names` has returned."""
 
     def open(self, path: Path) -> File: ...
 
     def sync_names(self, path: Path) -> None:
-        """Names made in or removed from this directory stay so after a power cut."""
+        """Makes creations and removals of names in this directory durable."""
 
     def rename(self, path: Path, target: Path) -> None:
-        """In place of what is there."""
+        """Renames a file; an existing target is replaced."""
 
     def remove(self, path: Path) -> None:
-        """Unless it is gone."""
+        """Removes the file, if it exists."""
 
     def remove_tree(self, path: Path) -> None:
-        """A directory with all that is in it."""
+        """Removes a directory with all its contents."""
 
     def close(self) -> None: ...
 
 
 def allow_open_files() -> int:
-    """Takes as many descriptors as the system lets this process have, and gives how many streams may keep theirs, two
-    each: some are left for readers and calls."""
+    """Raises the descriptor limit as far as allowed. Returns how many streams may keep their two descriptors open; some
+    are left for readers and calls."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(OSError, ValueError):  # the kernel's own bound may be lower
+    with suppress(OSError, ValueError):  # the kernel's own limit may be lower
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     many = _STREAMS_OPEN_MAX if soft == resource.RLIM_INFINITY else (soft - _OTHER_FILES) // 2
@@ -118,10 +119,10 @@ def allow_open_files() -> int:
 
 
 class RealDisk:
-    """A directory of this machine, held by one server at a time."""
+    """A directory of this machine, locked by one server at a time."""
 
     def __init__(self, directory: Path) -> None:
-        """UsageError: it cannot be used; ServiceError: another server holds it."""
+        """Locks the directory. Raises UsageError if it cannot be used, ServiceError if another server holds it."""
         self._lock_fd = _take(directory)
         self._gatherer = _Gatherer()
 
@@ -137,7 +138,7 @@ class RealDisk:
             return []
 
     def make_directory(self, path: Path) -> None:
-        """Makes it, for this user only, and syncs its name. OSError: it is a link, or cannot be made."""
+        """Creates it with mode 0700, and syncs its name. Raises OSError if it is a link or cannot be created."""
         if path.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         if not path.is_dir():
@@ -145,7 +146,7 @@ class RealDisk:
             try:
                 self.sync_names(path.parent)
             except OSError:
-                path.rmdir()  # or the next time it would be taken for safe
+                path.rmdir()  # or the next call would take it for durable
                 raise
 
     def create(self, path: Path) -> "RealFile":
@@ -191,7 +192,8 @@ def _take(directory: Path) -> int:
 
 
 def _locked(directory: Path) -> int | None:
-    """None: somebody else holds it. Only its owner can open it, or anybody could keep the server from starting."""
+    """Returns the locked descriptor, or None if it is locked elsewhere. The file is readable by its owner only:
+    otherwise any user could lock it and keep the server from starting."""
     fd = open_regular(directory / LOCK, os.O_RDWR | os.O_CREAT)
     os.fchmod(fd, 0o600)
     try:
@@ -203,7 +205,7 @@ def _locked(directory: Path) -> int | None:
 
 
 class RealFile:
-    """Reads through the page cache, writes around it where that is possible."""
+    """Opens with O_DIRECT for whole-block reads and writes where that is possible, else uses the page cache."""
 
     def __init__(self, path: Path, flags: int, gatherer: "_Gatherer") -> None:
         self._path = path
@@ -244,7 +246,7 @@ class RealFile:
     def _directly(
         self, call: Callable[[int, list[memoryview], int], int], buffers: list[memoryview], offset: int
     ) -> int:
-        """Calls with a descriptor that goes around the page cache, if there can be one."""
+        """Calls with the O_DIRECT descriptor, if there is one."""
         try:
             return call(self._descriptor(), buffers, offset)
         except OSError as error:
@@ -262,7 +264,7 @@ class RealFile:
                     raise
                 self._can_be_direct = False
             if self._direct_fd is not None and not _same(os.fstat(self._direct_fd), os.fstat(self._fd)):
-                self._forget_direct()  # another file has its name by now
+                self._forget_direct()  # another file has this name by now
         return self._fd if self._direct_fd is None else self._direct_fd
 
     def _forget_direct(self) -> None:
@@ -345,7 +347,7 @@ class _Gatherer:
 
 
 def _pieces(parts: Sequence[Bytes], size: int) -> Iterator[list[memoryview]]:
-    """All parts in order, cut so that each piece but the last has exactly ``size`` bytes."""
+    """Yields all parts in order, cut so that each piece but the last has exactly ``size`` bytes."""
     piece: list[memoryview] = []
     room = size
     for part in parts:

@@ -1,14 +1,14 @@
-"""The log server without gRPC: a writer's call, and the start and the end of it all.
+"""The log server without gRPC: append calls, start and shutdown.
 
 Call sequence of an append::
 
     (pump of a session)  handle(): parse, check, core.append -> queue of the committer
-    (committer)          takes what waits: storage.commit (group commit), core.made_durable
+    (committer)          takes the queued frames: storage.commit (group commit), core.made_durable
     (committer)          acknowledgements and credit into the sessions' outboxes, readers are woken
-    (handler)            Outgoing.replies(): what is in the outbox, merged into one message
+    (handler)            Outgoing.replies(): the outbox, merged into one message
 
-Memory is bounded by the credit: a session's frames that are not durable yet take at most ``credit_bytes``
-plus one frame.
+Memory is bounded by the credit: a session's frames that are not durable yet take at most ``credit_bytes`` plus one
+frame.
 """
 
 import threading
@@ -29,14 +29,15 @@ from swift_ft_services.logserver.state import AppendCall, EngineConfig, ServerSt
 from swift_ft_services.logserver.storage_interface import RecoveredJob, Storage
 
 _TAKEN_AT_ONCE = 16
-"""Frames of a call, before others have their turn. Nothing is lost by it where records are large, or of one job."""
+"""Frames of a call that are accepted before others get the lock. Costs no throughput for large records or a single
+job."""
 _OTHERS_TURN_S = 0.0005
 _QUEUED_MAX = 512
 _POLL_S = 0.1
 
 
 class Outgoing:
-    """What goes back to one writer, from any thread."""
+    """Replies to one writer, put from any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -52,7 +53,7 @@ class Outgoing:
             self._changed.notify()
 
     def replies(self) -> Iterator[log_pb2.AppendReply]:
-        """Until the session ends. What has gathered meanwhile goes out as one message."""
+        """Yields replies until the session ends. Those that gather meanwhile are merged into one message."""
         while True:
             with self._changed:
                 while self._gathered.empty and not self._ended:
@@ -66,7 +67,7 @@ class Outgoing:
 
 
 class LogEngine:
-    """All that the gRPC servicer calls. Every public method may be called from any thread."""
+    """The operations that the gRPC servicer calls. Every public method may be called from any thread."""
 
     def __init__(
         self,
@@ -76,8 +77,8 @@ class LogEngine:
         age_s: Callable[[str], float | None] = lambda job: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``free_bytes``: what the disk has left, if anybody can tell; ``age_s(job)``: for how long its files
-        were not touched."""
+        """``free_bytes``: returns the free disk space, or None if unknown. ``age_s(job)``: returns the seconds since
+        the job's files were last modified."""
         self.config = config
         self._clock = clock
         lock = threading.RLock()
@@ -92,7 +93,7 @@ class LogEngine:
         self._changed = self.state.changed
 
     def start(self, jobs: list[RecoveredJob]) -> None:
-        """Takes over what the storage recovered, and begins to work."""
+        """Takes over the recovered jobs, and starts the threads."""
         for recovered in jobs:
             if recovered.apart:
                 told = self.state.set_apart(recovered.name, recovered.apart)
@@ -131,7 +132,7 @@ class LogEngine:
     # -- appending ------------------------------------------------------------------------------------
 
     def attach(self) -> tuple[AppendCall, Outgoing]:
-        """A writer has connected. Its session, and what goes back to it."""
+        """Registers a writer's call. Returns its session and its replies."""
         outgoing = Outgoing()
         session = AppendCall(outgoing, Assembler(self.config.body_bytes_max))
         with self._changed:
@@ -147,7 +148,8 @@ class LogEngine:
             self._appends.open(session, request, self._clock())
 
     def handle(self, session: AppendCall, frames: memoryview) -> None:
-        """Frames of streams that the session has opened. Raises Refused; what came before is kept."""
+        """Accepts frames of streams that the session has opened. Raises Refused; frames before the refused one are
+        kept."""
         for some in self._appends.parse_some(session, frames, _TAKEN_AT_ONCE):
             self._take(session, some)
             if len(some) == _TAKEN_AT_ONCE and len(self.state.writers) > 1:
@@ -156,7 +158,7 @@ class LogEngine:
     def _take(self, session: AppendCall, parsed: list[Frame]) -> None:
         try:
             with self._changed:
-                # Others' records stand behind these: a flood of small ones waits in its own call.
+                # Others' records queue after these: a flood of small records waits in its own call.
                 while session.queued_records >= _QUEUED_MAX and not session.ended:
                     self._changed.wait(_POLL_S)
                 try:
@@ -172,13 +174,13 @@ class LogEngine:
             raise
 
     def finish(self, session: AppendCall) -> None:
-        """The writer has sent its last message. Raises Refused if that ended within a frame."""
+        """Called after the writer's last message. Raises Refused if that ended within a frame."""
         self._appends.parse(session, None)
 
     # -- being watched ---------------------------------------------------------------------------------
 
     def snapshot(self) -> EngineSnapshot:
-        """What the server does at this moment."""
+        """Returns the server's current state as plain numbers."""
         with self._changed:
             accepted, settled, synced = self._committer.commits.progress()
             names = list(self.state.core.jobs)
@@ -192,7 +194,7 @@ class LogEngine:
                 space=self.state.space.snapshot(),
                 jobs=[],
             )
-        for name in names:  # one by one: jobs may be large, and are written meanwhile
+        for name in names:  # one at a time: jobs may be large, and are written meanwhile
             with self._changed:
                 job = self.state.core.jobs.get(name)
                 if job is not None:
@@ -205,7 +207,7 @@ class LogEngine:
     # -- the end --------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Takes nothing more; everything accepted becomes durable and is acknowledged; calls end."""
+        """Refuses new records, waits until all accepted ones are durable and acknowledged, then ends the calls."""
         with self._changed:
             self.state.draining = True
             self.state.on_health(False)
@@ -214,7 +216,7 @@ class LogEngine:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """After drain, and once no call runs any more."""
+        """Stops the threads and closes the storage; called after `drain`, once no call runs any more."""
         self.retention.stop()
         self._committer.stop()
         self.administration.stop()

@@ -1,11 +1,9 @@
 """Small files of a log server: a job's manifest, the registry of jobs, and acknowledgements.
 
-How far each stream was acknowledged, in a file that nobody waits for.
-
-The log's own files cannot tell that their last records are missing: cut on a boundary, they look as if nobody had
-written more. So the numbers are noted once more in `.acked`, after each commit and without a sync: whatever ends the
-process, the kernel has them; after a power cut they may be behind, and say less than was acknowledged, never more.
-The bytes are those of `swift_ft.log.directory`.
+Acknowledged sequences are kept in the file `.acked`, which no writer waits for. The log's own files cannot show that
+their last records are missing: truncated at a record boundary, they look complete. So the sequences are noted in
+`.acked` after each commit, without a sync. If the process dies, the kernel has them; after a power cut they may be
+lower than what was acknowledged, never higher. Byte layout: `swift_ft.log.directory`.
 """
 
 import errno
@@ -29,17 +27,18 @@ from swift_ft.log.manifest import (
 from swift_ft.log.segment import padding
 from swift_ft_services.logserver.disk import Disk, File
 
-# Small files on the disk that are replaced whole, so that there is the old one or the new one: a job's manifest.
+# Small files that are replaced atomically, so that either the old or the new one exists: a job's manifest.
 
 
 def load_manifest(disk: Disk, folder: Path) -> JobMeta | None:
-    """None: there is none. ManifestDamaged; OSError."""
+    """Returns the job's manifest, or None if there is none. Raises ManifestDamaged or OSError."""
     data = read_small_file(disk, folder / MANIFEST, MANIFEST_BYTES_MAX)
     return None if data is None else decode_manifest(data)
 
 
 def read_small_file(disk: Disk, path: Path, size_max: int) -> bytes | None:
-    """None: it is not there. OSError; ManifestDamaged if it is larger than that."""
+    """Returns the file's bytes, or None if it does not exist. Raises OSError, and ManifestDamaged if it is too
+    large."""
     try:
         file = disk.open(path)
     except FileNotFoundError:
@@ -53,15 +52,15 @@ def read_small_file(disk: Disk, path: Path, size_max: int) -> bytes | None:
 
 
 def replace_manifest(disk: Disk, folder: Path, data: bytes) -> None:
-    """Durably. OSError."""
+    """Durably replaces the manifest in ``folder``, which is created if needed. Raises OSError."""
     disk.make_directory(folder)
     replace_small_file(disk, folder / MANIFEST, data)
 
 
 def replace_small_file(disk: Disk, path: Path, data: bytes) -> None:
-    """Durably. OSError."""
+    """Durably and atomically replaces a file. Raises OSError."""
     aside = path.with_name(f"{path.name}.new")
-    disk.remove(aside)  # a kill may have left it
+    disk.remove(aside)  # left by a kill
     file = disk.create(aside)
     try:
         file.write(0, [data, padding(len(data))])
@@ -73,15 +72,15 @@ def replace_small_file(disk: Disk, path: Path, data: bytes) -> None:
     disk.sync_names(path.parent)
 
 
-# What a server knows of each job outside of its directory: which job of that name it is, and its last generation.
+# Registry of jobs outside their directories: the uid of each job, and its last generation.
 #
-# A manifest is inside of what can be swapped as a whole, and says nothing of being older than the one before. One
-# line a job is kept beside the jobs, in `.granted-<job>`: written when the job comes (before its manifest), and after
-# each manifest with a newer generation. So a manifest may be newer than its line, and never older.
+# A job's directory can be replaced as a whole by an older copy, which its manifest cannot show. So the registry keeps
+# one line per job in `.granted-<job>`, outside the job's directory. It is written when the job is created (before its
+# manifest), and after each manifest with a newer generation. So a manifest may be newer than its line, never older.
 
 
 class Book:
-    """(one caller at a time) The lines of all jobs, and the manifests that go with them."""
+    """(one caller at a time) Registry lines of all jobs, and their manifests."""
 
     def __init__(self, disk: Disk, directory: Path) -> None:
         self._disk = disk
@@ -92,18 +91,18 @@ class Book:
         return self._directory / f"{GRANTED}{job}"
 
     def read(self, job: str) -> Granted | None:
-        """None: there is no line. ManifestDamaged; OSError."""
+        """Returns the job's line, or None if there is none. Raises ManifestDamaged or OSError."""
         data = read_small_file(self._disk, self.path(job), GRANTED_BYTES_MAX)
         return None if data is None else decode_granted(data)
 
     def load(self, job: str, meta: JobMeta, granted: Granted) -> None:
-        """(at the start) The two fit. A kill may have come before the line had the manifest's generation."""
+        """(at the start) Takes over a job whose line and manifest match. Updates the line if a kill left it older."""
         if granted.generation < meta.generation:
             self._write(Granted(job, meta.uid, meta.generation))
         self.lines[job] = Granted(job, meta.uid, meta.generation)
 
     def save(self, job: str, meta: JobMeta, new_uid: str) -> None:
-        """The manifest, durably, and its line. ``meta`` gets the job's name and uid. OSError."""
+        """Durably saves the manifest and the job's line. Sets the job's name and uid in ``meta``. Raises OSError."""
         line = self.lines.get(job)
         if line is None:
             line = Granted(job, new_uid, 0)
@@ -117,7 +116,7 @@ class Book:
             self.lines[job] = line
 
     def forget(self, job: str) -> None:
-        """A line that is left has no directory, and is the first thing that a new job of this name replaces."""
+        """Removes the job's line. A leftover line has no directory, and a new job of this name replaces it first."""
         self.lines.pop(job, None)
         try:
             self._disk.remove(self.path(job))
@@ -129,11 +128,11 @@ class Book:
 
 
 _FREE_MAX = 1 << 16
-"""Free places in a row that are remembered."""
+"""Consecutive free places that are remembered."""
 
 
 class Acked:
-    """(one caller at a time) All streams of a server."""
+    """(one caller at a time) Acknowledged sequences of all streams of a server."""
 
     def __init__(self, disk: Disk, directory: Path) -> None:
         self._disk = disk
@@ -143,10 +142,10 @@ class Acked:
         self._free: list[int] = []
         self._next_place = 0
         self.sequences: dict[Of, int] = {}
-        """As noted; each is exclusive."""
+        """Stream -> noted sequence, exclusive."""
 
     def open(self) -> None:
-        """Reads what was noted. Something else in the file's place is done without, and so is a full disk."""
+        """Reads the noted sequences. Works without the file if it cannot be opened or created."""
         try:
             self._file = self._disk.open(self._path)
         except FileNotFoundError:
@@ -162,7 +161,7 @@ class Acked:
             self._next_place = at + 1
 
     def note(self, of: Of, sequence: int) -> None:
-        """Everything below was acknowledged, or is about to be."""
+        """Records that everything below ``sequence`` was acknowledged, or is about to be."""
         if self._file is None:
             return
         place = self._places.get(of)
@@ -174,7 +173,7 @@ class Acked:
         self._put(place, encode_place(of, sequence))
 
     def forget(self, uid: bytes) -> None:
-        """The job is dropped."""
+        """Frees the places of a dropped job's streams."""
         for of in [of for of in self._places if of[0] == uid]:
             place = self._places.pop(of)
             self.sequences.pop(of, None)
@@ -187,7 +186,7 @@ class Acked:
             self._file.note(place * PLACE_BYTES, data)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                self._close()  # nobody waits for it, and nobody fails for it
+                self._close()  # this file is optional: an error only disables it
 
     def _close(self) -> None:
         if self._file is not None:

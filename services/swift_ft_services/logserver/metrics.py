@@ -1,7 +1,7 @@
-"""The log server's metrics: a snapshot at scrape time, and what is counted outside of the hot path.
+"""The log server's metrics: a snapshot at scrape time, and counters outside of the hot path.
 
-Watched from outside: the storage is wrapped (one count per commit, which is a group of records), refusals are seen
-by an interceptor (once per call), the rest comes from events. None of it is there unless --metrics-listen is.
+The storage is wrapped (one count per commit, which is a group of records), refusals are counted by an interceptor
+(once per call), the rest comes from events. All of it is created only with --metrics-listen.
 """
 
 import os
@@ -113,7 +113,7 @@ _EVENTS = {
 
 
 class ObservedStorage:
-    """A storage that counts what is committed to it. All else passes through."""
+    """Wraps a storage and counts its commits. All other calls pass through."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -127,7 +127,7 @@ class ObservedStorage:
         return getattr(self._storage, name)
 
     def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
-        """One committer calls this, so the counters have one writer."""
+        """Counts and times a commit. Only the committer calls this, so the counters have one writer."""
         records: dict[str, int] = {}
         sizes: dict[str, int] = {}
         for write in writes:
@@ -152,7 +152,7 @@ class ObservedStorage:
 
 
 class ObservedFile:
-    """A file whose syncs are timed."""
+    """Wraps a file and times its syncs."""
 
     def __init__(self, file: File, sync_s: Distribution) -> None:
         self._file = file
@@ -170,7 +170,7 @@ class ObservedFile:
 
 
 class ObservedDisk:
-    """A disk whose files' syncs are timed. All else passes through."""
+    """Wraps a disk and times the syncs of its files. All other calls pass through."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
@@ -190,7 +190,7 @@ class ObservedDisk:
 
 
 class _Context:
-    """A call's context that tells why the call was refused."""
+    """Wraps a call's context and reports why the call was refused."""
 
     def __init__(self, context: Any, told: Callable[[str], None]) -> None:
         self._context = context
@@ -212,7 +212,7 @@ class _Context:
 
 
 class RefusalWatch(grpc.ServerInterceptor):
-    """Sees every call that is aborted, whichever part of the server did it."""
+    """Interceptor that counts aborted calls by reason, whichever part of the server aborts them."""
 
     def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()
@@ -240,10 +240,10 @@ class RefusalWatch(grpc.ServerInterceptor):
 
 
 class LogMetrics:
-    """What `swift_ft.metrics.Exposition` shows of a log server."""
+    """Collects the metrics of a log server for `swift_ft.metrics.Exposition`."""
 
     def __init__(self, directory: Path, storage: Storage, disk: ObservedDisk) -> None:
-        """``storage`` is on ``disk``; the engine gets `watched_storage` in its place."""
+        """``storage`` uses ``disk``; the engine gets `watched_storage` instead of it."""
         self._disk_watch = disk
         self.storage = ObservedStorage(storage)
         self.refusals = RefusalWatch()
@@ -259,7 +259,7 @@ class LogMetrics:
 
     @property
     def watched_storage(self) -> Storage:
-        """For the engine, in the place of the storage."""
+        """The wrapped storage, for the engine."""
         return cast(Storage, self.storage)
 
     def _heard(self, event: str, fields: Mapping[str, Any]) -> None:
@@ -276,7 +276,7 @@ class LogMetrics:
                 self._counts[_EVENTS[event]][fields["job"]] += 1
 
     def samples(self, snapshot: EngineSnapshot) -> Samples:
-        """The value of every metric, by name and labels, at the moment of the snapshot."""
+        """Returns the value of every metric, by name and labels, at the time of the snapshot."""
         out: dict[str, Mapping[tuple[str, ...], Value]] = {
             "swift_log_state": plain(snapshot.state),
             "swift_log_appended_records_total": _by_label(self.storage.appended_records),
@@ -331,7 +331,7 @@ _JOB_FIELDS = {
 
 
 def _space(snapshot: EngineSnapshot) -> dict[str, Mapping[tuple[str, ...], Value]]:
-    """A quota that nobody has set, and marks of a limit that nobody knows, are not shown."""
+    """Returns the samples of quotas, limits and alarms. Unset quotas, and marks of unknown limits, are left out."""
 
     def known(name: str, jobs: Sequence[JobSnapshot]) -> Mapping[tuple[str, ...], Value]:
         return {(job.job,): value for job in jobs if (value := getattr(job.space, name))}
@@ -355,7 +355,7 @@ def _by_label(count: Mapping[str, int]) -> Mapping[tuple[str, ...], Value]:
 
 
 def usage(directory: Path) -> tuple[int, int]:
-    """Segment files, and the disk space of all files. What vanishes while it is looked at is left out."""
+    """Returns the number of segment files, and the disk space of all files. Skips files that vanish meanwhile."""
     segments = used = 0
     for entry in _files(directory):
         try:

@@ -1,8 +1,8 @@
-"""Fence, trim, reset and drop as sequences of steps: what is decided, and what must be durable before it goes on.
+"""Fence, trim, reset and drop as sequences of steps: each decision, and what must be durable before the next one.
 
-A procedure is a generator. It runs while the server's lock is held; each step that it yields is done without it
-(`Settle`, `Save`), and it goes on once that has been done. Where a step fails, the procedure ends there: Refused is
-thrown into it. One procedure of a server runs at a time.
+A procedure is a generator. It runs while the server's lock is held. Each step that it yields (`Settle`, `Save`) is
+executed without the lock, and then the procedure continues. If a step fails, Refused is thrown into the procedure,
+which ends it. A server runs one procedure at a time.
 """
 
 from collections.abc import Generator, Mapping
@@ -19,14 +19,14 @@ from swift_ft_services.logserver.state import Refused, ServerState, check_names
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Wait until everything accepted so far of the job is durable."""
+    """Step: wait until all accepted records of the job are durable."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Make this the job's manifest, durably."""
+    """Step: durably replace the job's manifest."""
 
     job: str
     meta: JobMeta
@@ -34,21 +34,21 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Clean:
-    """Some time: give back the space of what these streams have dropped."""
+    """Deferred step: free the space of what these streams have dropped."""
 
     streams: list[StreamState]
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The job is no more, durably; some time: give back its space."""
+    """Step: durably forget the job; its space is freed later."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """An event for the trace."""
+    """Step: emit an event to the trace."""
 
     event: str
     fields: Mapping[str, object]
@@ -56,7 +56,7 @@ class Emit:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Let others have their turn. ``garbage`` may be emptied meanwhile, piece by piece."""
+    """Step: release the lock for others. ``garbage`` may be emptied meanwhile, piece by piece."""
 
     garbage: "list[dict[Any, Any]]" = field(default_factory=list)
 
@@ -69,9 +69,9 @@ Procedure = Generator[Step, None, T]
 def fence(
     state: ServerState, job_name: str, generation: int, now: float, *, held: bool = False
 ) -> Procedure[None]:
-    """Grants a generation; over when the grant is durable, and all that older generations appended (synced, but for
-    streams that nobody syncs). ``held``: only to a job that is known here, as one that had been granted one is.
-    Raises Refused for generation 0, one that is older than what is granted, and a job that is set apart."""
+    """Grants a generation. Ends when the grant and all appends of older generations are durable (except for streams
+    that are never synced). ``held``: grants only to a job that is known here. Raises Refused for generation 0, for one
+    older than the granted one, and for a quarantined job."""
     check_names(job_name)
     state.check_apart(job_name)
     if generation == 0:
@@ -86,10 +86,10 @@ def fence(
     job = state.core.job(job_name)
     state.touch(job_name, now)
     if is_new:
-        # Nothing is written under it before it is durable; if that fails, not before it was asked for again.
+        # No write is accepted under it before it is durable; if saving fails, not before another fence.
         words = f"generation {generation} of job {job_name} is not durable yet"
         state.cut_off[job_name] = Refusal(Reason.NOT_GRANTED, words)
-    # Writers of older generations are told now, not at their next frame.
+    # Writers of older generations are refused now, not at their next frame.
     for session in state.writers.get(job_name, ()):
         opened_under = session.oldest[job_name]
         if opened_under < generation:
@@ -101,7 +101,7 @@ def fence(
 
 
 def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
-    """Gives the step below which everything is trimmed, durably. Raises Refused for a step beyond all."""
+    """Trims, and returns the step below which everything is durably trimmed. Raises Refused for a step out of range."""
     if state.core.jobs.get(job.name) is not job:
         return job.trimmed_below_step  # dropped meanwhile
     refusal = too_high("step", below_step, STEP_MAX)
@@ -121,7 +121,8 @@ def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
 
 
 def _sweep(state: ServerState, job: JobState) -> Procedure[None]:
-    """(A job that is large is not to hold up others: records are appended and read between two pieces.)"""
+    """Sweeps piece by piece, so that a large job does not block others: records are appended and read between
+    pieces."""
     looked = 0
     for stream in list(job.streams.values()):
         sequence: int | None = 0
@@ -136,8 +137,8 @@ def _sweep(state: ServerState, job: JobState) -> Procedure[None]:
 
 
 def reset(state: ServerState, job_name: str, generation: int, number: int = 0) -> Procedure[None]:
-    """Drops every record of the job, under its granted generation; once, however late or often it is asked for.
-    ``number`` counts the resets of one generation. Raises Refused for another generation than the granted one."""
+    """Drops every record of the job, under its granted generation. Repeated or late requests have no effect. ``number``
+    counts the resets of one generation. Raises Refused for another generation than the granted one."""
     check_names(job_name)
     state.check_apart(job_name)
     job = _check_known(state, job_name)
@@ -165,7 +166,7 @@ def _free(state: ServerState) -> Procedure[None]:
 def _check_known(state: ServerState, job_name: str) -> JobState:
     job = state.core.jobs.get(job_name)
     if job is None:
-        # Not which ones there are: who asks may have a right to one job only.
+        # Does not list the existing jobs: the caller may have access to one job only.
         raise Refused(Refusal(Reason.UNKNOWN, f"there is no job {job_name} here"))
     return job
 
@@ -173,8 +174,8 @@ def _check_known(state: ServerState, job_name: str) -> JobState:
 def drop(
     state: ServerState, job_name: str, now: float, *, force: bool, why: str
 ) -> Procedure[tuple[int, int]]:
-    """Forgets a job; gives (records, bytes). A job that lives is refused, unless by ``force``: then its writers
-    are cut off, and find no generation granted."""
+    """Forgets a job. Returns (records, bytes). A job in use is refused, unless ``force`` is set: then its writers are
+    cut off, and their generation is no longer granted."""
     check_names(job_name)
     if job_name in state.apart:
         yield Forget(job_name)
@@ -185,7 +186,7 @@ def drop(
     job = _check_droppable(state, job_name, now, force)
     yield from _cut_off(state, job, Refusal(Reason.NOT_GRANTED, f"job {job_name} was dropped"))
     records, size = job.tally.records, job.tally.bytes
-    del state.core.jobs[job_name]  # before its files: nothing is written to them from here on
+    del state.core.jobs[job_name]  # before its files: no write reaches them from here on
     state.space.recount(state.core, trimmed=False)
     try:
         yield Forget(job_name)
@@ -218,7 +219,7 @@ def _check_droppable(state: ServerState, job_name: str, now: float, force: bool)
 
 
 def _cut_off(state: ServerState, job: JobState, why: Refusal) -> Procedure[None]:
-    """Ends the job's writers, and lets none in; over when nothing of it is on its way to the disk any more."""
+    """Ends the job's writers and admits no new ones. Ends when no write of the job is in flight."""
     for session in state.writers.get(job.name, ()):
         session.end(why)
     before = state.cut_off.get(job.name)
@@ -234,7 +235,7 @@ def _cut_off(state: ServerState, job: JobState, why: Refusal) -> Procedure[None]
 
 
 def meta_of(job: JobState) -> JobMeta:
-    """What the job's manifest is to say."""
+    """Returns the contents of the job's manifest."""
     return JobMeta(
         generation=job.generation,
         trimmed_below_step=job.trimmed_below_step,

@@ -1,15 +1,15 @@
-"""How much is kept, of how much, and what follows from it. No I/O, no clock of its own.
+"""Space accounting: bytes kept per job and server, their limits, alarms and refusals. No I/O, no clock of its own.
 
-Each account (the server's, and one for every job) has three lines below its limit::
+Each account (one for the server, one for every job) has three marks below its limit::
 
     0 ........ low ........ high ....... taken again ....... limit
                HIGH ends    HIGH begins  FULL ends           FULL begins
 
-HIGH is said, and makes a coordinator ask for an early checkpoint, whose trim gives the space back: the room between
-high and limit is for what is logged until then. FULL refuses what is new. The limit is the quota, or what the
-disk has room for if that is less.
+HIGH is reported, and makes a coordinator ask for an early checkpoint, whose trim frees space. The room between high and
+limit is for what is logged until then. FULL refuses new records. The limit is the quota, or the disk's free space plus
+what is kept if that is less.
 
-A disk that has said that it is full is another thing, since its word counts more than what anybody reckons::
+If a write finds the disk full, that overrides all accounting::
 
     OPEN ──a write found no space──> FULL ──space is back, and a while has passed──> TRYING
       ^                                ^                                               │
@@ -35,7 +35,7 @@ _FREE_BYTES_LEAST = 1 << 20
 
 
 class Alarm(IntEnum):
-    """As in the protocol."""
+    """Alarm of an account; the same values as in the protocol."""
 
     NONE = 0
     HIGH = 1
@@ -50,20 +50,20 @@ class DiskState(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpaceConfig:
-    """Quotas of 0 are none."""
+    """Quotas and alarm marks. A quota of 0 means none."""
 
     quota_bytes: int = 0
     job_quota_bytes: int = 0
     high_water: float = HIGH_WATER
-    """Part of a limit at which the alarm begins."""
+    """Fraction of a limit at which the alarm begins."""
     low_water: float = LOW_WATER
-    """... and below which it ends. After the disk was full, writes begin again once as much as lies between the
-    lines "taken again" and "limit" is free."""
+    """Fraction below which it ends. After the disk was full, writes are tried again once the space between the marks
+    "taken again" and "limit" is free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something to be told: an event."""
+    """An event to be emitted by the caller."""
 
     event: str
     fields: Mapping[str, object]
@@ -71,13 +71,14 @@ class Notice:
 
 @dataclass(slots=True)
 class Account:
-    """used <= limit, but for one record that found room and a disk that shrank."""
+    """Space of a job or of the server. used <= limit, except after one record that found room, or if the disk
+    shrank."""
 
     name: str
     quota_bytes: int
     used_bytes: int = 0
     limit_bytes: int = 0
-    """0: nobody can tell."""
+    """0: unknown."""
     alarm: Alarm = Alarm.NONE
     told: Alarm = Alarm.NONE
 
@@ -90,11 +91,11 @@ class Account:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccountSnapshot:
-    """Plain numbers, for metrics."""
+    """An account in plain numbers, for metrics."""
 
     used_bytes: int
     limit_bytes: int
-    """0: nobody can tell; then there are no marks either."""
+    """0: unknown; then the marks are 0, too."""
     quota_bytes: int
     high_mark_bytes: int
     low_mark_bytes: int
@@ -104,7 +105,7 @@ class AccountSnapshot:
 
 @dataclass(slots=True)
 class _Trouble:
-    """The disk's own word."""
+    """State of the disk after a write found it full."""
 
     disk: DiskState = DiskState.OPEN
     reason: str = ""
@@ -114,24 +115,24 @@ class _Trouble:
 
 @dataclass(slots=True)
 class Space:
-    """(holding the server's lock) All accounts. What a method returns is to be told."""
+    """(holding the server's lock) All accounts. Methods return the events to emit."""
 
     config: SpaceConfig
     server: Account = field(init=False)
     jobs: dict[str, Account] = field(default_factory=dict)
     free_bytes: int | None = None
-    """On the disk, as last seen; None: nobody can tell."""
+    """Free space on the disk when last checked; None: unknown."""
     trimmed: Counter[str] = field(default_factory=Counter)
-    """Bytes of records that trims and resets have given up, by job."""
+    """Bytes of records dropped by trims and resets, by job."""
     dropped_bytes: int = 0
-    """... and those of jobs that were dropped."""
+    """Bytes of jobs that were dropped."""
     _trouble: _Trouble = field(default_factory=_Trouble)
 
     def __post_init__(self) -> None:
         quota = self.config.quota_bytes
         self.server = Account("the server", quota, limit_bytes=quota)
 
-    # -- what is kept ---------------------------------------------------------------------------------
+    # -- bytes that are kept ---------------------------------------------------------------------------------
 
     def job(self, name: str) -> Account:
         account = self.jobs.get(name)
@@ -140,12 +141,12 @@ class Space:
         return account
 
     def _account(self, name: str) -> Account:
-        """Of a job that nothing is kept of."""
+        """Returns a new account for a job without records."""
         quota = self.config.job_quota_bytes
         return Account(f"job {name}", quota, limit_bytes=quota)
 
     def refuses(self, job_name: str, frame_bytes: int) -> Refusal | None:
-        """May a new record of this size come in? With 0: may a writer begin?"""
+        """Returns a refusal if there is no room for a new record of this size (0: for a new writer)."""
         if self._trouble.disk is DiskState.FULL:
             return Refusal(Reason.FULL, self._trouble.reason)
         for account in (self.jobs.get(job_name) or self._account(job_name), self.server):
@@ -160,7 +161,8 @@ class Space:
         self.server.used_bytes += frame_bytes
 
     def recount(self, core: LogCore, *, trimmed: bool = True) -> None:
-        """Something was dropped. ``trimmed``: it was in the log; else it never was."""
+        """Recounts all accounts after records were dropped. ``trimmed``: they count as trimmed; else they never were in
+        the log."""
         before = {name: account.used_bytes for name, account in self.jobs.items()}
         for name in [name for name in self.jobs if name not in core.jobs]:
             del self.jobs[name]
@@ -174,13 +176,13 @@ class Space:
 
     @property
     def trimmed_bytes(self) -> int:
-        """Everything that was given up, by a trim, a reset or a drop."""
+        """Bytes dropped by trims, resets and drops."""
         return self.trimmed.total() + self.dropped_bytes
 
     # -- the disk -------------------------------------------------------------------------------------
 
     def disk_is_full(self, reason: str, now: float) -> list[Notice]:
-        """A write found no space."""
+        """Records that a write found no space."""
         trouble = self._trouble
         if trouble.disk is DiskState.TRYING:
             trouble.pause_s = min(2 * trouble.pause_s, _PAUSE_S_MAX)
@@ -189,7 +191,7 @@ class Space:
         return news
 
     def disk_took(self) -> list[Notice]:
-        """A write went well."""
+        """Records that a write succeeded."""
         trouble = self._trouble
         if trouble.disk is DiskState.OPEN:
             return []
@@ -197,11 +199,11 @@ class Space:
         return [Notice("disk_has_space", {})]
 
     def files_removed(self, now: float) -> None:
-        """Room was made: no reason to wait any longer."""
+        """Ends the waiting time: files were removed, so a write may be tried."""
         self._trouble.until = min(self._trouble.until, now)
 
     def observe(self, free_bytes: int | None, now: float) -> list[Notice]:
-        """Every so often: what the disk has left. Alarms begin and end here."""
+        """Called periodically with the free disk space. Alarms begin and end here."""
         self.free_bytes = free_bytes
         server, trouble = self.server, self._trouble
         room = server.used_bytes + free_bytes if free_bytes is not None else 0
@@ -237,7 +239,7 @@ class Space:
             return Alarm.HIGH
         return Alarm.NONE
 
-    # -- what is told ---------------------------------------------------------------------------------
+    # -- reported state ---------------------------------------------------------------------------------
 
     @property
     def disk(self) -> DiskState:
@@ -249,11 +251,11 @@ class Space:
 
     @property
     def takes_appends(self) -> bool:
-        """Of any job at all."""
+        """True unless the server accepts no appends of any job."""
         return self._trouble.disk is DiskState.OPEN and self.server.alarm is not Alarm.FULL
 
     def wants_checkpoint(self, job_name: str) -> str:
-        """Why a trim of this job would help now; empty: there is no need."""
+        """Returns why a trim of this job would help now; empty if there is no need."""
         account = self.job(job_name)
         if not account.used_bytes:
             return ""
@@ -265,7 +267,7 @@ class Space:
         return ""
 
     def snapshot(self, job_name: str = "") -> AccountSnapshot:
-        """Of a job, or of the server."""
+        """Returns the account of a job, or of the server, in plain numbers."""
         account = self.job(job_name) if job_name else self.server
         limit, config = account.limit_bytes, self.config
         full = not job_name and self._trouble.disk is not DiskState.OPEN

@@ -1,4 +1,4 @@
-"""The reading side: records of a stream in log order, its digests, the inventory."""
+"""Read calls of the log server: records of a stream in log order, its digests, the inventory."""
 
 import errno
 import threading
@@ -25,17 +25,18 @@ from swift_ft_services.logserver.state import Refused, ServerState, check_names
 from swift_ft_services.logserver.storage_interface import Storage
 from swift_ft_services.threads import Threads
 
-# What all readers together may take to read ahead. The first get as much as they can use, many get less each.
+# Memory that all readers share for reading ahead. The first readers get all they can use; with many, each gets less.
 
 BUDGET_BYTES = 64 << 20
-"""Of messages. A reader that does not take its answers holds five times its message: it is read ahead, on its way."""
+"""Budget, in bytes of messages. A reader that does not take its answers holds five times its message: read ahead, and
+in flight."""
 LEAST_BYTES = 64 << 10
-"""That anybody gets, also when nothing is left."""
+"""Message size that every reader gets, even if the budget is used up."""
 _PART = 16
 
 
 class ReadMemory:
-    """Thread-safe."""
+    """Budget for the readers' message buffers. Thread-safe."""
 
     def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
         self._left = budget_bytes
@@ -43,8 +44,8 @@ class ReadMemory:
 
     @contextmanager
     def message_bytes(self) -> Iterator[int]:
-        """For one reader, as long as it reads: how large its messages may be. Each takes a part of what is left, so
-        there is always some left for the next one."""
+        """Yields how large one reader's messages may be, reserved as long as it reads. Each reader takes a fraction of
+        the rest, so some is always left for the next one."""
         with self._lock:
             mine = min(MESSAGE_BYTES, self._left // _PART)
             self._left -= mine
@@ -55,31 +56,30 @@ class ReadMemory:
                 self._left += mine
 
 
-# Reading ahead of a reader: threads read the next messages while the last one is verified and sent. All readers share
-# these threads, so that a reader costs no thread but that of its call.
+# Read-ahead: threads read the next messages while the last one is verified and sent. All readers share these threads,
+# so a reader costs only the thread of its call.
 #
 # Call sequence of one Read call::
 #
-#     (handler)   add(record)…, flush()       what is wanted next, in log order
+#     (handler)   add(record)…, flush()       records wanted next, in log order
 #     (threads)   storage.read into page-aligned memory
-#     (handler)   take()                      checksums, one join: a message; in order
+#     (handler)   next_message()              checksums, one join: a message; in order
 #
-# Records that follow each other in a file are read at once, up to a message; a large record is read, and travels, in
-# several messages.
+# Consecutive records of a file are read together, up to a message. A large record is read and sent in several messages.
 
 _AHEAD = 2
 _DAMAGED = {
     *(errno.EIO, errno.EBADMSG, errno.EUCLEAN),
     *(errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO),
 }
-"""The disk, or a file system's checksum, says that the bytes are lost; or the file is not there, or something else is
-in its place. Anything else is the server's own trouble."""
-_ANY_BODY_BYTES = 1 << 62  # of what was accepted once, whatever the limit is today
+"""Errors of a read that mean that the record is lost: reported by the disk or by a file system's checksum, or the file
+is missing or replaced. Any other error is the server's own and temporary."""
+_ANY_BODY_BYTES = 1 << 62  # no limit: the record was accepted under the limit of its time
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A record that a reader gets."""
+    """A record to be sent to a reader."""
 
     stream: StreamState
     entry: IndexEntry
@@ -95,47 +95,47 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Why a record cannot be sent."""
+    """Reason why a record cannot be sent."""
 
     wanted: Wanted
     reason: str
     kind: Reason = Reason.CORRUPT
-    """TRIMMED: it was dropped meanwhile; BUSY: nobody can tell now."""
+    """TRIMMED: it was dropped meanwhile; BUSY: it cannot be read at the moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one message has: whole frames that follow each other, or a piece of one frame."""
+    """Content of one message: consecutive whole frames, or a piece of one frame."""
 
     frames: tuple[Wanted, ...]
     begin: int
-    """Of the first frame."""
+    """Offset within the first frame."""
     size: int
 
 
 @dataclass(slots=True)
 class _Begun:
-    """The frame whose pieces are under way."""
+    """The large frame whose pieces are being sent."""
 
     header: FrameHeader
     crc: int
 
 
 class ReadAhead:
-    """For one reader. A context manager."""
+    """Read-ahead of one reader. A context manager."""
 
     def __init__(self, storage: Storage, memory: ReadMemory, threads: Threads) -> None:
         self._storage = storage
         self._memory = memory
         self._threads = threads
         self._held = ExitStack()
-        self._message_bytes = 0  # until something is wanted
+        self._message_bytes = 0  # 0 until a record is wanted
         self._run: list[Wanted] = []
         self._run_bytes = 0
         self._waiting: deque[_Part] = deque()
         self._reading: deque[tuple[_Part, futures.Future[memoryview]]] = deque()
         self._begun: _Begun | None = None
-        # One more than is read ahead: the oldest is being sent.
+        # One buffer more than is read ahead: the oldest message is being sent.
         self._buffers: deque[memoryview] = deque()
 
     def __enter__(self) -> "ReadAhead":
@@ -154,7 +154,7 @@ class ReadAhead:
         return len(self._reading) >= _AHEAD
 
     def add(self, wanted: Wanted) -> None:
-        """The record is wanted next. A large one is read in several parts of equal size."""
+        """Queues the record to be read next. A large one is split into several parts of equal size."""
         if not self._message_bytes:
             self._message_bytes = self._held.enter_context(self._memory.message_bytes())
         part_bytes = self._message_bytes + HEADER_BYTES_MAX
@@ -172,7 +172,7 @@ class ReadAhead:
             self._waiting.append(_Part((wanted,), begin, min(each, wanted.frame_bytes - begin)))
 
     def flush(self) -> None:
-        """Reads what was added."""
+        """Starts reading the records that were added."""
         if self._run:
             self._waiting.append(_Part(tuple(self._run), 0, self._run_bytes))
             self._run, self._run_bytes = [], 0
@@ -186,11 +186,12 @@ class ReadAhead:
             part = self._waiting.popleft()
             buffer = self._buffers[0]
             self._buffers.rotate(-1)
-            self._threads.ready()  # if not, one that is there gets to it
+            self._threads.ready()  # starts a thread if needed; if it cannot, an existing one does the work
             self._reading.append((part, self._threads.submit(self._read, part, buffer)))
 
     def _read(self, part: _Part, buffer: memoryview) -> memoryview:
-        """(a thread) A run that goes on in the next file is read up to there."""
+        """(a read-ahead thread) Reads a part. A run that continues in the next file is read up to the end of this
+        file."""
         first = part.frames[0]
         place = self._storage.locate(first.stream.job, first.stream.name, first.sequence)
         size = part.size
@@ -199,7 +200,8 @@ class ReadAhead:
         return self._storage.read(place.behind(part.begin), size, buffer)
 
     def next_message(self) -> tuple[bytes, Damage | None]:
-        """The next message (or none), and what is wrong with the record behind it. Waits for the disk."""
+        """Returns the next message (or none), and the damage of the record that follows it, if any. Waits for the
+        disk."""
         part, future = self._reading.popleft()
         try:
             view = future.result()
@@ -212,7 +214,7 @@ class ReadAhead:
         return message, damage
 
     def _frames(self, part: _Part, view: memoryview) -> tuple[int, Damage | None]:
-        """(bytes that are sound, what is wrong behind them)."""
+        """Returns the count of valid bytes, and the damage after them, if any."""
         at = 0
         for index, wanted in enumerate(part.frames):
             if index and at == len(view):  # the rest is in the next file
@@ -229,12 +231,12 @@ class ReadAhead:
         return at, None
 
     def _again(self, part: _Part) -> None:
-        """Comes before what is under way, which is read again behind it."""
+        """Puts the part before those being read, which are read again after it."""
         self._waiting.extendleft(reversed([part, *(other for other, _ in self._reading)]))
         self._call_off()
 
     def _call_off(self) -> None:
-        """What is under way. Its buffers are free when this returns."""
+        """Cancels the reads in flight. When this returns, their buffers are free."""
         for _, future in self._reading:
             future.cancel()
         futures.wait([future for _, future in self._reading])
@@ -265,7 +267,8 @@ def _unreadable(wanted: Wanted, error: OSError) -> Damage:
 
 
 def _header(frame: memoryview, wanted: Wanted) -> FrameHeader:
-    """The one that the index means: files can be put in place of others while the server runs, and they are sound."""
+    """Decodes the header and checks that it is the indexed record's: a valid file may have been replaced by another
+    one."""
     header, entry = decode_header(frame, 0, _ANY_BODY_BYTES), wanted.entry
     is_there = (header.stream_tag, header.sequence, header.key, header.generation, header.frame_bytes)
     is_meant = (wanted.stream.tag, entry.sequence, entry.key, entry.generation, entry.frame_bytes)
@@ -277,15 +280,15 @@ def _header(frame: memoryview, wanted: Wanted) -> FrameHeader:
 _POLL_S = 0.5
 _READ_AHEAD_THREADS = 8
 _LOOKED_AT_ONCE = 500
-"""Records that are looked at before others get the lock: a reader of a small share passes many."""
+"""Index entries that are examined before the lock is released: a reader of a small share skips many."""
 _STREAMS_AT_ONCE = 50
-"""... and streams of an inventory."""
+"""Streams of an inventory that are examined before the lock is released."""
 _TRIES = 3
 _OTHERS_TURN_S = 0.002
 
 
 class Turns:
-    """Of each job one at a time. Thread-safe."""
+    """Mutual exclusion per job. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -309,7 +312,7 @@ class Turns:
 
 
 class Reading:
-    """Serves what is durable, and verifies each record as it leaves."""
+    """Serves durable records, and verifies each one before it is sent."""
 
     def __init__(
         self, state: ServerState, administration: Administration, clock: Callable[[], float]
@@ -320,18 +323,19 @@ class Reading:
         self._changed = state.changed
         self._reader_ids = iter(range(1 << 62))
         self._inventories = Turns()
-        """Whoever asks for many of one job at once has one thread's share of the processor, not many threads'."""
+        """Serializes inventories per job, so that concurrent requests for one job use one thread's share of the
+        processor."""
         self._memory = ReadMemory()
         self._threads = Threads(_READ_AHEAD_THREADS, "read-ahead")
 
     def wake(self, job: str) -> None:
-        """A call of this job has ended: `read` looks whether it is its own."""
+        """Wakes the readers of the job, so that one whose call has ended notices it."""
         with self._changed:
             self._state.wake_readers([job])
 
     def read(self, request: log_pb2.ReadRequest, alive: Callable[[], bool]) -> Iterator[bytes]:
-        """Encoded ReadReplies. Holds a lease on the steps from ``from_step`` on: a trim waits for it. Raises Refused
-        for steps that are trimmed, too many readers, and for want of memory."""
+        """Yields encoded ReadReplies. Holds a lease on the steps >= ``from_step``: a trim waits for it. Raises Refused
+        for trimmed steps, for too many readers, and if memory is short."""
         check_names(request.job, request.stream)
         with self._changed:
             self._state.check_apart(request.job)
@@ -386,13 +390,13 @@ class Reading:
                     raise Refused(refusal)
 
     def _wait(self, job: str) -> None:
-        """(holding ``changed``) For what comes next. Raises Refused if nothing will."""
+        """(holding ``changed``) Waits for new records. Raises Refused if the server is draining."""
         if self._state.draining:
             self._state.check_open()
         self._state.news(job).wait(_POLL_S)
 
     def _take(self, ahead: ReadAhead) -> Iterator[bytes]:
-        """The oldest message that was read ahead."""
+        """Yields the oldest message that was read ahead. Raises Refused for a damaged record."""
         message, damage = ahead.next_message()
         if message:
             yield message
@@ -404,7 +408,8 @@ class Reading:
     def _plan_read(
         self, job: JobState, request: log_pb2.ReadRequest, sequence: int
     ) -> tuple[list[Wanted], int, Refusal | None]:
-        """The next records to read, the sequence behind them, and what ends the call after them."""
+        """Returns the records to read next, the sequence after them, and the refusal that ends the call after them, if
+        any."""
         if self._state.core.jobs.get(job.name) is not job:
             return [], sequence, Refusal(Reason.TRIMMED, f"job {job.name} was dropped while it was read")
         plan: list[Wanted] = []
@@ -442,7 +447,8 @@ class Reading:
         return Refusal(Reason.CORRUPT, reason)
 
     def digests(self, request: log_pb2.DigestsRequest) -> Iterator[list[log_pb2.RecordDigest]]:
-        """Of what is durable when it begins, in log order. Raises Refused for steps that are trimmed or damaged."""
+        """Yields digests of the records that are durable at the start, in log order. Raises Refused for trimmed or
+        damaged steps."""
         check_names(request.job, request.stream)
         sequence = end = 0
         while True:
@@ -469,7 +475,7 @@ class Reading:
             rest(_OTHERS_TURN_S if len(self._state.writers) > 1 else None)
 
     def inventory(self, job_name: str) -> log_pb2.InventoryReply:
-        """What is durable of each stream of a job. Raises Refused: names that are none."""
+        """Returns the records and watermarks of each stream of a job. Raises Refused for an invalid name."""
         check_names(job_name)
         with self._inventories.turn(job_name):
             for _ in range(_TRIES):
@@ -481,8 +487,8 @@ class Reading:
             return reply
 
     def _inventory(self, job_name: str, at_once: int | None) -> log_pb2.InventoryReply | None:
-        """A few streams at a time, so that others can append meanwhile. None: the job was trimmed or emptied, or got
-        another generation, meanwhile."""
+        """Collects ``at_once`` streams (None: all) per lock acquisition, so that others can append meanwhile. Returns
+        None if the job was trimmed, reset, dropped or fenced meanwhile."""
         with self._changed:
             self._state.check_apart(job_name)
             job = self._state.core.jobs.get(job_name)
@@ -507,7 +513,7 @@ class Reading:
         return reply
 
     def status(self, request: log_pb2.StatusRequest) -> log_pb2.StatusReply:
-        """Space, and what is known of one job or of all. Raises Refused: a name that is none."""
+        """Returns the server's space, and the status of one job or of all. Raises Refused for an invalid name."""
         if request.job:
             check_names(request.job)
         with self._changed:

@@ -1,4 +1,4 @@
-"""Segment files as the storage knows them, and how a storage fails."""
+"""Segment files of the storage, and the storage's errors."""
 
 import errno
 from array import array
@@ -20,40 +20,40 @@ from swift_ft.log.segment import (
 )
 from swift_ft_services.logserver.disk import NO_SPACE, File
 
-# One segment file as the storage knows it: where its records are, and how it grows.
+# One open or sealed segment file: the offsets of its records, and how it grows.
 
 _RESERVE_LEAST = 64 << 10
 _RESERVE_STEP = 32 << 20
 
 
 class Unsound(OSError):
-    """A write failed, and so did the way back from it: nobody knows what the file holds."""
+    """A write failed and could not be rolled back: the file's contents are unknown."""
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A file of one stream, and where each of its records begins (`offsets`, in bytes)."""
+    """A file of one stream, with the byte offset of each record (`offsets`)."""
 
     path: Path
     first: int
     size: int
-    """Where its frames end."""
+    """Offset at which its frames end."""
     owner: Owner
     generation: int
-    """That it was made in."""
-    offsets: "array[int]" = field(default_factory=lambda: array("Q"))  # 0: damaged, and nobody knows where
-    file: File | None = None  # if it is the last one and not sealed
+    """Generation in which it was created."""
+    offsets: "array[int]" = field(default_factory=lambda: array("Q"))  # 0: damaged, offset unknown
+    file: File | None = None  # only if not sealed
     tail: bytes = b""
-    """Of the last block, what the frames fill: the next write begins with it."""
+    """Frame bytes in the last, partial block; the next write begins with them."""
     reserved: int = 0
     ahead: bool = True
-    """The file may have taken more space than it fills: of one that was there at the start nobody knows."""
+    """True if the file may have reserved more space than it fills, which is unknown after a restart."""
     _end: int = SEGMENT_HEADER_BYTES
-    """Of the frames found so far."""
+    """End of the frames found so far."""
 
     @property
     def of(self) -> tuple[bytes, int]:
-        """Its stream, whatever job there is of that name."""
+        """Identifies its stream, also if another job of that name is created later."""
         return bytes.fromhex(self.owner.uid), stream_tag(self.owner.job, self.owner.stream)
 
     @property
@@ -66,20 +66,20 @@ class Segment:
         return self.first + len(self.offsets)
 
     def found(self, sequence: int, offset: int, size: int) -> None:
-        """(at the start, in their order) A record's frame. Of those that are missing before it the first begins where
-        the last one ended."""
+        """(at the start, in order) Records a frame that the scan found. The first missing record before it is assumed
+        to begin where the previous frame ended."""
         missing = sequence - self.next_sequence
         self.offsets.extend([self._end, *[0] * missing][:missing])
         self.offsets.append(offset)
         self._end = offset + size
 
     def mend(self, file: File, sequence: int, frame: Sequence[Bytes]) -> bool:
-        """Puts a record's frame where it is damaged. False: it does not fit there, or what shares its blocks cannot be
-        read; nothing was written. What is sound stays so, whenever this is cut off."""
+        """Writes a record's frame over its damaged copy. Returns False, with nothing written, if it does not fit or if
+        data sharing its blocks cannot be read. Intact data stays intact if this is interrupted."""
         index, size = sequence - self.first, sum(map(len, frame))
-        if index == len(self.offsets):  # the file ends with damage in which nothing was found
+        if index == len(self.offsets):  # the file ends with damage in which no frame was found
             begin, frames = self.size, frame
-            if not self.size:  # and with its own header
+            if not self.size:  # its own header is damaged, too
                 head = encode_segment_header(self.header)
                 begin, frames = len(head), [head, *frame]
             if not _overwrite(file, self.size, frames, last=True):
@@ -97,12 +97,12 @@ class Segment:
             self.file = None
 
     def offsets_of(self, sizes: Iterable[int]) -> list[int]:
-        """Where frames of these sizes will be."""
+        """Returns the offsets that frames of these sizes will have."""
         ends = accumulate(sizes, initial=self.size)
         return list(ends)[:-1]
 
     def write(self, parts: Sequence[Bytes]) -> None:
-        """Appends bytes. If it raises, the segment is as it was, unless it raises Unsound."""
+        """Appends bytes. If it raises, the segment is unchanged, unless it raises Unsound."""
         assert self.file is not None
         begin = self.size - len(self.tail)
         end = self.size + sum(map(len, parts))
@@ -118,7 +118,7 @@ class Segment:
 
     def _reserve(self, size: int) -> None:
         assert self.file is not None
-        # As much again as it has: a file is extended a few times, and one that stays small takes little.
+        # Doubles the reservation: a file is extended a few times, and a small one takes little.
         self.ahead = True
         ample = size + min(max(size, _RESERVE_LEAST), _RESERVE_STEP)
         try:
@@ -127,18 +127,18 @@ class Segment:
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            self._cut(self.size, error)  # gives back a part that was taken
+            self._cut(self.size, error)  # frees what was partly reserved
             self.file.reserve(size)
             self.reserved = size
 
     def give_back(self) -> None:
-        """The space behind what is written. The next write takes some again."""
+        """Frees the reserved space after the written data. The next write reserves some again."""
         if self.file is not None and self.ahead:
             self.file.resize(self.file.size)
             self.reserved, self.ahead = 0, False
 
     def go_back(self, size: int, tail: bytes) -> None:
-        """To before writes that shall not count. Raises Unsound."""
+        """Rolls back to before writes that failed. Raises Unsound."""
         self._cut(size)
         self.size, self.tail = size, tail
 
@@ -153,7 +153,7 @@ class Segment:
 
 
 def place_of(segments: Sequence[Segment], sequence: int) -> Segment | None:
-    """The one that has this record, or that ends with damage where it should be."""
+    """Returns the segment that has this record, or that ends with damage at its place."""
     for segment in reversed(segments):
         if segment.first <= sequence < segment.next_sequence:
             return segment
@@ -163,9 +163,9 @@ def place_of(segments: Sequence[Segment], sequence: int) -> Segment | None:
 
 
 def _overwrite(file: File, offset: int, frame: Sequence[Bytes], *, last: bool = False) -> bool:
-    """What shares its first and its last block is written as it is there. ``last``: what is behind it is cut off. That
-    comes first: behind a frame that is sound it would be damage, of a record that never was. What is damaged itself
-    still says that something was there."""
+    """Writes a frame in place; data sharing its first and last block is kept. ``last``: the file is cut off after the
+    frame, before the write, because damage after an intact frame would look like another record. The damaged frame
+    itself still shows that a record was there."""
     begin, end = offset // BLOCK_BYTES * BLOCK_BYTES, offset + sum(map(len, frame))
     try:
         before = file.read(begin, offset - begin)
@@ -199,29 +199,30 @@ IN_THE_WAY = {
     errno.ENOTEMPTY,
     errno.ENXIO,
 }
-"""Something else is where a job's file or directory should be: that is this job's trouble, and no disk's."""
+"""Errors that mean that something else is in the place of a job's file or directory. They concern this job, not the
+disk."""
 UNREADABLE = {errno.EACCES, errno.EPERM, errno.EIO, errno.EBADMSG, errno.EUCLEAN}
-"""What a file that was to be read may say: nobody else's files need be the same."""
+"""Errors of reading a file that concern only this job's files."""
 
 
 class StorageError(ServiceError):
-    """One of those below."""
+    """Base class of the storage's errors."""
 
 
 class StorageFull(StorageError):
-    """No space. Everything is back on the last record boundary; reads and trims still work."""
+    """No space is left. Everything is rolled back to the last record boundary; reads and trims still work."""
 
 
 class StorageBusy(StorageError):
-    """The process has no descriptor or no memory to spare. Everything is back on the last record boundary."""
+    """The process is out of descriptors or memory. Everything is rolled back to the last record boundary."""
 
 
 class StorageFailed(StorageError):
-    """A write or a sync failed for another reason. It is not tried again: what was written is unknown."""
+    """A write or a sync failed for another reason. It is not retried: what was written is unknown."""
 
 
 class JobDamaged(StorageError):
-    """A job's files make no sense, or something else is in their place. Nothing is done for it; others are served."""
+    """A job's files cannot be interpreted, or were replaced. The job is quarantined; others are served."""
 
     def __init__(self, job: str, what: str) -> None:
         super().__init__(
@@ -232,19 +233,19 @@ class JobDamaged(StorageError):
 
 
 class SegmentGone(StorageError):
-    """A file that is written was removed, or replaced, by somebody else. Everything else is back on the last record
-    boundary; the stream goes on in another file."""
+    """A file that is being written was removed or replaced from outside. Everything else is rolled back to the last
+    record boundary; the stream continues in another file."""
 
     def __init__(self, job: str, stream: str, first: int, what: str) -> None:
         super().__init__(what)
         self.job = job
         self.stream = stream
         self.first = first
-        """Its records, and whatever was to follow, are gone."""
+        """First record of the file; it and all that follow are gone."""
 
 
 def as_storage_error(error: OSError, job: str = "") -> StorageError:
-    """``job``: whose file it was about."""
+    """Converts an OSError. ``job``: owner of the file concerned."""
     if isinstance(error, Unsound):
         return StorageFailed(f"a write failed: {error.strerror}; see to the disk, then start again")
     if error.errno in BUSY:

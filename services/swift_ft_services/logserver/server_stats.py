@@ -1,4 +1,4 @@
-"""What the server does at one moment, as plain numbers: taken under the lock, shown outside of it."""
+"""Snapshot of the server's state as plain numbers: taken while holding the lock, exported without it."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -9,7 +9,7 @@ from swift_ft_services.logserver.quotas import AccountSnapshot, Space
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSnapshot:
-    """One job in numbers."""
+    """State of one job in plain numbers."""
 
     job: str
     generation: int
@@ -20,16 +20,16 @@ class JobSnapshot:
     bytes: int
     readers: int
     trim_waits: bool
-    """A trim was asked for that readers hold up."""
+    """True if a requested trim waits for readers."""
     trimmed_bytes: int
-    """Since the process began."""
+    """Bytes trimmed since the process started."""
     checkpoint_wanted: bool
-    """Its coordinator is asked for an early one."""
+    """True if the coordinator should save an early checkpoint."""
     space: AccountSnapshot
 
     @classmethod
     def of(cls, job: JobState, space: Space, wants_checkpoint: str) -> Self:
-        """Takes it, while the server's lock is held."""
+        """Takes the snapshot; called while the server's lock is held."""
         streams = job.streams.values()
         return cls(
             job=job.name,
@@ -49,17 +49,17 @@ class JobSnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSnapshot:
-    """The whole server in numbers."""
+    """State of the whole server in plain numbers."""
 
     state: str
     queued_records: int
-    """Accepted, and not acknowledged yet."""
+    """Records accepted, and not acknowledged yet."""
     unsynced_records: int
-    """Accepted, and not covered by a sync yet; with fsync "never" these are almost all."""
+    """Records accepted, and not synced yet; with fsync "never" almost all."""
     sessions: int
     underway_bytes: int
-    """Credit that writers have used up."""
+    """Credit used by writers."""
     credit_bytes: int
-    """Credit that writers have in all."""
+    """Total credit granted to writers."""
     space: AccountSnapshot
     jobs: list[JobSnapshot]

@@ -1,4 +1,4 @@
-"""gRPC over the engine: messages in and out, refusals into status codes. No decision is taken here."""
+"""The gRPC service: converts messages to engine calls, and refusals to status codes. It takes no decisions."""
 
 import logging
 import threading
@@ -43,7 +43,7 @@ _STATUS = {
     Reason.DENIED: grpc.StatusCode.PERMISSION_DENIED,
 }
 _MESSAGE_CHARACTERS = 500
-"""Of a refusal: what it repeats of a request is not to be more than gRPC has room for."""
+"""Maximum length of a refusal's message, which may repeat parts of a request: gRPC limits its size."""
 
 Context = grpc.ServicerContext
 Reply = TypeVar("Reply", bound=Message)
@@ -56,12 +56,12 @@ def _abort(context: Context, refusal: Refusal) -> None:
 
 @contextmanager
 def _answering(context: Context, call: str) -> Iterator[None]:
-    """Ends the call with a status, whatever is raised."""
+    """Turns any exception into a status that ends the call."""
     try:
         yield
     except Refused as refused:
         refusal = refused.refusal
-    except Exception as error:  # a bug: the caller gets one line, the log has the rest
+    except Exception as error:  # a bug: the caller gets one line, the log the traceback
         logging.getLogger(__name__).exception("%s failed", call)
         refusal = Refusal(
             Reason.INTERNAL, f"internal error in {call}: {error!r}; see the log of the log server"
@@ -72,21 +72,22 @@ def _answering(context: Context, call: str) -> Iterator[None]:
 
 
 class LogServicer:
-    """gRPC tells of a call's end in its own thread, which serves everybody: nothing in it may wait for a lock."""
+    """Handlers of the rpcs. gRPC reports a call's end in the thread that serves all calls, so callbacks must not wait
+    for a lock."""
 
     def __init__(self, engine: LogEngine) -> None:
         self.engine = engine
         self._over = Threads(1, "over")
 
     def append(self, requests: Iterator[bytes], context: Context) -> Iterator[log_pb2.AppendReply]:
-        """The Append rpc: a thread takes what the writer sends, this one gives the replies."""
+        """Handles the Append rpc: a pump thread takes the writer's messages, this thread yields the replies."""
         try:
             session, outgoing = self.engine.attach()
         except Refused as refused:
             _abort(context, refused.refusal)
             return
         if not context.add_callback(session.end):
-            self.engine.detach(session)  # the call is over already: nobody would call back
+            self.engine.detach(session)  # the call is over already: no callback will come
             return
         arguments = (session, requests, visit_of())
         pump = threading.Thread(target=self._pump, args=arguments, name="pump", daemon=True)
@@ -100,7 +101,7 @@ class LogServicer:
             _abort(context, session.refusal)
 
     def _pump(self, session: AppendCall, requests: Iterator[bytes], visit: Visit) -> None:
-        """Takes the writer's messages until it ends or is refused."""
+        """Handles the writer's messages until the call ends or is refused."""
         try:
             for message in requests:
                 visit.still_good()
@@ -122,10 +123,10 @@ class LogServicer:
             session.end(Refusal(denied.reason, denied.message))
         except DecodeError:
             session.end(Refusal(Reason.INVALID, "not an AppendRequest"))
-        except grpc.RpcError as over:  # the call is gone; its handler ends by the callback
+        except grpc.RpcError as over:  # the call is gone; the callback ends its handler
             forget_frames(over)
             session.end()
-        except Exception as error:  # a bug: the writer must not wait for it in silence
+        except Exception as error:  # a bug: the writer must not wait forever
             logging.getLogger(__name__).exception("append failed")
             session.end(Refusal(Reason.CLOSED, f"internal error: {error!r}"))
         finally:
@@ -187,7 +188,7 @@ class LogServicer:
 
 
 def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:
-    """As the generated code would make them, but frames pass as bytes: see `swift_ft.log.protocol`."""
+    """Returns handlers as the generated code would, but frames pass as bytes: see `swift_ft.log.protocol`."""
 
     def serialize(message: Message) -> bytes:
         return message.SerializeToString()
@@ -216,8 +217,8 @@ def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:
 def make_server(
     engine: LogEngine, gate: Gate | None = None, watching: Sequence[grpc.ServerInterceptor] = ()
 ) -> tuple[grpc.Server, Health]:
-    """A server that is not bound and not started yet, and its health service, NOT_SERVING. Without a gate
-    everybody may do everything. ``watching`` sees what the gate refuses, too."""
+    """Creates a server that is not bound or started yet, and its health service, which reports NOT_SERVING. Without a
+    gate every call is allowed. The ``watching`` interceptors also see calls that the gate refuses."""
     gate = gate or Gate(None)
     gate.generation_of = engine.state.core.generation_of
     lanes = Lanes()

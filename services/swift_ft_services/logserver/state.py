@@ -1,7 +1,7 @@
-"""What the parts of the server share: the core behind its one lock, the storage, who is connected.
+"""State shared by the parts of the server: the core with its one lock, the storage, the connected calls.
 
-``changed`` guards the core and everything in `ServerState`; no record is written or read, and nothing is synced, while
-it is held. Nothing here knows of threads: the server gives a condition variable, a simulation nothing of the kind.
+``changed`` guards the core and everything in `ServerState`. No record is read or written, and nothing is synced, while
+it is held. This module starts no threads: the server passes in a condition variable, a simulation a stand-in.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,27 +23,27 @@ CONDITIONS = ("serving", "full", "failed", "draining")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """Settings of a server: how it syncs, and its bounds."""
+    """Settings of a server: sync policy and limits."""
 
     fsync: Fsync = Fsync.ALWAYS
-    """Of streams whose writers do not say."""
+    """Sync policy of streams whose writers do not set one."""
     fsync_interval_s: float = 0.1
     credit_bytes: int = 64 << 20
-    """Bytes that one writer may have under way."""
+    """Bytes that one writer may have in flight."""
     body_bytes_max: int = 256 << 20
     """Largest body that is accepted."""
     jobs_max: int = 1024
     job_streams_max: int = 8192
     job_readers_max: int = 1024
-    """Read calls of a job under way."""
+    """Concurrent Read calls of a job."""
     job_records_max: int = 4_000_000
-    """Records that are kept of a job: each takes about 450 bytes of memory, however small it is."""
+    """Records that are kept of a job. Each takes about 450 bytes of memory, however small it is."""
     job_bytes_max: int = 32 << 30
-    """Bytes that all writers of a job may have under way: each counts with all that it may."""
+    """Bytes that all writers of a job may have in flight. Each writer counts with its full allowance."""
 
     space: SpaceConfig = field(default_factory=SpaceConfig)
     keep_s: float = 0.0
-    """Jobs that nobody has touched for so long are dropped; 0: never."""
+    """Seconds after which an unused job is dropped; 0: never."""
 
     @property
     def writer_bytes_max(self) -> int:
@@ -51,7 +51,7 @@ class EngineConfig:
 
 
 class Refused(Exception):
-    """Ends a call with the refusal."""
+    """Ends a call with a refusal."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
@@ -59,13 +59,13 @@ class Refused(Exception):
 
 
 class Outbox(Protocol):
-    """What goes back to a writer. None: nothing comes any more."""
+    """Channel for the replies to a writer. None ends it."""
 
     def put(self, item: log_pb2.AppendReply | None, /) -> None: ...
 
 
 class Changed(AbstractContextManager[bool | None], Protocol):
-    """The server's lock, and how its parts wait for each other: a `threading.Condition`."""
+    """The server's lock and condition variable: a `threading.Condition`."""
 
     def notify_all(self) -> None: ...
 
@@ -76,35 +76,35 @@ class Changed(AbstractContextManager[bool | None], Protocol):
 
 @dataclass(slots=True, eq=False)
 class AppendCall:
-    """One Append call: the streams it opened, and what goes back to it."""
+    """One Append call: the streams it opened, and its replies."""
 
     outbox: Outbox
     assembler: Assembler
     streams: dict[int, tuple[StreamState, int]] = field(default_factory=dict)
-    """Stream tag -> the stream and the generation it was opened under."""
+    """Stream tag -> the stream and the generation that it was opened under."""
     fsync: dict[int, Fsync] = field(default_factory=dict)
     """Stream tag -> when its records are acknowledged."""
     acked: dict[int, int] = field(default_factory=dict)
-    """Stream tag -> where this call began to send, or what it was told last that is durable."""
+    """Stream tag -> first sequence that this call sent, or the durable watermark last reported to it."""
     oldest: dict[str, int] = field(default_factory=dict)
-    """Job -> the lowest generation that a stream of it was opened under."""
+    """Job -> lowest generation that the call opened one of its streams under."""
     underway_bytes: int = 0
     queued_records: int = 0
-    """On their way to the storage."""
+    """Records on their way to the storage."""
     refusal: Refusal | None = None
     ended: bool = False
 
     def end(self, refusal: Refusal | None = None) -> None:
-        """After what is in the outbox already, the call ends."""
+        """Ends the call after the replies that are in the outbox already."""
         if not self.ended:
             self.ended = True
             self.refusal = refusal
             self.outbox.put(None)
 
     def acknowledge(self, stream: StreamState) -> None:
-        """Says what is durable; not beyond a record that is damaged, and that this call will send again."""
+        """Reports the durable watermark; not beyond a damaged record that this call will send again."""
         begin = self.acked.get(stream.tag)
-        if begin is None and stream.holes:  # nobody knows yet what it will send again
+        if begin is None and stream.holes:  # unknown yet what it will send again
             return
         durable = stream.durable if begin is None else stream.sound_from(begin)
         if begin is not None:
@@ -117,7 +117,8 @@ class AppendCall:
 
 
 class ServerState:
-    """Held by all parts. Everything but ``config`` and ``storage`` only while holding ``changed``."""
+    """State shared by all parts. Everything but ``config`` and ``storage`` is accessed only while holding
+    ``changed``."""
 
     def __init__(self, storage: Storage, config: EngineConfig, changed: Changed) -> None:
         self.config = config
@@ -125,39 +126,40 @@ class ServerState:
         self.core = LogCore()
         self.changed = changed
         self.sessions: dict[AppendCall, None] = {}
-        """In the order in which they came."""
+        """Connected calls, in the order in which they came."""
         self.holders: dict[int, AppendCall] = {}
-        """Stream tag -> the session that writes it."""
+        """Stream tag -> session that writes it."""
         self.cut_off: dict[str, Refusal] = {}
-        """Job -> why nobody may write it for the moment."""
+        """Job -> refusal for its writers while they are temporarily excluded."""
         self.apart: dict[str, str] = {}
-        """Job -> why nothing is done for it: its files are damaged. It is in no other list."""
+        """Job -> reason why it is quarantined: its files are damaged. A quarantined job is in no other map."""
         self.failed = ""
-        """Why nothing is written any more, until a person has seen to it."""
+        """Reason why nothing is written any more, until an operator intervenes."""
         self.draining = False
         self.space = Space(config.space)
         self.touched: dict[str, float] = {}
-        """Job -> when it was written, read, fenced or asked for by its coordinator; at a start, then."""
+        """Job -> time when it was last written, read, fenced, or queried by its coordinator; initially the start."""
         self.writers: dict[str, dict[AppendCall, None]] = {}
-        """Job -> the sessions that have opened a stream of it, in the order in which they came."""
+        """Job -> sessions that have opened a stream of it, in the order in which they came."""
         self.on_health: Callable[[bool], None] = lambda serving: None
         self._shown = True
-        """What ``on_health`` was told last."""
+        """State last reported to ``on_health``."""
         self.new_condition: Callable[[], Changed] = lambda: self.changed
         self._readers: dict[str, Changed] = {}
 
     def check_open(self) -> None:
-        """Raises Refused if the server takes nothing."""
+        """Raises Refused if the server accepts no records."""
         if self.failed:
             raise Refused(Refusal(Reason.CLOSED, self.failed))
         if self.draining:
             raise Refused(Refusal(Reason.DRAINING, "the log server is shutting down"))
 
     def news(self, job: str) -> Changed:
-        """What readers of the job wait for: who appends to others does not wake them. As `changed`, with its lock."""
+        """Returns the condition that readers of the job wait on, so that appends to other jobs do not wake them. It
+        shares the lock of `changed`."""
         waited_for = self._readers.get(job)
         if waited_for is None:
-            if len(self._readers) >= 2 * self.config.jobs_max:  # of jobs that are gone, or never were
+            if len(self._readers) >= 2 * self.config.jobs_max:  # of jobs that are gone or never existed
                 self.wake_readers(list(self._readers))
                 self._readers.clear()
             waited_for = self._readers[job] = self.new_condition()
@@ -169,14 +171,14 @@ class ServerState:
                 self._readers[job].notify_all()
 
     def show_health(self) -> None:
-        """Tells of it if it is another one than before."""
+        """Calls ``on_health`` if the state has changed."""
         serves = self.serves
         if serves is not self._shown:
             self._shown = serves
             self.on_health(serves)
 
     def check_records(self, job: JobState) -> None:
-        """Raises Refused if the job would have a record too many."""
+        """Raises Refused if the job keeps its maximum of records."""
         most = self.config.job_records_max
         if job.tally.records >= most:
             message = (
@@ -186,26 +188,26 @@ class ServerState:
             raise Refused(Refusal(Reason.OVER_QUOTA, message))
 
     def wants_checkpoint(self, job: JobState) -> str:
-        """Why a trim of this job would help now; empty: there is no need."""
+        """Returns why a trim of this job would help now; empty if there is no need."""
         records, most = job.tally.records, self.config.job_records_max
         if records >= self.config.space.high_water * most:
             return f"job {job.name} keeps {records} records of the {most} that it may"
         return self.space.wants_checkpoint(job.name)
 
     def check_not_cut_off(self, job: str) -> None:
-        """Raises Refused while its writers are kept out."""
+        """Raises Refused while the job's writers are excluded."""
         refusal = self.cut_off.get(job)
         if refusal is not None:
             raise Refused(refusal)
 
     def check_apart(self, job: str) -> None:
-        """Raises Refused if nothing is done for it."""
+        """Raises Refused if the job is quarantined."""
         reason = self.apart.get(job)
         if reason is not None:
             raise Refused(Refusal(Reason.APART, reason))
 
     def set_apart(self, job: str, reason: str) -> Notice:
-        """Its files make no sense: from now on it is not there, until it is dropped or the server starts again."""
+        """Quarantines a job whose files cannot be interpreted, until it is dropped or the server restarts."""
         self.apart[job] = reason
         for session in self.sessions:
             if session.writes(job):
@@ -216,18 +218,18 @@ class ServerState:
         return Notice("job_set_apart", {"job": job, "reason": reason})
 
     def check_space(self, job: str) -> None:
-        """Raises Refused while there is none for this job."""
+        """Raises Refused while there is no space for this job."""
         self.check_room(job, 0)
 
     def check_room(self, job: str, frame_bytes: int) -> None:
-        """Raises Refused if a new record of this size has no room."""
+        """Raises Refused if there is no space for a new record of this size."""
         refusal = self.space.refuses(job, frame_bytes)
         if refusal is not None:
-            self.show_health()  # it may be the server's quota that has just become full
+            self.show_health()  # the server's quota may just have become full
             raise Refused(refusal)
 
     def condition(self) -> str:
-        """One of `CONDITIONS`: what keeps it from taking records, if anything."""
+        """Returns one of `CONDITIONS`: whether records are accepted, or why not."""
         if self.failed:
             return "failed"
         if self.draining:
@@ -235,14 +237,14 @@ class ServerState:
         return "serving" if self.space.takes_appends else "full"
 
     def check_job(self, job: str) -> None:
-        """Raises Refused if it would be one job too many."""
+        """Raises Refused if the job is new and the server keeps its maximum of jobs."""
         if job not in self.core.jobs and len(self.core.jobs) >= self.config.jobs_max:
             raise Refused(
                 Refusal(Reason.LIMIT, f"the server keeps {len(self.core.jobs)} jobs: no more (--jobs-max)")
             )
 
     def check_writer(self, session: AppendCall, job: str, stream: str) -> None:
-        """Raises Refused if the job would have a stream, or writers, too many."""
+        """Raises Refused if the job would have too many streams or writers."""
         config = self.config
         self.check_job(job)
         known = self.core.jobs.get(job)
@@ -259,22 +261,23 @@ class ServerState:
 
     @property
     def serves(self) -> bool:
-        """Appends are taken."""
+        """True if appends are accepted."""
         return not self.failed and not self.draining and self.space.takes_appends
 
     def look_at_disk(self, free_bytes: int | None, now: float) -> list[Notice]:
-        """Every so often: alarms begin and end by what the disk has left. What is to be told."""
+        """Called periodically: starts and ends alarms by the free disk space. Returns the events to emit."""
         news = self.space.observe(free_bytes, now)
         self.show_health()
         return news
 
     def touch(self, job: str, now: float) -> None:
-        """(only jobs that are there)"""
+        """Records that the job was used just now, if it is known."""
         if job in self.core.jobs:
             self.touched[job] = now
 
     def idle_s(self, name: str, now: float) -> float | None:
-        """For how long nobody has wanted the job; None: there is none. 0 while a stream of it is open."""
+        """Returns the seconds since the job was last used; 0 while a stream of it is open; None if there is no such
+        job."""
         job = self.core.jobs.get(name)
         if job is None:
             return None
@@ -286,8 +289,8 @@ class ServerState:
         return sum(stream.tag in self.holders for stream in job.streams.values())
 
     def send_again(self, stream: StreamState, sequence: int, refusal: Refusal) -> None:
-        """This record is damaged: ends the call that may have sent it and was not told yet that it is durable. Its
-        writer comes back and sends it again."""
+        """Ends the call that may have sent this damaged record and has no acknowledgement for it yet. Its writer
+        reconnects and sends it again."""
         holder = self.holders.get(stream.tag)
         if holder is not None and holder.acked.get(stream.tag, sequence + 1) <= sequence:
             holder.end(refusal)
@@ -298,7 +301,7 @@ class ServerState:
 
 
 def check_names(job: str, stream: str = "x") -> None:
-    """Raises Refused for a name that the grammar does not allow."""
+    """Raises Refused for an invalid name."""
     try:
         check_name("job", job)
         check_name("stream", stream)

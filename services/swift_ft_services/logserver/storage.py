@@ -1,13 +1,12 @@
-"""Where records rest: `DirectoryStorage` keeps segment files in one directory, behind the seam `Storage`.
-What is in it: `swift_ft.log.directory`.
+"""`DirectoryStorage`: implements `Storage` with segment files in one directory. Its layout: `swift_ft.log.directory`.
 
-Order of effects, so that a kill at any point loses nothing acknowledged: a segment is sealed before its
-successor is made; a new file's directory entry is synced before the first record in it is acknowledged; the
-manifest says what is dropped before files are unlinked; a manifest is written aside, synced, renamed, and its
-directory synced.
+Order of effects, so that a kill at any point loses no acknowledged record: a segment is sealed before its successor is
+created; a new file's directory entry is synced before the first record in it is acknowledged; the manifest records what
+is dropped before files are unlinked; a manifest is written to a temporary file, synced, renamed, and its directory
+synced.
 
-A segment takes its space when it is made, and as much again as it holds whenever that is used up (32 MiB at most), so
-that few appends change metadata and a full disk is found before anything is written.
+A segment reserves its space when it is created, and whenever that is used up as much again as it holds (32 MiB at
+most). So few appends change metadata, and a full disk is found before anything is written.
 """
 
 import os
@@ -65,7 +64,7 @@ from swift_ft_services.logserver.segments import (
 )
 from swift_ft_services.logserver.storage_interface import Place, RecoveredJob, RecoveredStream, Write
 
-# Where the files of dropped jobs wait until there is time to unlink them: under names that no job can have.
+# Directories of dropped jobs are renamed to tombstone names, which no job can have, until there is time to unlink them.
 
 
 def bury(disk: Disk, directory: Path, job: str) -> bool:
@@ -88,25 +87,25 @@ def bury(disk: Disk, directory: Path, job: str) -> bool:
 
 
 def empty(disk: Disk, directory: Path) -> None:
-    """Removes what is buried. OSError."""
+    """Removes all tombstone directories. Raises OSError."""
     for name, is_dir in disk.names(directory):
         if is_dir and is_grave(name):
             disk.remove_tree(directory / name)
 
 
-# The start: what a job's files hold, and whether they are this job's at all.
+# Recovery at the start: reads a job's files and checks that they belong to this job.
 #
-# Where a file is damaged, its records are holes and the rest is served. Where nobody can tell what the files mean
-# (another job's manifest, an older one, a pipe in a segment's place) the whole job is set apart: `JobDamaged`.
+# Damaged records of a file become holes, and the rest is served. Where the files cannot be interpreted (another job's
+# manifest, an older one, a pipe in a segment's place) the whole job is quarantined: `JobDamaged`.
 
 _SEGMENT_NAME = re.compile(rf"[0-9]{{20}}{re.escape(SUFFIX)}")
 
 Take = Callable[[str, RecoveredStream, list[Segment]], None]
-"""Is given each stream as soon as it is known: its name, what it holds, its files."""
+"""Callback that receives each stream as soon as it is recovered: its name, its state, its segments."""
 
 
 class Recovery:
-    """Of one job. Raises JobDamaged; OSError."""
+    """Reads the files of one job at the start. Raises JobDamaged or OSError."""
 
     def __init__(
         self, disk: Disk, directory: Path, job: str, book: Book, acked: Acked, segment_bytes: int
@@ -116,16 +115,16 @@ class Recovery:
         self._job = job
         self._book = book
         self._acked = acked
-        # One record more than is wanted, and whatever an operator has set before.
+        # Twice the configured size, for the last record; not less than any limit that an operator may have set before.
         self._file_bytes_max = max(FILE_BYTES_LEAST, 2 * segment_bytes)
         self._meta = JobMeta()
 
     def job(self, take: Take) -> RecoveredJob:
-        """Reads all files of the job; `Book.load` gets each stream with its segments. Raises JobDamaged; OSError."""
+        """Reads all files of the job; ``take`` gets each stream with its segments. Raises JobDamaged or OSError."""
         with self._reading():
             granted = self._granted()
             meta = self._manifest(granted)
-        # A kill may have come before its name, or a folder's, was safe: nothing is built on it before it is.
+        # After a kill, a directory entry may not be durable yet. It is synced before anything relies on it.
         self._disk.sync_names(self._folder)
         names = self._folders()
         if meta is None:
@@ -144,7 +143,7 @@ class Recovery:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """A file that cannot be read is this job's trouble. (What cannot be written is the disk's.)"""
+        """Turns a read error of a file into JobDamaged. (A write error concerns the disk and is passed on.)"""
         try:
             yield
         except OSError as error:
@@ -241,7 +240,7 @@ class Recovery:
             raise
 
     def _check_generation(self, scanned: SegmentScan) -> None:
-        """No file is newer than the manifest: a generation is durable before anybody may write under it."""
+        """Raises JobDamaged if a file is newer than the manifest: a generation is durable before its first write."""
         newest = max((record.header.generation for record in scanned.records), default=0)
         if scanned.header is not None:
             newest = max(newest, scanned.header.generation)
@@ -263,7 +262,7 @@ class Recovery:
         )
         for damage in scanned.damage:
             end = damage.end_sequence
-            if end is None:  # nobody knows how far it goes: as far as the next segment, or to what is wanted
+            if end is None:  # extent unknown: up to the next segment, or to the first wanted record
                 end = (max(damage.sequence, first) if last else damage.sequence) + 1
             if end > first:
                 out.holes.append(Hole(damage.sequence, end, STEP_UNKNOWN, damage.reason))
@@ -281,7 +280,7 @@ class Recovery:
                 )
         ends = [hole.end_sequence for hole in out.holes]
         out.next_sequence = max(out.next_sequence, segment.next_sequence, *ends)
-        if scanned.torn_bytes:  # behind damage, too: records go on in the next file
+        if scanned.torn_bytes:  # also after damage: records continue in the next file
             file.resize(scanned.end)
             file.sync()
         if scanned.ending is Ending.SEALED or scanned.damage:
@@ -295,7 +294,7 @@ class Recovery:
 
 
 def is_nobodys(disk: Disk, book: Book, path: Path) -> bool:
-    """Whether this is a file that somebody has put into the server's directory, where no job was."""
+    """Returns whether this is an unrelated file that somebody put into the server's directory, where no job was."""
     try:
         disk.open(path).close()
     except OSError:
@@ -313,7 +312,7 @@ RESERVE_BYTES = 1 << 20
 
 
 class DirectoryStorage:
-    """Segment files under one directory, which it holds alone."""
+    """Segment files under one directory, locked by this process."""
 
     def __init__(
         self,
@@ -323,10 +322,10 @@ class DirectoryStorage:
         open_max: int = 1 << 30,
         new_uid: Callable[[], bytes] = lambda: os.urandom(UID_BYTES),
     ) -> None:
-        """Takes the directory. UsageError: it cannot be used; ServiceError: another server holds it.
+        """Locks the directory. Raises UsageError if it cannot be used, ServiceError if another server holds it.
 
-        ``open_max``: segments that stay open; beyond it those that were not written for longest are sealed.
-        ``new_uid``: tells a new job from all others.
+        ``open_max``: segments that stay open; beyond it the least recently written ones are sealed. ``new_uid``:
+        returns a unique id for a new job.
         """
         self.directory = directory
         self.segment_bytes = segment_bytes
@@ -336,28 +335,29 @@ class DirectoryStorage:
         self._book = Book(self._disk, directory)
         self._acked = Acked(self._disk, directory)
         self._metas: dict[str, JobMeta] = {}
-        """Job -> its manifest as it was saved last."""
+        """Job -> manifest as it was saved last."""
         self._streams: dict[tuple[str, str], list[Segment]] = {}
         self._maps = threading.Lock()  # guards the lists; held for moments
         self._open: dict[Segment, tuple[str, str]] = {}
-        """Not sealed, with their streams; what was written last is the last one."""
+        """Segments that are not sealed, with their streams, in the order of their last writes."""
         self._unsynced: dict[Segment, None] = {}
-        """Written since the last sync, in that order."""
+        """Segments written since the last sync, in that order."""
         self._begun: dict[str, dict[str, int]] = {}
-        """Job -> stream -> the first record of a file that its manifest does not know of."""
+        """Job -> stream -> first sequence of a new file that the job's manifest does not record yet."""
         self._making = (
             threading.Lock()
-        )  # (taken before `_writing`) one file ahead; no job is dropped meanwhile
+        )  # (taken before `_writing`) one file is created ahead; no job is dropped meanwhile
         self._writing = threading.RLock()  # one commit, roll or removal at a time
         self._saving: dict[str, threading.Lock] = {}
-        """By job: it saves one manifest at a time, and nobody's commit waits for another job's."""
-        self._failed = ""  # what the files hold is unknown: no record is written any more, and none sealed
+        """Lock per job: it saves one manifest at a time, and no other job's commit waits for that."""
+        # set once the files' contents are unknown: no record is written and no segment sealed any more
+        self._failed = ""
 
     # -- start ----------------------------------------------------------------------------------------
 
     def recover(self) -> list[RecoveredJob]:
-        """Once, at the start: what is there. Cuts torn tails, finishes removals that were interrupted. A job whose
-        files make no sense is set apart. Raises UsageError if the directory cannot be read."""
+        """Called once at the start. Returns the recovered jobs. Cuts torn tails and finishes interrupted removals. A
+        job whose files cannot be interpreted is quarantined. Raises UsageError if the directory cannot be read."""
         try:
             self._disk.sync_names(self.directory)
             self._remove_forgotten()
@@ -389,7 +389,7 @@ class DirectoryStorage:
         return RecoveredJob(name, apart=reason)
 
     def _take(self, job: str, name: str, stream: RecoveredStream, segments: list[Segment]) -> None:
-        """(at the start) A stream is ours from now on."""
+        """(at the start) Takes over a recovered stream with its segments."""
         self._streams[job, name] = segments
         for segment in segments:
             if segment.file is not None:
@@ -408,7 +408,7 @@ class DirectoryStorage:
                     segment.give_back()
 
     def _let_go(self, job: str) -> None:
-        """Its files are nobody's any more."""
+        """Closes all segments of the job and forgets its streams."""
         with self._maps:
             gone = [self._streams.pop(stream) for stream in list(self._streams) if stream[0] == job]
         for segment in (segment for segments in gone for segment in segments):
@@ -431,7 +431,7 @@ class DirectoryStorage:
     # -- writing --------------------------------------------------------------------------------------
 
     def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
-        """As `Storage.commit`. Raises StorageError; after StorageFailed nothing is written any more."""
+        """Implements `Storage.commit`. Raises StorageError; after StorageFailed every further commit is refused."""
         groups: dict[tuple[str, str], list[Write]] = {}
         for write in writes:
             if not write.mends:
@@ -446,7 +446,7 @@ class DirectoryStorage:
                     self._sync()
             except (StorageFull, StorageBusy, JobDamaged, SegmentGone):
                 raise
-            except Exception as error:  # whatever it was
+            except Exception as error:  # any other error
                 self._failed = self._failed or str(error) or repr(error)
                 raise
             with self._maps:
@@ -477,7 +477,7 @@ class DirectoryStorage:
     def _write(
         self, groups: Mapping[tuple[str, str], list[Write]], sync: bool
     ) -> list[tuple[Segment, list[int]]]:
-        """Where the frames are now. ``sync``: one follows."""
+        """Writes the frames. Returns each segment with the offsets of its new frames. ``sync``: a sync follows."""
         before: list[tuple[Segment, int, bytes]] = []
         placed = []
         job = ""
@@ -505,7 +505,7 @@ class DirectoryStorage:
         return placed
 
     def _check_there(self, stream: tuple[str, str], segment: Segment) -> None:
-        """Raises SegmentGone if somebody has removed or replaced the file: what is written to it goes with it."""
+        """Raises SegmentGone if the file was removed or replaced: writes to it would be lost."""
         assert segment.file is not None
         if segment.file.is_there():
             return
@@ -518,8 +518,8 @@ class DirectoryStorage:
         )
 
     def _note_begun(self, job: str, begun: Mapping[str, int]) -> None:
-        """The manifest says which files of the job must be there: the first record of each. A full disk may do
-        without."""
+        """Records in the manifest which files of the job must exist, by the first sequence of each. On a full disk this
+        is skipped."""
         with self._saves(job):
             meta = self._metas[job]
             for name, first in begun.items():
@@ -538,7 +538,7 @@ class DirectoryStorage:
         self._unsynced.clear()
 
     def _sync_file(self, file: File) -> None:
-        """A failed sync is never tried again: the kernel may have dropped the pages (ATC'20)."""
+        """Syncs a file. A failed sync is never retried: the kernel may have dropped the pages (ATC'20)."""
         try:
             file.sync()
         except OSError as error:
@@ -557,14 +557,14 @@ class DirectoryStorage:
         return last if last.next_sequence == sequence and room else None
 
     def _leave_last(self, stream: tuple[str, str]) -> None:
-        """Its last file gets no more."""
+        """Seals the stream's last file, or removes it if it holds no record."""
         segments = self._streams.get(stream, [])
         if not segments or segments[-1].file is None:
             return
         last = segments[-1]
         if last.offsets:
             self._seal(stream, last)
-        else:  # empty, it would be in the way of the record that it is named after, or of those before
+        else:  # empty, it would obstruct the file of its first record, or of earlier ones
             self._disk.remove(last.path)
             self._close(last)
             with self._maps:
@@ -575,7 +575,7 @@ class DirectoryStorage:
             return self._open_for((job, stream), sequence) is not None
 
     def make_file(self, job: str, stream: str, sequence: int) -> None:
-        """Makes the segment that begins with this sequence, unless it is there. Raises as `commit` does."""
+        """Creates the segment that begins with this sequence, unless it exists. Raises as `commit` does."""
         of = (job, stream)
         with self._making:
             try:
@@ -597,11 +597,12 @@ class DirectoryStorage:
                 raise failure from None
 
     def _seal_idle(self, wanted: Set[tuple[str, str]]) -> None:
-        """Before these streams are written: a job that is over, or waits, keeps no descriptors that others need."""
+        """Seals segments beyond `open_max` before these streams are written, so that idle jobs do not hold descriptors
+        that others need. The least recently written ones go first."""
         if len(self._open) + len(wanted) <= self.open_max:
             return
         excess = len({*wanted, *self._open.values()}) - self.open_max
-        # An empty one stays open for the record that it is named after.
+        # An empty segment stays open for the record that it is named after.
         idle = [segment for segment, stream in self._open.items() if segment.offsets and stream not in wanted]
         for segment in idle[: max(0, excess)]:
             self._seal(self._open[segment], segment)
@@ -626,7 +627,7 @@ class DirectoryStorage:
         self._close(segment)
 
     def _new_segment(self, stream: tuple[str, str], sequence: int, sync: bool) -> Segment:
-        """``sync``: one of all that is written follows, before anything in it is acknowledged."""
+        """Starts a new segment. ``sync``: all writes are synced afterwards, before anything in it is acknowledged."""
         self._leave_last(stream)
         segment = self._made(stream, sequence, sync)
         self._add(stream, segment)
@@ -659,7 +660,7 @@ class DirectoryStorage:
             segment.file.close()
             try:
                 self._disk.remove(path)
-            except OSError:  # the next one could not be made
+            except OSError:  # it would be in the way of a segment of the same name
                 raise Unsound(
                     getattr(error, "errno", None), f"{error}, and {path} cannot be removed"
                 ) from None
@@ -667,11 +668,12 @@ class DirectoryStorage:
         return segment
 
     def _saves(self, job: str) -> threading.Lock:
-        """(With `_writing` that is taken first.)"""
+        """Returns the job's manifest lock. (If `_writing` is needed too, it is taken first.)"""
         return self._saving.setdefault(job, threading.Lock())
 
     def save(self, job: str, meta: JobMeta) -> None:
-        """Replaces a job's manifest. On a full disk the reserve is given up for it. Raises as `commit` does."""
+        """Replaces a job's manifest. On a full disk the reserve file is removed to make room. Raises as `commit`
+        does."""
         meta = replace(meta, streams=dict(meta.streams))
         uid = self._new_uid().hex()
         with self._saves(job):
@@ -708,10 +710,11 @@ class DirectoryStorage:
         return buffer[skip : min(skip + size, read)]
 
     def remove(self, job: str, stream: str, below_sequence: int) -> int:
-        """Unlinks whole segments. The manifest tells where a stream goes on that has none left."""
+        """Unlinks whole segments. Returns the freed bytes. The manifest records where a stream without segments
+        continues."""
         with self._writing:
             segments = self._streams.get((job, stream), [])
-            # An empty one at the end stays: the next record's file has its name.
+            # An empty segment at the end stays: the next record's file has its name.
             dead = [
                 segment
                 for segment in segments
@@ -738,7 +741,7 @@ class DirectoryStorage:
         return freed
 
     def drop(self, job: str) -> Callable[[], None]:
-        """Takes a job's directory out of the way at once. Returns what removes its files, which may take long."""
+        """Renames a job's directory for deletion. Returns a function that removes its files, which may take long."""
         with self._making, self._writing, self._saves(job):
             try:
                 there = bury(self._disk, self.directory, job)
@@ -752,7 +755,7 @@ class DirectoryStorage:
         return self._remove_forgotten if there else lambda: None
 
     def _forget(self, job: str) -> None:
-        """What is kept of it beside its directory. If it stays, nobody is misled: there is no such directory."""
+        """Forgets what is kept of the job outside its directory. A leftover is harmless: it has no directory."""
         line = self._book.lines.get(job)
         if line is not None:
             self._acked.forget(bytes.fromhex(line.uid))
@@ -767,10 +770,11 @@ class DirectoryStorage:
         self._reserve()
 
     def close(self) -> None:
-        """Seals what can be sealed and closes all files; what fails is found by the next start."""
+        """Seals what can be sealed and closes all files. The next start recovers from what fails here."""
         with self._writing:
             for segment, stream in list(self._open.items()):
-                # Unsealed is sound too: the next start scans it. An empty one waits for the record it is named after.
+                # An unsealed segment is valid: the next start scans it. An empty one waits for the record that it is
+                # named after.
                 with suppress(OSError, StorageFailed):
                     if segment.offsets and not self._failed:
                         self._seal(stream, segment)

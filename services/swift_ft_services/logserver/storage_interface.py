@@ -1,4 +1,4 @@
-"""The seam between the log server and where its records rest."""
+"""Interface between the log server and its storage."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from swift_ft.log.frame import Bytes
 from swift_ft.log.manifest import JobMeta
 from swift_ft_services.logserver.core import Hole, IndexEntry
 
-# What the storage finds at the start.
+# State that the storage recovers at the start.
 
 
 @dataclass(slots=True)
@@ -29,20 +29,20 @@ class RecoveredJob:
     meta: JobMeta = field(default_factory=JobMeta)
     streams: list[RecoveredStream] = field(default_factory=list)
     apart: str = ""
-    """Why nothing is done for it; then nothing else is known."""
+    """Reason why the job is quarantined; all other fields are empty then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One accepted frame on its way to the disk."""
+    """One accepted frame to be written."""
 
     job: str
     stream: str
     sequence: int
     frame: Sequence[Bytes]
-    """Its bytes, in one or more pieces."""
+    """Bytes of the frame, in one or more pieces."""
     mends: bool = False
-    """It goes where the same record is, damaged."""
+    """The frame replaces a damaged copy of the same record in place."""
 
     @property
     def size(self) -> int:
@@ -51,48 +51,51 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a frame begins."""
+    """Position of a frame's first byte."""
 
     path: Path
     offset: int
     end_sequence: int
-    """Frames of the sequences up to here follow each other in this file."""
+    """Exclusive end of the sequences whose frames follow each other in this file."""
 
     def behind(self, size: int) -> "Place":
         return replace(self, offset=self.offset + size)
 
 
 class Storage(Protocol):
-    """Keeps frames and manifests. Raises StorageError. One caller writes; one makes files beside it; any may read."""
+    """Store of frames and manifests. Raises StorageError. One thread writes, one creates files concurrently, any may
+    read."""
 
     def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
-        """Writes frames, in order; with ``sync`` all that was ever committed is durable after it. What mends is so at
-        once; gives what does not fit its place."""
+        """Writes frames, in order. With ``sync``, everything ever committed is durable afterwards. Frames that mend are
+        always synced. Returns the mending frames that do not fit their place."""
 
     def has_file(self, job: str, stream: str, sequence: int) -> bool:
-        """Whether this record goes into a file that is there, with room in it. No I/O."""
+        """Returns whether an existing file with room takes this record. No I/O."""
 
     def make_file(self, job: str, stream: str, sequence: int) -> None:
-        """Makes the file that this record will begin, durably, beside commits of other jobs."""
+        """Durably creates the file that this record will begin, concurrently with commits of other jobs."""
 
     def locate(self, job: str, stream: str, sequence: int) -> Place:
-        """Where a record is. FileNotFoundError if it was removed."""
+        """Returns the place of a record. Raises FileNotFoundError if it was removed."""
 
     def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
-        """So many bytes from there on, in ``buffer``: page-aligned, and two blocks larger. OSError."""
+        """Reads ``size`` bytes at ``place`` into ``buffer``, which is page-aligned and two blocks larger. Raises
+        OSError."""
 
     def save(self, job: str, meta: JobMeta) -> None:
-        """Makes this the job's manifest, durably."""
+        """Durably replaces the job's manifest."""
 
     def remove(self, job: str, stream: str, below_sequence: int) -> int:
-        """Gives back space of sequences below; the manifest says already that they are dropped."""
+        """Frees the space of sequences below; the manifest already records that they are dropped. Returns the freed
+        bytes."""
 
     def drop(self, job: str) -> Callable[[], None]:
-        """Forgets a job, durably. What it gives removes the files, whenever that suits. The job is not written
-        meanwhile."""
+        """Durably forgets a job, which is not written meanwhile. Returns a function that removes its files, to be
+        called at any time."""
 
     def give_back(self, job: str) -> None:
-        """Space that was taken ahead, for what nobody writes now. OSError."""
+        """Frees space that was reserved for the job's open files. Raises OSError."""
 
     def close(self) -> None:
-        """Seals and closes everything."""
+        """Seals and closes all files."""

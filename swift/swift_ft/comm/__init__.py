@@ -1,10 +1,10 @@
 """Process groups that outlive a generation, and the backends that carry their tensors.
 
-    groups           the group objects that torch and trainers hold; process_groups: made anew in every generation
+    groups           the group objects that torch and trainers hold; process_groups: created anew in every generation
     backend          the interface of a backend, errors, tags
-    gloo             torch's library for CPUs, made to be left from outside
+    gloo             torch's library for CPUs, extended with an abort from another thread
     worker_thread    waits in a backend in place of the trainer's thread
-    message_collectives  collectives made of messages, in the order of the ranks
+    message_collectives  collectives built from messages, in the order of the ranks
     rank_store       torch's store, kept by the coordinator
 
 `default_backend` chooses the backend of this machine's devices.
@@ -22,9 +22,9 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def default_backend(service_ports: Callable[[], Iterable[int]] = tuple) -> "Backend":
-    """The one of this machine's devices: so far, there is one for CPUs.
+    """Returns the backend for this machine's devices. So far there is one for CPUs.
 
-    `service_ports`: ports of swift's own services at the moment of the call. Connections to them are no backend's.
+    `service_ports`: returns the current ports of swift's own services. Connections to them belong to no backend.
     """
     from swift_ft.comm.gloo import GlooBackend
 

@@ -1,23 +1,24 @@
-"""gloo: torch's library for CPUs, made to be left from outside.
+"""gloo: torch's library for CPUs, with waits that another thread can end.
 
-Facts, measured with torch 2.13, that this module is built on:
+Facts, measured with torch 2.13, on which this module relies:
 
 - No call of torch unblocks a thread that waits in gloo: not abort, not shutdown, not destroy. Shutting the group's own
-  sockets down does, within milliseconds, on this side and on the peers'. So a fabric knows which sockets are its own:
-  those that came into being while it was built, less the ones that lead to swift's own services (`Sockets`).
-- A blocked thread may post its next operation on a socket that was made after a sweep. So sweeps are repeated.
-- gloo tells the operations that are queued on a connection when it breaks, but not the one whose payload is arriving:
-  that one waits for ever, and shutting the sockets again does not help, because they are gone (with a wait in gloo,
-  the reductions that `tests/integration/test_groups.py` cuts hung within a dozen trials). So the trainer's thread never
-  waits in gloo: a `Runner` does. The collectives are made of messages (`ordered`) for the same reason: gloo's own run
-  in threads that its groups join.
-- A group that is built waits for connections that a dying peer never makes, without a socket that could be shut, and
-  for five times its timeout: gloo tries again. So a runner waits for it, and is left behind on an abort.
-- gloo takes the bound of a group's construction for its messages too. A notice ends a wait, so they get a long one.
-- gloo ends the whole process if `accept` fails on its listening socket, and if a message is larger than the buffer that
-  waits for it.
-- gloo drops an operation with its Work: what is dropped writes nowhere any more.
-- Messages of 4 MiB and more move at a raw socket's speed, those of 1 MiB at half of it (`swift-ft bench replica`).
+  sockets down does, within milliseconds, on this side and on the peers'. So a fabric knows its own sockets: those that
+  were opened while it was built, except the ones that lead to swift's own services (`Sockets`).
+- A blocked thread may post its next operation on a socket that was opened after a sweep. So sweeps are repeated.
+- When a connection breaks, gloo fails the operations that are queued on it, but not the one whose payload is arriving.
+  That one waits for ever. Shutting the sockets again does not help, because they are gone (with a wait in gloo, the
+  reductions that `tests/integration/test_groups.py` cuts hung within a dozen trials). So the trainer's thread never
+  waits in gloo: a `Runner` does. The collectives are built from messages (`message_collectives`) for the same reason:
+  gloo's own run in threads that its groups join.
+- A group under construction waits for connections that a dying peer never opens. It has no socket that could be shut,
+  and it waits for five times its timeout, because gloo retries. So a runner waits for it, and is abandoned on an abort.
+- gloo uses the timeout of a group's construction for its messages too. A new-generation notification ends a wait, so
+  messages get a long timeout.
+- gloo ends the whole process if `accept` fails on its listening socket, or if a message is larger than its receive
+  buffer.
+- gloo drops an operation with its Work: a dropped operation no longer writes to its tensor.
+- Messages of 4 MiB and more reach a raw socket's speed, those of 1 MiB half of it (`swift-ft bench replica`).
 """
 
 import gc
@@ -42,25 +43,25 @@ torch_private.require(
 )
 torch_private.require({"torch's ProcessGroupGloo": (_c10d.ProcessGroupGloo, ("_set_default_timeout",))})
 
-# What a rank forks (a DataLoader's workers) has none of the threads that a process group waits for when it ends:
-# collecting one of an ended generation there would hang, or worse.
+# A process that a rank forks (a DataLoader's workers) lacks the threads that a process group joins when it ends:
+# garbage-collecting a group of an ended generation there would hang, or worse.
 os.register_at_fork(after_in_child=gc.freeze)
 
 _MESSAGE_TIMEOUT = timedelta(hours=24)
-_OPERATION_TIMEOUT = timedelta(minutes=30)  # of gloo's own collectives
+_OPERATION_TIMEOUT = timedelta(minutes=30)  # for gloo's own collectives
 _RUNNER_END_S = 0.02  # an idle runner ends in microseconds; a lost one is not waited for
-# What gloo and torch say of a lost peer. Anything else that a step raises is the trainer's own error.
+# Words by which gloo and torch report a lost peer. Any other error of a step is the trainer's own.
 _WORDS = ("gloo", "connection", "peer", "timed out", "timeout", "socket")
 
 
 class GlooBackend:
-    """See `base.Backend`."""
+    """The `Backend` over gloo."""
 
     name = "gloo"
     device = torch.device("cpu")
 
     def __init__(self, service_ports: Callable[[], Iterable[int]] = tuple) -> None:
-        """`service_ports`: ports of swift's own services at this moment. Connections to them are never shut."""
+        """`service_ports`: returns the current ports of swift's own services. Connections to them are never shut."""
         self._service_ports = service_ports
         if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
             for name, value in LOOPBACK.items():  # closed by default: not on other interfaces
@@ -78,7 +79,7 @@ class GlooBackend:
 
 
 class GlooFabric:
-    """See `base.Fabric`."""
+    """The `Fabric` over gloo."""
 
     def __init__(self, sockets: "Sockets") -> None:
         self._sockets = sockets
@@ -87,7 +88,7 @@ class GlooFabric:
         self._aborted = self._closed = False
 
     def connect(self, store: Store, own: int, size: int, timeout: timedelta) -> "_Connections":
-        """As `Fabric.connect`. A runner builds the group, so that an abort frees whoever waits here."""
+        """Connects as `Fabric.connect`. A runner builds the group, so that an abort frees the waiting thread."""
         groups: list[Any] = []
 
         def build() -> None:
@@ -114,11 +115,11 @@ class GlooFabric:
             self._aborted = True
             for runner in self._runners:
                 runner.stop()
-            # Under the lock: once this is closed, the sockets of the process are another fabric's.
+            # Under the lock: once this is closed, the process's sockets belong to another fabric.
             self._sockets.shut()
 
     def close(self) -> None:
-        # The sockets go first: a group that ends with an operation in flight would wait for it.
+        # The sockets are shut first: a group that ends with an operation in flight would wait for it.
         self.abort()
         with self._lock:
             self._closed = True
@@ -127,7 +128,7 @@ class GlooFabric:
             runner.join(_RUNNER_END_S)
 
     def runner(self, label: str) -> Runner:
-        """A new one, which an abort stops. Raises Broken after an abort."""
+        """Returns a new runner, which an abort stops. Raises Broken after an abort."""
         with self._lock:
             if self._aborted:
                 raise Broken("connection of an ended generation")
@@ -142,7 +143,7 @@ class GlooFabric:
 
 
 class _Connections:
-    """See `base.Connections`."""
+    """The `Connections` of one gloo group."""
 
     def __init__(self, fabric: GlooFabric, group: Any, own: int) -> None:
         self._fabric = fabric
@@ -155,7 +156,7 @@ class _Connections:
 
 
 class _Wire:
-    """See `ordered.SummingWire`: gloo's own messages, by places in a group of some of the members."""
+    """A `SummingWire` over gloo's own messages, by places in a group of some of the members."""
 
     def __init__(self, group: Any, places: tuple[int, ...]) -> None:
         self._group = group
@@ -168,7 +169,7 @@ class _Wire:
         return _Message(self._group.recv(tensors, self._places[source], tag))
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """gloo's own, over all members: this is no wire of some of them."""
+        """Sums over all members by gloo's own collective; not for a wire of only some of them."""
         assert len(self._places) == self._group.size()
         self._group.allreduce([tensor], _c10d.AllreduceOptions()).wait()
 
@@ -184,21 +185,21 @@ class _Message:
 
 
 class Sockets:
-    """Those of this process that one fabric has opened."""
+    """The sockets of this process that one fabric has opened."""
 
     def __init__(self, service_ports: Callable[[], Iterable[int]]) -> None:
         self._service_ports = service_ports
         self._outside = frozenset(_inodes().values())
         self._inside: frozenset[int] | None = (
-            None  # None while the fabric is built: all that is new may be its own
+            None  # None while the fabric is built: any new socket may be its own
         )
 
     def finish_connecting(self) -> None:
-        """What is opened from now on, by the trainer for example, is not the fabric's."""
+        """Excludes sockets that are opened from now on, by the trainer for example."""
         self._inside = frozenset(_inodes().values()) - self._outside
 
     def shut(self) -> None:
-        """Shuts all that are connected now. Those that are about to connect are left to the next call."""
+        """Shuts all sockets that are connected now. Those that are about to connect are left to the next call."""
         ports = set(self._service_ports())
         inside = self._inside
         for descriptor, inode in _inodes().items():
@@ -213,16 +214,16 @@ class Sockets:
                     if own.family not in (socket.AF_INET, socket.AF_INET6):
                         continue
                     if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        continue  # gloo's own, and it would end the process
+                        continue  # gloo's listening socket: gloo would end the process
                     if own.getpeername()[1] in ports:
                         continue
                     own.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    continue  # not connected (yet), or its peer was quicker
+                    continue  # not connected (yet), or its peer has already closed it
 
 
 def _inodes() -> dict[int, int]:
-    """Open sockets of this process: descriptor → inode (a descriptor number is used again, an inode is not)."""
+    """Returns this process's open sockets: descriptor → inode (a descriptor number is reused, an inode is not)."""
     inodes = {}
     for name in os.listdir("/proc/self/fd"):
         try:

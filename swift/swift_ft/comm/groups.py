@@ -1,13 +1,13 @@
 """Process groups that outlive their generation.
 
-Pipelining stages, DistributedDataParallel, FSDP2 and device meshes hold the group that they were made with. A
-`ReconfigurableGroup` is that object: torch sees one group with a name and a rank in it, and the communicator puts the
-backend's group of the current generation (a `Circuit`) under it after every change of membership.
+Pipelining stages, DistributedDataParallel, FSDP2 and device meshes keep the group that they were created with. A
+`ReconfigurableGroup` is that object: torch sees one group with a name and a rank in it. After every change of
+membership the communicator attaches the backend's group of the current generation (a `Circuit`) to it.
 
 DDP's reducer does not survive an error in the middle of a backward pass (it waits for a reduction that never ends).
-So with `swallow` a failed collective counts as done, and the session looks at `broken`, which keeps the error, before
-anything that came out of the collective is used: the step is dropped. FSDP2 does survive it, once it is reset
-(`torch_private.reset_sharded`), and must see it at once: it would compute with parameters that are half gathered.
+So with `swallow` a failed collective counts as done. The session checks `broken`, which keeps the error, before any
+result of the collective is used, and drops the step. FSDP2 survives an error once it is reset
+(`torch_private.reset_sharded`). It must see the error at once: it would compute with half-gathered parameters.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,27 +36,27 @@ if TYPE_CHECKING:
     from swift_ft.train.tape import Tape
 
 
-# Who is told of what passes over a group, and who decides on it. `swift_ft.train.collective_policy` is both.
+# Observers of a group's traffic, and the policy that decides on it. `swift_ft.train.collective_policy` implements both.
 
 
 class Step(Protocol):
-    """Is told of what passes over a group (`swift_ft.train.collective_policy`)."""
+    """Observer of a group's traffic (`swift_ft.train.collective_policy`)."""
 
     def used(self, group: "Group") -> None:
-        """Torch, or a trainer, carries out a collective over it."""
+        """Records that torch or a trainer runs a collective over the group."""
 
     def messaged(self) -> None:
-        """Torch sends or receives over it."""
+        """Records that torch sends or receives over the group."""
 
     def reducing(self) -> None:
-        """A reduction that torch has asked for is under way."""
+        """Records that a reduction requested by torch is in progress."""
 
 
 class Group(Protocol):
-    """The group that it passes over."""
+    """The group that carries the traffic."""
 
     ranks: tuple[int, ...]
-    """In a full world."""
+    """Ranks in a full world."""
 
     @property
     def is_pipeline(self) -> bool: ...
@@ -65,7 +65,7 @@ class Group(Protocol):
 
 
 class Gate(Protocol):
-    """Decides on what a trainer communicates over a group (`swift_ft.train.collective_policy`)."""
+    """Policy for a trainer's communication over a group (`swift_ft.train.collective_policy`)."""
 
     def collective(
         self,
@@ -82,11 +82,11 @@ class Gate(Protocol):
     def new_group(self) -> None: ...
 
 
-# What torch waits for: a message or a collective that is under way, as torch's Work.
+# torch's Work objects: messages and collectives that torch can wait for.
 
 
 class MessageWork(torch_private.Work):
-    """A point-to-point operation. `broke` hears of its error."""
+    """A point-to-point operation. `broke` is called with its error."""
 
     def __init__(self, pending: Pending, broke: Callable[[Exception], None]):
         super().__init__()
@@ -103,7 +103,7 @@ class MessageWork(torch_private.Work):
 
 
 class FinishedWork(torch_private.Work):
-    """A collective that is over: its result is there, or will not be used."""
+    """A collective that is finished: its result is available, or will not be used."""
 
     def __init__(self, result: list[torch.Tensor]):
         super().__init__()
@@ -122,7 +122,7 @@ class FinishedWork(torch_private.Work):
 
 
 class CollectiveWork(torch_private.Work):
-    """A collective. `broke` hears of its error; with `swallow` torch does not."""
+    """A collective. `broke` is called with its error; with `swallow`, torch does not see the error."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class CollectiveWork(torch_private.Work):
         return self._task.done
 
     def get_future(self) -> Any:
-        """A torch Future: of the result, or of the collective's error, unless that is swallowed."""
+        """Returns a torch Future with the result, or with the collective's error unless that is swallowed."""
         future: Any = torch.futures.Future()
 
         def over() -> None:
@@ -167,10 +167,10 @@ class CollectiveWork(torch_private.Work):
         return future
 
 
-# The collectives that torch calls on a process group, made of those that a backend has (`Collectives`).
+# The collectives that torch calls on a process group, built from those of a backend (`Collectives`).
 #
-# torch has a dozen calls, and several spellings of some; a backend has few (`swift_ft.comm.backend`). Memory is
-# handed on without autograd's view of it: a result is no computation (as in torch's own groups).
+# torch has a dozen calls, some under several names; a backend has few (`swift_ft.comm.backend`). Tensors are passed on
+# without their autograd history: a result is not a differentiable computation (as in torch's own groups).
 
 ONE_PART_EACH = frozenset(
     {
@@ -184,11 +184,11 @@ ONE_PART_EACH = frozenset(
         "scatter",
     }
 )
-"""Collectives that have a part for every rank."""
+"""Collectives in which every rank has a part of its own."""
 
 
 class TorchCollectives(torch_private.ProcessGroup):  # type: ignore[misc]
-    """The half of a group that torch sees; the other one (`ReconfigurableGroup`) carries out what it asks for."""
+    """The torch-facing half of a group. The subclass `ReconfigurableGroup` runs the collectives."""
 
     ranks: tuple[int, ...]
     _own: int
@@ -197,22 +197,22 @@ class TorchCollectives(torch_private.ProcessGroup):  # type: ignore[misc]
     def _collective(
         self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
     ) -> Any:
-        """Starts `run`; gives torch's Work. `name`: of torch's function. `result`: what it fills in. `alike`: all ranks
-        get the same result."""
+        """Starts `run` and returns torch's Work. `name`: torch's function. `result`: the tensors that it fills.
+        `alike`: all ranks get the same result."""
         raise AssertionError("the group that is this class's other half carries it out")
 
     def _reduction(
         self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
     ) -> Any:
-        """The same, of gradients or others that are summed up."""
+        """Starts a `_collective` that reduces gradients or other tensors."""
         raise AssertionError("the group that is this class's other half carries it out")
 
     def _place(self, index: int) -> int:
-        """Of the rank at this index of the group, among those that are in this generation. Raises RuntimeError."""
+        """Returns the place, in this generation, of the rank at this index of the group. Raises RuntimeError."""
         raise AssertionError("the group that is this class's other half knows of generations")
 
     def _operation(self, options: Any) -> tuple[Op, Callable[[torch.Tensor], Any]]:
-        """(what combines two tensors, what makes the result of all that are combined)."""
+        """Returns (function that combines two tensors, function that turns the total into the result)."""
         op = options.reduceOp if options is not None else None
         if torch_private.reduction_name(op) != "AVG":
             return operation(op), lambda total: total
@@ -284,7 +284,7 @@ class TorchCollectives(torch_private.ProcessGroup):  # type: ignore[misc]
     all_gather_single = _allgather_base
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> Any:
-        """`outputs` is empty but on the root."""
+        """Gathers on the root. `outputs` is empty on all other ranks."""
 
         def run(collectives: Collectives) -> None:
             for index, own in enumerate(inputs):
@@ -294,7 +294,7 @@ class TorchCollectives(torch_private.ProcessGroup):  # type: ignore[misc]
         return self._collective("gather", [part for parts in outputs for part in parts], run, alike=False)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], options: Any) -> Any:
-        """`inputs` is empty but on the root."""
+        """Scatters from the root. `inputs` is empty on all other ranks."""
 
         def run(collectives: Collectives) -> None:
             for index, output in enumerate(outputs):
@@ -366,7 +366,7 @@ class TorchCollectives(torch_private.ProcessGroup):  # type: ignore[misc]
     all_to_all_single = alltoall_base
 
     def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """One piece for every rank; a contiguous tensor is not copied."""
+        """Returns one piece per rank; a contiguous tensor is not copied."""
         return list(whole.view(len(self.ranks), -1).unbind())
 
 
@@ -379,13 +379,13 @@ def _gather(collectives: Collectives, parts: list[torch.Tensor], own: torch.Tens
 
 
 class _Route(NamedTuple):
-    """What a group communicates over."""
+    """The circuit and connections that a group communicates over."""
 
     circuit: Circuit | None
     connections: Connections | None
     present: tuple[int, ...]
     parts: "dict[tuple[int, ...], _Route]"
-    """The same of the groups of some of its ranks."""
+    """Routes of the groups of some of its ranks, by these ranks' indices."""
 
 
 class ReconfigurableGroup(TorchCollectives):
@@ -394,12 +394,12 @@ class ReconfigurableGroup(TorchCollectives):
     (communicator) ``attach(connections, present)``, ``register()`` in each new generation; ``detach()`` at its end
     (torch, trainer) every collective and point-to-point operation, as on any group
 
-    In a generation in which ranks are missing, the others communicate without them; what has a part for every rank is
-    refused then (UsageError).
+    In a degraded world the present ranks communicate without the missing ones. A collective in which every rank has a
+    part is then refused (UsageError).
 
-    A pipeline that lacks a rank, but whose batches are computed (`Assignment.pipeline`), has a *route*: others sit in
-    the places of those that are missing. To torch they have the numbers of these. A rank that sits in several pipelines
-    has a route for each, by its origin, and is in one at a time (`on_route`).
+    A pipeline that lacks a rank, but whose batches are computed (`Assignment.pipeline`), has a *route*: other ranks
+    take the places of the missing ones. torch sees the missing ranks' numbers. A rank that is a member of several
+    pipelines has a route for each, by its origin (data-parallel rank), and uses one at a time (`on_route`).
     """
 
     def __init__(
@@ -413,8 +413,8 @@ class ReconfigurableGroup(TorchCollectives):
         gate: Gate | None,
         swallow: bool = False,
     ):
-        """`step`: told what passes; None: only the session itself communicates over it. `gate`: of a group over which
-        trainers communicate, and torch beside them."""
+        """`step`: observer; None: only the session itself communicates over the group. `gate`: for a group over which
+        trainers communicate in addition to torch."""
         super().__init__(rank, len(ranks))
         self.label = name
         self.ranks = tuple(ranks)
@@ -426,31 +426,31 @@ class ReconfigurableGroup(TorchCollectives):
         self._quiet = False
         self._own = rank
         self._present = tuple(range(len(ranks)))
-        """Indices of the ranks that are in this generation, ascending: their places in the circuit."""
+        """Indices of the ranks in this generation, ascending: their places in the circuit."""
         self._circuit: Circuit | None = None
         self._between = "connection of an ended generation"
         self._some: dict[tuple[int, ...], ReconfigurableGroup] = {}
         self._connections: Connections | None = None
         self._routes: dict[int, _Route] = {}
         self.tape: Tape | None = None
-        """What sees the collectives of a step, if any does."""
+        """Recorder of a step's collectives, if any."""
         self.answers: Answers | None = None
-        """(a pipeline) What collectives give where ranks are missing."""
+        """(a pipeline) Results of collectives in a degraded world."""
         torch_private.give_placeholder(self, name, backend)
 
     @property
     def is_pipeline(self) -> bool:
-        """Of stages, or of some of them."""
+        """Returns whether its ranks are the stages of a pipeline, or some of them."""
         return self.answers is not None
 
     @property
     def present(self) -> tuple[int, ...]:
-        """The ranks that are in this generation, ascending."""
+        """Returns the ranks in this generation, ascending."""
         return tuple(self.ranks[index] for index in self._present)
 
     def attach(self, connections: Connections, present: Sequence[int]) -> None:
-        """`present`: the ranks of this group that are in the generation, in their order: the members of
-        `connections`."""
+        """Attaches the group to its generation. `present`: the ranks of this group in the generation, in their order:
+        the members of `connections`."""
         places = range(len(present))
         self._routes.clear()
         self._connect(connections, [self.ranks.index(rank) for rank in present], places)
@@ -458,8 +458,8 @@ class ReconfigurableGroup(TorchCollectives):
             self._attach_part(part, chosen)
 
     def attach_routes(self, connections: Mapping[int, Connections], own: int) -> None:
-        """As `attach`, in a generation in which pipelines have routes. `connections`: by origin, of all places of each
-        that this rank sits in; `own`: the one that it is in as long as nothing else is said."""
+        """Attaches as `attach`, in a generation in which pipelines have routes. `connections`: by origin, for each
+        pipeline of this rank, between all its places. `own`: the origin of the default route."""
         self._routes.clear()
         for origin, each in sorted(connections.items()):
             everybody = range(len(self.ranks))
@@ -471,7 +471,7 @@ class ReconfigurableGroup(TorchCollectives):
 
     @contextmanager
     def on_route(self, origin: int) -> Iterator[None]:
-        """It is the pipeline of that origin meanwhile, if this rank sits in it."""
+        """Switches to the route of that origin for the duration, if this rank is a member of its pipeline."""
         if origin not in self._routes:
             yield
             return
@@ -490,25 +490,25 @@ class ReconfigurableGroup(TorchCollectives):
     def _take(self, route: "_Route") -> None:
         self._circuit, self._connections, self._present = route.circuit, route.connections, route.present
         for chosen, part in self._some.items():
-            if chosen not in route.parts:  # it was made after the route was
+            if chosen not in route.parts:  # it was created after the route
                 self._attach_part(part, chosen)
                 route.parts[chosen] = part._route()
             part._take(route.parts[chosen])
 
     def _connect(self, connections: Connections, present: Sequence[int], places: Sequence[int]) -> None:
-        """`present`: indices into `ranks`; `places`: those of the same ranks among the members of `connections`."""
+        """`present`: indices into `ranks`; `places`: the same ranks' places among the members of `connections`."""
         self._circuit = connections.circuit(places, group_number(self.label), self.label)
         self._connections = connections
         self._present = tuple(present)
         self.broken = None
 
     def register(self) -> None:
-        """Tells torch of the group. Ending the default group makes torch forget it."""
+        """Registers the group with torch. Ending the default group makes torch forget it."""
         for group in (self, *self._some.values()):
             torch_private.register_group(group, group.label, group.ranks, self.backend)
 
     def part(self, chosen: Sequence[int]) -> "ReconfigurableGroup":
-        """A group of some of these ranks, by their indices; over the same connections. Raises UsageError."""
+        """Returns a group of some of these ranks, by their indices, over the same connections. Raises UsageError."""
         indices = tuple(sorted(set(chosen)))
         if not indices or indices[0] < 0 or indices[-1] >= len(self.ranks) or self._own not in indices:
             raise UsageError(
@@ -543,7 +543,7 @@ class ReconfigurableGroup(TorchCollectives):
         )
 
     def stand_alone(self) -> None:
-        """Nobody else is there any more."""
+        """Marks the job as finished: every later communication raises an error that says so."""
         self._between = "the job has finished: no other rank is there to communicate with"
 
     def detach(self) -> None:
@@ -553,14 +553,14 @@ class ReconfigurableGroup(TorchCollectives):
         self._circuit = self._connections = None
 
     def let_go(self) -> None:
-        """The session has ended, and is not asked about anything any more."""
+        """Drops the references to the session, which has ended."""
         self._step = self.gate = self.answers = None
         for part in self._some.values():
             part.let_go()
         self._some.clear()
 
     def submit(self, run: Collective) -> Task:
-        """Starts something over this group, in the order of the calls. Raises RuntimeError between generations."""
+        """Starts a collective over this group, in the order of the calls. Raises RuntimeError between generations."""
         return self._attached().submit(run if self.tape is None else self.tape.around(self.label, run))
 
     def _attached(self) -> Circuit:
@@ -573,20 +573,20 @@ class ReconfigurableGroup(TorchCollectives):
         self.submit(run).wait()
 
     def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Of all its ranks that are in this generation, in their order."""
+        """Returns the tensors of all its ranks in this generation, in their order."""
         own = tensor.detach().contiguous()
         parts = [torch.empty_like(own) for _ in self._present]
         self.run_into(parts, lambda collectives: collectives.all_gather(parts, own))
         return parts
 
     def gathering(self, tensor: torch.Tensor) -> tuple[Task, list[torch.Tensor]]:
-        """As `gathered`, without waiting: the parts are there once the task is done."""
+        """Starts a `gathered` without waiting: the parts are filled once the task is done."""
         own = tensor.detach().contiguous().clone()
         parts = [torch.empty_like(own) for _ in self._present]
         return self.submit(lambda collectives: collectives.all_gather(parts, own)), parts
 
     def run_into(self, results: Sequence[torch.Tensor], run: Collective) -> None:
-        """As `run`, of something that leaves its result there."""
+        """Runs a collective that leaves its result in `results`."""
         if self.answers is None:
             self.run(run)
         else:
@@ -594,9 +594,9 @@ class ReconfigurableGroup(TorchCollectives):
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Collectives of torch's are answered from this rank alone meanwhile (`Alone`).
+        """Answers torch's collectives from this rank alone for the duration (`Alone`).
 
-        A stage that infers its shapes runs its module once, in a replacement too, where no peer takes part.
+        A stage that infers its shapes runs its module once. It does so in a replacement too, where no peer takes part.
         """
         before, self._quiet = self._quiet, True
         try:
@@ -609,7 +609,7 @@ class ReconfigurableGroup(TorchCollectives):
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         return self.backend.name
 
-    # From torch 2.14 on a group without these asks its backend, and the placeholder has one member.
+    # From torch 2.14 on, a group without these methods asks its backend, and the placeholder has one member.
 
     def getRank(self) -> int:  # noqa: N802
         return self._own
@@ -618,7 +618,7 @@ class ReconfigurableGroup(TorchCollectives):
         return len(self.ranks)
 
     def shutdown(self) -> None:
-        """torch ends all groups together with the default one; this one stays, its inner group has ended."""
+        """Does nothing. torch shuts all groups down with the default one; this one stays, its circuit has ended."""
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Any:
         circuit = self._messaging("send")
@@ -637,7 +637,7 @@ class ReconfigurableGroup(TorchCollectives):
         return circuit
 
     def _place(self, index: int) -> int:
-        """Of the rank at this index of the group, among those that are in this generation. Raises RuntimeError."""
+        """Returns the place, in this generation, of the rank at this index of the group. Raises RuntimeError."""
         if index not in self._present:
             raise RuntimeError(
                 f"process group {self.label}: rank {self.ranks[index]} is not in this generation"
@@ -647,7 +647,7 @@ class ReconfigurableGroup(TorchCollectives):
     def _collective(
         self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
     ) -> Any:
-        """`name`: of torch's function. `alike`: all ranks get the same result."""
+        """Starts `run` unless the gate has run it. `name`: torch's function. `alike`: all ranks get the same result."""
         if self._quiet:
             run(Alone(self._own, len(self.ranks)))
             return FinishedWork(result)
@@ -673,7 +673,8 @@ class ReconfigurableGroup(TorchCollectives):
         return CollectiveWork(task, result, broke, swallow=self._swallow)
 
     def _breaker(self) -> Callable[[Exception], None]:
-        """What hears of an error of this generation. DDP may wait for a work of the last one in the next."""
+        """Returns a callback for errors of this generation. It ignores later calls: DDP may wait in the next generation
+        for a Work of this one."""
         circuit = self._circuit
 
         def broke(error: Exception) -> None:
@@ -691,7 +692,7 @@ class ReconfigurableGroup(TorchCollectives):
         return work
 
     def new_group(self, *_: Any, **__: Any) -> Any:
-        """torch asks the default group for a new one. Raises RuntimeError: it makes none."""
+        """Raises RuntimeError. torch asks the default group for a new one, and this group creates none."""
         if self.gate is not None:
             self.gate.new_group()
         raise RuntimeError(f"process group {self.label} makes no others")

@@ -1,7 +1,7 @@
-"""Collectives made of messages, in the order of the members, for backends whose messages have tags.
+"""Collectives built from messages, in the order of the members, for backends whose messages have tags.
 
-They need nothing else of a backend. Sums are taken in the members' order, so their bits depend on no layout, for the
-same bytes on the wire as a ring.
+They need only messages and a sum of the backend. Sums are taken in the members' order, so their bits do not depend on
+the layout. They send as many bytes as a ring.
 
 Legend: n members of the group, `own` this process's place among them.
 """
@@ -15,18 +15,18 @@ from swift_ft import torch_private
 from swift_ft.comm.backend import COLLECTIVES, Collective, Op, Pending, Wire, first_tag
 from swift_ft.comm.worker_thread import Runner, Task
 
-_SMALL_BYTES = 4096  # below, one exchange of everything is quicker than two of parts
+_SMALL_BYTES = 4096  # below, one exchange of everything is faster than two of parts
 
 
 class SummingWire(Wire, Protocol):
-    """What a backend has to give."""
+    """The operations that a backend has to provide."""
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """In place, in whatever order is quickest."""
+        """Sums in place, in the order that is fastest."""
 
 
 class MessageCircuit:
-    """See `base.Circuit`. Whatever waits for a message does so in `runner`."""
+    """A `Circuit` over messages. All waits for messages take place in `runner`."""
 
     def __init__(self, wire: SummingWire, own: int, n: int, number: int, runner: Runner) -> None:
         self._wire = wire
@@ -45,7 +45,7 @@ class MessageCircuit:
 
 
 class _InRunner:
-    """A message that a runner waits for."""
+    """A message that a runner waits for on behalf of the caller."""
 
     def __init__(self, runner: Runner, pending: Pending) -> None:
         self._runner = runner
@@ -56,10 +56,10 @@ class _InRunner:
 
 
 class Messages:
-    """See `base.Collectives`. Called by the group's runner (``carry_out``), in the same order on all members."""
+    """`Collectives` over messages. Called by the group's runner (``carry_out``), in the same order on all members."""
 
     def __init__(self, wire: SummingWire, own: int, n: int, number: int = 0):
-        """`number` keeps groups apart that lie over the same connections (`swift_ft.comm.backend`)."""
+        """`number` separates groups that share the same connections (`swift_ft.comm.backend`)."""
         self._wire = wire
         self._first_tag = first_tag(number)
         self._own, self._n = own, n
@@ -68,10 +68,10 @@ class Messages:
         self._pool: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
 
     def carry_out(self, run: Collective) -> None:
-        """Some collectives. Raises RuntimeError if one has failed before.
+        """Runs some collectives. Raises RuntimeError if one has failed before.
 
-        A collective that fails has not counted all its messages. The next one would take the tags of those that are
-        missing, and a peer that waits for them would get something else: a wrong sum, or worse if the sizes differ.
+        A collective that fails has not used all its tags. The next one would use the remaining ones, and a peer that
+        waits for the failed one would receive wrong data: a wrong sum, or worse if the sizes differ.
         """
         if self._error is not None:
             raise RuntimeError(f"connection: a collective failed here before: {self._error}")
@@ -82,7 +82,7 @@ class Messages:
             raise
 
     def all_reduce(self, tensor: torch.Tensor, op: Op) -> None:
-        """In place, in rank order: op(op(x0, x1), x2) ... for every element."""
+        """Reduces in place, in rank order: op(op(x0, x1), x2) ... for every element."""
         if self._n == 1 or not tensor.numel():
             return
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1).clone()
@@ -115,15 +115,15 @@ class Messages:
         output.copy_(_in_order(incoming, op).view_as(output))
 
     def all_gather(self, outputs: list[torch.Tensor], own: torch.Tensor) -> None:
-        """`own` of every rank, in `outputs` by rank."""
+        """Fills `outputs` with `own` of every rank, by rank."""
         self.all_to_all(outputs, [own] * self._n)
 
     def all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> None:
-        """`outgoing[r]` goes to rank r, `incoming[r]` comes from it. Contiguous tensors; empty ones are not sent."""
+        """Sends `outgoing[r]` to rank r and receives `incoming[r]`. Contiguous tensors; empty ones are not sent."""
         self.begin_all_to_all(incoming, outgoing).wait()
 
     def begin_all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> Pending:
-        """As `all_to_all`, without waiting."""
+        """Starts an `all_to_all` without waiting."""
         tag = self._next_tag()
         if incoming[self._own].data_ptr() != outgoing[self._own].data_ptr():
             incoming[self._own].copy_(outgoing[self._own])
@@ -136,7 +136,7 @@ class Messages:
         return _All(works)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Gives `tensor` of index `root` to all, in place."""
+        """Broadcasts `tensor` of index `root` to all, in place."""
         tag = self._next_tag()
         whole = tensor.contiguous()
         if self._own == root:
@@ -149,9 +149,9 @@ class Messages:
             tensor.copy_(whole)
 
     def barrier(self, ballot: torch.Tensor | None = None) -> None:
-        """Returns once all have entered: after round k a rank knows of 2^k others (dissemination barrier).
+        """Returns once all have entered: after round k a rank has heard of 2^k others (dissemination barrier).
 
-        `ballot`: what this rank gives; becomes, in place, the greatest in each place of what all have given.
+        `ballot`: this rank's values; becomes, in place, the elementwise maximum over all ranks.
         """
         distance = 1
         ballot = torch.zeros(1) if ballot is None else ballot
@@ -166,7 +166,7 @@ class Messages:
             distance *= 2
 
     def _peers(self) -> Iterator[tuple[int, int]]:
-        """(from whom, to whom): each peer once, and no rank is sent to by all at once."""
+        """Yields (source, target): each peer once, in an order in which no rank receives from all at once."""
         for distance in range(1, self._n):
             yield (self._own - distance) % self._n, (self._own + distance) % self._n
 
@@ -175,7 +175,7 @@ class Messages:
         return self._first_tag + self._sequence % COLLECTIVES
 
     def _take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """Fresh memory of a bucket's size is dear (the kernel clears it page by page), so it is kept."""
+        """Returns a buffer, if possible a used one: fresh memory of a bucket's size is slow (the kernel clears it)."""
         kept = self._pool.get((like.dtype, numel))
         return kept.pop() if kept else torch.empty(numel, dtype=like.dtype)
 
@@ -184,7 +184,7 @@ class Messages:
 
 
 class _All:
-    """Messages under way."""
+    """Messages in flight."""
 
     def __init__(self, works: list[Pending]) -> None:
         self._works = works
@@ -195,7 +195,7 @@ class _All:
 
 
 class Alone(Messages):
-    """Collectives in which every rank's part is this one's: results of the right shape, and nobody is asked."""
+    """Collectives without communication: every rank's part is this rank's. Results have the right shapes."""
 
     def __init__(self, own: int, n: int):
         super().__init__(_Nobody(), own, n)
@@ -219,7 +219,7 @@ class Alone(Messages):
 
 
 class _Nobody:
-    """The wire of `Alone`."""
+    """The wire of `Alone`; every use of it is a bug."""
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
         raise AssertionError("nobody is there")
@@ -231,7 +231,7 @@ class _Nobody:
 
 
 def _in_order(parts: list[torch.Tensor], op: Op) -> torch.Tensor:
-    """The parts combined from the first to the last; overwrites the first."""
+    """Combines the parts from the first to the last; overwrites the first."""
     total = parts[0]
     for part in parts[1:]:
         total = op(total, part)
@@ -239,7 +239,7 @@ def _in_order(parts: list[torch.Tensor], op: Op) -> torch.Tensor:
 
 
 def operation(op: Any) -> Op:
-    """What combines two tensors for a reduction of torch's. Raises ValueError for one that has no order."""
+    """Returns the function that combines two tensors in a torch reduction. Raises ValueError for an unknown one."""
     name = torch_private.reduction_name(op)
     combine = _OPERATIONS.get(name)
     if combine is None:

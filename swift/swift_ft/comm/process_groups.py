@@ -1,6 +1,6 @@
-"""The process groups of one rank, made anew in every generation, that a notice can break open.
+"""The process groups of one rank, created anew in every generation; a new-generation notification ends their waits.
 
-The groups that a trainer holds stay (`swift_ft.comm.groups`). Under them lies a fabric of the backend's, one for each
+The group objects that a trainer holds stay (`swift_ft.comm.groups`). They use a fabric of the backend, one for each
 generation (`swift_ft.comm`).
 """
 
@@ -22,26 +22,26 @@ from swift_ft.comm.message_collectives import Alone
 from swift_ft.comm.worker_thread import Task
 from swift_ft.text import LASTING_KEYS
 
-# Connections to nobody: whatever a group does together is answered as if every member had what this one has.
+# Connections without peers: every collective is answered as if all members had this one's data.
 #
-# Results have the right shapes, and meaningless values. For a spare that computes a step to be warm
+# Results have the right shapes and meaningless values. They serve a spare that computes a step to warm up
 # (`swift_ft.train.rehearsal`).
 
 
 class StandIn:
-    """See `base.Connections`."""
+    """`Connections` without peers."""
 
     def __init__(self, own: int) -> None:
         """`own`: this process's place among the members."""
         self._own = own
 
     def circuit(self, places: Sequence[int], number: int, label: str) -> "_Circuit":
-        """As `base.Connections.circuit`."""
+        """Returns a circuit as `Connections.circuit` does."""
         return _Circuit(places.index(self._own), len(places), label)
 
 
 class _Circuit:
-    """See `base.Circuit`. What is submitted is done when the call returns."""
+    """A `Circuit` without peers. A submitted collective is done when the call returns."""
 
     def __init__(self, own: int, n: int, label: str) -> None:
         self._alone = Alone(own, n)
@@ -64,23 +64,23 @@ _ABORT_INTERVAL_S = 0.02
 
 
 class Stores(Protocol):
-    """What the groups of each generation are built with: all its ranks see the same store."""
+    """Stores with which the groups of each generation are built: all ranks of a generation see the same store."""
 
     def __call__(self, generation: int) -> Store: ...
 
     def built(self) -> None:
-        """The groups of the newest one are built: from now on its keys are the trainer's."""
+        """Marks the groups of the newest store as built: from now on its keys are the trainer's."""
 
     def interrupt(self) -> None:
-        """(watcher thread) Whoever waits in the newest one gets an error."""
+        """(watcher thread) Ends all waits in the newest store with an error."""
 
 
 class Interrupted(Exception):
-    """A newer generation was made: the step that is under way is dropped."""
+    """A newer generation was published: the current step is dropped."""
 
 
 class ProcessGroups:
-    """The groups of the generation that this rank is in.
+    """The process groups of the generation that this rank is in.
 
     (main thread) ``build(generation)`` … communicate …
     (watcher thread) ``interrupt(generation)`` when a newer generation is published
@@ -97,14 +97,14 @@ class ProcessGroups:
         stores: Stores,
         build_timeout_s: float = 30.0,
     ):
-        """`groups`: all that are built in a generation. `default`: the one of them that is the default group for torch
-        and the trainer. `stores`: those that the groups of a generation are built with.
+        """`groups`: all groups that are built in a generation. `default`: the one of them that torch and the trainer
+        use as the default group. `stores`: creates the store of each generation.
         """
         self._backend = backend
         self._rank = rank
         self._groups = groups
         self._default = default
-        # All ranks of a generation are known to live when it is built: building is bounded tightly.
+        # All ranks of a generation are known to be alive when it is built, so building has a tight timeout.
         self._build_timeout = timedelta(seconds=build_timeout_s)
         self._stores = stores
         self._generations_store: Store | None = None
@@ -115,8 +115,8 @@ class ProcessGroups:
 
     @property
     def store(self) -> Store:
-        """What ranks tell each other outside of every group: the shapes of what passes between stages. It outlives
-        generations. Raises RuntimeError before the first one."""
+        """Returns the store for data that ranks exchange outside of all groups: the shapes of tensors that pass between
+        stages. The data outlives generations. Raises RuntimeError before the first one."""
         if self._generations_store is None:
             raise RuntimeError("process group: there is no generation yet")
         return PrefixStore(LASTING_KEYS.removesuffix("/"), self._generations_store)
@@ -127,11 +127,11 @@ class ProcessGroups:
         members: Sequence[int] | None = None,
         routes: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        """(every member) The groups of `generation`, under the objects that torch and the trainer hold.
+        """(every member) Builds the groups of `generation` under the objects that torch and the trainer hold.
 
-        `members`: ranks that take part, ascending, this one among them; None: all of the default group's. `routes`: if
-        pipelines lack ranks: origin -> who sits in its pipeline, of those that this rank sits in, its own first. Raises
-        Interrupted if a newer generation is published meanwhile, RuntimeError if a member was lost.
+        `members`: ranks that take part, ascending, including this one; None: all of the default group's. `routes`: for
+        pipelines that lack ranks: origin -> the ranks in its pipeline, for each pipeline of this rank, its own first.
+        Raises Interrupted if a newer generation is published meanwhile, RuntimeError if a member was lost.
         """
         present = tuple(self._default.ranks if members is None else members)
         self.tear_down()
@@ -141,14 +141,14 @@ class ProcessGroups:
             self.generation = generation
         self._check()
         try:
-            # Kept as long as the groups are: torch keeps only the half of it that is in C++.
+            # Kept as long as the groups: torch keeps only its C++ half.
             self._generations_store = self._stores(generation)
             store = PrefixStore(f"g{generation}", self._generations_store)
             whole = self._connect(fabric, PrefixStore("whole", store), present)
             for group in self._groups:
                 ranks = [rank for rank in group.ranks if rank in present]
                 if routes and group.is_pipeline:
-                    # In the order of origins: who waits for a connection waits for nobody that waits for it.
+                    # In the same order of origins on all ranks, so that no deadlock can occur.
                     made = {
                         origin: self._connect(fabric, PrefixStore(f"route-{origin}", store), routes[origin])
                         for origin in sorted(routes)
@@ -156,11 +156,11 @@ class ProcessGroups:
                     group.attach_routes(made, own=next(iter(routes)))
                 elif len(ranks) == len(present):
                     group.attach(whole, ranks)
-                else:  # ranks that share a group name it alike: by its kind and its first rank
+                else:  # ranks that share a group use the same name: its kind and its first rank
                     place = PrefixStore(f"{group.label}-{group.ranks[0]}", store)
                     group.attach(self._connect(fabric, place, ranks), ranks)
-            # Nobody begins before all are connected: who dies in what comes next would leave those who still wait
-            # for a connection to it.
+            # All wait until all are connected: a rank that died in the following work would block those that still
+            # wait for a connection to it.
             store.set(f"built-{self._rank}", "")
             store.wait([f"built-{rank}" for rank in present], self._build_timeout)
             self._stores.built()
@@ -176,17 +176,17 @@ class ProcessGroups:
         return fabric.connect(store, ranks.index(self._rank), len(ranks), self._build_timeout)
 
     def stand_alone(self) -> None:
-        """(the job has finished without this process) Groups as torch and a trainer expect them, with nobody in them.
+        """(the job has finished without this process) Sets up groups as torch and a trainer expect them, without peers.
 
-        Whoever communicates over them gets a RuntimeError that says so.
+        Any communication over them raises a RuntimeError that says so.
         """
         for group in self._groups:
             group.stand_alone()
         self._register()
 
     def stand_in(self, store: Store) -> None:
-        """(a warm-up) Groups in which this process answers for all others. `store`: what ranks have told each other
-        about the job."""
+        """(a warm-up) Sets up groups in which this process answers for all others. `store`: the data that the job's
+        ranks have exchanged."""
         self.tear_down()
         self._generations_store = store
         for group in self._groups:
@@ -194,22 +194,22 @@ class ProcessGroups:
         self._register()
 
     def _register(self) -> None:
-        """Tells torch of the groups. Ending the default group makes it forget them all."""
+        """Registers the groups with torch. Ending the default group makes torch forget them all."""
         for group in self._groups:
             group.register()
         torch_private.make_default(self._default)
 
     @property
     def broken(self) -> Exception | None:
-        """The error of a collective that a group has swallowed in this generation."""
+        """Returns the error of a collective that a group has swallowed in this generation, if any."""
         return next((group.broken for group in self._groups if group.broken is not None), None)
 
     def lost_peer(self, error: BaseException) -> bool:
-        """Whether a lost peer or an interruption may be behind what a step raised."""
+        """Returns whether a lost peer or an interruption may have caused a step's error."""
         return is_communication(error, self._backend.is_lost_peer)
 
     def check_whole(self) -> None:
-        """Raises RuntimeError if a collective was broken: nothing that came after it is applied or recorded."""
+        """Raises RuntimeError if a collective has failed: its results and later ones must not be applied or logged."""
         broken = self.broken
         if broken is not None:
             raise RuntimeError(f"process group: {broken}")
@@ -226,8 +226,8 @@ class ProcessGroups:
             dist.destroy_process_group()
 
     def let_go(self) -> None:
-        """(the session ends) What holds a group does not hold the session: DDP's reducer and FSDP do so in C++, where
-        nobody sees that the model is free."""
+        """(the session ends) Releases the session: objects that still hold a group must not keep it alive. DDP's
+        reducer and FSDP hold groups in C++, invisible to the garbage collector."""
         self.tear_down()
         for group in self._groups:
             group.let_go()

@@ -1,7 +1,7 @@
 """torch's store for one generation's process groups, kept by the coordinator.
 
-torch keeps such a store in one of the ranks, or in a launcher on the first machine, and with that machine it is gone.
-The coordinator is on none that trains.
+torch keeps such a store in one of the ranks, or in a launcher on the first machine, and loses it with that machine.
+The coordinator runs on no machine that trains.
 """
 
 import os
@@ -24,21 +24,21 @@ _MASTER_TIMEOUT = timedelta(seconds=30)
 
 
 class CoordinatorStore(Store):
-    """torch calls it from C++, where a wait has no end but its timeout: so every error here is one that a lost peer
-    could be behind, and a notice ends a wait (`interrupt`). Whoever builds a group must keep it as long as the group:
-    torch keeps the C++ half only, which is nothing without this one."""
+    """A torch store whose keys the coordinator holds. torch calls it from C++, where a wait ends only by its timeout.
+    So every error here is one that a lost peer could cause, and `interrupt` ends waits. The builder of a group must
+    keep it as long as the group: torch keeps only the C++ half, which does not work without this object."""
 
     def __init__(self, shared: SharedKeys) -> None:
         super().__init__()
         self._shared = shared
         shared.once = True
         self._members = 0
-        """Of the group that is being built; 0: none is."""
+        """Members of the group that is being built; 0: none is."""
 
     @contextmanager
     def building(self, members: int) -> Iterator[None]:
-        """Meanwhile a group of so many is built. Each of them waits for each other's key (`.../<place>`), one after
-        the other. So who waits for one waits for all, and is told of them in one answer."""
+        """Marks that a group of so many members is being built. Each of them waits for each other's key
+        (`.../<place>`), one after another. So a wait for one key becomes a wait for all, answered at once."""
         self._members = members
         try:
             yield
@@ -48,14 +48,14 @@ class CoordinatorStore(Store):
     timeout: timedelta  # torch's property, which its stub lacks
 
     def built(self) -> None:
-        """From now on keys are the trainer's, who may set them as often as it likes."""
+        """Allows keys to be set repeatedly: from now on they are the trainer's."""
         self._shared.once = False
         _told(self._shared.flush)
 
     def interrupt(self) -> None:
         self._shared.interrupt()
 
-    # --- what torch calls, by its names ---
+    # --- methods that torch calls, under its names ---
 
     def set(self, key: str, value: str | bytes) -> None:
         _told(self._shared.set, key, _bytes(value))
@@ -94,19 +94,19 @@ class CoordinatorStore(Store):
     def clone(self) -> "CoordinatorStore":
         return self  # any thread may use it
 
-    # C++ asks for these two under its own names.
+    # C++ calls these two under its own names.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
 
 class ListeningStore(CoordinatorStore):
-    """(a warm-up) What the job's ranks tell each other. What this process tells nobody hears but itself."""
+    """(a warm-up) A store that reads the job's keys. Keys that this process sets are visible only to itself."""
 
     def __init__(self, client: CoordinatorClient, generation: int) -> None:
         super().__init__(SharedKeys(client, generation))
         self._own: dict[str, bytes] = {}
         self._late = 0
-        """How often in a row something was not there."""
+        """Consecutive checks in which a key was missing."""
 
     def set(self, key: str, value: str | bytes) -> None:
         self._own[key] = _bytes(value)
@@ -115,12 +115,12 @@ class ListeningStore(CoordinatorStore):
         return self._own[key] if key in self._own else super().get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Raises DistStoreError once it was asked for too long."""
+        """Returns whether all keys are there. Raises DistStoreError if they are still missing after several calls."""
         others = [key for key in keys if key not in self._own]
         if not others or super().check(others):
             self._late = 0
             return True
-        # Who asks polls, and the job may have told it to a coordinator that has begun anew.
+        # The caller polls, and the job may only now repeat its keys to a coordinator that was restarted.
         self._late += 1
         if self._late * _ASK_S > _TOLD_WITHIN_S:
             raise dist.DistStoreError(f"process group: nobody has told {listed(others)}")
@@ -134,7 +134,7 @@ class ListeningStore(CoordinatorStore):
 
 
 class CoordinatorStores:
-    """The stores of one rank, one after the other."""
+    """The stores of one rank, one per generation."""
 
     def __init__(self, client: CoordinatorClient) -> None:
         self._client = client
@@ -146,12 +146,12 @@ class CoordinatorStores:
         return self._newest
 
     def built(self) -> None:
-        """As `Stores.built`."""
+        """Marks the groups as built (`Stores.built`)."""
         assert self._newest is not None
         self._newest.built()
 
     def interrupt(self) -> None:
-        """As `Stores.interrupt`. Before the first one there is nobody to free."""
+        """Ends waits (`Stores.interrupt`). Does nothing before the first store."""
         if self._newest is not None:
             self._newest.interrupt()
 
@@ -173,7 +173,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 class MasterStores:
     """(benchmarks, tests) A communicator's `stores` without a coordinator: for every generation the store at
-    MASTER_ADDR and MASTER_PORT, which must outlive all ranks. Its waits end with their timeout alone."""
+    MASTER_ADDR and MASTER_PORT, which must outlive all ranks. Its waits end only by their timeout."""
 
     def __init__(self) -> None:
         self._host, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -182,7 +182,7 @@ class MasterStores:
         return TCPStore(self._host, self._port, is_master=False, timeout=_MASTER_TIMEOUT)
 
     def built(self) -> None:
-        """Nobody waits for its keys."""
+        """Does nothing: waits for its keys are not combined."""
 
     def interrupt(self) -> None:
-        """It has no waits that could be ended."""
+        """Does nothing: its waits cannot be ended."""

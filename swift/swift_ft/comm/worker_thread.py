@@ -1,7 +1,7 @@
-"""A thread that waits in the place of the trainer's, for backends whose waits cannot be ended.
+"""A thread that waits in place of the trainer's, for backends whose waits cannot be ended.
 
-The trainer's thread waits for the runner, and a notice can end that. A runner that is lost in the backend is left
-behind with its group; the next generation has new ones.
+The trainer's thread waits for the runner, and a new-generation notification can end that wait. A runner that hangs in
+the backend is abandoned with its group; the next generation has new ones.
 """
 
 import atexit
@@ -13,16 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 _END_S = 0.5
-"""In all, at the process's end. A thread that is free again ends in milliseconds; a lost one is not waited for."""
+"""Seconds in all at the process's end. A freed thread ends in milliseconds; a hung one is not waited for."""
 _leaving: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
-"""Threads of runners that have stopped. They may be in the backend still."""
+"""Threads of runners that have stopped. They may still be in the backend."""
 
 
 @atexit.register
 def lost() -> bool:
-    """Waits for threads that come back from the backend just now; whether one is left. One that came back while the
-    interpreter ends could not have its lock any more, and C++ ends the whole process then ("terminate called without an
-    active exception"). `swift_ft.launch.worker` keeps a rank from that."""
+    """Waits for threads that are returning from the backend; returns whether one is left. A thread that returns while
+    the interpreter ends can no longer take the GIL, and C++ then ends the whole process ("terminate called without an
+    active exception"). `swift_ft.launch.worker` prevents that in a rank."""
     until = time.monotonic() + _END_S
     leaving = [thread for thread in threading.enumerate() if thread in _leaving]
     for thread in leaving:
@@ -31,11 +31,11 @@ def lost() -> bool:
 
 
 class Broken(RuntimeError):
-    """A notice has ended the wait. Its words are those of a lost connection, which is what it stands for."""
+    """A new-generation notification ended the wait. The message reads like that of a lost connection."""
 
 
 class Task:
-    """Something that a runner does. Waited for by one thread, ended by the runner or by a notice."""
+    """A call that a runner carries out. One thread waits for it; the runner or a notification ends it."""
 
     def __init__(self, run: Callable[[], Any]):
         self._run: Callable[[], Any] | None = run
@@ -47,14 +47,14 @@ class Task:
         self.error: Exception | None = None
 
     def carry_out(self) -> None:
-        """(runner) Runs it; its result or its error wakes whoever waits."""
-        # What it refers to goes with it: a thread that lets a process group go while the interpreter ends aborts.
+        """(runner) Runs the call. Its result or its error wakes the waiting thread."""
+        # References are dropped with the call: a thread that frees a process group while the interpreter ends aborts.
         run, self._run = self._run, None
         assert run is not None
         error: Exception | None = None
         try:
             run()
-        except Exception as raised:  # noqa: BLE001  (handed to whoever waits)
+        except Exception as raised:  # noqa: BLE001  (passed to the waiting thread)
             error = raised
         del run
         self.end(error)
@@ -70,7 +70,7 @@ class Task:
             callback()
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once this is over, at once if it is."""
+        """Calls `callback` once the task is over, at once if it already is."""
         with self._state:
             if not self.done:
                 self._callbacks.append(callback)
@@ -78,7 +78,7 @@ class Task:
         callback()
 
     def wait(self) -> None:
-        """Raises what the task has raised, or Broken."""
+        """Waits for the end. Raises the task's error, or Broken."""
         with self._over:
             pass
         if self.error is not None:
@@ -88,7 +88,7 @@ class Task:
 class Runner:
     """One thread that carries out tasks in order, for one group of one generation.
 
-    (any thread) ``submit`` → ``Task.wait``; (watcher thread) ``stop``: whoever waits is freed at once
+    (any thread) ``submit`` → ``Task.wait``; (watcher thread) ``stop``: all waiting threads are freed at once
     """
 
     def __init__(self, name: str):
@@ -100,7 +100,7 @@ class Runner:
         self._thread.start()
 
     def submit(self, run: Callable[[], Any]) -> Task:
-        """Queues a call. On a runner that has stopped the task has ended already, with the error."""
+        """Queues a call. On a stopped runner the task has already ended, with the error."""
         task = Task(run)
         with self._lock:
             stopped = self._stopped
@@ -121,7 +121,7 @@ class Runner:
             task.end(self._stopped)
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the thread's end: one that is left may not meet the interpreter's. A lost one is given up."""
+        """Waits for the thread to end, so that it does not outlive the interpreter. A hung thread is given up."""
         self._thread.join(timeout_s)
 
     def _work(self) -> None:

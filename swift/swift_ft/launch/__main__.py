@@ -10,9 +10,9 @@ def _leave(signum: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
-    # Until there are children, and while torch is being imported, a signal simply ends this process.
+    # Before there are children, and while torch is being imported, a signal simply ends this process.
     for early in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        # One that is ignored (nohup) stays so: `swift_ft.launch.children` looks for that too.
+        # An ignored one (nohup) stays ignored, for `swift_ft.launch.children` too.
         if early != signal.SIGHUP or signal.getsignal(early) != signal.SIG_IGN:
             signal.signal(early, _leave)
     from swift_ft.errors import SwiftError
@@ -29,6 +29,6 @@ if __name__ == "__main__":
     except SwiftError as error:
         tell(error)
         sys.exit(error.exit_code)
-    # The kernel ends the ranks with it.
+    # The kernel ends the ranks with this process.
     end_process_on_uncaught(lambda error: tell(f"run: {described(error)}; start it again"))
     sys.exit(main(sys.argv[1:]))

@@ -1,13 +1,13 @@
 """torch's elastic agent, except that a dead rank is replaced and the others are left alone.
 
-From torch: the frame, the books of workers, signals. From here: the rendezvous, the children, and everything about one
-rank's death.
+torch supplies the frame, the bookkeeping of workers, and signals. This package supplies the rendezvous, the children,
+and everything about the death of single ranks.
 
     (kernel)  a child's pidfd becomes readable
     (agent)   notice to the coordinator, queued; a warm spare gets the rank; once the job runs again, a new
               spare is started, so that importing torch takes no CPU time from the recovery (without a fork
-              server; a new one waits for the same)
-    (agent)   a View says FAILED, or fences a child of ours: stops everything, or kills that child
+              server; a new server waits for the same)
+    (agent)   a View says FAILED, or fences a child of this launcher: stops everything, or kills that child
 """
 
 import math
@@ -54,16 +54,17 @@ from swift_ft.rpc.codec import of_view
 from swift_ft.rpc.views import STARTED_AGAIN, end_words, has_left_forming, inexact_words, state_name
 from swift_ft.text import tell as say
 
-# What a launcher tells people of its job, from the Views that it sees.
+# Messages of a launcher about its job, derived from the Views that it sees.
 
 LATE_S = 20.0
-"""After which a launcher says what the job waits for: longer than it takes to miss a rank and to start another one."""
+"""Seconds after which a launcher reports what the job waits for: longer than missing a rank and starting another
+take."""
 _REFUSED = re.compile(r"(rank \d+) refused(?: ([A-Z_]+))?: (.*)", re.DOTALL)
 
 
 class Told:
-    """What a launcher tells of recoveries: those in which everybody restores a checkpoint, or that are not exact; and
-    what one waits for that does not come to a plan.
+    """Messages about recoveries in which all ranks restore a checkpoint, or that are not exact, and about what a
+    recovery without a plan waits for.
 
     One line for each plan. Views may be skipped.
     """
@@ -78,12 +79,12 @@ class Told:
         lines = self._plan(view)
         if view.HasField("inexact_since") and not self._inexact:
             self._inexact = True
-            if not (lines or (view.HasField("plan") and not view.plan.exact)):  # it was said with the plan
+            if not (lines or (view.HasField("plan") and not view.plan.exact)):  # already said with the plan
                 lines = [*lines, inexact_words(view)]
         return lines
 
     def late(self, view: pb.View | None, now: float) -> str:
-        """What the job has waited for since `LATE_S`, once; empty: nothing, or that is not so long ago."""
+        """Returns, once, what the job has waited for during the last `LATE_S`; empty if it has not waited that long."""
         waits = view is not None and view.state in (
             pb.FORMING,
             pb.FENCING,
@@ -121,7 +122,7 @@ def _way_on(waits_for: str) -> str:
 
 
 def _cause(reason: str) -> str:
-    """Why everybody restores: "replay refused: rank 2: ...", or the planner's own words."""
+    """Returns why all ranks restore: "replay refused: rank 2: ...", or the planner's own words."""
     refused = _REFUSED.fullmatch(reason)
     if refused is None:
         return reason
@@ -130,17 +131,17 @@ def _cause(reason: str) -> str:
     return f"{what} refused: {rank}: {why}".lstrip()
 
 
-# Whether a process of a lost rank fits beside those that live on this machine.
+# Check for memory for a process of a lost rank on the machine of survivors.
 #
-# A pipeline whose stage has no other rank goes on if the stage moves to where a survivor is: into a process of its own,
-# on the survivor's device. torch's schedules run the stages that they were made with, so the survivor's own process
-# cannot run a second one.
+# A pipeline whose stage has no other rank goes on if the stage moves to a survivor's machine: into a process of its
+# own, on the survivor's device. torch's schedules run only the stages that they were constructed with, so the
+# survivor's own process cannot run a second one.
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process; 0 if it is gone."""
+    """Returns the resident memory of a process; 0 if it is gone."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
@@ -148,7 +149,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def available_bytes() -> int | None:
-    """What a new process of this machine can take without swapping; None: the system does not tell."""
+    """Returns the memory that a new process can take without swapping; None if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -157,31 +158,33 @@ def available_bytes() -> int | None:
 
 
 def why_no_room(needed: int, available: int | None) -> str:
-    """Empty: there is. `needed`: what the largest of the living takes; the lost one is taken for as large."""
+    """Returns why `needed` bytes do not fit, empty if they do. `needed`: the size of the largest living rank, which the
+    lost one is assumed to need."""
     if available is None or needed <= available:
         return ""
     return f"{available >> 20} MiB are free, and a rank here takes {needed >> 20} MiB"
 
 
 def room_for_one_more(pids: Iterable[int]) -> str:
-    """Why another process as large as these does not fit; empty: it does."""
+    """Returns why another process as large as these does not fit; empty if it does."""
     living = list(map(resident_bytes, pids))
     return why_no_room(max(living), available_bytes()) if living else "none of them is on this machine"
 
 
 class Vacated:
-    """Places of this machine that were given up, as long as it is not known whether the others go on without them."""
+    """Places of this machine that were given up, until it is known whether the others go on without them."""
 
     def __init__(self) -> None:
         self._lost: dict[int, tuple[int, str]] = {}
 
     def add(self, local_rank: int, rank: int, incarnation: str) -> None:
-        """`incarnation`: of the process that was lost."""
+        """Records a given-up place. `incarnation`: that of the lost process."""
         self._lost[local_rank] = rank, incarnation
 
     def missed(self, view: pb.View) -> list[int]:
-        """The local ranks of those that this View neither leaves vacant nor has another process for. What it says of
-        the others is forgotten with them. The members of a communicator decide themselves: they miss nobody."""
+        """Returns the local ranks whose place this View neither leaves vacant nor gives to another process. Forgets
+        every place about which this View decides. Only a View of a job that shrinks reports any: members of a
+        communicator decide themselves."""
         holders = {member.rank: member.incarnation for member in view.members}
         there = {*view.vacant, *holders}
         known = [place for place, (rank, lost) in self._lost.items() if holders.get(rank) != lost]
@@ -189,42 +192,43 @@ class Vacated:
         return [local_rank for local_rank, rank in ranks.items() if view.shrinks and rank not in there]
 
 
-# Ranks that have ended with 0 while the job, as far as is known, is not over.
+# Ranks that have ended with exit code 0 before the job is known to be over.
 #
-# It may have just finished, which the next View shows. Or they have left it early, which is an error: the coordinator
-# fences one that is a member, and one that is none is missed here. It decides once it has heard of their end, so a
-# coordinator that is away is waited for.
+# The job may have just finished, which the next View shows. Or they have left early, which is an error: the coordinator
+# fences one that is a member; one that is no member is detected here. The coordinator decides only after it has
+# received the exit, so an unreachable coordinator is waited for.
 
 LEFT_S = 5.0
-"""So long a rank that has left is looked for in the View, once the coordinator has heard of its end."""
+"""Seconds for which the View is searched for a rank that has left, once the coordinator has received its exit."""
 UNHEARD_S = 120.0
-"""A machine on which nothing runs any more waits so long for a coordinator that does not answer."""
+"""Seconds for which a machine without running ranks waits for a coordinator that does not answer."""
 
 
 class Left:
-    """Of one launcher. Its main thread."""
+    """The ranks of one launcher that ended with 0. Used by its main thread."""
 
     def __init__(self, link: CoordinatorLink) -> None:
         self._link = link
         self._left: dict[int, tuple[Child, float]] = {}
-        """By local rank: the process, and when it ended."""
+        """Local rank -> the process, and when it ended."""
         self._unheard_at = -math.inf
-        """When the coordinator was last known not to have heard of all ends."""
+        """The last time at which some exits were not yet delivered to the coordinator."""
 
     def add(self, local_rank: int, child: Child, now: float) -> None:
-        """It has ended with 0, and its end is told."""
+        """Records a process that has ended with 0, and whose exit is sent to the coordinator."""
         self._left[local_rank] = child, now
 
     def clear(self) -> None:
-        """Other processes take all places."""
+        """Forgets all, because new processes take all places."""
         self._left.clear()
 
     def await_end(self, view: pb.View | None) -> bool:
-        """The job is not over as far as is known, and was not done without these."""
+        """Returns whether the job is not known to be over, nor known to go on without these processes."""
         return any(_misses(view, child) is not None for child, _ in self._left.values())
 
     def missed(self, view: pb.View | None, now: float) -> list[Child]:
-        """Those for which the job waits: who was no member of it is fenced by nobody. Named once."""
+        """Returns, once each, the processes for which the job waits: they never joined, so the coordinator does not
+        fence them."""
         if self._link.unheard:
             self._unheard_at = now
         missed = []
@@ -236,7 +240,7 @@ class Left:
         return missed
 
     def given_up(self, now: float) -> str:
-        """(nothing else runs here) Why the end of the job is not waited for any longer; empty: it is."""
+        """(no rank runs here) Returns why the end of the job is no longer waited for; empty while it is."""
         newest = max((ended_at for _, ended_at in self._left.values()), default=math.inf)
         if not self._link.unheard or now - newest < UNHEARD_S:
             return ""
@@ -247,8 +251,8 @@ class Left:
 
 
 def _misses(view: pb.View | None, child: Child) -> bool | None:
-    """Whether the job waits for that process, which has ended with 0, to join. None: it has nothing to do with it;
-    False: it has joined, so the coordinator will say that the job is finished, or has lost it."""
+    """Returns whether the job waits for that process, which has ended with 0, to join. None: the job does not depend on
+    it. False: it has joined, so the coordinator will report that the job is finished, or that the process is lost."""
     if view is None or view.state == pb.FINISHED:
         return None
     if any(member.incarnation == child.incarnation for member in view.members):
@@ -260,30 +264,30 @@ def _misses(view: pb.View | None, child: Child) -> bool | None:
 #
 # ::
 #
-#     (somebody)    SIGTERM
-#     (launcher)    asks the coordinator for a checkpoint, and goes on looking after its ranks
-#     (all ranks)   save the version that the View names then (`checkpoint_at`)
+#     (sender)      SIGTERM
+#     (launcher)    asks the coordinator for a checkpoint, and keeps looking after its ranks
+#     (all ranks)   save the version that the View then names (`checkpoint_at`)
 #     (launcher)    it is complete, or the time is up, or another signal has come: the ranks are ended
 #
-# A job that does not run has nothing newer than its newest checkpoint: then it is left at once.
+# A job that does not run has no state newer than its newest checkpoint: then the launcher leaves at once.
 
 
 class Leaving:
-    """(main loop) ``check`` whenever something has happened."""
+    """The exit after SIGTERM. The main loop calls ``check`` after every event."""
 
     def __init__(self, gate: SignalGate, link: CoordinatorLink, patience_s: float) -> None:
-        """`patience_s`: for the checkpoint; 0: none is made."""
+        """Initializes. `patience_s`: seconds for the checkpoint; 0: no checkpoint."""
         self._gate = gate
         self._link = link
         self._patience_s = patience_s
         self._until: float | None = None
-        """When it leaves whatever there is; None: nobody has sent SIGTERM."""
+        """The time at which it leaves in any case; None: no SIGTERM has come."""
         self._newest = -1
         self._wanted: int | None = None
 
     def begins(self, view: pb.View | None) -> bool:
-        """True: SIGTERM has come just now, and a checkpoint is made before it is followed. Raises SignalException: a
-        signal is followed at once."""
+        """Returns True if SIGTERM has just come and a checkpoint is saved first. Raises SignalException for a signal
+        that takes effect at once."""
         runs = view is not None and view.state == pb.RUNNING
         if (
             self._until is not None
@@ -300,11 +304,11 @@ class Leaving:
         return True
 
     def patience_s(self, longest_s: float) -> float:
-        """How long the loop may wait for something to happen."""
+        """Returns how long the loop may wait for an event."""
         return longest_s if self._until is None else min(longest_s, max(0.0, self._until - events.now()))
 
     def check(self, view: pb.View | None) -> None:
-        """Raises SignalException once nothing is worth waiting for any more."""
+        """Raises SignalException once the checkpoint is complete, the time is up, or the job no longer runs."""
         if self._until is None:
             return
         newest = -1 if view is None else max(view.checkpoints, default=-1)
@@ -318,11 +322,11 @@ class Leaving:
 
 
 SPARE_DELAY_S_MAX = 30.0
-"""A new spare is started this long after a death, even if no View says that the job runs again."""
+"""Seconds after a death until a new spare is started, even if no View says that the job runs again."""
 SETTLE_S = 0.5
-"""Once the job fails, ranks may end by themselves this long: what they print and return says why."""
+"""Seconds for which ranks may end by themselves once the job fails: their output and exit codes show why."""
 CHECK_HOLDS_S = 60.0
-"""A machine that has waited longer than this for its place in the job is checked again."""
+"""Seconds of waiting for a place in the job after which a machine is checked again."""
 
 
 class ReplacingAgent(SimpleElasticAgent):
@@ -368,19 +372,19 @@ class ReplacingAgent(SimpleElasticAgent):
         self._leaving = Leaving(gate, link, last_checkpoint_s)
         self._machines = machines
         self._ranks: dict[int, Child] = {}
-        """By local rank: its living process."""
+        """Local rank -> its living process."""
         self._done: dict[int, Child] = {}
-        """By local rank: its process that ended with 0, or that was lost after the job had finished."""
+        """Local rank -> its process that ended with 0, or that was lost after the job had finished."""
         self._left = Left(link)
         self._replacements_left = spec.max_restarts
         self._attempts: Counter[int] = Counter()
-        """By local rank: deaths since the job last ran."""
+        """Local rank -> deaths since the job last ran."""
         self._deaths: Counter[int] = Counter()
-        """By local rank: deaths since all ranks have come to a new version."""
+        """Local rank -> deaths since all ranks reached a new version."""
         self._before: int | None = None
-        """The generation in which a life of the job ended that was not this launcher's."""
+        """The generation in which a previous run of the job ended, before this launcher; 0: no previous run."""
         self._known = False
-        """The coordinator has named this launcher."""
+        """The coordinator's View names this launcher's run."""
         self._has_run = False
         self._looked_at: pb.View | None = None
         self._told = Told()
@@ -389,10 +393,10 @@ class ReplacingAgent(SimpleElasticAgent):
         self._lost_code = 0
         self._vacated = Vacated()
         self._host: dict[int, int] = {}
-        """By local rank: the local rank on whose device it runs, if it has moved."""
+        """Local rank -> the local rank on whose device it runs, if it has moved."""
         self.outcome: Outcome | None = None
 
-    # What torch's agent calls.
+    # Overrides of torch's agent.
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         self._done.clear()
@@ -416,16 +420,16 @@ class ReplacingAgent(SimpleElasticAgent):
         self._nursery.close()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Blocks until something happens, at most for the monitor interval, and deals with it."""
+        """Blocks until an event, at most for the monitor interval, and handles it."""
         now = events.now()
         patience_s = self._waiting.patience_s(worker_group.spec.monitor_interval)
         spoke, ended = self._nursery.wait(self._leaving.patience_s(patience_s))
         if self._leaving.begins(self._view):
             say("SIGTERM: a checkpoint is made first (another signal ends the ranks at once)")
         self._leaving.check(self._view)
-        for child in spoke:  # first: a spare that has just become warm is one to be used
+        for child in spoke:  # first: a spare that has just become warm can be used
             (self._rehearsals if child.rehearses else self._spares).heard(child)
-        # Then deaths: that is what the time counts for.
+        # Then deaths, which are urgent.
         for child in ended:
             self._on_exit(child)
         self._on_view(self._view)
@@ -456,7 +460,7 @@ class ReplacingAgent(SimpleElasticAgent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
-        """torch's loop, without its sleep and without a restart of the group for one failed rank."""
+        """Runs torch's loop, without its sleep and without a restart of the group for one failed rank."""
         group = self._worker_group
         self._nursery.tend()
         self._check_all_places()
@@ -479,14 +483,14 @@ class ReplacingAgent(SimpleElasticAgent):
                 return result
 
     def _summary(self) -> str:
-        """The last line of a run that came to its end, if there is something to say."""
+        """Returns the last line of a completed run; empty if there is no message."""
         words = [] if self._view is None else end_words(self._view)
         return f"swift: job {self._job.name}: {'; '.join(words)}" if words else ""
 
     def _assign_worker_ranks(
         self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """By machine, in order. torch's own asks the others by a store."""
+        """Numbers ranks by machine, in order. torch's own implementation asks the others through a store."""
         return workers_of(self._machines.ranks_of, group_rank, spec.local_world_size)
 
     def _join_rendezvous(self) -> None:
@@ -505,12 +509,12 @@ class ReplacingAgent(SimpleElasticAgent):
     # Ranks and spares.
 
     def _program(self, local_rank: int, incarnation: str) -> Program:
-        """What a child is to run for that place."""
+        """Returns the program that a child runs for that place."""
         device_of = self._host.get(local_rank)
         env = rank_env(
             self._worker_group, local_rank, job=self._job, incarnation=incarnation, device_of=device_of
         )
-        # Then it is not to begin anew, whoever has lost it.
+        # The rank then fails, instead of starting anew, if the coordinator has lost the job.
         env["SWIFT_HAS_RUN"] = "1" if self._has_run else ""
         return make_program(self._job, self._output, local_rank, env)
 
@@ -535,7 +539,7 @@ class ReplacingAgent(SimpleElasticAgent):
         return child
 
     def _is_quiet(self) -> bool:
-        """No recovery is going on, as far as the launcher can tell."""
+        """Returns whether no recovery is going on, as far as the launcher knows."""
         if self._last_death is None:
             return True
         died_at, generation = self._last_death
@@ -546,7 +550,7 @@ class ReplacingAgent(SimpleElasticAgent):
             return True
         return False
 
-    # What happens to them.
+    # Events of children.
 
     def _on_exit(self, child: Child) -> None:
         assert child.exit_code is not None
@@ -554,7 +558,7 @@ class ReplacingAgent(SimpleElasticAgent):
             (self._rehearsals if child.rehearses else self._spares).ended(child)
             return
         local_rank = self._local_rank_of(child)
-        if local_rank is None:  # ended together with one because of which `_settle` has counted it
+        if local_rank is None:  # `_settle` has already counted it
             return
         del self._ranks[local_rank]
         events.emit("child_exit", rank=child.rank, pid=child.pid, code=child.exit_code)
@@ -584,12 +588,12 @@ class ReplacingAgent(SimpleElasticAgent):
             say(verdict.reason)
 
     def _situation(self, local_rank: int) -> Situation:
-        """In which a process of that place has ended, or is not made."""
+        """Returns the situation in which a process of that place has ended, or cannot be started."""
         view = self._view
-        has_run = self._has_run or has_left_forming(view)  # of which it may only be told in the same moment
+        has_run = self._has_run or has_left_forming(view)  # the View may show it only at this moment
         return Situation(
             replacements_left=self._replacements_left,
-            # Without a coordinator nobody knows whether the job ran in between.
+            # Without a coordinator it is unknown whether the job ran in between.
             attempts=0 if view is None else self._attempts[local_rank],
             has_run=has_run,
             finished=view is not None and view.state == pb.FINISHED,
@@ -610,7 +614,7 @@ class ReplacingAgent(SimpleElasticAgent):
 
     def _replace(self, lost: Child, local_rank: int, reason: str) -> None:
         self._replacements_left -= 1
-        # Nothing seen yet: then it was in the first one, at the earliest.
+        # Without a View, it was in generation 1 at the earliest.
         generation = 1 if self._view is None else self._view.generation
         wait_s = delay_s(self._deaths[local_rank])
         if wait_s:
@@ -635,14 +639,14 @@ class ReplacingAgent(SimpleElasticAgent):
             say(f"{waiting.reason}: replaced by process {child.pid} ({child.kind})")
 
     def _on_unfit(self, local_rank: int, why: str, failures: int) -> None:
-        """The place has failed its health check: so often since its last process has ended."""
+        """Handles a failed health check of the place. `failures`: their number since its last process ended."""
         rank = self._worker_group.workers[local_rank].global_rank
         self._link.notify_unfit(rank, why)
         verdict = judge_check(rank, why, failures, self._situation(local_rank))
         self._leave_empty(local_rank, verdict, failures)
 
     def _leave_empty(self, local_rank: int, verdict: Verdict, failures: int) -> None:
-        """No process can get the place now: what follows."""
+        """Applies the verdict for a place that cannot get a process now."""
         rank = self._worker_group.workers[local_rank].global_rank
         if verdict.action == Action.REPLACE:
             say(verdict.reason)
@@ -668,13 +672,13 @@ class ReplacingAgent(SimpleElasticAgent):
                 child.rank, child.pid, child.exit_code, child.incarnation, given_up=given_up
             )
 
-    # The end, and what the coordinator says.
+    # The end of the job, and messages of the coordinator.
 
     def _fail(self, verdict: Verdict) -> None:
-        """Ends the job because of a rank of ours."""
+        """Ends the job because of a rank of this launcher."""
         exit_codes = {verdict.exit_code}
         if verdict.exit_code == 1:
-            # Perhaps it only followed another rank's error, or the job's failure.
+            # The rank may only have followed another rank's error, or the job's failure.
             exit_codes |= self._settle()
         view = self._view
         if view is not None and view.state == pb.FAILED:
@@ -688,7 +692,7 @@ class ReplacingAgent(SimpleElasticAgent):
         self.outcome = outcome_of(exit_codes, f"swift: {line}", exit_code)
 
     def _settle(self) -> set[int]:
-        """Gives ranks that are about to end the time for it. The exit codes of all that have ended by then."""
+        """Waits for ranks that are about to end. Returns the exit codes of all that have ended by then."""
         deadline = time.monotonic() + SETTLE_S
         exit_codes = self._count_ended()
         while self._ranks and not self._gate.pending and (left_s := deadline - time.monotonic()) > 0:
@@ -707,7 +711,7 @@ class ReplacingAgent(SimpleElasticAgent):
 
     @property
     def _view(self) -> pb.View | None:
-        """The newest one; None while it shows how the job ended before this launcher came."""
+        """The newest View; None while it shows how the job ended before this launcher came."""
         view = self._link.view
         if view is None:
             return None
@@ -737,18 +741,18 @@ class ReplacingAgent(SimpleElasticAgent):
         if view.state == pb.RUNNING and self._is_quiet():
             self._attempts.clear()
         self._check_vacated(view)
-        if view.state == pb.FINISHED:  # without those whose places are vacant
+        if view.state == pb.FINISHED:  # vacant places are not waited for
             self._waiting.leave(set(view.vacant), self._worker_group.workers)
         self._obey_fence({member.incarnation for member in view.fenced}, over=view.state == pb.FINISHED)
 
     def _check_vacated(self, view: pb.View) -> None:
-        """Who was not replaced has left its place vacant; or the others cannot go on without it, and it moves."""
+        """Moves the ranks of given-up places without which the others cannot go on."""
         for local_rank in self._vacated.missed(view):
             if self.outcome is None:
                 self._move(local_rank)
 
     def _move(self, local_rank: int) -> None:
-        """Gives a lost rank a process beside a rank that lives here, on its device; else the job ends."""
+        """Gives a lost rank a process on the device of a living rank of this machine; else ends the job."""
         rank, hosts = self._worker_group.workers[local_rank].global_rank, sorted(self._ranks)
         why = room_for_one_more(child.pid for child in self._ranks.values())
         if not why:

@@ -1,11 +1,11 @@
-"""The launcher's child processes: started as warm spares, handed a rank, signalled, reaped.
+"""The launcher's child processes: started as warm spares, given a rank, signalled, reaped.
 
-All of it happens in the launcher's main thread: PR_SET_PDEATHSIG fires when the *thread* that started a child
-ends. Each child leads a session of its own, so that Ctrl-C in a terminal reaches the launcher alone and a
-rank's own children (data loaders) are killed with it.
+All of it happens in the launcher's main thread: PR_SET_PDEATHSIG fires when the *thread* that started a child ends.
+Each child leads a session of its own, so that Ctrl-C in a terminal reaches the launcher alone and a rank's own children
+(data loaders) are killed with it.
 
-A child is forked by the fork server if there is one that is ready, else it is a fresh interpreter, which takes
-seconds to import what a rank needs.
+A child is forked by the fork server if one is ready, else it is a new interpreter, which takes seconds to import the
+modules of a rank.
 """
 
 import contextlib
@@ -30,17 +30,16 @@ from swift_ft.launch.forkserver import ForkFailed, ForkServer, own_children
 from swift_ft.launch.torch_names import SignalException
 from swift_ft.launch.worker import ENV_WORD_FD, Program
 
-# Ctrl-C and its kin in the launcher: noticed by the loop, or raised where torch blocks the main thread.
+# Signals such as Ctrl-C in the launcher: handled by the loop, or raised where torch blocks the main thread.
 
 STUCK_S = 2.0
-"""Some waits of torch's store run no Python code, so no handler either. After this time the process simply
-ends, and the kernel ends the children with it."""
+"""Some waits of torch's store run no Python code, hence no handler. After these seconds the process exits, and the
+kernel ends the children with it."""
 
 
 class SignalGate:
-    """While the loop runs, a signal only wakes it, so that no child is lost between its start and its entry
-    in the books. Inside `raising()` (rendezvous, barrier) it is raised at once.
-    """
+    """Deferred signals. While the loop runs, a signal only wakes it, so that no child is lost between its start and its
+    registration. Inside `raising()` (rendezvous, barrier) it is raised at once."""
 
     def __init__(self, signals: list[signal.Signals], wake: Callable[[], None]) -> None:
         self._received: signal.Signals | None = None
@@ -52,17 +51,17 @@ class SignalGate:
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(read_fd,), name="signal-watch", daemon=True).start()
         for signum in signals:
-            # nohup means it.
+            # With nohup, SIGHUP stays ignored.
             if not (signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN):
                 signal.signal(signum, self._on_signal)
 
     @property
     def pending(self) -> bool:
-        """A signal has come that nobody has seen by `check` yet."""
+        """Returns whether a signal has come that `check` has not raised yet."""
         return self._received is not None
 
     def consume(self, signum: signal.Signals) -> bool:
-        """True: this one has come; it is forgotten."""
+        """Returns whether this signal has come, and clears it."""
         came = self._received == signum
         if came:
             self._received = None
@@ -99,25 +98,25 @@ class SignalGate:
 
 _SAID_BYTES = 1 << 16
 KILL_WAIT_S = 10.0
-"""How long a SIGKILLed child may take to go (uninterruptible sleep) before it is named and left."""
+"""Seconds that a SIGKILLed child may take to end (uninterruptible sleep) before it is reported and abandoned."""
 SERVER_FAILURES_MAX = 3
-"""Fork servers that may fail in a row; then children are fresh interpreters."""
+"""Consecutive failures of fork servers after which children are new interpreters."""
 SERVER_AGAIN_S = 5.0
-"""One that could not be started is tried again after this time."""
+"""Seconds until a fork server that could not be started is tried again."""
 
 
 class StartFailed(ServiceError):
-    """No process can be started now."""
+    """Raised if no process can be started now."""
 
 
 class HasFileno(Protocol):
-    """What a selector takes."""
+    """An object that a selector accepts."""
 
     def fileno(self) -> int: ...
 
 
 Started = tuple[int, "subprocess.Popen[bytes] | None"]
-"""A new process, and who may want to know its exit code too."""
+"""The pid of a new process, and its Popen object, if any, which needs the exit code too."""
 
 
 class Child:
@@ -130,7 +129,7 @@ class Child:
         control_fd: int,
         warm_fd: int,
     ) -> None:
-        """`process`: None if it was forked."""
+        """Opens a pidfd of the process. `process`: None if it was forked."""
         self._process = process
         self._control_fd = control_fd
         self.warm_fd = warm_fd
@@ -140,17 +139,17 @@ class Child:
         self.incarnation = uuid.uuid4().hex
         self.warm = False
         self.kept_for: int | None = None
-        """(a spare) It is warmed up as this rank, and takes no other one's place; None: it takes any."""
+        """(a spare) The rank for which it is warmed up, and whose place alone it takes; None: it takes any."""
         self.warming = False
-        """It runs the script to be warmed up."""
+        """It runs the script for warm-up."""
         self.warmed_up = False
-        """It has done so, and is as it was before."""
+        """It has been warmed up, and its state is as before."""
         self.rehearses = False
-        """It is no spare: it rehearses a recovery."""
+        """It rehearses a recovery, so it is no spare."""
         self.unwanted = False
-        """It was killed on purpose, and has not gone yet."""
+        """It was killed on purpose, and has not ended yet."""
         self.said = b""
-        """What it has written to `warm_fd` and nobody has taken yet."""
+        """Bytes from `warm_fd` that have not been consumed yet."""
         self.rank: int | None = None
         self.exit_code: int | None = None
         """None while it lives; negative: killed by that signal."""
@@ -163,30 +162,30 @@ class Child:
         return "a warm spare" if self.warm else "a fork" if self.forked else "a cold start"
 
     def assign(self, rank: int, assignment: Program) -> None:
-        """Hands the rank over. The child may have died already: its pidfd tells."""
+        """Gives the child a rank. If it has died already, its pidfd shows that."""
         self._tell(assignment)
         self.rank = rank
         os.close(self._control_fd)
         self._control_fd = -1
 
     def warm_up(self, assignment: Program) -> None:
-        """Lets a spare run the script as a rank would. It writes a line when it is done."""
+        """Makes a spare run the script as a rank would. It writes a line when it is done."""
         self._tell(assignment)
         self.warming = True
 
     def rehearse(self, assignment: Program) -> None:
-        """Lets it do steps of a rank again, as no rank. It writes a line when it is done, and ends."""
+        """Makes it replay steps of a rank, without being one. It writes a line when it is done, and ends."""
         self.rehearses = True
         self._tell(assignment)
 
     def discard(self) -> None:
-        """It is killed; its pidfd tells when it has gone."""
+        """Kills it; its pidfd shows when it has ended."""
         self.unwanted = True
         self.kill_group()
 
     def _tell(self, assignment: Program) -> None:
-        """Never waits for a child that does not read yet. The pipe is not enlarged for that: what a user's pipes may
-        take in all is limited."""
+        """Sends the assignment without waiting for a child that does not read yet. The pipe is not enlarged, because
+        the total capacity of a user's pipes is limited."""
         line = assignment.to_line()
         if len(line) <= fcntl.fcntl(self._control_fd, fcntl.F_GETPIPE_SZ):
             with contextlib.suppress(BrokenPipeError):
@@ -196,11 +195,12 @@ class Child:
         writer = threading.Thread(target=_write_all, args=(pipe, line), name="assignment", daemon=True)
         try:
             writer.start()
-        except RuntimeError:  # no thread can be started: then it is waited for
+        except RuntimeError:  # no thread can be started: blocks instead
             _write_all(pipe, line)
 
     def read_message(self) -> bool:
-        """(`warm_fd` is readable) Whether it has said something; not that nothing more comes."""
+        """Reads from the readable `warm_fd`. Returns whether it got a message; False does not mean that no more will
+        come."""
         heard = os.read(self.warm_fd, _SAID_BYTES)
         if heard and not self.warm:
             self.warm, heard = True, heard[1:]
@@ -214,14 +214,14 @@ class Child:
                 signal.pidfd_send_signal(self.pidfd, signum)
 
     def kill_group(self) -> None:
-        """SIGKILL for the child and whatever it started in its session. Right until `reap`."""
+        """Sends SIGKILL to the child and all processes of its session. Valid until `reap`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> int:
-        """After the pidfd became readable: ends its group, collects the exit code, closes everything."""
+        """Kills its group, collects the exit code, and closes all descriptors; called once the pidfd is readable."""
         os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
-        # Not reaped yet, so the pid, and with it the group's number, cannot be anybody else's.
+        # Not reaped yet, so the pid, hence the group's id, cannot have been reused.
         self.kill_group()
         ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
         assert ended is not None
@@ -245,10 +245,10 @@ def _name_undead(pid: int) -> None:
 
 
 class Nursery:
-    """All children of the launcher and the selector that tells which of them became warm or ended.
+    """All children of the launcher, and the selector that reports which of them became warm or ended.
 
-    Invariants: every child that was started and not reaped is in `children` and registered by its pidfd. So is
-    the pidfd of every orphan that this process has adopted, in `_adopted`. `_server` is registered.
+    Invariants: every child that was started and not reaped is in `children` and registered by its pidfd. So is the
+    pidfd of every orphan that this process has adopted, in `_adopted`. `_server` is registered.
     """
 
     def __init__(
@@ -261,9 +261,10 @@ class Nursery:
         fork: bool = True,
         on_unfit: Callable[[str], None],
     ) -> None:
-        """`imports`: what the script imports first; the fork server does so as well, as far as that is safe. `fork`:
-        with a fork server. `on_unfit`: told once if the modules make that impossible, and why."""
-        # One order of sets and of what is hashed, in a replacement as well.
+        """Prepares to start children. `imports`: the script's first imports, which the fork server imports as well if
+        that is safe. `fork`: use a fork server. `on_unfit`: called once, with the reason, if the modules prevent
+        that."""
+        # The same order of sets and other hashes in all processes, replacements included.
         self._env = {"PYTHONHASHSEED": "0", **env}
         self._path0 = path0
         self._preload = preload
@@ -274,11 +275,11 @@ class Nursery:
         self._server: ForkServer | None = None
         self._server_failures = 0
         self._server_at = -math.inf
-        """None is started before."""
+        """The earliest time at which to start a fork server."""
         self._adopted: dict[int, int] = {}
-        """By pidfd: the number of an orphan that ended up here."""
+        """pidfd -> pid of an orphan that became a child of this process."""
         self._selector = selectors.DefaultSelector()
-        # One byte for all children: who reads it may print a mistake that all of them make.
+        # One byte for all children: the one that reads it may print an error that all of them have.
         self._word_read, self._word_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.write(self._word_write, b"w")
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -286,18 +287,18 @@ class Nursery:
         self.children: list[Child] = []
 
     def wake(self) -> None:
-        """(any thread, signal handlers) Ends `wait` early."""
+        """Ends `wait` early. Callable from any thread and from signal handlers."""
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"w")
 
     @property
     def spares(self) -> list[Child]:
-        """The best one first: warm, then the one that was started earliest."""
+        """The spares, the best first: warm ones, then in order of their start."""
         there = (child for child in self.children if child.rank is None and not child.unwanted)
         return sorted((child for child in there if not child.rehearses), key=lambda child: not child.warm)
 
     def attend(self, what: HasFileno, hear: Callable[[], None]) -> None:
-        """`wait` calls `hear` whenever `what` is readable, until it is told to `ignore` it."""
+        """Makes `wait` call `hear` whenever `what` is readable, until `ignore`."""
         self._selector.register(what, selectors.EVENT_READ, hear)
 
     def ignore(self, what: HasFileno) -> None:
@@ -306,13 +307,13 @@ class Nursery:
     # The fork server.
 
     def prepare(self) -> None:
-        """Waits until children can be forked, or it is clear that they cannot. May be interrupted."""
+        """Waits until children can be forked, or it is clear that they cannot. Interruptible."""
         while self.tend() is False:
             assert self._server is not None
             self._hear()
 
     def tend(self) -> bool:
-        """Starts the fork server if there should be one, and it can be. False while it imports: a spare can wait for
+        """Starts the fork server if it is wanted and possible. Returns False while it imports; spares can wait for
         that."""
         if self._forks and self._server is None and time.monotonic() >= self._server_at:
             try:
@@ -326,7 +327,7 @@ class Nursery:
         return self._server is None or self._server.ready
 
     def _hear(self) -> None:
-        """The server's word on itself, or its end."""
+        """Handles the server's status message, or its end."""
         assert self._server is not None
         try:
             reason = self._server.wait_ready()
@@ -342,7 +343,7 @@ class Nursery:
                 left_out=self._server.left_out,
             )
             return
-        if self._server.chosen:  # it may be one of these, though each by itself was fit
+        if self._server.chosen:  # the cause may be one of these in combination, though each alone was fit
             self._imports = ""
             self._lose_server(reason)
             return
@@ -366,7 +367,7 @@ class Nursery:
             self._server = None
 
     def _fork(self, fds: list[int]) -> Started | None:
-        """If there is a fork server, and it could."""
+        """Forks a child if the fork server is ready. Returns None if there is none, or if it failed."""
         if self._server is None or not self._server.ready:
             return None
         before, pid = own_children(), None
@@ -375,7 +376,7 @@ class Nursery:
             self._server_failures = 0
         except ForkFailed as error:
             self._lose_server(str(error))
-        # A trainer died meanwhile, whose log's sidecar lives on; or a failed fork has left something.
+        # A trainer died meanwhile, whose log sidecar lives on; or a failed fork has left a process.
         for orphan in own_children() - before - {pid}:
             pidfd = os.pidfd_open(orphan)
             self._adopted[pidfd] = orphan
@@ -391,8 +392,8 @@ class Nursery:
     # Children.
 
     def spawn(self) -> Child:
-        """Starts a child. Forked if that is possible at once: a fresh interpreter is no later than a new server. Raises
-        StartFailed."""
+        """Starts a child: forked if that is possible at once, else in a new interpreter, which is as fast as a new
+        server. Raises StartFailed."""
         try:
             child = self._start(self._fork) or self._start(self._interpret)
         except OSError as error:
@@ -407,7 +408,7 @@ class Nursery:
         return child
 
     def _start(self, how: Callable[[list[int]], Started | None]) -> Child | None:
-        # Each way with pipes of its own: a fork that failed may have left somebody who reads.
+        # Separate pipes for each attempt: a failed fork may have left a reader.
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             control_read, control_write = os.pipe()
             theirs.callback(os.close, control_read)
@@ -423,7 +424,7 @@ class Nursery:
             return child
 
     def _interpret(self, fds: list[int]) -> Started:
-        """A fresh interpreter, which imports the modules and then waits for its `assign`."""
+        """Starts a new interpreter, which imports the modules and then waits for its `assign`."""
         control_fd, warm_fd, word_fd = fds
         command = [sys.executable, "-u", "-P", "-m", "swift_ft.launch.worker"]
         command += [
@@ -442,8 +443,8 @@ class Nursery:
             os.read(self._wake_read, 4096)
 
     def wait(self, timeout_s: float) -> tuple[list[Child], list[Child]]:
-        """Blocks until something happens or the time is up: (children that have said something, see
-        `Child.read_message`; children that ended)."""
+        """Blocks until an event or the timeout. Returns (children with a message, see `Child.read_message`; children
+        that ended)."""
         spoke, ended = [], []
         for key, _ in self._selector.select(timeout_s):
             child = key.data
@@ -469,7 +470,8 @@ class Nursery:
         child.warm_fd = -1
 
     def stop(self, children: Iterable[Child], grace_s: float, hurry: Callable[[], bool]) -> None:
-        """SIGTERM, after the grace (or once `hurry` says so, looked at when woken) SIGKILL; reaps them."""
+        """Sends SIGTERM; after the grace period (or once `hurry`, checked at each wake-up, returns True) SIGKILL; reaps
+        them."""
         stopping = list(children)
         for child in stopping:
             child.send(signal.SIGTERM)
@@ -479,7 +481,7 @@ class Nursery:
         self.kill(stopping)
 
     def kill(self, children: Iterable[Child]) -> None:
-        """SIGKILL; reaps them. One that does not go away is named and left."""
+        """Kills and reaps them. One that does not end is reported and abandoned."""
         killed = [child for child in children if child.exit_code is None]
         for child in killed:
             child.kill_group()
@@ -495,7 +497,7 @@ class Nursery:
         return any(child.exit_code is None for child in children)
 
     def close(self) -> None:
-        """Kills what is left. Adopted orphans go their own way."""
+        """Kills the remaining children. Adopted orphans are left running."""
         self.kill(list(self.children))
         self._drop_server()
         for pidfd in self._adopted:

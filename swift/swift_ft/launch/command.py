@@ -54,14 +54,14 @@ from swift_ft.launch.torch_names import (
 from swift_ft.planner.types import LOST_SHARDS, QUICKEST, STRATEGIES, lost_shard_problem
 from swift_ft.text import ENV_ALLOW_INEXACT, ENV_SPARES, JOB_GRAMMAR, JOB_PATTERN, LAUNCHER_SETTINGS, tell
 
-# `swift-ft run`: how a job recovers. What the flags say reaches the session of each rank by its environment.
+# Recovery flags of `swift-ft run`, which reach the session of each rank through its environment.
 
 REPLACEMENTS_DEFAULT = 100
 ON_OFF = ("on", "off")
 
 
 def add_recovery_flags(ours: "argparse._ArgumentGroup") -> None:
-    """The flags."""
+    """Adds the flags."""
     ours.add_argument(
         "--rehearse",
         choices=("start", "always", "off"),
@@ -156,7 +156,7 @@ def _add_adaptive(ours: "argparse._ArgumentGroup") -> None:
 
 
 def check_recovery_flags(args: argparse.Namespace) -> None:
-    """Raises UsageError for what cannot be."""
+    """Raises UsageError for invalid values and combinations."""
     for flag, count in (("max-restarts", args.max_restarts), ("retry-exceptions", args.retry_exceptions)):
         if count < 0:
             raise UsageError(f"run: --{flag} {count}: 0 or more")
@@ -170,7 +170,7 @@ def check_recovery_flags(args: argparse.Namespace) -> None:
 
 
 def tell_sessions(args: argparse.Namespace, environment: MutableMapping[str, str]) -> None:
-    """Writes what was said for `Session.from_env` to read."""
+    """Writes the given flags to the environment, where `Session.from_env` reads them."""
     environment[ENV_SPARES] = str(args.spares)
     if args.allow_inexact:
         environment[ENV_ALLOW_INEXACT] = "1"
@@ -180,14 +180,14 @@ def tell_sessions(args: argparse.Namespace, environment: MutableMapping[str, str
             environment[variable] = str(value)
 
 
-# The flags of `swift-ft run`: torchrun's, and swift's own beside them.
+# The flags of `swift-ft run`: torchrun's, and swift's own in addition.
 
 DESCRIPTION = "Starts the ranks of a training job, keeps warm spares, and replaces a rank that dies."
 START_METHODS = ("fork", "spawn")
 GRACE_S_DEFAULT = 5.0
 LAST_CHECKPOINT_S_DEFAULT = 15.0
-"""With the grace, less than the 30 s that schedulers leave between SIGTERM and SIGKILL."""
-# Some of these are imported only at first use, which would fall into a recovery.
+"""With the grace period, less than the 30 s that schedulers leave between SIGTERM and SIGKILL."""
+# Some of these are otherwise imported only at first use, which would delay a recovery.
 PRELOAD_DEFAULT = (
     "torch,torch.distributed,torch.distributed.pipelining,torch.distributed.checkpoint,"
     "torch.utils.serialization.config,fsspec.core,grpc,grpc._channel,grpc.experimental,"
@@ -196,7 +196,7 @@ PRELOAD_DEFAULT = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Help that begins with what the command does; errors of one line."""
+    """A parser whose help begins with a description of the command, and whose errors have one line."""
 
     def format_help(self) -> str:
         return f"{DESCRIPTION}\n\n{super().format_help()}"
@@ -319,39 +319,40 @@ def _add_checkpoints(ours: "argparse._ArgumentGroup") -> None:
     )
 
 
-# How the machines of a job know of each other, and what the job is called: from the flags of `swift-ft run`.
+# The rendezvous of a job's machines, and the job's name, from the flags of `swift-ft run`.
 
 _TYPED = "abcdefghjkmnpqrstuvwxyz23456789"
-"""What nobody takes for something else."""
-# torchrun's flags that say where machines meet, or which one this is.
+"""Characters that are not mistaken for others."""
+# torchrun's flags for the place where machines meet, or for this machine's number.
 _PLACES = ("rdzv_endpoint", "node_rank", "master_addr", "master_port")
 
 
 class Meeting(enum.Enum):
-    """How the machines of a job know of each other."""
+    """How the machines of a job find each other."""
 
     ALONE = "alone"
-    """There is one: its store listens on loopback only."""
+    """One machine: its store listens on loopback only."""
     NUMBERED = "numbered"
     """By --node-rank."""
     COORDINATOR = "coordinator"
-    """They meet there."""
+    """They meet at the coordinator."""
 
 
 def job_name(run_id: str) -> str:
-    """A job name made from a rendezvous id: what the grammar does not allow becomes a dash."""
+    """Returns a job name derived from a rendezvous id: characters that the grammar forbids become dashes."""
     return re.sub(r"[^a-z0-9._-]", "-", run_id.lower()).lstrip("._-")[:64] or "job"
 
 
 def made_up_name(script: str) -> str:
-    """Another one each time, and short enough to be typed: train-k7f3ab."""
+    """Returns a new random name, short enough to be typed: train-k7f3ab."""
     stem = job_name(os.path.basename(script).removesuffix(".py").rpartition(".")[2])
     return f"{stem[:40]}-{''.join(secrets.choice(_TYPED) for _ in range(6))}"
 
 
 def choose_meeting(args: argparse.Namespace) -> Meeting:
-    """Machines with numbers are torchrun's static rendezvous. All others meet at the coordinator: torch's own c10d
-    would be on one of them, and end with it. Raises UsageError for flags that do not say where to meet."""
+    """Returns how machines meet. Numbered machines use torchrun's static rendezvous. All others meet at the
+    coordinator, because torch's own c10d would run on one of them, and end with it. Raises UsageError if the flags are
+    insufficient."""
     try:
         max_nodes = parse_min_max_nnodes(args.nnodes)[1]
     except (ValueError, RuntimeError) as error:
@@ -378,12 +379,12 @@ def choose_meeting(args: argparse.Namespace) -> Meeting:
     args.node_rank = args.node_rank or 0
     args.master_addr = args.master_addr or LOOPBACK
     args.master_port = args.master_port or 29500
-    if not static:  # else torch warns of them, whether they were given or not
+    if not static:  # otherwise torch warns of them, whether they were given or not
         del args.node_rank, args.master_addr
     return meeting
 
 
-# torchrun's flags that make no sense with children of our own, or are not built.
+# torchrun's flags that make no sense with children of this launcher, or are not implemented.
 _UNSUPPORTED = {
     "no_python": "--no-python: ranks start as warm Python processes, so the script must be Python",
     "run_path": "--run-path: the script is always run inside a warm interpreter; leave the flag out",
@@ -396,11 +397,11 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """Everything that the flags say, checked."""
+    """All flags, validated."""
 
     config: LaunchConfig
     made_up: bool
-    """The job's name was not given in so many letters."""
+    """The job's name was not given explicitly."""
     meeting: Meeting
     terms: Terms
     job: RankProgram
@@ -410,7 +411,7 @@ class LaunchPlan:
     """Spares run the script before they are needed."""
     preload: str
     imports: str
-    """What the script imports first."""
+    """Modules that the script imports first."""
     fork: bool
     grace_s: float
     last_checkpoint_s: float
@@ -421,22 +422,22 @@ class LaunchPlan:
 
 
 def make_plan(argv: Sequence[str]) -> LaunchPlan:
-    """Parses and checks. UsageError says what is wrong."""
+    """Parses and validates the flags. Raises UsageError."""
     parser = make_parser()
-    # Whether these were given says whether machines have numbers.
+    # Machines are numbered only if these were given.
     unset = {name: os.environ.get(f"PET_{name.upper()}") for name in ("node_rank", "master_addr")}
     parser.set_defaults(**unset)
     args = parser.parse_args(argv)
     _check(args)
     meeting = choose_meeting(args)
-    # torch's own log handling would make a directory that nobody uses.
+    # torch's own log handling would create an unused directory.
     log_dir, args.log_dir = args.log_dir, os.devnull
     _tell_ranks(args)
     try:
         config, _, _ = config_from_args(args)
         redirects = to_map(Std.from_str(args.redirects), config.nproc_per_node)
         terms = Terms.of(config.rdzv_configs)
-        float(config.rdzv_configs["timeout"])  # of a rendezvous that is made later
+        float(config.rdzv_configs["timeout"])  # validates the timeout of a later rendezvous
         signals = [signal.Signals[name.strip()] for name in config.signals_to_handle.split(",")]
     except (AssertionError, ValueError, RuntimeError) as error:
         raise UsageError(f"run: {error}") from error
@@ -495,7 +496,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
 
 
 def _tell_ranks(args: argparse.Namespace) -> None:
-    """What a session takes from its environment."""
+    """Sets the environment variables that sessions read."""
     tell_sessions(args, os.environ)
     if "OMP_NUM_THREADS" not in os.environ and args.nproc_per_node != "1":
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -533,8 +534,9 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_line(coordinator: str) -> None:
-    """UsageError: no process of the job could connect, so none is started. Nobody need answer yet."""
-    from swift_ft.credentials import Credentials  # only here: grpc takes a while
+    """Raises UsageError if no process of the job could connect, so that none is started. The coordinator need not
+    answer yet."""
+    from swift_ft.credentials import Credentials  # imported here because grpc takes long to import
 
     try:
         Credentials.from_environment().check(coordinator)
@@ -543,7 +545,8 @@ def _check_line(coordinator: str) -> None:
 
 
 def _check_preload(lists: Iterable[str], path0: str) -> None:
-    """A name that is mistyped would be noticed by nobody: it makes a replacement slow, and nothing else."""
+    """Raises UsageError for an unknown module. Otherwise a typing error would stay unnoticed and slow replacements
+    down."""
     for name in filter(None, ",".join(lists).split(",")):
         top = re.split(r"[.:]", name)[0]
         if top not in sys.builtin_module_names and PathFinder.find_spec(top, [path0, *sys.path]) is None:
@@ -613,7 +616,7 @@ def _say_unfit(reason: str) -> None:
 def run(plan: LaunchPlan) -> Outcome:
     """Runs the job's local ranks to the end. Raises ServiceError if the trainers' store fails."""
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.config.signals_to_handle
-    # Its warnings on signals and closed rendezvous say less than our own lines.
+    # Its warnings about signals and closed rendezvous say less than this launcher's messages.
     logging.getLogger(AGENT_LOGGER).setLevel(os.environ.get("LOGLEVEL", "ERROR"))
     events.emit("launcher_start", job=plan.job.name)
     asked = plan.preload != PRELOAD_DEFAULT

@@ -1,4 +1,4 @@
-"""What the launcher does about an exit. Pure: no processes, no clock, no torch."""
+"""Decisions of the launcher about exits. Pure: no processes, no clock, no torch."""
 
 import enum
 import signal
@@ -16,20 +16,20 @@ CHECK_DELAY_FIRST_S = 1.0
 
 
 class Action(enum.Enum):
-    """What follows from a rank's exit."""
+    """The response to a rank's exit."""
 
     DONE = "done"
     REPLACE = "replace"
     LOST = "lost"
-    """The job is finished, so there is nothing to replace it for; the launcher's exit code shows it."""
+    """The job is finished, so a replacement is useless; the launcher's exit code shows the loss."""
     VACANT = "vacant"
-    """The others go on without it."""
+    """The others go on without the rank."""
     STOP = "stop"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """What the launcher knows when a rank ends."""
+    """The launcher's knowledge when a rank ends."""
 
     replacements_left: int
     attempts: int
@@ -37,16 +37,16 @@ class Situation:
     has_run: bool
     """The job has left FORMING once."""
     finished: bool
-    """The coordinator says FINISHED."""
+    """The job's state is FINISHED."""
     can_return: bool = False
-    """And the last version is in a checkpoint: another process may do again what comes after the end."""
+    """The last version is also in a checkpoint: another process may repeat the work after the end."""
     may_shrink: bool = False
     """The others go on without it (a strategy that shrinks), or decide what follows (a `swift_ft.Communicator`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The action; unless the rank is done, the reason; with LOST and STOP the launcher's exit code."""
+    """The action; with a reason, except for DONE; with LOST and STOP also the launcher's exit code."""
 
     action: Action
     reason: str = ""
@@ -55,23 +55,23 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How the launcher ends."""
+    """The launcher's exit code and last line."""
 
     exit_code: int
     line: str = ""
 
 
 def outcome_of(exit_codes: set[int], line: str, exit_code: int = 0) -> Outcome:
-    """`exit_codes`: those of the ranks. `exit_code`: the job's, if it has one of its own."""
+    """Returns the launcher's outcome. `exit_codes`: those of the ranks. `exit_code`: the job's own, if it has one."""
     if exit_code:
         return Outcome(exit_code=exit_code, line=line)
-    if 2 in exit_codes:  # a usage error has said all there is to say
+    if 2 in exit_codes:  # the usage error is already printed
         return Outcome(exit_code=2)
     return Outcome(exit_code=3 if exit_codes == {3} else 1, line=line)
 
 
 def describe_exit(exit_code: int) -> str:
-    """ "killed by SIGKILL", or "exit code 3"."""
+    """Describes an exit code: "killed by SIGKILL", or "exit code 3"."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -81,17 +81,17 @@ def describe_exit(exit_code: int) -> str:
 
 
 def judge_exit(rank: int, exit_code: int, situation: Situation) -> Verdict:
-    """What to do about a rank that ended.
+    """Returns the response to the exit of a rank.
 
-    1 (the script's own exception) and 2 (usage) would happen again in a replacement. 3 is an error that
-    swift named (a service is away, a disk is full): worth another process, but not before the job has ever
-    run, since then it is the setup that is wrong.
+    Exit codes 1 (the script's own exception) and 2 (usage) would recur in a replacement. 3 is a named error of swift (a
+    service is unreachable, a disk is full): worth another process, but not before the job has ever run, since then the
+    setup is wrong.
     """
     if exit_code == 0:
         return Verdict(action=Action.DONE)
     ended = f"rank {rank}: {describe_exit(exit_code)}"
     if situation.finished and exit_code != 2:
-        # The others may have files to save as well: they are left alone.
+        # The others may have files to save as well, so they are not stopped.
         again = situation.can_return and exit_code != 1 and situation.attempts < RETURNS_MAX
         if again and situation.replacements_left > 0:
             return Verdict(action=Action.REPLACE, reason=f"{ended}, after the job had finished")
@@ -109,21 +109,21 @@ def judge_exit(rank: int, exit_code: int, situation: Situation) -> Verdict:
 
 
 def delay_s(deaths: int) -> float:
-    """How long a rank waits for its next process. `deaths`: of its processes since all ranks came to a new version,
-    this one included; the first two are replaced at once."""
+    """Returns how long a rank waits for its next process. `deaths`: of its processes since all ranks reached a new
+    version, this one included; the first two are replaced at once."""
     return 0.0 if deaths <= 2 else min(DELAY_LAST_S, DELAY_FIRST_S * 2.0 ** min(deaths - 3, 16))
 
 
 def judge_check(rank: int, why: str, failed: int, situation: Situation) -> Verdict:
-    """What to do about a place that has failed its health check, so that no process may get it. `failed`: checks since
-    its last process has ended, this one included. REPLACE: it is checked again after `check_delay_s`."""
+    """Returns the response to a failed health check of a place. `failed`: checks since its last process ended, this one
+    included. REPLACE: it is checked again after `check_delay_s`."""
     return _judge_place(
         f"rank {rank}: its place has failed the health check ({why})", "checked", failed, situation
     )
 
 
 def judge_start(rank: int, why: str, failed: int, situation: Situation) -> Verdict:
-    """The same of a place for which no process could be started."""
+    """Returns the response to a failed start of a process for a place."""
     return _judge_place(f"rank {rank}: {why}", "tried", failed, situation)
 
 
@@ -139,5 +139,5 @@ def _judge_place(said: str, done: str, failed: int, situation: Situation) -> Ver
 
 
 def check_delay_s(failed: int) -> float:
-    """How long a place waits for its next health check, or the next start of a process."""
+    """Returns how long a place waits for its next health check, or the next start of a process."""
     return min(DELAY_LAST_S, CHECK_DELAY_FIRST_S * 2.0 ** min(failed - 1, 16))

@@ -1,18 +1,18 @@
-"""One process that imports what ranks need, once, and forks ranks and spares from it.
+"""One process that imports the modules of ranks once, and forks ranks and spares from it.
 
     python -u -m swift_ft.launch.forkserver SOCKET_FD LAUNCHER_PID PATH0 MODULE,MODULE... [MODULE:NAME,...]
 
 (launcher) starts it with the environment that ranks get, see `ForkServer`.
-(server)   dies with the launcher; imports the modules as a worker would; of the second list, which is what the
-           script imports, those that fit (`swift_ft.launch.forkserver`); says ``{"fit": null, "chosen": [...]}``, or
-           why it is not safe to fork: a module has started a thread, or holds a file open, which all ranks would share.
-(launcher) becomes the one who adopts orphans, and sends ``{"do": "fork"}`` with the child's descriptors.
-(server)   forks a process that forks the child and ends: now the child belongs to the launcher, whose waitid
-           and whose death it needs. Only when the process between is reaped is that so: the child is told.
-(child)    leads a session of its own, asks the kernel to die with the launcher, says its number, and goes on
+(server)   dies with the launcher; imports the modules as a worker would; of the second list, the script's own
+           imports, those that pass a trial (`fitting`); sends ``{"fit": null, "chosen": [...]}``, or
+           why it is unsafe to fork: a module has started a thread, or holds a file open, which all ranks would share.
+(launcher) becomes the subreaper of orphans, and sends ``{}`` with the child's descriptors.
+(server)   forks a process that forks the child and exits: now the child belongs to the launcher, whose waitid
+           and whose death it needs. This holds only once the process between is reaped; then the child gets a byte.
+(child)    leads a session of its own, asks the kernel to die with the launcher, sends its pid, and goes on
            as any worker (`swift_ft.launch.worker`).
-(server)   ``{"pid": 4711}``, or ``{"error": "why"}``: the launcher then starts a fresh interpreter.
-(launcher) adopts no more. A trainer that died in between has left it its own children: the nursery reaps them.
+(server)   ``{"pid": 4711}``, or ``{"error": "why"}``: the launcher then starts a new interpreter.
+(launcher) stops adopting. A trainer that died in between has left it its own children: the nursery reaps them.
 """
 
 import ast
@@ -40,24 +40,24 @@ from typing import Any
 from swift_ft.launch import worker
 from swift_ft.launch.worker import set_title
 
-# What a script imports before it does anything else: read, not run.
+# The first imports of a script, found by parsing it.
 #
-# Ranks are forked from a process that has imported these already (`swift_ft.launch.forkserver`), so a replacement
-# does not wait for them. Only what is installed is taken: the script's own modules may look at arguments and
-# environment, which are a rank's. And only what comes first: whatever a script does between its imports may be meant
-# for the next of them (`os.environ[...] = ...`, `sys.path.insert`, `matplotlib.use`).
+# Ranks are forked from a process that has already imported these (`choose`), so a replacement does not wait for them.
+# Only installed modules are taken: the script's own modules may read arguments and environment, which differ by rank.
+# And only the first ones: any statement between a script's imports may be meant for the next of them (`os.environ[...]
+# = ...`, `sys.path.insert`, `matplotlib.use`).
 
 MOST = 64
-"""So many imports of one script are taken."""
+"""Limit of imports taken from one script."""
 
 
 def imports_of(script: str, path0: str) -> list[str]:
-    """Its first imports, in order: ``module``, or ``module:name`` for ``from module import name``."""
+    """Returns the script's first imports, in order: ``module``, or ``module:name`` for ``from module import name``."""
     try:
         with tokenize.open(script) as file:
             body = ast.parse(file.read()).body
     except (OSError, SyntaxError, ValueError):
-        return []  # that is for the script itself to say
+        return []  # the script itself reports this error
     modules: list[str] = []
     places = _Places(path0)
     for statement in body:
@@ -72,7 +72,7 @@ def imports_of(script: str, path0: str) -> list[str]:
 
 
 def script_of(script: str, module: bool, path0: str) -> str:
-    """The file that is run: of a module only if nothing is imported before it. Empty: it is not known."""
+    """Returns the file that is run; a module's only if no package is imported before it. Empty: unknown."""
     if not module:
         return script
     path = os.path.join(path0, f"{script}.py")
@@ -80,7 +80,7 @@ def script_of(script: str, module: bool, path0: str) -> str:
 
 
 class _Places:
-    """Where a module of that name would come from."""
+    """The directories from which modules come: the script's own, and those of installed packages."""
 
     def __init__(self, path0: str) -> None:
         self._own = [path0, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -91,7 +91,7 @@ class _Places:
             self._installed.append(site.getusersitepackages())
 
     def has(self, module: str) -> bool:
-        """It is installed, and nothing of the script's own is in front of it."""
+        """Returns whether the module is installed, and not shadowed by one of the script's own."""
         top = module.partition(".")[0]
         if top in sys.builtin_module_names or top == "swift_ft":
             return True
@@ -103,7 +103,7 @@ def _there(top: str, places: Sequence[str]) -> bool:
 
 
 def _imports(statement: ast.stmt) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Of this statement; with those in a ``try`` that has nothing else in it."""
+    """Yields the imports of this statement, including those of a ``try`` that contains only imports."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
         yield statement
     elif isinstance(statement, ast.Try) and _does_nothing_else(statement):
@@ -112,7 +112,7 @@ def _imports(statement: ast.stmt) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def _names(statement: ast.Import | ast.ImportFrom) -> list[str]:
-    """Empty: it is relative, so it is the script's own."""
+    """Returns the imported names. Empty: a relative import, so it is the script's own."""
     if isinstance(statement, ast.Import):
         return [alias.name for alias in statement.names]
     if statement.level or statement.module is None:
@@ -121,7 +121,7 @@ def _names(statement: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def _does_nothing_else(statement: ast.stmt) -> bool:
-    """Importing, a text, or a constant that gets a name."""
+    """Returns whether the statement only imports, is a string, or assigns a constant to a name."""
     match statement:
         case ast.Import() | ast.ImportFrom() | ast.Pass():
             return True
@@ -136,30 +136,30 @@ def _does_nothing_else(statement: ast.stmt) -> bool:
     return False
 
 
-# Which modules may be imported before a fork: tried in a process that is thrown away.
+# Trial imports: which modules may be imported before a fork, tried in a process that is discarded.
 #
 # ::
 #
-#     (fork server) has imported what every rank needs; forks a child
-#     (child)       imports one after the other, and looks after each at what it has done; writes its name, or why not.
-#                   What it has done cannot be undone, so it ends with the first one that does not fit
-#     (fork server) forks the next child for those behind that one; then imports what fits, by itself
+#     (fork server) has imported the modules of every rank; forks a child
+#     (child)       imports one after the other, checks its own state after each, and writes "" or the objection.
+#                   Imports cannot be undone, so it ends with the first one that does not fit
+#     (fork server) forks the next child for the modules after that one; then imports the fitting ones itself
 #
-# A module does not fit that starts a thread or a process, keeps a file open, has set up CUDA, handles a signal or draws
-# from a default generator; nor one that has looked at what only a rank has (its number, its arguments).
+# A module does not fit if it starts a thread or a process, keeps a file open, has set up CUDA, handles a signal or
+# draws from a default generator; nor if it has read a rank's own values (its number, its arguments).
 
 TRIAL_S_MAX = 60.0
-"""A module that takes longer is left to the script; so are those behind it."""
+"""Seconds for all trials. The modules left then are imported by the script."""
 _OF_A_RANK = frozenset(
     f"{group}{what}" for group in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")
 ) | {"MASTER_ADDR", "MASTER_PORT"}
 _OF_A_LAUNCHER = ("TORCHELASTIC_", "SWIFT_")
 Traces = Callable[[], dict[str, Any]]
-"""What the fork server looks at in any process that it forks: by name."""
+"""Returns observations of any process that the fork server forks, by name."""
 
 
 def fitting(names: list[str], traces: Traces) -> tuple[list[str], dict[str, str]]:
-    """Those that may be imported here, and why the others may not."""
+    """Returns the modules that may be imported here, and the objections to the others."""
     fit: list[str] = []
     unfit: dict[str, str] = {}
     deadline = time.monotonic() + TRIAL_S_MAX
@@ -173,7 +173,7 @@ def fitting(names: list[str], traces: Traces) -> tuple[list[str], dict[str, str]
 
 
 def _try(names: list[str], traces: Traces, deadline: float) -> tuple[int, str]:
-    """How many of the first ones fit, and why the next one does not."""
+    """Returns how many of the first modules fit, and the objection to the next one."""
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -200,7 +200,7 @@ def _try(names: list[str], traces: Traces, deadline: float) -> tuple[int, str]:
 
 
 def _lines(told: int, deadline: float) -> Iterator[str]:
-    """Until the child ends, or the time does."""
+    """Yields lines until the child ends, or the deadline passes."""
     text = b""
     while (left_s := deadline - time.monotonic()) > 0 and select.select([told], [], [], left_s)[0]:
         if not (more := os.read(told, 1 << 16)):
@@ -213,7 +213,7 @@ def _lines(told: int, deadline: float) -> Iterator[str]:
 def _import_all(names: list[str], traces: Traces, tell: int) -> None:
     quiet = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
-        os.dup2(quiet, stream)  # the script's own import says it again
+        os.dup2(quiet, stream)  # the script's own import prints it again
     os.close(quiet)
     looked: list[str] = []
     _watch(looked)
@@ -233,7 +233,7 @@ def _import_all(names: list[str], traces: Traces, tell: int) -> None:
 
 
 def _state() -> dict[str, Any]:
-    """By what it is called if it changes."""
+    """Returns observations, each keyed by the objection if it changes."""
     state: dict[str, Any] = {
         "it handles a signal": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "it draws from Python's random": random.getstate(),
@@ -246,7 +246,7 @@ def _state() -> dict[str, Any]:
 
 
 def _watch(looked: list[str]) -> None:
-    """What only a rank has: who looks at it here sees another process's."""
+    """Records accesses to values that only a rank has: here a module would see another process's."""
 
     class Environment(os._Environ):  # type: ignore[type-arg]
         def __getitem__(self, name: str) -> str:
@@ -272,21 +272,22 @@ def _watch(looked: list[str]) -> None:
 
 
 FORK_S_MAX = 10.0
-"""A fork takes some 20 ms. A server that needs this long is stuck."""
+"""Seconds after which a fork server that does not answer is considered stuck. A fork takes some 20 ms."""
 _MESSAGE_BYTES_MAX = 1 << 16
 _REASON_MAX = 500
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 
-# The launcher's side. All of it happens in its main thread.
+# The launcher's side. All of it runs in its main thread.
 
 
 class ForkFailed(Exception):
-    """No child came of it; the server may be dead. Never leaves the nursery."""
+    """Raised if no child was forked; the server may be dead. Caught by the nursery."""
 
 
 def own_children() -> set[int]:
-    """The main thread's, zombies too: orphans are given to it. Empty where the kernel does not tell."""
+    """Returns the pids of the main thread's children, zombies and adopted orphans included. Empty if the kernel does
+    not list them."""
     pid = os.getpid()
     with contextlib.suppress(OSError):
         return set(map(int, Path(f"/proc/self/task/{pid}/children").read_text().split()))
@@ -295,8 +296,8 @@ def own_children() -> set[int]:
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Orphans below this process become its children, as long as this lasts, and not init's. Raises ForkFailed if
-    the kernel does not allow it."""
+    """Makes orphaned descendants children of this process instead of init's, for the duration of the context. Raises
+    ForkFailed if the kernel does not allow it."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = ctypes.c_int()
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -309,10 +310,10 @@ def adopting() -> Iterator[None]:
 
 
 class ForkServer:
-    """The launcher's end. Readable when the server has said whether it is fit, and when it has died."""
+    """The launcher's end. Readable when the server has reported whether it is fit, and when it has died."""
 
     def __init__(self, env: dict[str, str], path0: str, preload: str, imports: str = "") -> None:
-        """Raises OSError: there can be no process."""
+        """Starts the server. Raises OSError if no process can be started."""
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-u", "-P", "-m", "swift_ft.launch.forkserver"]
         command += [str(theirs.fileno()), str(os.getpid()), path0, preload, imports]
@@ -327,15 +328,15 @@ class ForkServer:
         self.pid = self._process.pid
         self.ready = False
         self.chosen: list[str] = []
-        """Those of `imports` that it has imported."""
+        """The modules of `imports` that it has imported."""
         self.left_out: dict[str, str] = {}
-        """The others, and why."""
+        """The other modules of `imports`, each with the objection."""
 
     def fileno(self) -> int:
         return self._line.fileno()
 
     def wait_ready(self) -> str | None:
-        """Waits for the server's word on itself: why it must not fork, or None. ForkFailed: it has died."""
+        """Waits for the server's report. Returns why it must not fork, or None. Raises ForkFailed if it has died."""
         message = self._receive()
         reason: str | None = message["fit"]
         self.chosen, self.left_out = message["chosen"], message["left_out"]
@@ -343,8 +344,8 @@ class ForkServer:
         return reason
 
     def fork(self, fds: Sequence[int]) -> int:
-        """The number of a new child of this process; it has copies of the descriptors. Raises ForkFailed if the fork
-        server cannot, does not answer or is gone."""
+        """Returns the pid of a new child of this process, which has copies of the descriptors. Raises ForkFailed if the
+        fork server cannot fork, does not answer or is gone."""
         with adopting():
             try:
                 socket.send_fds(self._line, [b"{}"], fds)
@@ -369,8 +370,8 @@ class ForkServer:
         return answer
 
     def close(self, timeout_s: float) -> bool:
-        """Kills and reaps it. False if it does not go away in time."""
-        self._process.kill()  # first: it must not complain about a closed line
+        """Kills and reaps it. Returns False if it does not end in time."""
+        self._process.kill()  # first, so that it does not report a closed line
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         self._line.close()
@@ -381,7 +382,7 @@ class ForkServer:
 
 
 def _threads() -> int:
-    """How many there are at a fork: libraries that know of forks (OpenBLAS) end theirs right before one."""
+    """Returns the number of threads at a fork: libraries with fork handlers (OpenBLAS) end theirs right before one."""
     if len(os.listdir("/proc/self/task")) > 1:
         pid = os.fork()
         if pid == 0:
@@ -393,17 +394,17 @@ def _threads() -> int:
 def _files() -> dict[str, str]:
     files = {}
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing itself is closed again
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed again
             files[fd] = os.readlink(f"/proc/self/fd/{fd}")
     return files
 
 
 def prepare(modules: str) -> str | None:
-    """Imports them. Why this process must not fork then, in words for whoever chose the modules; None: it may."""
+    """Imports the modules. Returns why this process must not fork then, in words for the user; None: it may."""
     files = _files()
     opened: dict[tuple[str, str], str] = {}
     first_thread = "" if _threads() == 1 else "something in Python's start"
-    gc.disable()  # it would look through all of torch again and again: a fifth of the time
+    gc.disable()  # it would scan all of torch again and again: a fifth of the time
     for name in modules.split(","):
         try:
             worker.preload(name)
@@ -423,7 +424,7 @@ def prepare(modules: str) -> str | None:
 
 
 def choose(imports: str) -> tuple[list[str], dict[str, str]]:
-    """Imports those that fit. Their names, and why the others were left out."""
+    """Imports the modules that fit. Returns their names, and the objections to the others."""
 
     def traces() -> dict[str, Any]:
         return {
@@ -446,7 +447,7 @@ def _is_there(name: str) -> bool:
 
 
 def _reseed() -> None:
-    """What the standard library does for `random`: no two ranks share a stream by accident."""
+    """Reseeds generators as the standard library does for `random`, so that no two ranks share a stream by accident."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "multiprocessing.process" in sys.modules:
@@ -454,7 +455,8 @@ def _reseed() -> None:
 
 
 def _fork_twice() -> bool:
-    """True in the grandchild. In the caller its parent has ended, so that it has its new one."""
+    """Forks twice. Returns True in the grandchild, else False once the process between has ended, so that the
+    grandchild has its new parent."""
     between = os.fork()
     if between == 0:
         try:
@@ -469,7 +471,7 @@ def _fork_twice() -> bool:
 
 
 def _give_birth(launcher_pid: int) -> int:
-    """The child's number; in the child 0. OSError if there is none."""
+    """Returns the child's pid; 0 in the child. Raises OSError if there is none."""
     go_read, go_write = os.pipe()
     said_read, said_write = os.pipe()
     if not _fork_twice():
@@ -499,7 +501,8 @@ def _give_birth(launcher_pid: int) -> int:
 
 
 def serve(line: socket.socket, launcher_pid: int) -> list[int] | None:
-    """Forks at every request. Returns in a child, with its descriptors; in the server once the line is closed."""
+    """Forks at every request. Returns in a child, with its descriptors; in the server, with None, once the line is
+    closed."""
     while True:
         message, fds, _, _ = socket.recv_fds(line, _MESSAGE_BYTES_MAX, 3, socket.MSG_CMSG_CLOEXEC)
         if not message:

@@ -1,9 +1,9 @@
-"""The places of this machine that wait for a process: none gets one before the health check says that it is fit.
+"""The places of this machine that wait for a process: none gets one before its health check has passed.
 
     (agent) ``add``: its process has ended, another one is wanted → the loop goes on → ``ready``: it is time, and the
-            place is fit; or ``failed``: it is not, and the agent says what follows: ``put_off``, or ``drop``
+            check has passed; or ``failed``: it has not, and the agent decides: ``put_off``, or ``drop``
 
-A place is known by its local rank.
+A place is identified by its local rank.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from swift_ft.text import one_line
 
 LIMIT_S_DEFAULT = 30.0
 _OUTPUT_BYTES = 4096
-"""Of the end of a check's output: its last line is looked for there."""
+"""Bytes at the end of a check's output in which its last line is searched."""
 _LINE_MAX = 200
 KILL_WAIT_S = 2.0
-"""How long a killed check may take to go."""
+"""Seconds that a killed check may take to end."""
 _DIES_WITH_LAUNCHER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which a command that is executed keeps
@@ -41,7 +41,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealthCheck:
-    """The command that an operator names (`swift-ft run --health-check`). Exit code 0: the place is fit."""
+    """The operator's command (`swift-ft run --health-check`). Exit code 0: the place is fit."""
 
     words: tuple[str, ...]
     """The command and its arguments."""
@@ -49,7 +49,7 @@ class HealthCheck:
 
     @classmethod
     def parse(cls, text: str, limit_s: float) -> "HealthCheck":
-        """UsageError: there is no such command."""
+        """Parses the command line. Raises UsageError for an unknown command."""
         named = f"run: --health-check {text}"
         if not 0 < limit_s < 86400:
             raise UsageError(f"run: --health-check-s {limit_s:g}: seconds, more than 0")
@@ -67,11 +67,11 @@ class HealthCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """How one check went."""
+    """The result of one check."""
 
     fit: bool
     reason: str = ""
-    """Why not: how it ended, and its last line of output."""
+    """If unfit: how the check ended, and its last line of output."""
     seconds: float = 0.0
 
 
@@ -79,7 +79,7 @@ class Check:
     """One run, in a session of its own. Started by the launcher's main thread, with which it dies."""
 
     def __init__(self, check: HealthCheck, environment: Mapping[str, str]) -> None:
-        """Raises OSError: it cannot be started."""
+        """Starts the check. Raises OSError if that fails."""
         self.limit_s = check.limit_s
         self._began = events.now()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed at the end of the check)
@@ -95,21 +95,21 @@ class Check:
         self._pidfd = os.pidfd_open(self._process.pid)
 
     def fileno(self) -> int:
-        """Readable once it has ended."""
+        """Returns a descriptor that is readable once the check has ended."""
         return self._pidfd
 
     @property
     def left_s(self) -> float:
-        """Until its time is up."""
+        """Seconds until its time limit."""
         return self._began + self.limit_s - events.now()
 
     def end(self, why: str = "") -> Result:
-        """Reaps it; first kills what is left of it, but for what has left its session. `why`: it had to be killed."""
+        """Reaps it, after killing the processes left in its session. `why`: the reason if it had to be killed."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+            os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
         try:
             exit_code = self._process.wait(KILL_WAIT_S)
-        except subprocess.TimeoutExpired:  # it hangs in the kernel; subprocess reaps it one day
+        except subprocess.TimeoutExpired:  # it hangs in the kernel; subprocess reaps it later
             exit_code = -signal.SIGKILL
         os.close(self._pidfd)
         seconds = round(events.now() - self._began, 6)
@@ -129,24 +129,24 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """A place without a process, which gets another one."""
+    """A place without a process, which waits for another one."""
 
     at: float
-    """Not before; infinite: it is being checked."""
+    """The earliest time; infinite while it is being checked."""
     reason: str
-    """Why it has none."""
+    """How its last process ended."""
     generation: int
-    """In which its last one has ended."""
+    """The generation in which its last process ended."""
     incarnation: str
-    """Of its last one."""
+    """The incarnation of its last process."""
     fit: bool = False
     """It has passed the health check, or there is none."""
     failures: int = 0
-    """Of health checks and of starts of a process, since its last one has ended."""
+    """Failed health checks and starts since its last process ended."""
 
 
 class WaitingPlaces:
-    """Of one machine, by local rank."""
+    """The waiting places of one machine, by local rank."""
 
     def __init__(
         self,
@@ -154,7 +154,8 @@ class WaitingPlaces:
         nursery: Nursery,
         environment: Callable[[int], Mapping[str, str]],
     ) -> None:
-        """`check`: None: every place is fit. `environment`: of a place, on top of the launcher's own."""
+        """Initializes without waiting places. `check`: None: every place is fit. `environment`: variables of a place,
+        on top of the launcher's own."""
         self._check = check
         self._nursery = nursery
         self._environment = environment
@@ -163,7 +164,7 @@ class WaitingPlaces:
         self._ended: list[tuple[int, Result]] = []
 
     def __bool__(self) -> bool:
-        """Some place waits."""
+        """Returns whether any place waits."""
         return bool(self._waiting)
 
     def __contains__(self, local_rank: object) -> bool:
@@ -179,37 +180,37 @@ class WaitingPlaces:
         )
 
     def put_off(self, local_rank: int, at: float) -> None:
-        """Its next health check, or process, is not before then."""
+        """Delays the place's next health check or process until `at`."""
         self._waiting[local_rank] = replace(self._waiting[local_rank], at=at)
 
     def requeue(self, local_rank: int, waiting: Waiting) -> int:
-        """It was ready, and no process could be started. How often something has failed since its last one."""
+        """Puts back a ready place whose process could not be started. Returns the failures since its last process."""
         failures = waiting.failures + 1
         self._waiting[local_rank] = replace(waiting, failures=failures)
         return failures
 
     def drop(self, local_rank: int) -> Waiting:
-        """It gets no process."""
+        """Removes a place that gets no process."""
         return self._waiting.pop(local_rank)
 
     def leave(self, vacant: Container[int], workers: Iterable[Worker]) -> None:
-        """The places of those ranks get no process, if they wait for one."""
+        """Removes the waiting places of vacant ranks."""
         for worker in workers:
             if worker.global_rank in vacant:
                 self._waiting.pop(worker.local_rank, None)
 
     def clear(self) -> None:
-        """None of them gets one."""
+        """Removes all places."""
         self._waiting.clear()
 
     def patience_s(self, longest_s: float) -> float:
-        """How long the loop may wait for something to happen."""
+        """Returns how long the loop may wait for an event."""
         now = events.now()
         waits = [waiting.at - now for waiting in self._waiting.values()]
         return max(0.0, min([longest_s, *waits, *(check.left_s for check in self._running.values())]))
 
     def ready(self) -> Iterator[tuple[int, Waiting]]:
-        """Those that get a process now. Begins the health checks that are due."""
+        """Yields the places that get a process now. Begins the health checks that are due."""
         for local_rank, waiting in list(self._waiting.items()):
             if waiting.at > events.now():
                 continue
@@ -221,12 +222,13 @@ class WaitingPlaces:
                 self._begin(local_rank, "replacement")
 
     def failed(self) -> Iterator[tuple[int, str, int]]:
-        """(place, why, how often since its last process) of the health checks that have failed since this was asked."""
+        """Yields (place, reason, failures since its last process) of the health checks that failed since the last
+        call."""
         self._end_late()
         ended, self._ended = self._ended, []
         for local_rank, result in ended:
             waiting = self._waiting.get(local_rank)
-            if waiting is None:  # nobody needs it any more
+            if waiting is None:  # the place does not wait any more
                 continue
             failures = waiting.failures + (not result.fit)
             self._waiting[local_rank] = replace(waiting, at=events.now(), fit=result.fit, failures=failures)
@@ -234,8 +236,8 @@ class WaitingPlaces:
                 yield local_rank, result.reason, failures
 
     def check_all(self, count: int, patience_s: float, look_around: Callable[[], None]) -> None:
-        """(before there are processes) Waits for the health checks of all places. ServiceError: one is not fit, so this
-        machine takes no part in the job."""
+        """Waits for the health checks of all places, before any process is started. Raises ServiceError if one is
+        unfit, so that this machine takes no part in the job."""
         if self._check is None:
             return
         for local_rank in range(count):
@@ -250,7 +252,7 @@ class WaitingPlaces:
             raise ServiceError(f"run: the health check has failed: {'; '.join(unfit)}")
 
     def stop(self) -> None:
-        """Ends the health checks that are under way."""
+        """Ends the running health checks."""
         for local_rank in list(self._running):
             self._end(local_rank, "it was told to stop")
 

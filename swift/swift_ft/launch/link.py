@@ -1,7 +1,7 @@
-"""The launcher's link to the coordinator: notices out, Views in, and neither ever delays a replacement.
+"""The launcher's link to the coordinator: sends notices, receives Views, and never delays a replacement.
 
 (main thread)  `notify_exit`, `fail`: queued, sent in order by the link's own thread, each of them again and again
-               until the coordinator answers: nobody else tells it of a death before the lease ends.
+               until the coordinator answers: without it, a death is noticed only when the lease ends.
 (watch thread) every new View is kept in `view` and wakes the main loop.
 """
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 DRAIN_S = 5.0
-"""How long the end of the launcher waits until the coordinator knows that the job failed."""
+"""Seconds for which a launcher that ends waits until the coordinator has the news of the job's failure."""
 DRAIN_UNSEEN_S = 3.0
-"""The same, if the coordinator has never answered: perhaps there is none, or no such job."""
+"""Seconds as above, if the coordinator has never answered: there may be none, or no such job."""
 
 
 class CoordinatorLink:
-    """Opened at the start of the launcher, closed at its end."""
+    """Connection that lasts from the start of the launcher to its end."""
 
     def __init__(self, address: str, job: str, wake: Callable[[], None]) -> None:
         self._address = address
@@ -45,15 +45,15 @@ class CoordinatorLink:
     def notify_exit(
         self, rank: int, pid: int, exit_code: int, incarnation: str, *, given_up: bool = False
     ) -> None:
-        """A child has exited. `given_up`: no process takes its place."""
+        """Reports the exit of a child. `given_up`: no process takes its place."""
         self._tell(lambda client: client.member_exited(rank, pid, exit_code, incarnation, given_up=given_up))
 
     def notify_given_up(self, rank: int) -> None:
-        """No process takes the place of that rank, whose last one has exited before."""
+        """Reports that no process takes the place of that rank, whose last one has exited before."""
         self._tell(lambda client: client.place_given_up(rank))
 
     def notify_unfit(self, rank: int, reason: str) -> None:
-        """The place of that rank has failed its health check, so that no process gets it."""
+        """Reports that the place of that rank has failed its health check, so that no process gets it."""
         self._tell(lambda client: client.place_unfit(rank, reason))
 
     def notify_rehearsed(
@@ -66,7 +66,7 @@ class CoordinatorLink:
         difference: str = "",
         why_not: str = "",
     ) -> None:
-        """A rehearsal of that rank begins, or what has come of it."""
+        """Reports the begin or the result of a rehearsal of that rank."""
         self._tell(
             lambda client: client.rehearsed(
                 rank, version, under_way=under_way, steps=steps, difference=difference, why_not=why_not
@@ -74,12 +74,12 @@ class CoordinatorLink:
         )
 
     def fail(self, reason: str) -> None:
-        """The job cannot go on. `close` waits for this to arrive."""
+        """Reports that the job cannot go on. `close` waits until this is delivered."""
         self._must_drain = True
         self._tell(lambda client: client.fail(reason))
 
     def ask_checkpoint(self, reason: str) -> None:
-        """Soon. `not_asked` is true from when it is known that nobody will make it."""
+        """Asks for a checkpoint. Sets `not_asked` once it is known that none will be saved."""
 
         def ask(client: "CoordinatorClient") -> None:
             try:
@@ -87,18 +87,19 @@ class CoordinatorLink:
             except SwiftError as error:
                 self.not_asked = True
                 self._wake()
-                self._complain(error)  # and not again: whoever leaves does not wait for it
+                self._complain(error)  # not retried, because a launcher that leaves does not wait for it
 
         self._tell(ask)
 
     def stop(self, run: str, reason: str) -> None:
-        """This launcher was told to stop, and its ranks have ended. `close` waits for this and what was told before."""
+        """Reports that this launcher was stopped, and its ranks have ended. `close` waits until this and all earlier
+        notices are delivered."""
         self._must_drain = self._must_drain or self.view is not None
         self._tell(lambda client: client.stop(run, reason))
 
     @property
     def unheard(self) -> bool:
-        """The coordinator has not answered yet to all that it was told."""
+        """Returns whether the coordinator has not yet answered all notices."""
         return self._answered < self._told
 
     def _tell(self, call: "Callable[[CoordinatorClient], object]") -> None:
@@ -106,19 +107,19 @@ class CoordinatorLink:
         self._calls.put(call)
 
     def close(self) -> None:
-        """Ends the link; a failure that was told is delivered first, as far as that works within the time."""
+        """Ends the link; first delivers a reported failure, if possible within the time."""
         self._calls.put(None)
         if self._must_drain:
             self._thread.join(DRAIN_UNSEEN_S if self.view is None else DRAIN_S)
         self._closing = True
 
     def _run(self) -> None:
-        # Imported here, beside the main thread: grpc takes a while.
+        # Imported in this thread, in parallel to the main thread, because grpc takes long to import.
         from swift_ft.rpc.client import CoordinatorClient
 
         try:
             client = CoordinatorClient(self._address, self._job, tell=self._say)
-        except SwiftError as error:  # its files were good when the command looked
+        except SwiftError as error:  # its files were valid when the command checked them
             self.not_asked = True
             self._say(str(error))
             return
@@ -136,13 +137,13 @@ class CoordinatorLink:
                 call(client)
                 return
             except Unanswered:
-                continue  # that nobody answers was said when it began (`_say`)
+                continue  # the missing answer was reported when it began (`_say`)
             except SwiftError as error:
                 self._complain(error)
                 return
 
     def _complain(self, error: SwiftError) -> None:
-        # Of a job that nobody has joined the coordinator knows nothing; that is no news.
+        # The coordinator does not know a job that no rank has joined; that is not worth a message.
         if self.view is not None and not self._closing:
             tell(error)
 

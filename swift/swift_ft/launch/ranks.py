@@ -1,4 +1,4 @@
-"""What a rank is given, as torch's LocalElasticAgent gives it: environment, arguments, files for output."""
+"""Inputs of a rank, as torch's LocalElasticAgent gives them: environment, arguments, files for output."""
 
 import os
 import tempfile
@@ -14,7 +14,7 @@ from swift_ft.launch.worker import Program
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankProgram:
-    """What the ranks of a job run, the same for every local rank."""
+    """The program of a job's ranks, the same for every local rank."""
 
     script: str
     module: bool
@@ -24,22 +24,22 @@ class RankProgram:
     name: str
     checkpoint_dir: str | None
     run: str = ""
-    """This launcher: no other one has the same."""
+    """A unique id of this launcher."""
     retry_exceptions: int = 0
-    """How often a step may be done again that has raised an exception."""
+    """The number of times that a step may be repeated after an exception."""
     from_job: str = ""
-    """The job with whose checkpoint this one begins; empty: with none."""
+    """The job with whose checkpoint this one begins; empty: no checkpoint."""
     from_version: int | None = None
-    """Of which version; None: the newest."""
+    """The version of that checkpoint; None: the newest."""
 
     def sys_path0(self) -> str:
-        """What `python SCRIPT` or `python -m MODULE` puts first in sys.path."""
+        """Returns the first entry of sys.path under `python SCRIPT` or `python -m MODULE`."""
         return self.cwd if self.module else os.path.dirname(os.path.realpath(self.script))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """Where the output of the local ranks goes."""
+    """The destinations of the local ranks' output."""
 
     redirects: dict[int, Std] = field(default_factory=dict)
     """By local rank: the streams that go to files."""
@@ -49,7 +49,7 @@ class Output:
     """Holds LOCAL_RANK/stdout.log and stderr.log."""
 
     def file(self, local_rank: int, stream: Std, name: str) -> str | None:
-        """The file of one stream; None: the launcher's own."""
+        """Returns the file of one stream; None: the launcher's own."""
         if self.run_dir is not None and self.redirects.get(local_rank, Std.NONE) & stream:
             return str(self.rank_dir(local_rank) / name)
         if self.shown is not None and local_rank not in self.shown:
@@ -64,8 +64,8 @@ class Output:
 
 
 def make_run_dir(log_dir: str | None, run_id: str) -> Path:
-    """A fresh directory for this run's output: RUN_ID_xxxx in the log directory, as torchrun names it. Raises
-    UsageError if it cannot be made."""
+    """Returns a new directory for this run's output: RUN_ID_xxxx in the log directory, as torchrun names it. Raises
+    UsageError if it cannot be created."""
     try:
         if log_dir is not None:
             make_directory(Path(log_dir))
@@ -78,7 +78,8 @@ def make_run_dir(log_dir: str | None, run_id: str) -> Path:
 
 
 def place_env(spec: WorkerSpec, local_rank: int, job: RankProgram) -> dict[str, str]:
-    """What a place of this machine has, whichever rank it is: for a health check, and a part of a rank's own."""
+    """Returns the variables of a place of this machine, independent of the rank: for a health check, and as a part of a
+    rank's own."""
     env = {
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(spec.local_world_size),
@@ -101,8 +102,8 @@ def rank_env(
     incarnation: str,
     device_of: int | None = None,
 ) -> dict[str, str]:
-    """The variables of one rank, on top of the launcher's own environment. `device_of`: the local rank on whose device
-    it runs, if it is not its own: trainers choose theirs by LOCAL_RANK."""
+    """Returns the variables of one rank, on top of the launcher's own environment. `device_of`: the local rank on whose
+    device it runs, if that is not its own: trainers choose theirs by LOCAL_RANK."""
     spec, worker = group.spec, group.workers[local_rank]
     env = place_env(spec, local_rank if device_of is None else device_of, job) | {
         "RANK": str(worker.global_rank),
@@ -114,7 +115,7 @@ def rank_env(
         "ROLE_WORLD_SIZE": str(worker.role_world_size),
         "MASTER_ADDR": str(group.master_addr),
         "MASTER_PORT": str(group.master_port),
-        "TORCHELASTIC_RESTART_COUNT": "0",  # nobody's group is restarted
+        "TORCHELASTIC_RESTART_COUNT": "0",  # no group is ever restarted
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
         "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
@@ -132,7 +133,8 @@ def rank_env(
 
 
 def workers_of(ranks_of: Sequence[int], group_rank: int, local_world_size: int) -> list[Worker]:
-    """Of the machine at this place, of so many: ranks are numbered by machine, in order. `ranks_of`: of each."""
+    """Returns the workers of the machine at place `group_rank`: ranks are numbered by machine, in order. `ranks_of`:
+    the ranks of each machine."""
     before, world_size = sum(ranks_of[:group_rank]), sum(ranks_of)
     return [
         Worker(
@@ -159,7 +161,7 @@ def _device_of(local_rank: int) -> str:
 
 
 def make_program(job: RankProgram, output: Output, local_rank: int, env: dict[str, str]) -> Program:
-    """All that a child needs to become this rank."""
+    """Returns all that a child needs to become this rank."""
     if output.run_dir is not None:
         env = env | {"TORCHELASTIC_ERROR_FILE": str(output.rank_dir(local_rank) / "error.json")}
     return Program(

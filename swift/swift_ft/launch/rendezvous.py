@@ -1,11 +1,11 @@
-"""The rendezvous of machines that were given no numbers: they meet at the coordinator, by the same command on each.
+"""The rendezvous of machines without numbers: they meet at the coordinator, by the same command on each.
 
-torch's own keeps a store on one of the machines, and ends with it. Here each launcher tells the coordinator every few
-seconds that it is there and which place it holds (`services/swift_ft_services/coordinator/driver.py`); so any machine
-may be lost, and one that comes takes its place, of which the others need not know.
+torch's own keeps a store on one of the machines, and ends with it. Here each launcher reports to the coordinator every
+few seconds that it is alive and which place it holds (`services/swift_ft_services/coordinator/driver.py`); so any
+machine may be lost, and a new one takes its place without any message to the others.
 
     (main thread)  ``next_rendezvous`` waits until there is a place; `lost` while the ranks run; ``leave`` in the end
-    (own thread)   speaks to the coordinator, and wakes the main loop when there is something new
+    (own thread)   talks to the coordinator, and wakes the main loop when the place is lost
 """
 
 import os
@@ -29,29 +29,30 @@ if TYPE_CHECKING:
     from swift_ft.rpc.client import CoordinatorClient
 
 
-# Which machine is which, and the store for trainers that want one: of one machine, and of several with numbers.
+# Numbers of machines, and the store for trainers that want one: for one machine, and for several with numbers.
 #
-# Those without numbers meet at the coordinator: `swift_ft.launch.rendezvous`. torch's own rendezvous is not used: it
-# is on one of the machines, and without that one nobody can join.
+# Machines without numbers meet at the coordinator (`MetRendezvous`). torch's own rendezvous is not used: it runs on one
+# of the machines, and without that one no machine can join.
 
 LOOPBACK = "127.0.0.1"
 
 
 class Rendezvous(RendezvousHandler):
-    """What torch's agent asks, as far as it is the same for all; and what `swift_ft.launch.agent` asks besides."""
+    """Interface of torch's agent, as far as it is common to all, with the additional queries of
+    `swift_ft.launch.agent`."""
 
     def __init__(self, run_id: str, ranks_of: list[int]) -> None:
         self._run_id = run_id
         self.ranks_of = ranks_of
-        """How many ranks each machine has, by place; true after `next_rendezvous`."""
+        """The number of ranks of each machine, by place; valid after `next_rendezvous`."""
 
     @property
     def lost(self) -> str:
-        """Why this machine has no place any more; empty: it has one."""
+        """Why this machine has lost its place; empty while it has one."""
         return ""
 
     def leave(self) -> None:
-        """(in the end) Somebody else may have the place."""
+        """Releases the place, at the end."""
 
     @property
     def use_agent_store(self) -> bool:
@@ -74,10 +75,10 @@ class Rendezvous(RendezvousHandler):
 
 
 class LoopbackRendezvous(Rendezvous):
-    """One node, complete at once. Same promises as torch's static rendezvous with one node.
+    """One node, complete at once. Gives the same guarantees as torch's static rendezvous with one node.
 
     The store is in the launcher and listens on loopback only; torchrun would use its c10d rendezvous, whose store
-    listens on every interface. It outlives every rank, since it lives in no rank.
+    listens on every interface. It outlives every rank, since it is in no rank's process.
     """
 
     def __init__(self, run_id: str, ranks: int, timeout_s: float) -> None:
@@ -103,9 +104,9 @@ class LoopbackRendezvous(Rendezvous):
 
 
 class PlacedRendezvous(Rendezvous):
-    """Every machine was told its number (`--node-rank`), and all have as many ranks: nobody has to be asked.
+    """Machines with configured numbers (`--node-rank`) and equally many ranks each, so that no communication is needed.
 
-    torch's own keeps a store on the first machine, without which no other one can start or end. So each of them may be
+    torch's own keeps a store on the first machine, without which no other one can start or end. Here any machine may be
     lost, and another launcher with its number takes its place. The first one still has a store at MASTER_ADDR, for
     trainers that want one.
     """
@@ -130,27 +131,27 @@ class PlacedRendezvous(Rendezvous):
 
 
 POLL_S = 0.2
-"""Between two words to the coordinator, while there is no place yet."""
+"""Seconds between two calls to the coordinator, while there is no place yet."""
 LONGEST_S = 3600.0
 LEAVE_S = 2.0
-"""How long the end of a launcher waits until its place is given back."""
+"""Seconds for which a launcher that ends waits until its place is released."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """What `--rdzv-conf` can say of a meeting, by torch's names."""
+    """Settings of `--rdzv-conf` for a meeting, by torch's names."""
 
     join_timeout: float = 600.0
     """Seconds that a machine waits for the others, while there are too few of them."""
     last_call_timeout: float = 30.0
-    """Seconds that more machines are waited for, if there are enough to begin but not the most (`--nnodes MIN:MAX`)."""
+    """Seconds of waiting for more machines, if there are enough to begin but not the most (`--nnodes MIN:MAX`)."""
     keep_alive_interval: float = 5.0
     keep_alive_max_attempt: float = 3.0
-    """A machine is lost that was silent for so many intervals."""
+    """Silent intervals after which a machine is lost."""
 
     @classmethod
     def of(cls, configs: Mapping[str, object]) -> "Terms":
-        """ValueError."""
+        """Parses the settings. Raises ValueError."""
         given = {}
         for name in cls.__dataclass_fields__:
             if name in configs:
@@ -165,11 +166,11 @@ class Terms:
 
 
 class NotNeeded(Exception):
-    """The job came to its end without this machine."""
+    """Raised if the job ended without this machine."""
 
 
 class MetRendezvous(Rendezvous):
-    """One machine of several."""
+    """One machine of several that meet at the coordinator."""
 
     def __init__(
         self,
@@ -192,14 +193,14 @@ class MetRendezvous(Rendezvous):
         self._port = _reserve()
         self._machine = pb.Machine(address=address, port=self._port.getsockname()[1], ranks=ranks)
         self._store: TCPStore | None = None
-        """Of the first machine, for trainers that want one."""
+        """Store of the first machine, for trainers that want one."""
         self._taken = pb.MeetReply()
         """The answer by which the ranks of this machine run."""
         self._newest = pb.MeetReply()
         self._error: SwiftError | None = None
         self._answered = threading.Condition()
         self._speaks = threading.Event()
-        """At once, instead of after the interval."""
+        """Set to call the coordinator at once, instead of after the interval."""
         self._closed = False
         self._thread = threading.Thread(target=self._keep_meeting, name="meeting", daemon=True)
         self._thread.start()
@@ -208,7 +209,7 @@ class MetRendezvous(Rendezvous):
         return "swift-coordinator"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits for a place. NotNeeded, UsageError, AccessDenied, ServiceError (the others do not come)."""
+        """Waits for a place. Raises NotNeeded, UsageError, AccessDenied, or ServiceError if the others do not come."""
         taken = self._taken = self._await_place()
         self.ranks_of = [machine.ranks for machine in taken.machines]
         if taken.place == 0:
@@ -236,7 +237,7 @@ class MetRendezvous(Rendezvous):
             is_master=True,
             timeout=timedelta(seconds=self._terms.join_timeout),
             wait_for_workers=False,
-            master_listen_fd=os.dup(self._port.fileno()),  # the store's from here on
+            master_listen_fd=os.dup(self._port.fileno()),  # owned by the store from here on
         )
 
     def _await_place(self) -> pb.MeetReply:
@@ -265,11 +266,11 @@ class MetRendezvous(Rendezvous):
             return self._newest
 
     def _keep_meeting(self) -> None:
-        from swift_ft.rpc.client import CoordinatorClient  # beside the main thread: grpc takes a while
+        from swift_ft.rpc.client import CoordinatorClient  # here, because grpc takes long to import
 
         try:
             client = CoordinatorClient(self._job.coordinator, self._job.name)
-        except SwiftError as error:  # its files were good when the command looked
+        except SwiftError as error:  # its files were valid when the command checked them
             self._take(None, error)
             return
         with client:
@@ -280,7 +281,7 @@ class MetRendezvous(Rendezvous):
                 self._speaks.clear()
             try:
                 client.meet(pb.MeetRequest(job=self._job.name, run=self._job.run, leaves=True))
-            except SwiftError as error:  # then its lease ends
+            except SwiftError as error:  # then its lease expires
                 events.emit("meeting_not_left", reason=str(error))
 
     def _speak(self, client: "CoordinatorClient") -> None:
@@ -301,7 +302,7 @@ class MetRendezvous(Rendezvous):
             if held is None:
                 self._take(None, error)
         except SwiftError:
-            pass  # nobody answers, as the link says as well: it is said again
+            pass  # no answer, which the link reports; the next call repeats it
         else:
             self._take(reply)
 
@@ -316,7 +317,7 @@ class MetRendezvous(Rendezvous):
 
 
 def _reserve() -> socket.socket:
-    """A port of this machine that nobody else gets, and on which nobody listens yet."""
+    """Returns a socket bound to a port of this machine, on which it does not listen yet."""
     port = socket.socket()
     port.bind(("", 0))
     return port

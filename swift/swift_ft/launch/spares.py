@@ -1,13 +1,13 @@
 """Processes of one machine that are no ranks: spares, warmed up or not, and rehearsals.
 
-The rehearsals of one machine's ranks: a process that is no rank recovers as one of them would, from a checkpoint and
-the log, and compares (`swift_ft.train.rehearsal`).
+In a rehearsal, a process that is no rank recovers as one of the machine's ranks would, from a checkpoint and the log,
+and compares (`swift_ft.train.rehearsal`).
 
-    (agent)  ``tend`` when nothing is to be recovered: starts the next one, of a rank whose steps are recorded
-             → ``heard`` and ``ended`` of its process → the coordinator is told
+    (agent)  ``tend`` while there is no recovery: starts the next one, of a rank whose steps are recorded
+             → ``heard`` and ``ended`` of its process → a notice to the coordinator
              ``on_view`` at each View: a recovery ends the process at once
 
-It is a process of its own, with the lowest priority, and one at a time. A spare takes a lost rank's place as if there
+It is a separate process, with the lowest priority, and one at a time. A spare takes a lost rank's place as if there
 were no rehearsals.
 """
 
@@ -22,39 +22,39 @@ from swift_ft.launch.link import CoordinatorLink
 from swift_ft.launch.worker import Program
 from swift_ft.text import tell
 
-# The spares of one machine: how many there are, which of them are warmed up, and which one gets a lost rank's place.
+# The spares of one machine: their number, their warm-up, and the choice of one for a lost rank's place.
 #
-#     (agent)  ``assign`` to a rank → … → ``heard`` and ``ended`` of children → ``on_view`` at each View → ``tend`` when
-#              nothing is to be recovered
+#     (agent)  ``assign`` to a rank → … → ``heard`` and ``ended`` of children → ``on_view`` at each View → ``tend``
+#              while there is no recovery
 #
-# A spare is *warm* once it has imported what ranks need; it takes any rank's place. With ``--warm-up`` there is one
-# more for each rank, which is *warmed up*: it has run the script as that rank would (`swift_ft.warm_up`), and takes
-# that place only. What modules and torch's caches keep of a rank (its number, its place in a mesh) would be in
-# another one's way.
+# A spare is *warm* once it has imported the modules of ranks; it takes any rank's place. With ``--warm-up`` there is
+# one more for each rank, which is *warmed up*: it has run the script as that rank would (`swift_ft.warm_up`), and takes
+# that place only. The values of a rank that modules and torch's caches keep (its number, its place in a mesh) would be
+# wrong for another rank.
 #
-# While a spare is being warmed up it takes no place. It is ended when the job has something to recover, so that it
-# takes neither time nor memory from that. One whose warm-up has failed is ended too: nobody knows what is left in it.
+# While a spare is being warmed up it takes no place. It is ended when the job has to recover, so that it takes neither
+# time nor memory from the recovery. A spare whose warm-up has failed is ended too, because its state is unknown.
 
 SPARE_FAILURES_MAX = 3
-"""Spares that may die in a row before they are warm; then there are none any more."""
+"""Spares that may die in a row before they are warm; then no more are started."""
 WARM_UP_FAILURES_MAX = 3
-"""Warm-ups that may fail in a row; then there are none any more."""
+"""Warm-ups that may fail in a row; then no more are started."""
 AGAIN_S = 2.0
 AGAIN_S_MAX = 60.0
-"""A warm-up that the job was in the way of is tried again after this time; longer, if that comes again. So is the start
-of a spare that failed."""
+"""Seconds until a warm-up that the job has interrupted is tried again; doubled at each repetition up to this limit. The
+same holds for the failed start of a spare."""
 WARM_UP_S_MAX = 900.0
-"""A warm-up that takes longer is ended: it may wait for something that does not come."""
+"""Seconds after which a warm-up is ended: it may wait for an event that does not come."""
 
 
 class Spares:
-    """Those of one launcher. Its main thread."""
+    """The spares of one launcher. Used by its main thread."""
 
     def __init__(
         self, nursery: Nursery, count: int, *, warm_up: Callable[[int, str], Program] | None
     ) -> None:
-        """`count`: of those for any rank. `warm_up(local_rank, incarnation)`: what is to be run as the rank of that
-        place would; None: spares are not warmed up."""
+        """Initializes without spares. `count`: spares for any rank. `warm_up(local_rank, incarnation)`: the program
+        that the rank of that place would run; None: spares are not warmed up."""
         self._nursery = nursery
         self.count = count
         self._warm_up = warm_up
@@ -62,21 +62,22 @@ class Spares:
         self._warm_up_failures = 0
         self._warm_up_began = 0.0
         self._next_warm_up = 0.0
-        """Not before."""
+        """The earliest time of the next warm-up."""
         self._again_s = AGAIN_S
         self._next_start = 0.0
-        """Of a spare; not before."""
+        """The earliest time of a spare's next start."""
         self._start_again_s = AGAIN_S
 
     def begin(self, ranks: int) -> None:
-        """The first processes: one for each rank, and the spares. Raises StartFailed: not even those of the ranks."""
+        """Starts the first processes: one for each rank, and the spares. Raises StartFailed if a rank's process cannot
+        be started."""
         for _ in range(ranks):
             self.spawn()
         for _ in range(self.count):
             self._start()
 
     def _start(self) -> Child | None:
-        """A spare. None: there can be none now; nobody needs it yet, so that is tried again later."""
+        """Starts a spare. Returns None if that is impossible now; a later call tries again."""
         if events.now() < self._next_start:
             return None
         try:
@@ -92,14 +93,14 @@ class Spares:
         return child
 
     def spawn(self) -> Child:
-        """Raises StartFailed."""
+        """Starts a child. Raises StartFailed."""
         child = self._nursery.spawn()
         events.emit("worker_spawned", pid=child.pid, incarnation=child.incarnation, forked=child.forked)
         return child
 
     def assign(self, rank: int, *, on_its_device: bool) -> Child:
-        """The one that is to become this rank; a new process if there is none. `on_its_device`: of its own place; else
-        what was warmed up is of no use. Raises StartFailed."""
+        """Returns the spare that is to become this rank, or else a new process. `on_its_device`: the rank runs on its
+        own place's device; else a warmed-up spare is of no use. Raises StartFailed."""
         self._end_warm_up()
         spares = self._nursery.spares
         warmed_up = [
@@ -109,7 +110,7 @@ class Spares:
         return next(iter([*warmed_up, *plain]), None) or self.spawn()
 
     def on_view(self, view: pb.View | None) -> None:
-        """No warm-up goes on beside a recovery."""
+        """Ends warm-ups during a recovery."""
         if view is not None and view.state != pb.RUNNING:
             self._end_warm_up()
 
@@ -119,11 +120,11 @@ class Spares:
                 child.discard()
 
     def tend(self, view: pb.View | None, ranks: Sequence[int]) -> None:
-        """(nothing is to be recovered) Makes what is missing, and warms up what is not. `ranks`: of this machine, by
+        """Starts missing spares, and warms up others; called while there is no recovery. `ranks`: of this machine, by
         place."""
         if self._failures >= SPARE_FAILURES_MAX:
             return
-        # Also without spares: the next replacement should find a fork server.
+        # Also without spares, so that the next replacement finds a fork server.
         forks = self._nursery.tend()
         plain = sum(child.kept_for is None for child in self._nursery.spares)
         if forks and plain < self.count:
@@ -132,7 +133,7 @@ class Spares:
             self._warm_up_next(ranks, spawns=forks)
 
     def _warm_up_next(self, ranks: Sequence[int], *, spawns: bool) -> None:
-        """One at a time."""
+        """Advances the warm-ups, one at a time."""
         kept = [child for child in self._nursery.spares if child.kept_for is not None]
         under_way = next((child for child in kept if not child.warmed_up), None)
         if under_way is not None and under_way.warming:
@@ -154,7 +155,7 @@ class Spares:
             events.emit("warm_up_begin", rank=under_way.kept_for, pid=under_way.pid)
 
     def heard(self, child: Child) -> None:
-        """It has said something."""
+        """Handles a message of a spare."""
         if not child.warming:
             self._failures = 0
             events.emit("worker_warm", pid=child.pid, rank=child.rank)
@@ -177,7 +178,7 @@ class Spares:
             self._count_warm_up_failure(warmed["why_not"])
 
     def ended(self, child: Child) -> None:
-        """A spare of these."""
+        """Handles the end of a spare."""
         events.emit("spare_exit", pid=child.pid, code=child.exit_code)
         if child.unwanted:
             return
@@ -198,17 +199,17 @@ class Spares:
 FAILURES_MAX = 3
 """Rehearsals of a rank that may fail in a row; then it is not rehearsed any more."""
 REHEARSAL_S_MAX = 900.0
-"""One that takes longer is ended."""
+"""Seconds after which a rehearsal is ended."""
 
 
 class Rehearsals:
-    """Those of one launcher. Its main thread."""
+    """The rehearsals of one launcher. Used by its main thread."""
 
     def __init__(
         self, nursery: Nursery, link: CoordinatorLink, program: Callable[[int, str, int], Program]
     ) -> None:
-        """`program(local_rank, incarnation, version)`: what is to be run as the rank of that place would, from that
-        version on."""
+        """Initializes without a rehearsal. `program(local_rank, incarnation, version)`: the program that the rank of
+        that place would run, from that version on."""
         self._nursery = nursery
         self._link = link
         self._program = program
@@ -216,19 +217,19 @@ class Rehearsals:
         self._rank = self._version = 0
         self._generation = 0
         self._known = False
-        """The View has said that it is under way."""
+        """The View has shown the rehearsal as under way."""
         self._until = 0.0
         self._tried: dict[int, int] = {}
-        """rank -> the version of its last rehearsal: what the coordinator says of it may be older."""
+        """rank -> the version of its last rehearsal: the coordinator's record of it may be older."""
         self._failures: Counter[int] = Counter()
 
     def give_way(self) -> None:
-        """A rank of this machine was lost: the View says so later."""
+        """Ends a rehearsal because a rank of this machine was lost, which the View shows only later."""
         if self._child is not None:
             self._end("")
 
     def on_view(self, view: pb.View | None) -> None:
-        """None goes on beside a recovery."""
+        """Ends a rehearsal during a recovery."""
         if self._child is None:
             return
         if view is None or view.state != pb.RUNNING or view.generation != self._generation:
@@ -240,7 +241,7 @@ class Rehearsals:
         self._known = known
 
     def tend(self, view: pb.View | None, ranks: Sequence[int]) -> None:
-        """(nothing is to be recovered) `ranks`: of this machine, by place."""
+        """Starts the next rehearsal; called while there is no recovery. `ranks`: of this machine, by place."""
         if self._child is not None:
             if events.now() > self._until:
                 self._fail(f"it took longer than {REHEARSAL_S_MAX:g} s")
@@ -264,7 +265,7 @@ class Rehearsals:
         try:
             child = self._nursery.spawn()
         except StartFailed:
-            return  # it is tried again; a spare that cannot be started is said
+            return  # a later call tries again; missing spares are reported elsewhere
         self._tried[chosen.rank] = chosen.recorded
         self._child, self._rank, self._version = child, chosen.rank, chosen.recorded
         self._generation, self._until = generation, events.now() + REHEARSAL_S_MAX
@@ -274,7 +275,7 @@ class Rehearsals:
         self._link.notify_rehearsed(chosen.rank, chosen.recorded, under_way=True)
 
     def heard(self, child: Child) -> None:
-        """It has said something."""
+        """Handles a message of the rehearsal's process."""
         line, end, _ = child.said.partition(b"\n")
         if child is not self._child or not end:
             return
@@ -292,7 +293,7 @@ class Rehearsals:
             )
 
     def ended(self, child: Child) -> None:
-        """A process of these."""
+        """Handles the end of a rehearsal's process."""
         if child is self._child:
             self._fail(f"its process has ended (exit code {child.exit_code})")
 
@@ -303,7 +304,7 @@ class Rehearsals:
         self._end(why)
 
     def _end(self, why: str) -> None:
-        """`why`: what the coordinator is told; empty: it knows."""
+        """Ends the process. `why`: reported to the coordinator; empty: it knows already."""
         child, self._child = self._child, None
         assert child is not None
         child.discard()

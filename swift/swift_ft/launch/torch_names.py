@@ -1,6 +1,6 @@
-"""Every torch name that the launcher needs and that torch does not promise to keep, checked at import.
+"""All torch names that the launcher needs and that torch does not guarantee, checked at import.
 
-What is missing is named, before anything is started. Shown to work: docs/compatibility.md.
+Missing names are reported before any process is started. Tested versions: docs/compatibility.md.
 """
 
 import importlib
@@ -54,7 +54,7 @@ _NEEDED = {
 
 
 def missing_names() -> list[str]:
-    """The needed names that this torch does not have, dotted."""
+    """Returns the needed names that this torch does not have, dotted."""
     missing = []
     for where, names in _NEEDED.items():
         module_name, _, attribute = where.partition(":")

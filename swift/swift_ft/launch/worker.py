@@ -1,18 +1,18 @@
-"""What runs in every child before the training script: a warm spare that becomes a rank.
+"""The main program of every child before the training script: a warm spare that becomes a rank.
 
-A child that the fork server has forked (`swift_ft.launch.forkserver`) comes in at `work`; another one is started as
+A child that the fork server has forked (`swift_ft.launch.forkserver`) begins at `work`; any other is started as
 
     python -u -m swift_ft.launch.worker CONTROL_FD WARM_FD LAUNCHER_PID PATH0 MODULE,MODULE...
 
-(launcher) spawns it, with the environment that ranks get: OMP_NUM_THREADS counts when torch is imported.
+(launcher) spawns it, with the environment that ranks get: torch reads OMP_NUM_THREADS when it is imported.
 (worker)   asks the kernel to die with the launcher, makes PATH0 the first entry of sys.path as it will be for
            the script, imports the modules, writes one byte to WARM_FD, and waits for one line of JSON on
            CONTROL_FD.
-(launcher) writes the line, see `Program`; end of file instead means that nobody needs this spare.
+(launcher) writes the line, see `Program`; end of file instead means that this spare is not needed.
 (worker)   sets environment and arguments as `python SCRIPT` would, and runs the script as __main__.
 
-An assignment may be one to warm up (`swift_ft.warm_up`). Then the worker writes one line of JSON to WARM_FD when it is
-done, and waits for the next assignment.
+An assignment may be a warm-up (`swift_ft.warm_up`). Then the worker writes one line of JSON to WARM_FD when it is done,
+and waits for the next assignment.
 """
 
 import atexit
@@ -43,46 +43,47 @@ from swift_ft import events, reinitialization, warm_up
 from swift_ft.errors import JobFailed, SwiftError, UsageError
 from swift_ft.text import tell
 
-# What `ps` and `top` call a process: a rank that was forked would else have the fork server's command line.
+# Process titles for `ps` and `top`: a forked rank would otherwise show the fork server's command line.
 
 _PR_SET_NAME = 15
 _ARG_START, _ARG_END = 48 - 3, 49 - 3
-"""Fields of /proc/self/stat (proc(5) counts from 1), in what follows the name in brackets."""
+"""Fields of /proc/self/stat (proc(5) counts from 1), in the part after the name in brackets."""
 
 
 def set_title(short: str, title: str) -> None:
-    """(main thread) `short`: at most 15 characters, for `top`, or empty: as it is; `title`: in the place of the command
-    line, as much of it as fits. Nothing where the system has no such thing: nobody depends on it."""
+    """Sets the process title; called by the main thread. `short`: at most 15 characters, for `top`; empty: unchanged.
+    `title`: replaces the command line, as much of it as fits. Has no effect where the system does not support it."""
     with contextlib.suppress(OSError, AttributeError, ValueError, IndexError):
         if short:
             ctypes.CDLL(None).prctl(_PR_SET_NAME, short.encode()[:15], 0, 0, 0)
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         begin, end = int(fields[_ARG_START]), int(fields[_ARG_END])
-        if 0 < begin < end:  # the words this process was started with, which nobody reads any more
+        if 0 < begin < end:  # the original command line, which is not read any more
             words = title.encode()[: end - begin - 1]
             ctypes.memmove(begin, words.ljust(end - begin, b"\0"), end - begin)
 
 
-# How a rank's process ends if a thread of its is left behind in a backend, and how a process that it has forked does.
+# Exit of a rank's process with a thread blocked in a backend, and of a process that a rank has forked.
 #
-# Such a thread waits in C++ for a message of a peer that is gone. If it comes back while the interpreter ends, it
-# cannot have the interpreter's lock any more, and C++ ends the whole process by SIGABRT. So the interpreter does not
-# end then: what it would do that a script can rely on is done here, and the process is left. So it is with a child
-# that has come back from the script: the threads that process groups and clients wait for at their end are in the
+# Such a thread waits in C++ for a message of a dead peer. If it returns while the interpreter shuts down, it cannot get
+# the interpreter's lock any more, and C++ ends the whole process by SIGABRT. So the interpreter is not shut down then:
+# the parts of a shutdown on which a script can rely are done here, and the process exits. The same holds for a forked
+# child that returns from the script: the threads for which process groups and clients wait at their end exist in the
 # parent alone.
 
 _RUNNER = "swift_ft.comm.worker_thread"
 
 
 def leave_if_threads_are_lost(rank: int) -> None:
-    """(the script has ended; its exception, if it has raised one, is being handled) `rank`: the process that began."""
-    runner = sys.modules.get(_RUNNER)  # this module is in processes that have no torch
+    """Leaves the process if a thread is lost, or in a forked child. Called after the script has ended, while its
+    exception, if any, is being handled. `rank`: pid of the rank's process."""
+    runner = sys.modules.get(_RUNNER)  # processes without torch import this module too
     if os.getpid() != rank or (runner is not None and runner.lost()):
         leave_process(sys.exc_info()[1])
 
 
 def leave_process(error: BaseException | None) -> NoReturn:
-    """With the exit code that the interpreter would have. Exit handlers run, and files are flushed."""
+    """Exits with the interpreter's exit code. Exit handlers run, and files are flushed."""
     code = _code_of(error)
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
@@ -123,23 +124,24 @@ _NOT_FOR_A_WARM_UP = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """Everything that makes a spare a rank."""
+    """All inputs by which a spare becomes a rank."""
 
     env: dict[str, str]
-    """Added to the environment that the process has."""
+    """Variables added to the process's environment."""
     script: str
     """Path of the script, or the module's name."""
     module: bool
-    """Run it as `python -m` would."""
+    """The script is run as by `python -m`."""
     args: list[str]
     cwd: str
     stdout: str | None = None
-    """File that takes the output; None: the launcher's own."""
+    """File for the output; None: the launcher's own."""
     stderr: str | None = None
     warm_up: bool = False
-    """It does not become the rank. It runs the script as that rank would, to be warm."""
+    """The process does not become the rank. It runs the script as that rank would, to be warm."""
     rehearse: int | None = None
-    """It does not become the rank. It does steps of that rank again, from the checkpoint of this version, and ends."""
+    """The process does not become the rank. It replays steps of that rank, from the checkpoint of this version, and
+    ends."""
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -150,19 +152,19 @@ class Program:
 
 
 def die_with(launcher_pid: int) -> None:
-    """The kernel kills this process when the launcher ends, however that ends. Raises OSError if the kernel does not
+    """Makes the kernel kill this process when the launcher ends, in whatever way. Raises OSError if the kernel does not
     allow it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    # Died before the call above: then there will be no signal any more.
+    # If the launcher died before the call above, no signal comes.
     if os.getppid() != launcher_pid:
         os._exit(0)
 
 
 def preload(modules: str) -> None:
-    """Imports ahead of time, ``module`` or ``module:name``. What cannot be imported is the script's to complain about,
-    if it needs it."""
+    """Imports ahead of time, ``module`` or ``module:name``. Ignores failures: the script raises the error if it needs
+    the module."""
     for entry in filter(None, modules.split(",")):
         module, _, name = entry.partition(":")
         with contextlib.suppress(ImportError):
@@ -174,10 +176,11 @@ def preload(modules: str) -> None:
 
 
 def draw_alike() -> None:
-    """What a script draws without a seed, before its first step, a replacement draws as well.
+    """Seeds the default generators, so that a replacement draws the same values as its predecessor before the first
+    step, even if the script sets no seed.
 
-    Every process begins with other states of the default generators, torch's among them; those that one fork server
-    has forked begin alike, but a replacement may come from another one.
+    Every process begins with other states of the default generators, torch's among them. Processes forked by one fork
+    server begin with the same, but a replacement may come from another one.
     """
     random.seed(0)
     if "numpy" in sys.modules:
@@ -187,7 +190,7 @@ def draw_alike() -> None:
 
 
 def read_program(control: BinaryIO) -> Program | None:
-    """Waits for the line. None: the launcher closed the pipe."""
+    """Waits for the assignment. Returns None if the launcher closed the pipe."""
     line = control.readline()
     return Program.from_line(line) if line.endswith(b"\n") else None
 
@@ -195,7 +198,7 @@ def read_program(control: BinaryIO) -> Program | None:
 def _redirect(path: str | None, fd: int) -> None:
     if path is None:
         return
-    # Appended: a replacement goes on in the file of the process that it replaces.
+    # Appended: a replacement continues the file of its predecessor.
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     os.dup2(target, fd)
     os.close(target)
@@ -209,12 +212,12 @@ def _become(assignment: Program) -> None:
     sys.argv = [assignment.script, *assignment.args]
     rank, job = assignment.env.get("RANK", "?"), assignment.env.get("SWIFT_JOB", "?")
     set_title(f"swift-rank{rank}", f"swift-ft: rank {rank} of {job}: {' '.join(sys.argv)}")
-    # What it forks (a DataLoader's workers) is no rank, though it has a rank's command line.
+    # A process that it forks (a DataLoader's worker) inherits a rank's command line without being one.
     os.register_at_fork(after_in_child=lambda: set_title("", f"swift-ft: forked by rank {rank} of {job}"))
 
 
 def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that `python SCRIPT` would show."""
+    """Returns the part of a traceback that `python SCRIPT` would show."""
     ours = (
         __file__,
         os.path.join(os.path.dirname(__file__), "forkserver.py"),
@@ -233,7 +236,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def _run_file(path: str) -> None:
-    # As runpy.run_path, which however takes its __main__ away again before threads and exit handlers end.
+    # As runpy.run_path, which however removes its __main__ before threads and exit handlers end.
     main = ModuleType("__main__")
     loader = SourceFileLoader("__main__", path)
     attributes = {"__file__": path, "__cached__": None, "__loader__": loader, "__builtins__": builtins}
@@ -243,7 +246,7 @@ def _run_file(path: str) -> None:
 
 
 def _run_as_main(assignment: Program) -> None:
-    # Also the second time.
+    # Repeated for every run of the script.
     os.chdir(assignment.cwd)
     sys.argv = [assignment.script, *assignment.args]
     try:
@@ -254,13 +257,13 @@ def _run_as_main(assignment: Program) -> None:
         else:
             runpy.run_path(assignment.script, run_name="__main__")
     except reinitialization.Reinitialize:
-        sys.modules["__main__"] = ModuleType("__main__")  # its variables hold the model
+        sys.modules["__main__"] = ModuleType("__main__")  # the old module's variables hold the model
         raise
 
 
 def run_script(assignment: Program) -> None:
-    """Runs it as __main__; again, if its session says so (strategy "reinit"). What it raises goes on upwards, except a
-    SwiftError: one line, its exit code."""
+    """Runs the script as __main__; again, if its session requires it (strategy "reinit"). Its exceptions propagate,
+    except a SwiftError, which becomes one line and its exit code."""
     sys.excepthook = _excepthook
     try:
         reinitialization.call_again_after_losses(lambda: _run_as_main(assignment))
@@ -273,8 +276,8 @@ def run_script(assignment: Program) -> None:
 
 
 def _has_word(error: SwiftError) -> bool:
-    """Whether this rank prints the error: bad input is the same on all ranks and is said once, and that the
-    job failed is the launcher's to say."""
+    """Returns whether this rank prints the error: invalid input is the same on all ranks and is printed once, and the
+    failure of the job is reported by the launcher."""
     if isinstance(error, JobFailed):
         return False
     if error.exit_code != UsageError.exit_code or ENV_WORD_FD not in os.environ:
@@ -299,7 +302,7 @@ def main(argv: list[str]) -> None:
 
 
 def begin_path(path0: str) -> None:
-    """Puts in front what `python SCRIPT` would. Until here nothing came from there (-P), however it is called."""
+    """Puts the first entry of `python SCRIPT` at the front of sys.path. Until here no module came from there (-P)."""
     if os.environ.get("PYTHONSAFEPATH"):
         return
     if not sys.flags.safe_path:  # started by hand, in a test
@@ -308,7 +311,7 @@ def begin_path(path0: str) -> None:
 
 
 def work(control_fd: int, warm_fd: int) -> None:
-    """Of a process that is warm: waits for its assignment and becomes that rank."""
+    """Signals that the process is warm, waits for its assignment and becomes that rank."""
     set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}")
     _say(warm_fd, b"w")
     with os.fdopen(control_fd, "rb") as control:
@@ -334,16 +337,16 @@ def work(control_fd: int, warm_fd: int) -> None:
 
 
 def _say(warm_fd: int, words: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody needs this spare: the control pipe says so too
+    with contextlib.suppress(BrokenPipeError):  # this spare is not needed; the control pipe shows that too
         os.write(warm_fd, words)
 
 
 def _rehearse(assignment: Program, version: int, said_fd: int) -> NoReturn:
-    """It takes the time and the memory that nobody else wants: the ranks train beside it."""
+    """Rehearses the rank, with the lowest priority for CPU time and memory: the ranks train at the same time."""
 
     def end(found: warm_up.Rehearsed) -> NoReturn:
         _say(said_fd, json.dumps(asdict(found)).encode() + b"\n")
-        os._exit(0)  # what the script has left does not matter
+        os._exit(0)  # the script's leftovers do not matter
 
     set_title("swift-rehearse", f"swift-ft: rehearsal of rank {assignment.env.get('RANK', '?')}")
     os.nice(19)
@@ -363,7 +366,7 @@ def _run_beside_the_rank(assignment: Program) -> None:
 
 
 def _warm_up(assignment: Program) -> warm_up.Warmed:
-    """Nothing is left of it in this process's environment, and nothing that the script prints is seen."""
+    """Warms up. This process's environment is restored afterwards, and the script's output is discarded."""
     set_title("swift-spare", f"swift-ft: spare of launcher {os.getppid()}, being warmed up")
     with _silent():
         warmed = warm_up.warm_up(lambda: _run_beside_the_rank(assignment))

@@ -1,10 +1,10 @@
 """The log: records, frames and segment files, and the client that appends and reads them. No torch.
 
-record, frame, codec      one tensor as bytes; as it is sent and stored
+record, frame, codec      one tensor as bytes, as it is sent and stored
 segment, manifest         files of a log server; directory: all of them
-protocol, admin           calls of a log server; what the coordinator asks of it
+protocol, admin           client connection to a log server; calls of the coordinator
 placement                 which servers keep a rank's streams
-ring, sidecar_client      a trainer's end: shared memory, and the process beside the trainer (sidecar)
-sender                    behind the queue of a writer: compares, compresses, sends; writer: a queue in this process
+ring, sidecar_client      a trainer's end: shared memory, and the trainer's sidecar process (sidecar)
+sender                    delivery of a writer's queue: compares, compresses, sends; writer: a queue in this process
 reader                    the reading end, in a rank that replays
 """

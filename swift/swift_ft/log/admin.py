@@ -1,4 +1,4 @@
-"""What the coordinator (and an operator) does with a log server. Each call is idempotent."""
+"""Calls of the coordinator (and of an operator) to a log server. Each call is idempotent."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from swift_ft.log.record import Steps
 
 @dataclass(frozen=True, slots=True)
 class StreamInventory:
-    """What one server holds of one stream. The sequences are exclusive bounds."""
+    """Records of one stream on one server. `next_sequence` and `durable_sequence` are exclusive bounds."""
 
     stream: str
     records: int
@@ -21,7 +21,7 @@ class StreamInventory:
     trimmed_below_step: int
     first_step: int | None
     last_step: int | None
-    """None: no record is there."""
+    """`first_step` and `last_step` are None if there is no record."""
     next_sequence: int
     durable_sequence: int
     corrupt: bool
@@ -30,22 +30,22 @@ class StreamInventory:
     holes: tuple[str, ...] = ()
     quarantined: str = ""
     unlogged: Steps | None = None
-    """From the first to the last step that the stream's writer has declared not to be whole."""
+    """Range from the first to the last step that the stream's writer has declared incomplete."""
     marks: int = 0
-    """How many of the records say so; the others are tensors."""
+    """Number of records that are such declarations; the others are tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpace:
-    """What the coordinator wants to know of one server while its job runs."""
+    """Status of a running job on one server, for the coordinator."""
 
     trimmed_below_step: int
     wants_checkpoint: str
-    """Why a checkpoint is needed before the interval brings one; empty: it is not."""
+    """Reason why a checkpoint is needed before the regular interval; empty: none is needed."""
     unknown: bool = False
-    """It knows no such job."""
+    """True if the server does not know the job."""
     apart: str = ""
-    """Why it does nothing for the job; empty: it serves it."""
+    """Reason why the job is quarantined on the server; empty: the server serves it."""
 
 
 @contextmanager
@@ -60,17 +60,17 @@ def _stub(address: str) -> Iterator["log_pb2_grpc.LogStub"]:
 
 
 def fence(address: str, job: str, generation: int, timeout_s: float, *, held: bool = False) -> None:
-    """Grants ``generation``: from now on the server takes appends of no other one. Durable when it returns,
-    and so is everything that older generations appended. StaleGeneration: a newer one is granted already.
-    ``held``: the server has held one of the job before. UnknownJob: it has come back without it."""
+    """Grants ``generation``: from now on the server accepts appends of no other one. When this returns, the grant and
+    all appends of older generations are durable. Raises StaleGeneration if a newer one is already granted. ``held``:
+    the server was granted a generation of the job before; raises UnknownJob if it was restarted without the job."""
     with _stub(address) as stub:
         request = log_pb2.FenceRequest(job=job, generation=generation, held=held)
         stub.Fence(request, timeout=timeout_s, wait_for_ready=True)
 
 
 def trim(address: str, job: str, below_step: int, timeout_s: float) -> int:
-    """Drops the steps below. Gives the step below which everything is dropped now: lower than asked for
-    while somebody reads older steps; the server goes on with it once they are done."""
+    """Drops the steps below ``below_step``. Returns the step below which everything is dropped now. It is lower than
+    requested while a reader uses older steps; the server continues once those readers are done."""
     with _stub(address) as stub:
         request = log_pb2.TrimRequest(job=job, below_step=below_step)
         reply = stub.Trim(request, timeout=timeout_s, wait_for_ready=True)
@@ -78,16 +78,16 @@ def trim(address: str, job: str, below_step: int, timeout_s: float) -> int:
 
 
 def reset(address: str, job: str, generation: int, timeout_s: float, *, number: int = 0) -> None:
-    """(everybody restores a checkpoint, because the log cannot be trusted) Drops every record of the job, and
-    what is known of damage. ``generation`` must be the granted one. Each reset is done once, however late or often
-    it is asked for; ``number`` tells those of one generation apart, and rises."""
+    """(all ranks restore a checkpoint, because the log cannot be trusted) Drops every record of the job, and all
+    knowledge of damage. ``generation`` must be the granted one. Each reset is done once, however late or often it is
+    requested. ``number`` distinguishes the resets of one generation, and increases."""
     with _stub(address) as stub:
         request = log_pb2.ResetRequest(job=job, generation=generation, number=number)
         stub.Reset(request, timeout=timeout_s, wait_for_ready=True)
 
 
 def inventory(address: str, job: str, timeout_s: float) -> list[StreamInventory]:
-    """What the server holds of a job; empty for a job that it does not know."""
+    """Returns the job's streams on the server; empty for an unknown job."""
     with _stub(address) as stub:
         request = log_pb2.InventoryRequest(job=job)
         reply = stub.Inventory(request, timeout=timeout_s, wait_for_ready=True)
@@ -116,23 +116,23 @@ def inventory(address: str, job: str, timeout_s: float) -> list[StreamInventory]
 
 
 def status(address: str, timeout_s: float, job: str = "", generation: int = 0) -> log_pb2.StatusReply:
-    """How much the server keeps, of how much: of all jobs, or of one. ``generation``: of the coordinator whose
-    job it is, which therefore lives."""
+    """Returns the server's used and total space, for all jobs or one. ``generation``: given by the coordinator of the
+    job, which tells the server that the job lives."""
     with _stub(address) as stub:
         request = log_pb2.StatusRequest(job=job, generation=generation)
         return stub.Status(request, timeout=timeout_s, wait_for_ready=True)
 
 
 def space(address: str, job: str, generation: int, timeout_s: float) -> JobSpace:
-    """(coordinator, every so often) Whether the job should be trimmed."""
+    """(coordinator, periodically) Returns the job's trim and its need of a checkpoint on the server."""
     for job_status in status(address, timeout_s, job, generation).jobs:
         return JobSpace(job_status.trimmed_below_step, job_status.wants_checkpoint, apart=job_status.apart)
     return JobSpace(0, "", unknown=True)
 
 
 def drop(address: str, job: str, timeout_s: float, *, force: bool = False) -> tuple[int, int]:
-    """(operator) Forgets a job: records, generation, trim. Gives (records, bytes). ServiceError: it lives, and
-    ``force`` was not said; UsageError: there is no such job."""
+    """(operator) Deletes a job: records, generation, trim. Returns (records, bytes). Raises ServiceError if the job
+    lives and ``force`` is False, and UsageError if there is no such job."""
     with _stub(address) as stub:
         reply = stub.Drop(log_pb2.DropRequest(job=job, force=force), timeout=timeout_s, wait_for_ready=True)
         return int(reply.records), int(reply.bytes)

@@ -1,27 +1,28 @@
-"""Codecs: how a record's body is stored. Bit-exact, by name; `swift_ft.log.frame` gives them their numbers.
+"""Codecs: how a record's body is stored. Bit-exact, by name; `swift_ft.log.frame` assigns their numbers.
 
 ======================  ==============================================================================
-``none``                as it is
-``lz4``                 one lz4 block: gains on zeros (after ReLU), nothing on other floats
+``none``                uncompressed
+``lz4``                 one lz4 block: gains on zeros (after ReLU), not on other floats
 ``bitshuffle``          the elements' bits transposed, then lz4: sign and exponent of floats compress
 ======================  ==============================================================================
 
-What does not shrink is stored as it is. Both libraries release the GIL. ``bitshuffle`` is a blosc (version 1)
-chunk, made and read by numcodecs, which is imported when the first record needs it: a log server never does.
+A body that does not shrink is stored uncompressed. Both libraries release the GIL. ``bitshuffle`` is a blosc
+(version 1) chunk, written and read by numcodecs. numcodecs is imported for the first record that needs it, so a log
+server never imports it.
 
-A chunk from the disk or a peer is hostile until shown otherwise, and blosc believes it: it is handed a pointer
-without a length, takes the compressed length from the chunk, allocates what the chunk says, and runs whatever
-compressor the chunk names. So `decompress` lets only a chunk through that this program could have written::
+A chunk from the disk or a peer is untrusted, but blosc trusts it: it gets a pointer without a length, takes the
+compressed length from the chunk, allocates the size in the chunk, and runs the compressor that the chunk names. So
+`decompress` accepts only chunks that this program could have written::
 
      0    1    2    3     4            8            12           16
     +----+----+----+-----+------------+------------+------------+
     | 2  | 1  |flag|width| raw bytes  | block size |stored bytes|  then where each block starts (4 bytes each)
     +----+----+----+-----+------------+------------+------------+
 
-Flags: bit shuffle and lz4, nothing else but "not split". Raw and stored bytes are the frame's, width is the element
-type's. The block size is a multiple of the width (else blosc hands out memory that nobody wrote) and at most 1 MiB;
-every block starts behind the table and inside of the chunk. Behind these checks blosc compares every length inside
-the chunk with its end, and lz4 writes no further than it is told.
+Flags: bit shuffle and lz4, optionally "not split". Raw and stored bytes must equal the frame's, width the element
+type's. The block size is a multiple of the width (otherwise blosc returns uninitialized memory) and at most 1 MiB.
+Every block starts after the table and within the chunk. After these checks blosc compares every length in the chunk
+with the chunk's end, and lz4 does not write beyond its given output size.
 """
 
 import struct
@@ -37,7 +38,7 @@ Bytes = bytes | bytearray | memoryview
 
 NAMES = ("none", "lz4", "bitshuffle")
 RATIO_MAX = 255
-"""No codec here expands by more than lz4 does."""
+"""Largest compression ratio: that of lz4, which no codec here exceeds."""
 
 _CHUNK = struct.Struct("<BBBBIII")
 _FLAGS = (0x24, 0x34)  # bit shuffle | lz4, split or not
@@ -48,7 +49,7 @@ _SHRINKABLE_BYTES_MIN = 128
 
 
 def compress(codec: str, body: memoryview, width: int) -> tuple[str, Bytes]:
-    """(codec really used, stored body). ``width``: bytes of what is a number of its own in the body."""
+    """Returns (codec used, stored body); codec "none" if the body does not shrink. ``width``: bytes of one number."""
     if codec == "none" or body.nbytes < _SHRINKABLE_BYTES_MIN:
         return "none", body
     packed: bytes
@@ -60,7 +61,7 @@ def compress(codec: str, body: memoryview, width: int) -> tuple[str, Bytes]:
 
 
 def decompress(codec: str, stored: memoryview, raw_bytes: int, width: int) -> memoryview:
-    """The raw body, ``raw_bytes`` long. Raises RecordCorrupt for whatever does not decompress to that."""
+    """Returns the raw body, ``raw_bytes`` long. Raises RecordCorrupt if it does not decompress to that length."""
     if codec == "none":
         return stored
     raw = _from_lz4(stored, raw_bytes) if codec == "lz4" else _from_chunk(stored, raw_bytes, width)
@@ -87,7 +88,7 @@ def _from_chunk(stored: memoryview, raw_bytes: int, width: int) -> bytes:
 
 
 def check_chunk(stored: memoryview, raw_bytes: int, width: int) -> None:
-    """Raises RecordCorrupt unless blosc may be given these bytes. Nothing is allocated before."""
+    """Raises RecordCorrupt unless these bytes are safe for blosc. Allocates no memory for the body."""
     if stored.nbytes < _CHUNK.size:
         raise RecordCorrupt(f"its bitshuffle chunk has {stored.nbytes} bytes, less than a header")
     version, lz4_version, flags, claimed_width, claimed_raw, block_bytes, claimed_stored = _CHUNK.unpack_from(
@@ -113,13 +114,13 @@ def check_chunk(stored: memoryview, raw_bytes: int, width: int) -> None:
 
 
 def check_codec(codec: str | Mapping[str, str]) -> None:
-    """Of a writer. Raises UsageError for one that nobody knows, ServiceError for one that is not installed."""
+    """Validates a writer's codec option. Raises UsageError if unknown, ServiceError if not installed."""
     named = [codec] if isinstance(codec, str) else list(codec.values())
     for name in named:
         if name not in NAMES:
             raise UsageError(f"codec {name!r} is not known; give one of {', '.join(NAMES)}")
     if "bitshuffle" in named:
-        _blosc()  # here, not in the middle of a record that is timed
+        _blosc()  # imports numcodecs now, not while a record is being timed
 
 
 @cache

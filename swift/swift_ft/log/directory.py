@@ -1,13 +1,13 @@
-"""A log server's directory as others may use it: who runs on it, what it has, what it can do without.
+"""A log server's directory, for the server and for other processes: its lock, its jobs, and tombstones.
 
 ::
 
     DIRECTORY/.lock               held by the one server of this directory
-    DIRECTORY/.reserve            space given back when the disk is full, so that a trim can be recorded
-    DIRECTORY/.dropped-<job>-…    a job that is forgotten, until its files are removed
-    DIRECTORY/.granted-<job>      which job of that name it is, and its last generation
-    DIRECTORY/.acked              how far each stream was acknowledged
-    DIRECTORY/<job>/.manifest     generation, trim, and the least that each stream must hold
+    DIRECTORY/.reserve            space released when the disk is full, so that a trim can be recorded
+    DIRECTORY/.dropped-<job>-…    tombstone: a dropped job, until its files are removed
+    DIRECTORY/.granted-<job>      uid of the job of that name, and its last generation
+    DIRECTORY/.acked              acknowledged sequence of each stream
+    DIRECTORY/<job>/.manifest     generation, trim, and the minimum that each stream must hold
     DIRECTORY/<job>/<stream>/<first sequence>.seg
 """
 
@@ -42,9 +42,9 @@ from swift_ft.log.manifest import (
 from swift_ft.log.record import NAME_PATTERN, check_name
 from swift_ft.log.segment import SEQUENCE_MAX, SUFFIX
 
-# How far each stream was acknowledged: the bytes of `.acked` (docs/format.md). The server writes them, others read.
+# Format of `.acked`, the acknowledged sequence of each stream (docs/format.md). Only the server writes the file.
 #
-# One place of 64 bytes a stream::
+# One place of 64 bytes per stream::
 #
 #      0 16  uid of the job       24  8  records of lower sequences were acknowledged
 #     16  8  stream tag           32  4  crc32c of 0..32            36 28  zero
@@ -70,12 +70,12 @@ def encode_place(of: Of, sequence: int) -> bytes:
 
 
 def places(size: int, read: Callable[[int, int], bytes]) -> Iterator[tuple[int, Of, int]]:
-    """(number, of, sequence) of the places that are sound; ``read(offset, size)`` as of a file of that size."""
+    """Yields (number, of, sequence) of the valid places. ``read(offset, size)`` reads from a file of that size."""
     size = min(size, _BYTES_MAX) // PLACE_BYTES * PLACE_BYTES
     for offset in range(0, size, _CHUNK_BYTES):
         chunk = read(offset, min(_CHUNK_BYTES, size - offset))
         if chunk.count(0) == len(chunk):
-            continue  # a file may be large and have nothing in it
+            continue  # fast path: a file may be large and mostly zeros
         for at in range(0, len(chunk) - PLACE_BYTES + 1, PLACE_BYTES):
             place = chunk[at : at + PLACE_BYTES]
             if place == FREE:
@@ -86,7 +86,8 @@ def places(size: int, read: Callable[[int, int], bytes]) -> Iterator[tuple[int, 
 
 
 def read_acked(directory: Path) -> Mapping[Of, int]:
-    """Of a server's directory; empty if it has no such file. OSError: something else is in its place."""
+    """Returns the acknowledged sequences of a server's directory; empty without the file. Raises OSError if it is not
+    a regular file."""
     try:
         fd = open_regular(directory / NAME, os.O_RDONLY)
     except FileNotFoundError:
@@ -99,17 +100,17 @@ def read_acked(directory: Path) -> Mapping[Of, int]:
 
 
 LIVES_S = 60.0
-"""A job that somebody has spoken for within this time may live: it is not dropped unless by force."""
+"""Seconds since its last use within which a job counts as alive: it is dropped only by force."""
 LOCK = ".lock"
 RESERVE = ".reserve"
 DROPPED = ".dropped-"
 _GRAVE = re.compile(rf"{re.escape(DROPPED)}{NAME_PATTERN.pattern}-[0-9a-f]{{12}}")
 SEGMENTS = f"{'[0-9]' * 20}{SUFFIX}"
-"""What the files of a stream are called, for `glob`."""
+"""Glob pattern of a stream's segment files."""
 
 
 def sub_directories(path: Path) -> list[str]:
-    """Names of jobs, or of a job's streams."""
+    """Returns the names of a directory's jobs, or of a job's streams, sorted."""
     with os.scandir(path) as entries:
         return sorted(
             entry.name
@@ -119,7 +120,7 @@ def sub_directories(path: Path) -> list[str]:
 
 
 def in_the_way(path: Path) -> list[str]:
-    """Names of what is no directory, where one of a job or a stream belongs."""
+    """Returns the names, sorted, of entries that are named like a job or stream but are not directories."""
     with os.scandir(path) as entries:
         return sorted(
             entry.name
@@ -129,7 +130,7 @@ def in_the_way(path: Path) -> list[str]:
 
 
 def check_directory(directory: Path) -> None:
-    """Raises UsageError if this is no log server's directory."""
+    """Raises UsageError if this is not a log server's directory."""
     if not directory.is_dir():
         raise UsageError(f"there is no directory {directory}")
     if not os.access(directory, os.R_OK | os.X_OK):
@@ -139,7 +140,7 @@ def check_directory(directory: Path) -> None:
 
 
 def check_job(directory: Path, job: str) -> None:
-    """Raises UsageError if the directory has no such job, and names those that it has."""
+    """Raises UsageError if the directory has no such job; the message lists its jobs."""
     check_name("job", job)
     jobs = sub_directories(directory)
     if job not in jobs:
@@ -147,12 +148,13 @@ def check_job(directory: Path, job: str) -> None:
 
 
 def segment_paths(directory: Path, job: str, stream: str) -> list[Path]:
-    """In the order of their records."""
+    """Returns the stream's segment files, in the order of their records."""
     return sorted((directory / job / stream).glob(SEGMENTS))
 
 
 def load_manifest(directory: Path, job: str) -> JobMeta:
-    """Raises ServiceError if it is damaged, or missing where there are segments."""
+    """Returns the job's manifest; an empty one if the job has neither manifest nor segments. Raises ServiceError if it
+    is damaged, not the job's own, or missing although there are segments."""
     path = directory / job / MANIFEST
     try:
         meta = decode_manifest(read_regular(path, MANIFEST_BYTES_MAX))
@@ -181,7 +183,7 @@ def _granted(directory: Path, job: str) -> Granted | None:
 
 
 def free_bytes(directory: Path) -> int | None:
-    """What a server that runs as this user may still write there. None: nobody can tell."""
+    """Returns the bytes that a server of this user may still write there; None if unknown."""
     try:
         there = os.statvfs(directory)
     except OSError:
@@ -190,12 +192,12 @@ def free_bytes(directory: Path) -> int | None:
 
 
 def age_s(directory: Path, job: str) -> float | None:
-    """For how long nothing of the job was written, by the wall clock. None: there is no such job."""
+    """Returns the seconds since the last write to the job's files, by the wall clock. None if the job is missing."""
     newest = 0.0
     folder = directory / job
     try:
         paths = [folder, *folder.glob("*"), *folder.glob("*/*"), folder / MANIFEST]
-    except FileNotFoundError:  # it was dropped meanwhile
+    except FileNotFoundError:  # the job was dropped meanwhile
         return None
     for path in paths:
         try:
@@ -214,17 +216,17 @@ def sync_directory(path: Path) -> None:
 
 
 def grave_of(directory: Path, job: str) -> Path:
-    """Where a job is put that is forgotten. Its name is no job's."""
+    """Returns a new tombstone path for a dropped job. No job can have its name."""
     return directory / f"{DROPPED}{job}-{os.urandom(6).hex()}"
 
 
 def is_grave(name: str) -> bool:
-    """Whether `grave_of` gives such names."""
+    """Returns whether this is the name of a tombstone, as `grave_of` creates them."""
     return _GRAVE.fullmatch(name) is not None
 
 
 def forget_job(directory: Path, job: str) -> Path:
-    """(the directory's owner) From now on the job is not there, whatever happens. Gives what is left to remove."""
+    """(the directory's owner) Renames the job to a tombstone, durably. Returns the tombstone, to be removed."""
     grave = grave_of(directory, job)
     os.rename(directory / job, grave)
     (directory / f"{GRANTED}{job}").unlink(missing_ok=True)
@@ -233,15 +235,15 @@ def forget_job(directory: Path, job: str) -> Path:
 
 
 def remove_forgotten(directory: Path) -> None:
-    """(the directory's owner) Gives the space of forgotten jobs back."""
+    """(the directory's owner) Removes all tombstones and releases their space."""
     for grave in directory.glob(f"{DROPPED}*"):
         if is_grave(grave.name) and grave.is_dir() and not grave.is_symlink():
             shutil.rmtree(grave)
 
 
 def server_runs(directory: Path) -> bool | None:
-    """Does a log server run on it? Only looks: to try the lock could keep a server from starting. None: the
-    system does not tell."""
+    """Returns whether a log server runs on the directory; None if the system does not show locks. Reads /proc/locks,
+    because trying the lock could prevent a server from starting."""
     try:
         lock = os.stat(directory / LOCK)
         lines = Path("/proc/locks").read_text().splitlines()
@@ -252,8 +254,8 @@ def server_runs(directory: Path) -> bool | None:
 
 
 def held_by_strangers(directory: Path) -> bool:
-    """Whether the lock is held by users alone who could not run a log server on this directory: neither its owner, nor
-    root, nor this process's. (Its file could be opened by everybody once.) False if the system does not tell."""
+    """Returns whether the lock is held only by users who could not run a log server on this directory: not its owner,
+    not root, not this process's user. (Older lock files could be opened by all users.) False if unknown."""
     try:
         lock = os.stat(directory / LOCK)
         lines = Path("/proc/locks").read_text().splitlines()
@@ -268,7 +270,7 @@ def held_by_strangers(directory: Path) -> bool:
 
 @contextmanager
 def owned(directory: Path) -> Iterator[None]:
-    """Holds the directory as a server would. ServiceError: one does."""
+    """Holds the directory's lock, as a server would. Raises ServiceError if a server holds it."""
     fd = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,14 +20,14 @@
     +----------------------------------------------------------------+
 
 ``ver`` is 1. ``len`` is the length of the header: 128 + 8 ndim. ``head crc`` is crc32c of the header's bytes
-from offset 12 on, dimensions included; so it covers all but the magic, version, length and itself, and
-these three are checked against what they must be. ``body crc`` is crc32c of the stored body. The digest is
+from offset 12 on, dimensions included. So it covers everything except magic, version, length and itself; the first
+three are compared with their required values. ``body crc`` is crc32c of the stored body. The digest is
 `swift_ft.log.record.digest_of` the raw tensor, so a regenerated tensor is compared without reading a body.
 
-Reading is in this order, and nothing is allocated before it is through: magic, version, number of dimensions
-and header length; header checksum; codec, element type, reserved bytes; the key, and what a mark must be; sizes
-against their bounds and against dtype x shape; then the body's checksum. A field never changes its meaning; a
-reserved byte that is not zero is refused, so that it can get one.
+Checks are made in this order, before any allocation: magic, version, number of dimensions and header length;
+header checksum; codec, element type, reserved bytes; the key, and the constraints of a mark; sizes against their
+bounds and against dtype x shape; then the body's checksum. A field never changes its meaning. A reserved byte that is
+not zero is refused, so that it can get a meaning later.
 """
 
 import struct
@@ -58,7 +58,7 @@ VERSION = 1
 FIXED_BYTES = 128
 HEADER_BYTES_MAX = FIXED_BYTES + 8 * DIMS_MAX
 BODY_BYTES_MAX = 256 << 20
-"""Largest stored or raw body that is accepted unless a server or a reader is told otherwise."""
+"""Default limit of a stored or raw body, for servers and readers."""
 
 # Numbers on the wire and on disk. A number is never used twice and never changes its meaning.
 CODEC_NONE = 0
@@ -79,16 +79,16 @@ assert _AFTER_CRC.size == FIXED_BYTES - _CRC_FROM
 
 
 class FrameIncomplete(LogError):
-    """The bytes end before the frame does. On a file's end this is a torn tail, not corruption."""
+    """Error for bytes that end before the frame does. At the end of a file this is a torn tail, not corruption."""
 
 
 class FrameOversize(RecordInvalid):
-    """A body over the limit that was set."""
+    """Error for a body over the configured limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """Everything about a record but its body."""
+    """All fields of a record except its body."""
 
     stream_tag: int
     sequence: int
@@ -112,7 +112,7 @@ class FrameHeader:
 
 
 def raw_bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes that a tensor takes. Python's integers do not overflow, so neither does the product."""
+    """Returns the bytes of a tensor. The product cannot overflow, because Python's integers do not."""
     size = DTYPE_BY_NAME[dtype].bytes
     for dimension in shape:
         size *= dimension
@@ -120,8 +120,8 @@ def raw_bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def decompress(header: FrameHeader, stored: memoryview) -> memoryview:
-    """The raw body. The output is bounded by the header's raw length, which was checked against the shape. Raises
-    RecordCorrupt for bytes that are no such body."""
+    """Returns the raw body. Its size is bounded by the header's raw length, which was checked against the shape. Raises
+    RecordCorrupt if the bytes do not decompress to it."""
     width = DTYPE_BY_NAME[header.dtype].width
     try:
         return codec.decompress(_CODEC_NAMES[header.codec], stored, header.raw_bytes, width)
@@ -134,7 +134,7 @@ def checksum(body: Bytes) -> int:
 
 
 def encode_header(header: FrameHeader) -> bytes:
-    """The frame's header with dimensions and checksum: 128 + 8 ndim bytes."""
+    """Returns the frame's header with dimensions and checksum: 128 + 8 ndim bytes."""
     dims = struct.pack(f"<{len(header.shape)}Q", *header.shape)
     key = header.key
     tail = (
@@ -163,7 +163,7 @@ def encode_header(header: FrameHeader) -> bytes:
 
 
 def decode_header(buffer: Bytes, offset: int = 0, body_bytes_max: int = BODY_BYTES_MAX) -> FrameHeader:
-    """The header that starts at ``offset``. Raises FrameIncomplete, RecordCorrupt or RecordInvalid."""
+    """Returns the header that starts at ``offset``. Raises FrameIncomplete, RecordCorrupt or RecordInvalid."""
     available = len(buffer) - offset
     if available < FIXED_BYTES:
         raise FrameIncomplete(f"a frame's header needs {FIXED_BYTES} bytes, there are {available}")
@@ -226,8 +226,8 @@ def decode_header(buffer: Bytes, offset: int = 0, body_bytes_max: int = BODY_BYT
 
 
 def check_key(header: FrameHeader) -> None:
-    """Raises RecordInvalid for a step that nobody reaches, or a mark that declares what cannot be. Everything behind
-    this, on the wire and from a disk, takes a key at its word."""
+    """Raises RecordInvalid for a step above `STEP_MAX`, or for an invalid mark. All later code, for the wire and for
+    disks, relies on this check of the key."""
     key = header.key
     if not 0 <= key.step <= STEP_MAX:
         raise RecordInvalid(f"{key}: steps are at most {STEP_MAX}")
@@ -260,19 +260,19 @@ def check_sizes(header: FrameHeader, body_bytes_max: int) -> None:
 
 
 def check_body(header: FrameHeader, stored: memoryview) -> None:
-    """Raises RecordCorrupt if the stored body is not the one the header was made for."""
+    """Raises RecordCorrupt if the stored body does not match the header's checksum."""
     if crc32c.crc32c(stored) != header.body_crc:
         raise RecordCorrupt(f"{header.key}: its body's checksum does not match")
 
 
 def decode_record(header: FrameHeader, stored: memoryview) -> Record:
-    """The record, checked down to the digest of the raw tensor."""
+    """Returns the record, verified down to the digest of the raw tensor."""
     check_body(header, stored)
     return decode_body(header, stored)
 
 
 def decode_body(header: FrameHeader, stored: memoryview) -> Record:
-    """As `decode_record`, of a stored body whose checksum was verified."""
+    """As `decode_record`, for a stored body whose checksum is already verified."""
     body = decompress(header, stored)
     if digest_of(header.dtype, header.shape, body) != header.digest:
         raise RecordCorrupt(f"{header.key}: the digest of its tensor does not match")
@@ -281,16 +281,16 @@ def decode_body(header: FrameHeader, stored: memoryview) -> Record:
     )
 
 
-# Frames out of messages. A message holds frames one after the other, and may end within a body: then the next
-# message of the call begins with the rest of it. So a large record travels in messages of a few megabytes.
+# Frames from messages. A message holds frames one after the other, and may end within a body. Then the next message
+# of the call begins with the rest of that body. So a large record is sent in messages of a few megabytes.
 
 MESSAGE_BYTES = 2 << 20
-"""No message is made larger, but for a header. gRPC is fastest with 2 to 4 MiB."""
+"""Largest message that is sent, except for a header. gRPC is fastest with 2 to 4 MiB."""
 
 
 @dataclass(slots=True)
 class _Begun:
-    """A frame whose end has not come yet."""
+    """A frame that is not complete yet."""
 
     header: FrameHeader
     parts: list[memoryview]
@@ -299,15 +299,15 @@ class _Begun:
 
 
 class Assembler:
-    """Takes the messages of one call, gives frames, their bodies verified."""
+    """Decoder of one call's messages into frames with verified bodies."""
 
     def __init__(self, body_bytes_max: int) -> None:
         self._body_bytes_max = body_bytes_max
         self._begun: _Begun | None = None
 
     def feed(self, frames: memoryview) -> Iterator[tuple[FrameHeader, list[memoryview]]]:
-        """Headers, and the bytes of each frame (header included) in one or more pieces that share memory with the
-        messages. Raises FrameIncomplete, RecordInvalid, FrameOversize, and RecordCorrupt for a wrong body."""
+        """Yields each complete frame: its header, and its bytes (header included) in one or more pieces that share
+        memory with the messages. Raises FrameIncomplete, RecordInvalid, FrameOversize, RecordCorrupt."""
         while frames:
             if self._begun is None:
                 header = decode_header(frames, 0, self._body_bytes_max)
@@ -327,7 +327,7 @@ class Assembler:
                 yield begun.header, begun.parts
 
     def finish(self) -> None:
-        """No message follows. Raises RecordInvalid if a frame is not whole."""
+        """Ends the call. Raises RecordInvalid if a frame is incomplete."""
         if self._begun is not None:
             raise RecordInvalid(
                 f"{self._begun.header.key}: {self._begun.missing} bytes of its frame never came"
@@ -335,7 +335,7 @@ class Assembler:
 
 
 def cut(body: Bytes) -> list[Bytes]:
-    """Pieces of about the same size, none over MESSAGE_BYTES."""
+    """Splits a body into pieces of about equal size, none over MESSAGE_BYTES."""
     count = -(-len(body) // MESSAGE_BYTES)
     if count <= 1:
         return [body]

@@ -1,7 +1,8 @@
-"""A job's manifest, and its line in the server's own book: what must survive besides records (docs/format.md).
+"""A job's manifest, and its entry in the server's registry: durable state in addition to records (docs/format.md).
 
-The manifest is in the job's directory and can be swapped together with it; the book is beside it, in the server's. So
-a manifest of another job, of another server, or of an older generation is found. Bytes in and out; no files.
+The manifest is in the job's directory and may be replaced together with it. The registry entry is in the server's own
+directory. So a manifest of another job, of another server, or of an older generation is detected. This module converts
+bytes only and accesses no files.
 """
 
 import json
@@ -15,7 +16,7 @@ from swift_ft.text import NAME_PATTERN
 MANIFEST = ".manifest"
 MANIFEST_BYTES_MAX = 64 << 20
 GRANTED = ".granted-"
-"""Begins the name of a job's line in the book."""
+"""Prefix of the file name of a job's registry entry."""
 GRANTED_BYTES_MAX = 4096
 UID_BYTES = 16
 NO_UID = "0" * 2 * UID_BYTES
@@ -27,53 +28,53 @@ _NUMBER_MAX = (1 << 64) - 1
 
 
 class ManifestDamaged(ValueError):
-    """These bytes are no manifest. The message says why."""
+    """Error for bytes that are not a valid manifest. The message gives the reason."""
 
 
 @dataclass(slots=True)
 class StreamMeta:
-    """What the manifest knows of a stream."""
+    """Entry of one stream in the manifest."""
 
     first: int = 0
-    """Sequences below are dropped."""
+    """Lowest sequence kept; those below are dropped."""
     next_at_least: int = 0
-    """So many sequences were durable when this was written; fewer on disk means that some are gone."""
+    """End of the sequences that were durable when this was written. Fewer on disk means that records are lost."""
     quarantined: str = ""
 
 
 @dataclass(slots=True)
 class JobMeta:
-    """What must survive with a job besides its records."""
+    """Durable state of a job in addition to its records."""
 
     generation: int = 0
     trimmed_below_step: int = 0
     streams: dict[str, StreamMeta] = field(default_factory=dict)
     reset_generation: int = 0
     reset_number: int = 0
-    """The last reset that was carried out: of which generation, and which of its resets."""
+    """Number, within `reset_generation`, of the last reset that was carried out."""
     job: str = ""
     uid: str = NO_UID
-    """Made up when the job comes; a later job of that name has another one. Each of its files names it."""
+    """Random id, created with the job. A later job of that name has another one. Each of the job's files carries it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The book's line: which job of that name is kept here, and the last generation that was granted to it."""
+    """Registry entry: the uid of the job of that name, and the last generation granted to it."""
 
     job: str
     uid: str
     generation: int
-    """0: the job has just come, and its manifest may not be there yet."""
+    """Last granted generation. 0: the job is new, and its manifest may not exist yet."""
 
 
 def encode_manifest(meta: JobMeta) -> bytes:
-    # Not by `asdict`, which is slow: a job has thousands of streams, and a new file of any saves them all.
+    # Not by `asdict`, which is slow: a job has thousands of streams, and each new segment file rewrites the manifest.
     streams = {name: _fields(of) for name, of in meta.streams.items()}
     return _encode(_MANIFEST_MAGIC, {**_fields(meta), "streams": streams})
 
 
 def decode_manifest(data: bytes) -> JobMeta:
-    """Raises ManifestDamaged. Zeros behind it are what a kill left of a block."""
+    """Decodes a manifest. Raises ManifestDamaged. Ignores trailing zeros, the rest of a block after a kill."""
     if len(data) > MANIFEST_BYTES_MAX:
         raise ManifestDamaged("it is larger than any manifest")
     fields = _decode(_MANIFEST_MAGIC, data)
@@ -99,7 +100,7 @@ def encode_granted(granted: Granted) -> bytes:
 
 
 def decode_granted(data: bytes) -> Granted:
-    """Raises ManifestDamaged."""
+    """Decodes a registry entry. Raises ManifestDamaged."""
     fields = _decode(_GRANTED_MAGIC, data)
     granted = Granted(_name(fields), _uid(fields), _number(fields, "generation"))
     _nothing_else(fields)
@@ -107,7 +108,7 @@ def decode_granted(data: bytes) -> Granted:
 
 
 def problem_of(job: str, meta: JobMeta, granted: Granted | None) -> str:
-    """Why this is not the manifest that the server wrote last; empty: it is, or a newer one."""
+    """Returns why this is not the manifest that the server wrote last; empty if it is, or is newer."""
     if meta.job != job:
         return f"it is of job {meta.job}"
     if granted is None or granted.job != job:
@@ -124,9 +125,7 @@ def _fields(of: JobMeta | StreamMeta | Granted) -> dict[str, object]:
 
 
 def _encode(magic: str, fields: Mapping[str, object]) -> bytes:
-    body = (
-        json.dumps(fields, sort_keys=True).encode() + b"\n"
-    )  # with an indent it would take ten times as long
+    body = json.dumps(fields, sort_keys=True).encode() + b"\n"  # an indent would make this ten times slower
     return f"{magic} {_VERSIONS[magic]} {crc32c.crc32c(body):08x}\n".encode() + body
 
 

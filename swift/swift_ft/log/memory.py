@@ -1,4 +1,4 @@
-"""Memory as C has it: where an object's is, and how a process that moves messages of megabytes keeps it."""
+"""Memory at the level of C: addresses of buffers, huge pages, and malloc settings for messages of megabytes."""
 
 import ctypes
 import mmap
@@ -9,9 +9,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8 
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep what messages of megabytes gave back. Freshly mapped memory copies at a fifth of
-    the speed (every page is a fault), and without this each message is mapped anew. For a process that does nothing
-    else: all its threads share what is kept, or every new thread would begin to keep its own."""
+    """Makes glibc keep the freed memory of large messages. Otherwise each message is mapped anew, and fresh memory
+    copies at a fifth of the speed, because every page faults. For a dedicated process only: all its threads share one
+    arena, because otherwise every new thread would keep memory of its own."""
     _set(_M_ARENA_MAX, 1)
     _keep()
 
@@ -24,8 +24,8 @@ def _keep() -> None:
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """The same for a while, in a process that has other things to do as well. Afterwards what is free goes back, and
-    the bounds are those that glibc would have come to by itself in a process with large tensors."""
+    """As `keep_freed_memory`, within a `with` block, for a process with other work. Afterwards free memory is returned
+    to the system, and the thresholds are those that glibc itself would reach in a process with large tensors."""
     _keep()
     try:
         yield
@@ -38,21 +38,21 @@ def freed_memory_kept() -> Iterator[None]:
 
 
 def _set(parameter: int, value: int) -> None:
-    with suppress(AttributeError, OSError):  # another C library: slower, not wrong
+    with suppress(AttributeError, OSError):  # another C library: slower, still correct
         ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def page_aligned(size: int) -> mmap.mmap:
-    """Memory for O_DIRECT, zeroed; in huge pages where the system gives them. The kernel looks up every page that it
-    writes from: with small ones that takes more of a core than all the rest of a direct write."""
+    """Returns zeroed memory for O_DIRECT, in huge pages if available. The kernel looks up every page that it writes
+    from, which with small pages takes more CPU time than the rest of a direct write."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # another system, or a kernel without them: slower, not wrong
+    with suppress(AttributeError, OSError):  # another system, or no huge pages: slower, still correct
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 class _Buffer(ctypes.Structure):
-    """Py_buffer: where the memory of an object is, writable or not."""
+    """CPython's Py_buffer, which gives the address of an object's memory, writable or not."""
 
     _fields_ = (
         ("buf", ctypes.c_void_p),
@@ -70,7 +70,7 @@ class _Buffer(ctypes.Structure):
 
 
 def address_of(view: memoryview) -> int:
-    """Stays right as long as `view` lives."""
+    """Returns the address of the view's memory, valid as long as `view` lives."""
     buffer = _Buffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
     address = int(buffer.buf or 0)

@@ -1,12 +1,12 @@
-"""Which log servers keep the streams that a rank writes. Pure; decided by the coordinator alone.
+"""Placement of the ranks' streams on log servers. Pure functions; only the coordinator decides.
 
-Writers and readers follow what it publishes and compute nothing themselves. All streams of one rank go together,
-so that a rank waits for as few servers as can be. The rules, in this order:
+Writers and readers use the placement that it publishes and do not compute their own. All streams of one rank are
+placed together, so that a rank waits for as few servers as possible. The rules, in this order:
 
-1. What is placed stays, as long as its server lives: records do not move.
-2. Copies lie on different machines while there are enough of them.
-3. The first copy lies on the sender's machine, if a server is there.
-4. Else on the server with the least streams; the same hash for everybody breaks ties.
+1. A placed stream stays as long as its server lives: records do not move.
+2. Copies lie on different machines if there are enough machines.
+3. The first copy lies on the sender's machine, if a server runs there.
+4. Otherwise on the server with the fewest senders; a deterministic hash breaks ties.
 """
 
 import ipaddress
@@ -19,11 +19,11 @@ import xxhash
 from swift_ft.errors import UsageError
 from swift_ft.text import port_number
 
-# How people name a log server: ``HOST:PORT``, or ``MACHINE=HOST:PORT``.
+# Notation of a log server on command lines: ``HOST:PORT``, or ``MACHINE=HOST:PORT``.
 
 
 def parse_server(text: str, flag: str) -> tuple[str, str]:
-    """(machine, address). Where no machine is named: this one if the address is loopback, else the address's host.
+    """Returns (machine, address). Default machine: this one if the address is loopback, else the address's host.
     Raises UsageError for text of another form."""
     machine, named, address = text.rpartition("=")
     host, colon, port = address.rpartition(":")
@@ -38,35 +38,35 @@ def parse_server(text: str, flag: str) -> tuple[str, str]:
 
 
 COPIES_MAX = 2
-"""Of what a rank writes: a trainer's ring has room for the sequences of so many."""
+"""Maximum copies of a rank's streams. A trainer's ring has room for the sequences of this many."""
 PATIENCE_S = 60.0
-"""How long a writer waits for a server before it tells its caller. Whoever gives a server up does so before."""
+"""Seconds that a writer waits for a server before it raises an error. A server is given up earlier than that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sender:
-    """A rank, as a writer of streams."""
+    """A rank that writes streams."""
 
     rank: int
     host: str
     held: tuple[int, ...] = ()
-    """The servers that its streams lie on now, first copy first; those that are lost do not count."""
+    """Servers that its streams lie on now, first copy first. Lost servers are ignored."""
 
 
 def place(
     senders: Sequence[Sender], servers: Mapping[int, str], copies: int, seed: str = ""
 ) -> dict[int, tuple[int, ...]]:
-    """rank -> its servers, first copy first. `servers`: those that live -> their machine.
+    """Returns rank -> its servers, first copy first. `servers`: live servers -> their machine.
 
-    As many copies as asked for, or as there are servers. `seed` differs from job to job, so that ties do not all
-    fall on one server.
+    The number of copies is `copies`, or the number of servers if that is smaller. `seed` differs between jobs, so that
+    ties do not all go to one server.
     """
     placed = {s.rank: [server for server in s.held if server in servers][:copies] for s in senders}
     load = dict.fromkeys(servers, 0)
     for held in placed.values():
         for server in held:
             load[server] += 1
-    # First copies first: whoever sits beside a server gets it before others' second copies make it look busy.
+    # First copies first: a sender gets the server on its machine before second copies of others add to its load.
     for number in range(copies):
         for sender in sorted(senders, key=lambda s: s.rank):
             mine = placed[sender.rank]
@@ -89,7 +89,7 @@ def place(
 
 
 def same_machine(one: str, other: str) -> bool:
-    """Host names, with or without their domain. A number (10.0.0.7) is only like itself."""
+    """Returns whether two host names, with or without domain, are one machine. IP addresses are compared exactly."""
     if one == other:
         return bool(one)
     if not one or not other or one[0].isdigit() or other[0].isdigit() or ":" in one + other:
@@ -99,7 +99,7 @@ def same_machine(one: str, other: str) -> bool:
 
 
 def machines(hosts: Sequence[str]) -> int:
-    """How many different ones."""
+    """Returns the number of different machines."""
     known: list[str] = []
     for host in hosts:
         if not any(same_machine(host, other) for other in known):

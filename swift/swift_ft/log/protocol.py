@@ -1,4 +1,4 @@
-"""The client side of a connection to one log server, and how its refusals become our errors."""
+"""The client side of a connection to one log server, and the mapping of its refusals to our errors."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -22,25 +22,25 @@ from swift_ft.errors import (
 from swift_ft.log.frame import BODY_BYTES_MAX, MESSAGE_BYTES, Bytes
 from swift_ft.text import one_line
 
-# What client and server of the log share: method names, reasons, channel options, frames outside protobuf.
+# Shared by client and server of the log: method names, reasons, channel options, frames outside protobuf.
 #
-# protobuf copies a ``bytes`` field on both sides. The one field that matters, ``frames``, is the last one of
-# its message, so a sender joins tag, length and frames into the very bytes that protobuf would make, and a
-# receiver slices them out. Everything else goes through the generated code.
+# protobuf copies a ``bytes`` field on both sides. The one large field, ``frames``, is the last one of its message. So a
+# sender joins tag, length and frames into the bytes that protobuf would produce, and a receiver slices them out.
+# Everything else uses the generated code.
 
 SERVICE = "swift.log.v1.Log"
 REASON_KEY = "swift-reason"
 VERSION_KEY = "swift-version"
-"""With a health answer: the server's version of swift-ft."""
+"""Metadata key in a health answer: the server's version of swift-ft."""
 TIME_KEY = "swift-time"
-"""With a health answer: the server's wall clock, in seconds since 1970."""
+"""Metadata key in a health answer: the server's wall clock, in seconds since 1970."""
 
 _FRAMES_TAG = 15 << 3 | 2  # field 15, length-delimited: one byte
 _VARINT_BYTES_MAX = 10
 
 
 class Reason(StrEnum):
-    """Why a call was refused: tells apart what one gRPC status code does not."""
+    """Reason why a call was refused. More specific than the gRPC status code."""
 
     STALE_GENERATION = "stale-generation"
     NOT_GRANTED = "generation-not-granted"
@@ -56,7 +56,7 @@ class Reason(StrEnum):
     LIVES = "job-lives"
     UNKNOWN = "unknown-job"
     APART = "job-set-apart"
-    """Its files here are damaged: this server does nothing for it until it is dropped or restored."""
+    """The job is quarantined: its files here are damaged. The server refuses it until it is dropped or restored."""
     BUSY = "busy"
     CLOSED = "closed"
     DRAINING = "draining"
@@ -68,18 +68,18 @@ class Reason(StrEnum):
 
 
 class Fsync(StrEnum):
-    """When an append is acknowledged."""
+    """Policy that decides when an append is acknowledged."""
 
     ALWAYS = "always"
-    """After fdatasync; appends that wait together share one."""
+    """After fdatasync; appends that wait at the same time share one."""
     INTERVAL = "interval"
-    """After the write; synced every so often. A power cut loses at most that long; a killed process nothing."""
+    """After the write; synced at intervals. A power cut loses at most one interval, a killed process loses no data."""
     NEVER = "never"
-    """After the write; the kernel syncs when it likes."""
+    """After the write; the kernel decides when to sync."""
 
 
 def client_options(frame_bytes_max: int) -> list[tuple[str, int]]:
-    """Quick reconnection; a peer that is gone without a word is noticed within 20 s."""
+    """Returns channel options: fast reconnection, and a silently lost peer is detected within 20 s."""
     return [
         ("grpc.max_receive_message_length", frame_bytes_max + (1 << 20)),
         ("grpc.max_send_message_length", frame_bytes_max + (1 << 20)),
@@ -97,20 +97,21 @@ def client_options(frame_bytes_max: int) -> list[tuple[str, int]]:
 
 
 CALLS_PER_CONNECTION = 16
-"""That a server takes at once; gRPC lets the next one wait. When a connection breaks all its calls end at once, and in
-Python that is a tenth of a millisecond for each: meanwhile nobody else is served."""
+"""Concurrent calls that a server accepts per connection; gRPC queues further ones. When a connection breaks, all its
+calls end at once, which in Python takes 0.1 ms each and delays all other clients."""
 MESSAGE_BYTES_MAX = MESSAGE_BYTES + (256 << 10)
-"""That a server takes: no call of ours sends a larger one. Python makes bytes of it while no other thread runs, so
-large messages of one job hold up the others."""
+"""Largest message that a server accepts; our clients send no larger one. Python converts a message to bytes while
+holding the GIL, so large messages of one job delay the others."""
 
 
 PINGS_TOO_SOON_MAX = 100
-"""One after the other, without anything being sent meanwhile. Clients ping every 10 s; whoever floods, and so makes
-gRPC keep answers without end, loses his connection."""
+"""Pings in a row, without data in between, that a server tolerates. Clients ping every 10 s. A client that floods would
+make gRPC queue answers without bound, so it loses its connection."""
 
 
 def server_options() -> list[tuple[str, int]]:
-    """(gRPC refuses a message that says to be larger before it has any memory for it, whatever call it is for.)"""
+    """Returns a server's options. gRPC refuses a message that declares a larger size before allocating memory for it,
+    for any call."""
     return [
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", -1),
@@ -136,12 +137,13 @@ def _varint(value: int) -> bytes:
 
 
 def frames_message(parts: Iterable[Bytes], size: int) -> bytes:
-    """The encoded message whose only field is ``frames``, ``size`` bytes long: one join, the only copy."""
+    """Returns the encoded message whose only field is ``frames``, ``size`` bytes long. The join is the only copy."""
     return b"".join((bytes((_FRAMES_TAG,)), _varint(size), *parts))
 
 
 def split_frames(message: bytes) -> memoryview | None:
-    """The frames of a message that has nothing else, without a copy. None: let protobuf parse it."""
+    """Returns the frames of a message with no other field, without a copy. None for any other message, which protobuf
+    must parse."""
     if not message or message[0] != _FRAMES_TAG:
         return None
     size = shift = 0
@@ -179,7 +181,7 @@ _ERRORS: dict[str, type[SwiftError]] = {
 
 
 def open_channel(address: str) -> grpc.Channel:
-    """Connects in the background, and again whenever the connection is lost; with this process's credentials."""
+    """Returns a channel with this process's credentials. It connects, and reconnects, in the background."""
     return credentials.open_channel(address, client_options(BODY_BYTES_MAX))
 
 
@@ -188,12 +190,12 @@ def method(name: str) -> str:
 
 
 def _call(error: object) -> grpc.Call | None:
-    """What a failed call raises is the call itself."""
+    """Returns the error as a call: the exception of a failed call is the call itself. None for other errors."""
     return error if isinstance(error, grpc.Call) else None
 
 
 def reason_of(error: grpc.RpcError) -> str:
-    """The server's word for why it refused; empty if it did not, as when it cannot be reached."""
+    """Returns the server's reason for a refusal; empty if it gave none, for example if it cannot be reached."""
     call = _call(error)
     for key, value in (call.trailing_metadata() if call is not None else None) or ():
         if key == REASON_KEY:
@@ -212,7 +214,7 @@ def message_of(error: grpc.RpcError) -> str:
 
 
 def as_error(address: str, error: grpc.RpcError) -> SwiftError:
-    """Our error for a failed call."""
+    """Returns our error for a failed call."""
     reason = reason_of(error)
     kind = _ERRORS.get(reason)
     if kind is not None:

@@ -36,14 +36,14 @@ from swift_ft.log.protocol import (
 )
 from swift_ft.log.record import MARK_SLOT, Record, RecordKey, check_name, declared
 
-# A part of a stream, for a reader that does not want all of it.
+# A part of a stream, for a reader that does not need all of it.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadFilter:
-    """Of the steps below `below_step`, and of their microbatches below `of`: those from `first` to `behind` only.
+    """Filter that limits the microbatches below `of`, in steps below `below_step`, to those in [`first`, `behind`).
 
-    Everything else is in it: what declares records unlogged as well.
+    All other records pass, including marks of unlogged steps.
     """
 
     first: int
@@ -64,30 +64,31 @@ _CALL_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 _RETRY_S = 0.05
 _CURSORS_PER_CONNECTION = CALLS_PER_CONNECTION // 2
-"""Each is a call for as long as it is open: the next call would wait for ever if they were all that a server takes."""
+"""Limit of open cursors per connection. An open cursor is one call, and if cursors took all calls that a server accepts
+per connection, the next call would wait for ever."""
 
 
 def never() -> bool:
-    """(`LogReader.digests`) For whoever waits for a server as long as it takes."""
+    """Returns False: a ``cancelled`` for `LogReader.digests` that never cancels."""
     return False
 
 
 class Holdings(NamedTuple):
-    """Of a job on one server."""
+    """A job's streams on one server, and its trim."""
 
     streams: frozenset[str]
     trimmed_below_step: int
 
     def lacks(self, stream: str, from_step: int) -> bool:
-        """It has no record of the stream from this step on, and has not had one."""
+        """Returns whether the server has no record of the stream from this step on, and never had one."""
         return stream not in self.streams and from_step >= self.trimmed_below_step
 
 
 class LogReader:
-    """Reads the streams of a job from the servers that hold them. Thread-safe; one for all streams.
+    """Reader of all streams of a job, from the servers that hold them. Thread-safe.
 
-    ``servers``: by stream, those that hold a copy of it, the best first; or the same ones for all streams. Copies
-    differ in how they number records, so a record is known by its key, and must have the same digest everywhere.
+    ``servers``: the servers that hold a copy, the best first, by stream or for all streams. Sequences differ between
+    copies, so a record is identified by its key, and must have the same digest in all copies.
     """
 
     def __init__(
@@ -104,9 +105,9 @@ class LogReader:
         self._servers = servers
         self._prefetch_bytes = prefetch_bytes
         self._channels: dict[tuple[str, int], grpc.Channel] = {}
-        """Of each server as many as its cursors need, numbered from 0."""
+        """(server, number) -> connection. Each server has as many as its cursors need, numbered from 0."""
         self._cursors: Counter[int] = Counter()
-        """Number of the connection -> the cursors on it."""
+        """Number of the connection -> number of cursors on it."""
         self._lock = threading.Lock()
 
     def _channel(self, address: str, number: int = 0) -> grpc.Channel:
@@ -132,16 +133,16 @@ class LogReader:
         timeout_s: float = _CALL_TIMEOUT_S,
         cancelled: Callable[[], bool],
     ) -> dict[RecordKey, bytes]:
-        """What the stream holds of steps >= ``from_step``, from the server's index; of the first copy that can
-        say so unless a ``server`` is named. Raises RecordTrimmed, RecordCorrupt, LogUnavailable, AccessDenied;
-        LogInterrupted once ``cancelled`` says so while it waits for a server."""
+        """Returns the digests of the stream's records of steps >= ``from_step``, from a server's index: that of
+        ``server``, or of the first copy that can answer. Raises RecordTrimmed, RecordCorrupt, LogUnavailable,
+        AccessDenied, and LogInterrupted if ``cancelled()`` is true while it waits for a server."""
         copies = [server] if server else self._copies(stream)
         for address in copies[:-1]:
             try:
                 return self._digests(address, stream, from_step, timeout_s)
             except (LogUnavailable, RecordCorrupt, RecordTrimmed):
                 continue
-        # The last one may be about to be started again, or about to be given up for another one.
+        # The last server may be restarting, or may be about to be replaced.
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -154,7 +155,7 @@ class LogReader:
                 time.sleep(_RETRY_S)
 
     def holdings(self, server: str, *, timeout_s: float = _CALL_TIMEOUT_S) -> Holdings | None:
-        """Which streams of the job there are on a server. None: it does not know the job, or has not answered."""
+        """Returns the job's streams on a server. None if it does not know the job or does not answer."""
         stub = log_pb2_grpc.LogStub(self._channel(server))
         try:
             reply = stub.Inventory(log_pb2.InventoryRequest(job=self.job), timeout=timeout_s)
@@ -183,10 +184,10 @@ class LogReader:
             time.sleep(_RETRY_S)
 
     def follow(self, stream: str, from_step: int, share: ReadFilter | None = None) -> "StreamCursor":
-        """The stream's records of steps >= ``from_step``, prefetched in log order, and those that are yet to be
-        written. While the cursor is open the server that it reads from does not trim these steps.
+        """Returns a cursor over the stream's records of steps >= ``from_step``, present and future ones, prefetched in
+        log order. While it is open, the server that it reads from does not trim these steps.
 
-        With a ``share`` nothing else will be asked for: the rest is not read.
+        ``share``: the caller takes only records that pass this filter, so the others are not read.
         """
         addresses = self._copies(stream)
         with self._lock:
@@ -201,7 +202,7 @@ class LogReader:
             self._cursors[number] -= 1
 
     def close(self) -> None:
-        """After the cursors."""
+        """Closes all connections. Close the cursors first."""
         with self._lock:
             for channel in self._channels.values():
                 channel.close()
@@ -209,11 +210,11 @@ class LogReader:
 
 
 class StreamCursor:
-    """Records of one stream, taken by key in any order. Made by `LogReader.follow`.
+    """Records of one stream, taken by key in any order. Created by `LogReader.follow`.
 
-    A thread prefetches in log order. Above ``prefetch_bytes`` it pauses, unless a consumer waits for a record
-    that has not come yet. A record that was taken is dropped. Where a server is gone, or refuses a record, the
-    next copy is read, from the first step that is still wanted; what came before is known by its key.
+    A thread prefetches in log order. Above ``prefetch_bytes`` it pauses, unless a consumer waits for a record that has
+    not arrived yet. A record that was taken is dropped. If a server is gone or refuses a record, the next copy is read,
+    from the first step still needed; records that arrived before are recognized by their keys.
     """
 
     def __init__(
@@ -226,19 +227,19 @@ class StreamCursor:
         share: ReadFilter | None,
         over: Callable[[], None],
     ) -> None:
-        """``over``: told when the cursor has been closed."""
+        """``over``: called when the cursor has been closed."""
         self.stream = stream
         self._over = over
         self._share = share
         self._copies = [(address, _read_call(channel)) for address, channel in copies]
-        """Those that have not refused; the first one is read."""
+        """Copies whose servers have not refused; the first one is read."""
         self._job = job
         self._from_step = from_step
         self._prefetch_bytes = prefetch_bytes
         self._cond = threading.Condition()
         self._records: dict[RecordKey, Record] = {}
         self._marks: list[RecordKey] = []
-        self._seen: dict[RecordKey, bytes] = {}  # digests of what came, whether it was taken or not
+        self._seen: dict[RecordKey, bytes] = {}  # digests of all records that arrived, taken or not
         self._held_bytes = 0
         self._waiting = 0
         self._next_sequence = 0
@@ -250,7 +251,7 @@ class StreamCursor:
         self._thread.start()
 
     def get(self, key: RecordKey, timeout_s: float, cancelled: Callable[[], bool]) -> Record:
-        """The record, once it is there. Raises LogInterrupted as soon as ``cancelled()`` is true, RecordMissing
+        """Waits for a record and returns it. Raises LogInterrupted as soon as ``cancelled()`` is true, RecordMissing
         after ``timeout_s``, RecordCorrupt or RecordTrimmed if the stream cannot be read as far as the key."""
         deadline = time.monotonic() + timeout_s
         with self._cond:
@@ -279,13 +280,14 @@ class StreamCursor:
             return record
 
     def _raise_if_dropped(self, key: RecordKey) -> None:
-        """(holding the lock) No plan reads such a step: who gets here shall not wait for what nobody has."""
+        """(holding the lock) Raises RecordMissing if the key's step is declared unlogged, so that the caller does not
+        wait for a record that does not exist. No plan reads such a step."""
         for steps in map(declared, self._marks):
             if steps is not None and steps.first <= key.step <= steps.last:
                 raise RecordMissing(f"{self.stream} {key} was dropped: {steps} are declared unlogged")
 
     def drop_below(self, step: int) -> None:
-        """Records of older steps will not be asked for."""
+        """Drops records of older steps, which will not be requested."""
         with self._cond:
             self._from_step = max(self._from_step, step)
             for key in [key for key in self._records if key.step < step]:
@@ -295,7 +297,7 @@ class StreamCursor:
             self._cond.notify_all()
 
     def close(self) -> None:
-        """Ends the call and its thread; whoever waits for a record gets LogUnavailable. May be called twice."""
+        """Ends the call and its thread. A waiting `get` raises LogUnavailable. May be called twice."""
         with self._cond:
             if self._closed:
                 return
@@ -322,7 +324,7 @@ class StreamCursor:
                     follow=True,
                     share=_share_message(self._share),
                 )
-                # Where there is a choice, nobody waits for a server to come back.
+                # With other copies left, the call does not wait for a server to come back.
                 read = self._copies[0][1]
                 call = self._call = read(request, wait_for_ready=len(self._copies) == 1)
             assembler = Assembler(BODY_BYTES_MAX)
@@ -370,13 +372,13 @@ class StreamCursor:
             self._cond.notify_all()
 
     def _retry(self, error: grpc.RpcError) -> bool:
-        """Whether to connect again: the server is gone or leaving, it did not refuse."""
+        """Handles a failed call. Returns whether to read on, from the same copy or from the next one."""
         reason = reason_of(error)
         with self._cond:
             if self._closed:
                 return False
             self._trouble = f"log server {self._address}: {message_of(error)}"
-        # Only members of the job read, so the token was good once: a newer one may be on its way into the file.
+        # Only members of the job read, so the token was valid once: a newer one may not be in the file yet.
         if reason == Reason.UNAUTHENTICATED or (reason == Reason.DENIED and self._next_sequence):
             return True
         lost = reason in ("", Reason.BUSY, Reason.DRAINING) and code_of(error) in (
@@ -389,7 +391,8 @@ class StreamCursor:
         return self._next_copy(as_error(self._address, error), refused=not lost)
 
     def _next_copy(self, error: SwiftError, *, refused: bool) -> bool:
-        """Goes on with the next copy, or with the same one if there is no other and it did not refuse."""
+        """Switches to the next copy. Keeps the same one if it is the only one and did not refuse. Returns False, with
+        the error set, if no copy is left."""
         with self._cond:
             left = self._copies.pop(0)
             if not refused:
@@ -400,7 +403,7 @@ class StreamCursor:
                 return False
             address = self._address
             if address != left[0]:
-                self._next_sequence = 0  # each server has its own
+                self._next_sequence = 0  # sequences differ between servers
         if address != left[0]:
             events.emit(
                 "copy_changed", stream=self.stream, address=address, instead_of=left[0], reason=str(error)
@@ -408,7 +411,7 @@ class StreamCursor:
         return True
 
     def _is_new(self, record: Record) -> bool:
-        """Whether this copy is the first that had it. RecordCorrupt: an earlier one had another record there."""
+        """Returns whether the record's key is new. Raises RecordCorrupt if an earlier copy had another record there."""
         before = self._seen.setdefault(record.key, record.digest)
         if before is record.digest:
             return True

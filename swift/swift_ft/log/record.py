@@ -1,4 +1,4 @@
-"""A record: one tensor of one stream, as bytes; names of streams; and marks of records that were dropped."""
+"""A record: one tensor of one stream, as bytes; names of streams; and marks for records that were dropped."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -11,20 +11,20 @@ import xxhash
 from swift_ft.errors import SwiftError, UsageError
 from swift_ft.text import NAME_PATTERN, check_name
 
-# Names of streams: who writes what.
+# Names of streams.
 #
-# ``s2.F`` activations sent by stage 2, ``s2.B`` input gradients sent by it, ``s2.X`` what entered it from outside
-# the pipeline, ``s2.T`` its targets. With data parallelism every data-parallel rank of a stage has batches of its own:
+# ``s2.F`` activations sent by stage 2, ``s2.B`` input gradients sent by it, ``s2.X`` its inputs from outside the
+# pipeline, ``s2.T`` its targets. With data parallelism every data-parallel rank of a stage has its own batches:
 # rank 1 of them writes ``s2c1.F``. ``r5.C`` are the results of collectives as rank 5 saw them.
 #
-# Of steps that rank 5 records for a rehearsal (`swift_ft.train.recording`): ``r5.W`` what it saw, ``r5.R`` what
-# collectives gave it, ``r5.M`` what it received inside of its recovery group, which is in no other stream.
+# Streams of steps that rank 5 records for a rehearsal (`swift_ft.train.recording`): ``r5.W`` its observations, ``r5.R``
+# results of collectives, ``r5.M`` tensors received within its recovery group, which are in no other stream.
 
 KINDS = "FBXT"
 
 
 def boundary(stage: int, kind: str, dp_rank: int = 0, dp_size: int = 1) -> str:
-    """The stream of what `stage` sends (F, B) or takes in (X, T) in one pipeline of several."""
+    """Returns the name of the stream that `stage` sends (F, B) or takes in (X, T), in the pipeline of `dp_rank`."""
     return f"s{stage}.{kind}" if dp_size == 1 else f"s{stage}c{dp_rank}.{kind}"
 
 
@@ -49,12 +49,12 @@ __all__ = ["NAME_PATTERN", "check_name"]  # names are part of what identifies a 
 DIGEST_BYTES = 16
 DIMS_MAX = 8
 STEP_MAX = (1 << 62) - 1
-"""No run reaches it. A larger one is no step, and sums with it stay within 64 bits."""
+"""Largest valid step. No run reaches it, and sums with it fit into 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """How an element type is called, numbered in a frame, and how many bytes an element takes."""
+    """An element type: its name, its code in frames, and the bytes of an element."""
 
     name: str
     code: int
@@ -62,7 +62,7 @@ class DType:
 
     @property
     def width(self) -> int:
-        """Bytes of a number: a complex element is two."""
+        """Bytes of one number: a complex element consists of two."""
         return self.bytes // 2 if self.name.startswith("complex") else self.bytes
 
 
@@ -96,7 +96,7 @@ DTYPE_BY_CODE: Mapping[int, DType] = MappingProxyType({dtype.code: dtype for dty
 
 @dataclass(frozen=True, slots=True, order=True)
 class RecordKey:
-    """Where a tensor belongs within its stream."""
+    """Identity of a record within its stream."""
 
     step: int
     microbatch: int
@@ -120,12 +120,12 @@ class Record:
 
 
 def stream_tag(job: str, stream: str) -> int:
-    """The 64-bit identity of a stream that each of its frames carries."""
+    """Returns the 64-bit identity of a stream that each of its frames carries."""
     return xxhash.xxh3_64_intdigest(f"{job}/{stream}".encode())
 
 
 def as_bytes(body: "memoryview | bytes | bytearray") -> memoryview:
-    """The same memory as a flat view of bytes. Raises UsageError if it is not contiguous."""
+    """Returns the memory as a flat view of bytes, without a copy. Raises UsageError if it is not contiguous."""
     view = memoryview(body)
     if view.nbytes == 0:
         return memoryview(b"")
@@ -138,34 +138,34 @@ def as_bytes(body: "memoryview | bytes | bytearray") -> memoryview:
 
 
 def digest_of(dtype: str, shape: tuple[int, ...], body: "memoryview | bytes | bytearray") -> bytes:
-    """16 bytes that tell a tensor from any other one: element type, shape and raw bytes."""
+    """Returns a 16-byte hash of a tensor's element type, shape and raw bytes."""
     state = xxhash.xxh3_128(f"{dtype}{list(shape)}".encode())
     state.update(as_bytes(body))
     return state.digest()
 
 
-# What a writer does not log, because the log cannot keep up: policy "drop". No I/O, no clock.
+# Records that a writer drops because the log cannot keep up: policy "drop". No I/O, no clock.
 #
 #     queue full            the record is dropped; so is the rest of its step in that stream
-#     a later step          is dropped too, until the queue is at most half full when the step's first record comes
-#     then, or at a flush   a *mark* goes into the stream, in front of whatever follows
+#     a later step          is dropped too, unless the queue is at most half full when the step's first record arrives
+#     then, or at a flush   a *mark* goes into the stream, before any later record
 #
-# A mark is a record of the stream, of an empty tensor, whose key says which steps are not whole: ``step`` is the last
-# of them, ``microbatch`` how many lie before that one, ``slot`` is `MARK_SLOT`. It has its sequence like any other
-# record, so nothing behind a gap can be in the log without the mark; and a trim drops it with the last step that it
-# speaks of, not earlier. A stream that ends in front of its mark (the writer was killed) is one that ends: what is
-# missing at the end of a dead rank's streams is made again by its own replay, or declared by who takes its place
+# A mark is a record with an empty tensor, whose key says which steps are incomplete: ``step`` is the last of them,
+# ``microbatch`` the number of steps before that one, ``slot`` is `MARK_SLOT`. It has a sequence like any other record,
+# so no record after a gap can be in the log without the mark. A trim drops the mark together with the last step that it
+# declares. A stream may end before its mark (the writer was killed); it is then simply a shorter stream. Records
+# missing at the end of a dead rank's streams are regenerated by its own replay, or declared by its successor
 # (`swift_ft.train.replay`).
 
 WHEN_FULL = ("block", "drop")
 MARK_SLOT = (1 << 32) - 1
-"""Not a tensor's."""
+"""Slot number reserved for marks."""
 MARK_DTYPE, MARK_SHAPE = "uint8", (0,)
 _STEPS_MAX = 1 << 32
 
 
 class Steps(NamedTuple):
-    """The steps of a stream that are not whole, both ends included."""
+    """Incomplete steps of a stream, both ends included."""
 
     first: int
     last: int
@@ -175,17 +175,17 @@ class Steps(NamedTuple):
 
 
 def mark(steps: Steps) -> RecordKey:
-    """The key of the mark that declares them."""
+    """Returns the key of the mark that declares these steps."""
     return RecordKey(steps.last, min(steps.last - steps.first, _STEPS_MAX - 1), MARK_SLOT)
 
 
 def declared(key: RecordKey) -> Steps | None:
-    """What a record's key declares as not logged; None: it is a tensor."""
+    """Returns the steps that a record's key declares unlogged; None for a tensor's key."""
     return Steps(key.step - key.microbatch, key.step) if key.slot == MARK_SLOT else None
 
 
 def hull(keys: Iterable[RecordKey]) -> Steps | None:
-    """From the first to the last step that some mark among `keys` declares."""
+    """Returns the range from the first to the last step that the marks among `keys` declare; None without marks."""
     declarations = [steps for steps in map(declared, keys) if steps is not None]
     if not declarations:
         return None
@@ -194,7 +194,7 @@ def hull(keys: Iterable[RecordKey]) -> Steps | None:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What went unlogged since it was asked for last."""
+    """Summary of the records dropped since the last call of `Unlogged.news`."""
 
     steps: Steps
     records: int
@@ -207,34 +207,34 @@ class Dropped:
 
 
 class Unlogged:
-    """Of one writer, whose lock it shares.
+    """Unlogged steps of one writer, whose lock it shares.
 
     (holding the lock)
     (every record)       ``refuses`` before it is tried, ``drop`` if there was no room
-    (before a record)    ``due(stream)``: the mark that must stand in front of it; ``marked`` once it is in the queue
-    (a flush)            the same for each of ``streams``
+    (before a record)    ``due(stream)``: the mark that must precede it; ``marked`` once the mark is in the queue
+    (a flush)            ``due`` and ``marked`` for each of ``streams``
     (the log is emptied) ``forget``
 
-    (without it)
-    (a refused record)   ``refuse``, by whoever finds out
+    (without the lock)
+    (a refused record)   ``refuse``, by the thread that detects it
     (the writer's owner) ``news``, ``refusal``, ``lacks``
     """
 
     def __init__(self, lock: AbstractContextManager[Any]) -> None:
         self.records = self.bytes = 0
-        """Dropped so far."""
+        """Totals of dropped records and bytes."""
         self._lock = lock
-        self._open: dict[str, Steps] = {}  # what no mark in the queue declares yet
+        self._open: dict[str, Steps] = {}  # unlogged steps that no mark in the queue declares yet
         self._news: Dropped | None = None
         self._refused: SwiftError | None = None
 
     def refuses(self, stream: str, step: int, queued_bytes: int, queue_bytes: int) -> bool:
-        """Whether a record is dropped whatever room there is."""
+        """Returns whether a record must be dropped even if there is room."""
         steps = self._open.get(stream)
         return steps is not None and (step <= steps.last or 2 * queued_bytes > queue_bytes)
 
     def drop(self, stream: str, step: int, size: int) -> None:
-        """A record of `size` bytes is not logged."""
+        """Records that a record of `size` bytes is dropped."""
         self.records += 1
         self.bytes += size
         self._lack(stream, Steps(step, step))
@@ -252,45 +252,45 @@ class Unlogged:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Those that a mark is due for."""
+        """Streams that a mark is due for."""
         return tuple(self._open)
 
     def due(self, stream: str) -> RecordKey | None:
-        """The mark that must be in the queue before anything else of the stream."""
+        """Returns the mark that must be queued before the stream's next record; None if none is due."""
         steps = self._open.get(stream)
         return None if steps is None else mark(steps)
 
     def marked(self, stream: str) -> None:
-        """It is in the queue."""
+        """Records that the stream's due mark is in the queue."""
         del self._open[stream]
 
     def forget(self) -> None:
-        """The job's streams are empty: nothing is missing in them. What was counted stays counted."""
+        """Clears the unlogged steps, because the job's streams are empty now. Keeps the totals."""
         self._open.clear()
         self._news = None
 
     # -- without the lock -------------------------------------------------------------------------------
 
     def lacks(self, stream: str, steps: Steps) -> None:
-        """The stream may not have all of these steps (who had the rank before has not got them out): the next mark
-        says so."""
+        """Records that the stream may lack some of these steps, because the rank's predecessor may not have sent them.
+        The next mark declares them."""
         check_name("stream", stream)
         with self._lock:
             self._lack(stream, steps)
 
     def news(self) -> Dropped | None:
-        """What was dropped since the last call."""
+        """Returns a summary of the records dropped since the last call; None if there are none."""
         with self._lock:
             news, self._news = self._news, None
             return news
 
     def refuse(self, error: SwiftError) -> None:
-        """A record was not taken, and not for want of room."""
+        """Records the error of a record that was refused for another reason than a full queue."""
         self._refused = self._refused or error
 
     def refusal(self) -> SwiftError | None:
-        """Why a record was not taken since the last call; what is not for want of room. A new generation forgets the
-        error, but the record does not come again."""
+        """Returns the first error of `refuse` since the last call, or None. A new generation clears the writer's error,
+        but the record is not appended again."""
         refused = self._refused
         if refused is not None:
             self._refused = None

@@ -1,15 +1,15 @@
-"""A ring in shared memory: records on their way from a trainer to its sidecar.
+"""A ring in shared memory: the queue of records from a trainer to its sidecar.
 
-It is a memfd that the sidecar inherits: nothing has a name, and the kernel frees it with the last process that has
-it. Native byte order; both ends are processes of one machine and one installation.
+It is a memfd that the sidecar inherits: it has no file name, and the kernel frees it with the last process that has it
+open. Native byte order; both ends are processes of one machine and one installation.
 
     control, 64 KiB       0  magic, 8 capacity, 64 head, 128 tail, 192 the consumer sleeps, 256 the producer waits,
                           320 floor step, 328 resent, 336 the position from which the floor holds,
-                          344 bytes per second that the log takes (0: not known yet), 352 somebody waits for records,
-                          384 and 448 counts of records, bytes, stored bytes, verified, each behind the tail for
-                          which they hold: they change together with it; 512 the servers that copies 0 and 1 lie on
-       at 4096, 128 each  streams, by number: name [64], acknowledged sequence of each copy [2] (-1: nothing yet)
-    data, `capacity`      records, one behind the other, each at a multiple of 64 bytes
+                          344 bytes per second that the log accepts (0: not known yet), 352 records are urgent,
+                          384 and 448 counts of records, bytes, stored bytes, verified, each preceded by the tail
+                          that they belong to: they change together with it; 512 the servers of copies 0 and 1
+       at 4096, 128 each  streams, by number: name [64], acknowledged sequence of each copy [2] (-1: none yet)
+    data, `capacity`      records, one after the other, each at a multiple of 64 bytes
 
     record, 128 bytes     0 length with header and filling, 8 kind (1 record, 2 padding: the rest of this round),
                           16 sequence in copy 0 (-1: not sent yet), 24 step, 32 microbatch, 36 slot, 40 stream,
@@ -17,16 +17,16 @@ it. Native byte order; both ends are processes of one machine and one installati
     body
 
 ``tail <= head <= tail + capacity``; both count bytes from the start of the job. One producer, one consumer. A record
-is in the ring when the head has passed it, which is the last thing that is stored; it stays until the log has
-acknowledged it. What the consumer must know when it is killed is here: the sequences that it has given to records,
-stored before they are sent, and how much of each stream is acknowledged, stored before the tail.
+is in the ring once the head has passed it; the head is stored last. It stays until the log has acknowledged it. State
+that a successor of a killed consumer needs is here: the sequences assigned to records, stored before they are sent,
+and the acknowledged sequence of each stream, stored before the tail.
 
-Each server numbers a stream by itself, so both are kept for each of the at most two copies. What they mean ends with
-the server that the copy lies on: `Memory.assign` clears them for another one. A server is known by a number that the
-trainer gives to it, another one each time that it comes.
+Each server assigns its own sequences, so both are kept for each of the at most two copies. They are valid only for the
+server that holds the copy: `Memory.assign` clears them for another one. A server is identified by a number that the
+trainer assigns, a new one each time the server is added.
 
-`ring.cpp` is the producer; without it (no compiler, or SWIFT_NO_NATIVE=1) the caller copies, on x86-64 only, where
-stores are seen in the order in which they are made.
+`ring.cpp` is the producer. Without it (no compiler, or SWIFT_NO_NATIVE=1) the caller copies. That needs x86-64, where
+other processors see stores in program order.
 """
 
 import ctypes
@@ -77,7 +77,7 @@ class Word:
 
 
 class Counts(NamedTuple):
-    """What has left the ring: records and bytes that the log has acknowledged, and records that were found equal."""
+    """Totals of records that have left the ring: acknowledged records and bytes, and records that were found equal."""
 
     records: int = 0
     bytes: int = 0
@@ -90,7 +90,8 @@ _NONE = Counts()
 
 @functools.cache
 def library() -> tuple[ctypes.CDLL, ctypes.PyDLL] | None:
-    """`ring.cpp`, as it is called with and without handing over the GIL; None if it was not built from this source."""
+    """Returns `ring.cpp` loaded twice: with calls that release the GIL, and with calls that keep it. None if there is
+    no build of this source, or if SWIFT_NO_NATIVE=1."""
     if os.environ.get(ENV_OFF) == "1":
         return None
     path = str(SOURCE.with_name("_ring.so"))
@@ -100,7 +101,7 @@ def library() -> tuple[ctypes.CDLL, ctypes.PyDLL] | None:
         if waiting.swift_ring_source() != hashlib.sha256(SOURCE.read_bytes()).hexdigest().encode():
             return None
     except (OSError, AttributeError):
-        return None  # not there, or built for another system, or long ago
+        return None  # missing, or built for another system, or outdated
     quick.swift_ring_open.restype = ctypes.c_void_p
     quick.swift_ring_open.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_int)
     quick.swift_ring_push.restype = ctypes.c_int64
@@ -125,7 +126,7 @@ def library() -> tuple[ctypes.CDLL, ctypes.PyDLL] | None:
 
 
 def available() -> bool:
-    """Whether this machine can have a ring."""
+    """Returns whether this machine can have a ring."""
     return hasattr(os, "memfd_create") and (library() is not None or platform.machine() == "x86_64")
 
 
@@ -133,7 +134,7 @@ class Memory:
     """The shared memory itself, as either process maps it."""
 
     def __init__(self, fd: int) -> None:
-        """``fd``: a memfd from `create`. It is not closed here. Raises ServiceError if it holds no ring of this
+        """``fd``: a memfd from `create`, which `close` closes. Raises ServiceError if it holds no ring of this
         version."""
         self.fd = fd
         self._map = mmap.mmap(fd, 0)
@@ -151,12 +152,12 @@ class Memory:
 
     @classmethod
     def create(cls, capacity: int) -> "Memory":
-        """Room for ``capacity`` bytes of records and their headers, rounded up to pages."""
+        """Creates a ring for ``capacity`` bytes of records and their headers, rounded up to pages."""
         capacity = -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = os.memfd_create("swift-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, CONTROL_BYTES + capacity)
-            # Nobody can take memory away under the other process.
+            # Neither process can shrink or grow the memory that the other one has mapped.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             os.pwrite(fd, struct.pack("=QQ", _MAGIC, capacity), 0)
             return cls(fd)
@@ -176,7 +177,7 @@ class Memory:
             self._library[1].swift_ring_store(self.address + word, value)
 
     def counts(self) -> Counts:
-        """Of everything that has left the ring."""
+        """Returns the totals of all records that have left the ring."""
         while True:
             tail = self.load(Word.TAIL)
             for at in Word.COUNTS:
@@ -186,7 +187,7 @@ class Memory:
                         return counted
 
     def set_tail(self, tail: int, counts: Counts) -> None:
-        """(consumer) The one store of the tail makes both true."""
+        """(consumer) Sets tail and counts atomically: the single store of the tail makes both valid."""
         at = Word.COUNTS[0] if self.load(Word.COUNTS[0]) != self.load(Word.TAIL) else Word.COUNTS[1]
         for index, value in enumerate((tail, *counts)):
             self.store(at + 8 * index, value)
@@ -213,7 +214,7 @@ class Memory:
         return bytes(self.control[at : at + _NAME_BYTES]).rstrip(b"\0").decode()
 
     def acked(self, index: int, copy: int) -> int:
-        """The sequence below which that copy has everything of this stream; -1 if nothing is known."""
+        """Returns the sequence below which that copy has all records of the stream; -1 if unknown."""
         return self._numbers[_acked_at(index, copy)]
 
     def set_acked(self, index: int, copy: int, sequence: int) -> None:
@@ -222,14 +223,15 @@ class Memory:
     # -- servers --------------------------------------------------------------------------------------
 
     def assign(self, servers: Collection[int], entries: Iterable["RingEntry"]) -> dict[int, int]:
-        """(consumer, at its start) Gives each server a copy, the one that it had if it had one: server -> copy.
+        """(consumer, at its start) Assigns a copy to each server, its previous one if it had one. Returns server ->
+        copy.
 
-        ``entries``: all that the ring holds. What is known of a copy is cleared before another server gets it.
+        ``entries``: all records in the ring. The state of a copy is cleared before another server gets it.
         """
         free = [copy for copy in range(COPIES_MAX) if self.load(Word.SERVERS[copy]) not in servers]
         held = list(entries) if free else []
         for copy in free:
-            self.store(Word.SERVERS[copy], 0)  # whoever finds this begins here again
+            self.store(Word.SERVERS[copy], 0)  # if killed after this, the successor clears the copy again
             for entry in held:
                 entry.set_sequence(copy, -1)
             for index in range(STREAMS_MAX):
@@ -245,7 +247,7 @@ class Memory:
         return copy_of_server
 
     def close(self) -> None:
-        """Unmaps, once no view of it is in use any more."""
+        """Unmaps the memory and closes its descriptor. No view of it may be in use."""
         for view in (self._words, self._numbers, self.numbers, self.control):
             view.release()
         self.data.release()
@@ -262,7 +264,7 @@ def _acked_at(index: int, copy: int) -> int:
 
 
 def header_of(stream: int, key: RecordKey, dtype: str, shape: tuple[int, ...], size: int) -> bytes:
-    """A record's header, as it stands in the ring."""
+    """Returns a record's header in the ring's format."""
     dims = len(shape)
     return _HEADER.pack(
         -(-(HEADER_BYTES + size) // ALIGN) * ALIGN,
@@ -282,45 +284,47 @@ def header_of(stream: int, key: RecordKey, dtype: str, shape: tuple[int, ...], s
 
 
 def _close_in(process: int, close: Callable[[int], None], handle: int) -> None:
-    """A process that this one has forked has not the thread for which closing waits."""
+    """Closes a native producer, but not in a forked process, which lacks the thread that closing waits for."""
     if os.getpid() == process:
         close(handle)
 
 
 class Producer(Protocol):
-    """The only one that puts records in. Its calls must not overlap."""
+    """Interface of the single producer. Its calls must not overlap."""
 
     reserved: int
-    """The position behind the last record that was pushed."""
+    """End position of the last record that was pushed."""
 
     def push(self, header: bytes, address: int, size: int, now: bool) -> int:
-        """The position behind the record, or -1 if there is no room now. If ``now`` or small, the body is copied
-        before this returns; otherwise it must stay as it is until the head has passed that position. At address 0
-        there is no body yet: it is written by the caller, at `body_at`, and neither this record nor any behind it is
-        in the ring before `complete`."""
+        """Adds a record. Returns its end position, or -1 if there is no room now.
+
+        If ``now`` or small, the body is copied before this returns; otherwise it must not change until the head has
+        passed that position. Address 0: the caller writes the body later, at `body_at`. Then neither this record nor
+        any later one is in the ring before `complete`."""
 
     def complete(self, position: int) -> None:
-        """All bodies below the position that the caller writes are there. Never said: they never were."""
+        """Declares that all bodies below the position that the caller writes are written. Without this call, these
+        records never enter the ring."""
 
     def wait(self, position: int) -> None:
-        """Returns once the head has passed it. Takes no longer than the copies do, and holds no GIL."""
+        """Waits, without the GIL, until the head has passed the position. Takes no longer than the copies do."""
 
     def close(self) -> None: ...
 
 
 def body_at(memory: Memory, end: int, size: int) -> int:
-    """Where in the data area the body of the record lies that ends at this position."""
+    """Returns the offset, in the data area, of the body of the record that ends at this position."""
     total = -(-(HEADER_BYTES + size) // ALIGN) * ALIGN
     return (end - total) % memory.capacity + HEADER_BYTES
 
 
 def producer(memory: Memory, wake: int) -> Producer:
-    """``wake``: an eventfd that a sleeping consumer polls."""
+    """Returns the ring's producer. ``wake``: an eventfd that a sleeping consumer polls."""
     return NativeProducer(memory, wake) if library() is not None else PlainProducer(memory, wake)
 
 
 class NativeProducer:
-    """`ring.cpp`."""
+    """Producer in `ring.cpp`, which copies bodies in a thread of its own."""
 
     def __init__(self, memory: Memory, wake: int) -> None:
         native = library()
@@ -332,7 +336,7 @@ class NativeProducer:
         self._handle: int | None = quick.swift_ring_open(memory.fd, memory.capacity, wake)
         if self._handle is None:
             raise ServiceError(f"{memory.capacity} bytes for the log's queue cannot be mapped")
-        # Before the interpreter takes its memory apart at the latest: what is lent is read until then.
+        # Runs before the interpreter frees its memory at the latest: lent bodies are read until then.
         self._finish = weakref.finalize(
             self, _close_in, os.getpid(), self._waiting.swift_ring_close, self._handle
         )
@@ -354,20 +358,18 @@ class NativeProducer:
 
 
 class PlainProducer:
-    """The same where there is no library: the caller copies, without the GIL."""
+    """Producer for machines without the library. The caller copies, without the GIL."""
 
     def __init__(self, memory: Memory, wake: int) -> None:
         self.reserved = self._end = memory.load(Word.HEAD)
         self._memory = memory
         self._wake = wake
-        self._elsewhere: deque[tuple[int, int]] = (
-            deque()
-        )  # records that are not complete, from where to where
+        self._elsewhere: deque[tuple[int, int]] = deque()  # (start, end) of the records that are not complete
 
     def push(self, header: bytes, address: int, size: int, now: bool) -> int:
         """Adds one record: its header, and `size` bytes at `address` (0: the caller writes them later).
 
-        Returns the position behind it, in bytes since the start of the job; -1: there is no room.
+        Returns its end position, in bytes since the start of the job, or -1 if there is no room.
         """
         memory = self._memory
         tail = memory.load(Word.TAIL)
@@ -397,7 +399,7 @@ class PlainProducer:
         self._publish()
 
     def _publish(self) -> None:
-        """As far as all is complete."""
+        """Advances the head over all complete records, and wakes a sleeping consumer."""
         head = self._elsewhere[0][0] if self._elsewhere else self._end
         if head == self._memory.load(Word.HEAD):
             return
@@ -410,7 +412,7 @@ class PlainProducer:
         assert self._memory.load(Word.HEAD) >= position, "somebody must complete it first"
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Does no work: no copy is ever in progress."""
 
 
 # -- the sidecar's side -------------------------------------------------------------------------------
@@ -424,7 +426,7 @@ class RingEntry:
     at: int
     """Offset in the data area."""
     end: int
-    """The position behind it."""
+    """Position of the record's end."""
     index: int
     """Number of its stream."""
     key: RecordKey
@@ -433,7 +435,7 @@ class RingEntry:
     body: memoryview
 
     def sequence(self, copy: int) -> int:
-        """-1 until it was first sent there."""
+        """Returns its sequence in that copy; -1 before it was first sent there."""
         return self.memory.numbers[(self.at + _SEQUENCE_AT[copy]) // 8]
 
     def set_sequence(self, copy: int, value: int) -> None:
@@ -441,9 +443,9 @@ class RingEntry:
 
 
 class Consumer:
-    """The only one that takes records out: `next` reads on, `release` moves the tail.
+    """The single consumer: `next` reads records, `release` advances the tail.
 
-    Begins at the tail: what a consumer before it had read and not released is read again.
+    Starts at the tail: records that a previous consumer read and did not release are read again.
     """
 
     def __init__(self, memory: Memory, wake: int) -> None:
@@ -454,7 +456,7 @@ class Consumer:
         self.position = memory.load(Word.TAIL)
 
     def next(self) -> RingEntry | int | None:
-        """The next record; or the position behind padding; or None if everything was read."""
+        """Returns the next record, the end position of padding, or None if everything was read."""
         if self.position == self._memory.load(Word.HEAD):
             return None
         at = self.position % self._memory.capacity
@@ -477,7 +479,7 @@ class Consumer:
         )
 
     def held(self) -> list[RingEntry]:
-        """All that is in the ring now; `next` is not moved by it."""
+        """Returns all unread records in the ring, without moving `position`."""
         before, entries = self.position, []
         while (entry := self.next()) is not None:
             if isinstance(entry, RingEntry):
@@ -487,27 +489,27 @@ class Consumer:
 
     @property
     def unread(self) -> int:
-        """Bytes that `next` has not come to."""
+        """Bytes that `next` has not read yet."""
         return self._memory.load(Word.HEAD) - self.position
 
     def sleep(self, timeout_s: float) -> None:
-        """Returns when there is something to read, or after a while."""
+        """Waits until there are records to read, at most `timeout_s`."""
         self._memory.store(Word.CONSUMER_SLEEPS, 1)
         if not self.unread and self._poll.poll(timeout_s * 1000):
             os.eventfd_read(self._wake)
         self._memory.store(Word.CONSUMER_SLEEPS, 0)
 
     def nap(self, timeout_s: float) -> None:
-        """Returns when it is woken, which records do not do now, or after a while."""
+        """Waits until woken, at most `timeout_s`. New records do not wake it."""
         if self._poll.poll(timeout_s * 1000):
             os.eventfd_read(self._wake)
 
     def wake(self) -> None:
-        """(any thread)"""
+        """(any thread) Wakes the consumer from `sleep` or `nap`."""
         os.eventfd_write(self._wake, 1)
 
     def release(self, position: int, counts: Counts = _NONE) -> bool:
-        """Everything below is free again; ``counts`` is added. True if the producer waits for that."""
+        """Frees everything below the position and adds ``counts``. Returns whether the producer waits for room."""
         if position > self._memory.load(Word.TAIL):
             total = Counts(*(a + b for a, b in zip(self._memory.counts(), counts, strict=True)))
             self._memory.set_tail(position, total)

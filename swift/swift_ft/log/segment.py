@@ -22,28 +22,28 @@
     128 64  stream
     192 64  zero
 
-The uid is the one of the job's manifest, so a file of a job that had this name before is found. The generation is
-the one in which the file was made.
+The uid is the one in the job's manifest, so a file of an earlier job of the same name is detected. The generation is
+the one in which the file was created.
 
-Files are written in blocks of 4096 bytes: a last block that is not full ends with zeros, which the next frames
-replace, or which stand before the footer.
+Files are written in blocks of 4096 bytes. A partial last block is padded with zeros, which the next frames overwrite,
+or which precede the footer.
 
-Sequences are contiguous: within a segment, and from one segment to the next. A segment is sealed before its
-successor is made, so only the last one can have a torn tail. How a file ends:
+Sequences are contiguous, within a segment and from one segment to the next. A segment is sealed before its successor
+is created, so only the last one can have a torn tail. How a file ends:
 
 =================================================== ============== =============================
 what is there                                       last, unsealed sealed, or not the last
 =================================================== ============== =============================
-nothing, or zeros that fill a block                 clean          sealed: the footer says where
-fewer bytes than a header, or than the frame says   torn tail      damage
-nothing but more zeros                              torn tail      damage
-a whole header that is wrong, with bytes behind it  damage         damage
-a whole frame with a wrong body                     damage         damage
+no bytes, or zeros that fill a block                clean          sealed: the footer says where
+fewer bytes than a header, or than the frame needs  torn tail      damage
+only zeros, more than fill a block                  torn tail      damage
+a complete but wrong header, followed by bytes      damage         damage
+a complete frame with a wrong body                  damage         damage
 another stream's frame, or an unexpected sequence   damage         damage
 =================================================== ============== =============================
 
-A torn tail was never acknowledged and is cut off. Damage is not: what is behind it is still found (by its magic and
-checksums), but the damaged records are refused, until their writer sends them again.
+A torn tail was never acknowledged and is cut off. Damage is not cut off: records after it are still found (by magic and
+checksums), but the damaged records are refused until their writer sends them again.
 """
 
 import os
@@ -75,7 +75,7 @@ FOOTER_MAGIC = b"SWFT"
 HEADER_VERSION = 2
 FOOTER_VERSION = 1
 BLOCK_BYTES = 4096
-"""Files are written in multiples of it. No disk in use has larger sectors."""
+"""Unit of file writes. No disk in use has larger sectors."""
 SEGMENT_HEADER_BYTES = 256
 FOOTER_BYTES = 64
 SUFFIX = ".seg"
@@ -91,7 +91,7 @@ assert _FOOTER.size == FOOTER_BYTES
 
 
 class Ending(StrEnum):
-    """How a segment file ends."""
+    """State of the end of a segment file."""
 
     CLEAN = "clean"
     SEALED = "sealed"
@@ -114,14 +114,15 @@ class SegmentHeader:
 
 
 SEQUENCE_MAX = 1 << 62
-"""No file is named after a record behind it."""
+"""Largest sequence that a segment file may be named after."""
 FILE_BYTES_LEAST = 16 << 30
-"""A larger one may be none that a log server has written: a segment ends with the record that makes it large enough."""
+"""Lower bound of the size limit for segment files. A larger file need not come from a log server, which seals a segment
+after the record that fills it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose a segment file must be."""
+    """Job and stream that a segment file must belong to."""
 
     job: str
     stream: str
@@ -137,17 +138,17 @@ class ScannedRecord:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Records that are not to be had any more."""
+    """A range of records lost to disk damage."""
 
     sequence: int
     end_sequence: int | None
-    """Exclusive; None: everything from ``sequence`` to the end of the file, if anything."""
+    """Exclusive end. None: all records, if any, from ``sequence`` to the end of the file."""
     reason: str
 
 
 @dataclass(slots=True)
 class SegmentScan:
-    """What a segment file holds. ``end`` is the offset behind the last record: an append goes there."""
+    """Contents of a segment file. ``end`` is the offset after the last record, where an append goes."""
 
     path: Path
     size: int
@@ -168,12 +169,12 @@ def segment_name(first_sequence: int) -> str:
 
 
 def _seal(packed: bytes) -> bytes:
-    """Puts the checksum of everything behind it at offset 8."""
+    """Returns the bytes with the checksum of everything from offset 12 on at offset 8."""
     return packed[:8] + struct.pack("<I", crc32c.crc32c(packed[_CRC_FROM:])) + packed[_CRC_FROM:]
 
 
 def encode_segment_header(header: SegmentHeader) -> bytes:
-    """The header's 256 bytes, checksum included."""
+    """Returns the header's 256 bytes, checksum included."""
     packed = _HEADER.pack(
         SEGMENT_MAGIC,
         HEADER_VERSION,
@@ -193,7 +194,7 @@ def encode_segment_header(header: SegmentHeader) -> bytes:
 
 
 def decode_segment_header(data: bytes) -> SegmentHeader:
-    """Raises RecordCorrupt or RecordInvalid."""
+    """Decodes and validates a segment header. Raises RecordCorrupt or RecordInvalid."""
     magic, version, length, crc, _, tag, first, uid, generation, _, job, stream, _ = _HEADER.unpack(data)
     if magic != SEGMENT_MAGIC:
         raise RecordCorrupt("the segment header's magic is wrong")
@@ -214,7 +215,7 @@ def decode_segment_header(data: bytes) -> SegmentHeader:
 
 
 def encode_footer(header: SegmentHeader, records: int, end: int) -> bytes:
-    """For frames that end at ``end``."""
+    """Returns the footer's 64 bytes, for frames that end at ``end``."""
     packed = _FOOTER.pack(
         FOOTER_MAGIC, FOOTER_VERSION, FOOTER_BYTES, 0, 0, header.tag, header.first_sequence, records, end, b""
     )
@@ -222,12 +223,12 @@ def encode_footer(header: SegmentHeader, records: int, end: int) -> bytes:
 
 
 def padding(end: int, more: int = 0) -> bytes:
-    """Zeros from ``end``, so that a block ends ``more`` bytes behind them."""
+    """Returns zeros to write at ``end``, so that ``more`` bytes after them end at a block boundary."""
     return bytes(-(end + more) % BLOCK_BYTES)
 
 
 def _decode_footer(data: bytes, header: SegmentHeader, offset: int) -> tuple[int, int] | None:
-    """(records, where they end) by the footer at ``offset``; None if it is none of this segment."""
+    """Returns (records, end of the frames) from the footer at ``offset``; None if it is not this segment's footer."""
     if len(data) != FOOTER_BYTES:
         return None
     magic, version, length, crc, _, tag, first, records, at, _ = _FOOTER.unpack(data)
@@ -241,17 +242,17 @@ def _decode_footer(data: bytes, header: SegmentHeader, offset: int) -> tuple[int
 
 
 class Source(Protocol):
-    """A file to read."""
+    """Interface of a file to read."""
 
     @property
     def size(self) -> int: ...
 
     def read(self, offset: int, size: int) -> bytes:
-        """So many bytes, or fewer at the end."""
+        """Returns `size` bytes, or fewer at the end of the file."""
 
 
 class _Opened:
-    """A file of this machine."""
+    """A local file."""
 
     def __init__(self, path: Path) -> None:
         self._fd = open_regular(path, os.O_RDONLY)
@@ -265,7 +266,7 @@ class _Opened:
 
 
 def scan(path: Path, *, verify_bodies: bool = True) -> SegmentScan:
-    """Everything that a segment file holds. Raises RecordCorrupt, naming the place, if it has damage."""
+    """Returns the contents of a segment file. Raises RecordCorrupt, naming the position, if it has damage."""
     result = walk(path, verify_bodies=verify_bodies)
     if result.damage:
         raise RecordCorrupt(f"{path}: {result.damage[0].reason}")
@@ -280,11 +281,11 @@ def walk(
     source: Source | None = None,
     owner: Owner | None = None,
 ) -> SegmentScan:
-    """Everything that a segment file holds, damage included. ``last``: no segment of the stream follows.
-    ``owner``: what it must be of.
+    """Returns the contents of a segment file, damage included. ``last``: no segment of the stream follows it.
+    ``owner``: the job and stream that it must belong to.
 
-    With ``verify_bodies`` False the bodies of a sealed segment are left to be checked when they are read;
-    those of an unsealed one are always checked. ``source``: the file of this name, where it is not to be opened.
+    With ``verify_bodies`` False, bodies of a sealed segment are not checked until they are read; those of an unsealed
+    one are always checked. ``source``: the file's contents, for a caller that must not open ``path``.
     """
     if source is not None:
         return _Walker(path, source, verify_bodies, last, owner).walk()
@@ -307,7 +308,7 @@ class _Walker:
         self.data_end = self.result.size
         self.expected = 0
         self._sequence_max = 0
-        """No file has room for more: what is behind damage is not taken at its word."""
+        """Largest sequence that fits into the file. Limits the sequences accepted after damage."""
 
     def walk(self) -> SegmentScan:
         result = self.result
@@ -344,7 +345,7 @@ class _Walker:
         named = int(result.path.name.removesuffix(SUFFIX))
         self.expected = named
         if self.last and (len(data) < SEGMENT_HEADER_BYTES or not any(data)):
-            # Its maker was killed before the first record could be acknowledged.
+            # The server was killed before the first record could be acknowledged.
             result.ending = Ending.TORN
             result.torn_reason = "the segment's own header is not complete"
             return None
@@ -431,7 +432,7 @@ class _Walker:
         return True
 
     def _resynchronize(self, tag: int, reason: str) -> bool:
-        """Finds the next frame of this stream behind damage. False: there is none."""
+        """Finds the next frame of this stream after damage. Returns False if there is none."""
         for at in self._magic_from(self.result.end + 1):
             try:
                 frame = self._frame_at(at, tag)
@@ -445,7 +446,7 @@ class _Walker:
         return False
 
     def _magic_from(self, offset: int) -> Iterator[int]:
-        """Where a frame could start."""
+        """Yields offsets, from `offset` on, where the magic of a frame stands."""
         while offset < self.data_end:
             chunk = self.source.read(offset, min(_CHUNK_BYTES, self.data_end - offset))
             at = chunk.find(MAGIC)

@@ -1,9 +1,9 @@
-"""What is behind the queue of a writer: a record is digested, compared with what the log has, compressed and sent.
+"""Delivery of a writer's queue: records are digested, compared with those in the log, compressed and sent.
 
     (its writer)  ``put(item)`` → (worker) digest → compare → compress → (a link per server) send → (server) acknowledge
-    (observer)    ``on_change`` after every batch and every answer, ``on_error`` when nothing more goes out
+    (observer)    ``on_change`` after every batch and every answer, ``on_error`` when a record is refused
 
-A record goes to every server, each of which numbers it by itself, and is held until all have acknowledged it.
+A record goes to every server, each of which assigns its own sequence, and is held until all have acknowledged it.
 """
 
 import functools
@@ -40,33 +40,33 @@ from swift_ft.log.protocol import (
 from swift_ft.log.record import DTYPE_BY_NAME, RecordKey, check_name, digest_of
 from swift_ft.log.sender_core import BATCH_BYTES, RETRY_S, LinkCore, Outgoing
 
-# What a writer of the log counts.
+# Counters of a writer of the log.
 
 
 @dataclass(slots=True)
 class WriterStats:
-    """What a writer has done so far."""
+    """Counts since the writer was created."""
 
     records: int = 0
-    """Handed over to be sent."""
+    """Records handed over to be sent."""
     bytes: int = 0
-    """Raw bytes of these."""
+    """Raw bytes of these records."""
     stored_bytes: int = 0
-    """What the codecs made of them."""
+    """Bytes of these records after compression."""
     verified: int = 0
-    """Not sent, because the log has them; found equal."""
+    """Records that the log already had, found equal."""
     resent: int = 0
-    """Sent again after a lost connection or a fence."""
+    """Records sent again after a lost connection or a fence."""
     blocked_seconds: float = 0.0
-    """How long `append` waited, in all, because the queue was full."""
+    """Total seconds that `append` waited because the queue was full."""
     dropped_records: int = 0
-    """Not logged, because the queue was full (when_full="drop")."""
+    """Records not logged because the queue was full (when_full="drop")."""
     dropped_bytes: int = 0
     pace_bytes_per_s: float = 0.0
-    """Raw bytes that the slowest of its log servers took per second lately, while there were any; 0: not known yet."""
+    """Raw bytes per second that the slowest log server acknowledged lately, while it was busy; 0: not known yet."""
 
 
-# A tensor that was computed again is not that of the first time: what it is, in words for the trainer's author.
+# Error message, for the trainer's author, if a recomputed tensor differs from the logged one.
 
 _LOADER = "; is what it comes from registered (session.register(loader=...))?"
 _CAPTURED = "; the step depends on something that is not captured"
@@ -74,7 +74,7 @@ _DIGEST_SHOWN = 4
 
 
 def differs_words(stream: str, key: RecordKey, logged: bytes, computed: bytes, who: str = "") -> str:
-    """`who`: whose computation it was, if not this rank's."""
+    """Returns the message for a recomputed tensor that differs. `who`: the computing rank, if it is another one."""
     by = f"the tensor that {who} computed" if who else "the tensor computed again"
     digests = (
         f"{by} ({computed[:_DIGEST_SHOWN].hex()}) is not the logged one ({logged[:_DIGEST_SHOWN].hex()})"
@@ -101,12 +101,12 @@ def _named(stream: str, key: RecordKey) -> tuple[str, str]:
 
 # A writer's connection to one log server: the threads and gRPC around `LinkCore`.
 #
-# Roles: the writer's worker hands over records (`enqueue`); gRPC's own thread takes the next message out of
-# `_requests`; the link's thread reads the replies, and connects again after any failure. One lock guards the core.
+# Roles: the writer's worker hands over records (`enqueue`); gRPC's own thread takes the next message from
+# `_requests`; the link's thread reads the replies, and reconnects after any failure. One lock guards the core.
 
 
 class Link:
-    """All streams that one writer has on one server."""
+    """Connection of one writer to one server, for all its streams."""
 
     def __init__(
         self,
@@ -138,23 +138,23 @@ class Link:
     # -- the writer's side ----------------------------------------------------------------------------
 
     def enqueue(self, record: Outgoing) -> bool:
-        """False if it need not be sent: it is durable already. It goes out at `wake` at the latest."""
+        """Queues a record, which is sent at the next `wake` at the latest. Returns False if it is already durable."""
         with self._cond:
             return self._core.enqueue(record, time.monotonic())
 
     def wake(self) -> None:
-        """There is something to send, or nothing: all that was handed over goes out."""
+        """Wakes the sending thread, which sends all queued records. Harmless if there are none."""
         with self._cond:
             self._cond.notify_all()
 
     def resume(self, stream: str, acked: int, next_sequence: int) -> None:
-        """(before any record of the stream) Goes on where a writer that was killed has been."""
+        """(before any record of the stream) Continues at the position of a writer that was killed."""
         with self._cond:
             self._core.resume(stream, acked, next_sequence)
             self._cond.notify_all()
 
     def acked(self, stream: str) -> int:
-        """Everything of the stream below this sequence is durable, and its memory is not used any more."""
+        """Returns the sequence below which all records of the stream are durable and their memory is unused."""
         with self._cond:
             return self._core.acked(stream)
 
@@ -168,28 +168,28 @@ class Link:
 
     @property
     def trouble(self) -> str:
-        """Why the last call ended."""
+        """Reason why the last call ended."""
         return self._core.trouble
 
     def pace(self) -> float | None:
-        """Raw bytes per second that it has taken lately; None at its start."""
+        """Returns the raw bytes per second acknowledged lately; None at its start."""
         with self._cond:
             return self._core.meter.pace()
 
     def error(self, patience_s: float) -> SwiftError | None:
-        """What the writer's caller must be told, if anything."""
+        """Returns the error to report to the writer's caller, or None."""
         with self._cond:
             return self._core.error(patience_s, time.monotonic())
 
     def set_generation(self, generation: int, discard: bool) -> int:
-        """Opens all streams again under the generation; gives the bytes freed by ``discard``."""
+        """Reopens all streams under the generation. Returns the bytes freed by ``discard``."""
         with self._cond:
             freed = self._core.set_generation(generation, discard, time.monotonic())
             self._cancel_call()
             return freed
 
     def take_pending(self) -> list[Outgoing]:
-        """Gives what was not acknowledged to the caller, in its order, and sends nothing any more."""
+        """Ends sending. Returns the unacknowledged records, in order."""
         with self._cond:
             self._closed = True
             self._core.end_call()
@@ -265,17 +265,17 @@ class Link:
 
 
 OVERHEAD_BYTES = 512
-"""Of a queued record besides its body, so that empty tensors count too."""
+"""Bytes that a queued record counts for in addition to its body, so that empty tensors count too."""
 
 
 def _framed(server: str, **fields: Any) -> Outgoing:
-    """The copy of a record that goes to a server."""
+    """Returns the copy of a record for one server."""
     return Outgoing(**fields)
 
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """A record in the queue, and what has become of it."""
+    """A record in the queue, and its outcome."""
 
     stream: str
     key: RecordKey
@@ -284,42 +284,41 @@ class Item:
     body: memoryview
     framed: Callable[..., Outgoing] = _framed
     sent_before: Collection[str] = ()
-    """The servers that a writer that was killed has sent it to: it is sent there again whatever they hold."""
+    """Servers that a killed writer has sent it to: it is sent there again whatever they hold."""
     stored_bytes: int = 0
-    """What the codec has made of it."""
+    """Bytes of the body after compression."""
     sent_to: tuple[str, ...] = ()
-    """The servers whose links it was handed to."""
+    """Servers whose links it was handed to."""
     outcome: str = ""
-    """What the worker has made of it: "sent", "copied" (only to servers that lacked it), "equal", "refused"."""
+    """Result of the worker: "sent", "copied" (only to servers that lacked it), "equal" or "refused"."""
 
     @property
     def held_bytes(self) -> int:
-        """What it counts for while it waits, and each of its copies until it is acknowledged."""
+        """Bytes that it counts for while queued, and that each copy counts for until it is acknowledged."""
         return self.body.nbytes + OVERHEAD_BYTES
 
 
 class Observer(Protocol):
-    """Whom a delivery tells what happens, from threads of its own. Nothing is told before the first `put`."""
+    """Listener of a delivery. The delivery's threads call it, never before the first `put`."""
 
     def on_change(self) -> None:
-        """(without the lock) Something was compared, sent or acknowledged, or a call to a server has ended."""
+        """(without the lock) Called when records were compared, sent or acknowledged, or a call to a server ended."""
 
     def on_error(self, error: SwiftError) -> None:
-        """(holding the lock) A record was refused; before anybody can see it in `error`. The first one of a
-        generation."""
+        """(holding the lock) Called for the first refused record of a generation, before `error` shows it."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """A record that the log has, or that is on its way there."""
+    """A record that the log has, or that is being sent to it."""
 
     digest: bytes
     servers: set[str] = field(default_factory=set)
-    """That hold it, or are being sent it."""
+    """Servers that hold it, or that it is being sent to."""
 
 
 class Delivery:
-    """One worker thread, and a link to each of the servers that keep a copy."""
+    """A queue of records with one worker thread, and a link to each of the servers that keep a copy."""
 
     def __init__(
         self,
@@ -334,16 +333,16 @@ class Delivery:
         observer: Observer,
         lock: threading.Condition,
     ) -> None:
-        """The options are those of `swift_ft.log.writer.LogWriter`. ``lock`` guards the queue, and what the writer
-        keeps beside it; whoever waits on it is woken after every change."""
+        """The options are those of `swift_ft.log.writer.LogWriter`. ``lock`` guards the queue and the writer's own
+        state. Threads that wait on it are notified after every change."""
         self._lock = lock
         self.servers = tuple(dict.fromkeys(servers))
-        """Those that keep the streams."""
+        """Servers that keep the streams."""
         self.stats = WriterStats()
         self.held_bytes = 0
-        """What waits, and what is not acknowledged yet, each copy for itself."""
+        """Bytes that are queued or not yet acknowledged, counted per copy."""
         self.patience_s = patience_s
-        """So long a server may acknowledge nothing before that is an error."""
+        """Seconds without an acknowledgement by a server after which that is an error."""
         self._job = job
         self._generation = generation
         self._name = name or job
@@ -361,15 +360,15 @@ class Delivery:
             (lambda stream: fsync.get(stream, "")) if isinstance(fsync, Mapping) else lambda _: fsync
         )
         self.links = {address: self._link(address) for address in self.servers}
-        """By server. Replaced whole."""
-        self._resent = 0  # by links that are gone
+        """Link of each server. The dict is replaced, never modified."""
+        self._resent = 0  # by links that were closed
         self._worker = threading.Thread(target=self._work, name=f"log-writer-{self._name}", daemon=True)
         self._worker.start()
 
     # -- its writer's side ------------------------------------------------------------------------------
 
     def put(self, item: Item) -> None:
-        """At the end of the queue."""
+        """Appends a record to the queue."""
         with self._lock:
             self.held_bytes += item.held_bytes
             self._inbox.append(item)
@@ -377,16 +376,16 @@ class Delivery:
 
     @property
     def handed_over(self) -> bool:
-        """Nothing waits for the worker: what is not acknowledged yet is with the links."""
+        """Returns whether the worker is done: all unacknowledged records are with the links."""
         return not self._inbox and self._working is None
 
     @property
     def error(self) -> SwiftError | None:
-        """Why a record was refused, until the next generation."""
+        """Error of the first refused record, until the next generation."""
         return self._error
 
     def trouble(self, *, may_drop: bool = False) -> SwiftError | None:
-        """What the writer's caller must be told now. ``may_drop``: a log that takes nothing is no reason."""
+        """Returns the error to report to the writer's caller. ``may_drop``: ignores LogUnavailable of the links."""
         if self._error is not None:
             return self._error
         for link in self.links.values():
@@ -410,15 +409,16 @@ class Delivery:
                 record.servers.update([server] if server else self.servers)
 
     def expect_as_others(self, stream: str, server: str) -> None:
-        """One whose copy cannot be asked is taken to hold what others hold: nothing is written over it."""
+        """Assumes that a server whose copy cannot be read holds the same records as the others, so that none of them
+        is written over it."""
         with self._lock:
             for record in self._known.get(stream, {}).values():
                 record.servers.add(server)
 
     def forget_below(self, step: int) -> None:
-        """Keys of older steps will not come again."""
+        """Forgets the keys of older steps, which will not be appended again."""
         with self._lock:
-            # What still waits to be compared keeps what it is compared with.
+            # Keys of records that still wait to be compared are kept.
             waiting = [*self._inbox, *([self._working] if self._working is not None else [])]
             step = min([step, *(item.key.step for item in waiting)])
             for stream, known in self._known.items():
@@ -459,7 +459,7 @@ class Delivery:
         return Link(address, self._job, self._generation, self._name, self.changed, self._fsync)
 
     def _move(self, servers: tuple[str, ...], emptied: Collection[str]) -> list[Link]:
-        """(holding the lock) From now on these servers keep the streams. Gives the old links, to be closed."""
+        """(holding the lock) Switches to these servers. Returns the old links, to be closed."""
         stay = set(servers) - set(emptied)
         gone = [link for address, link in self.links.items() if address not in stay]
         kept = {address: link for address, link in self.links.items() if address in stay}
@@ -476,7 +476,7 @@ class Delivery:
                 self.held_bytes -= pending.held_bytes
                 left.setdefault((pending.stream, pending.key), pending)
         for (stream, key), pending in left.items():
-            # The servers that stay have it, or are being sent it: its key may be forgotten already.
+            # The servers that stay have it, or it is being sent to them. Its key may be forgotten already.
             had = self._known.get(stream, {}).get(key)
             for server in new:
                 if had is None or server not in had.servers:
@@ -486,7 +486,7 @@ class Delivery:
         return gone
 
     def close(self) -> None:
-        """Ends the threads; what was not acknowledged is given up."""
+        """Ends the threads and gives up unacknowledged records."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -497,7 +497,7 @@ class Delivery:
     # -- the background ---------------------------------------------------------------------------------
 
     def changed(self, freed: int = 0) -> None:
-        """(any thread) Counts anew, and tells the observer. ``freed``: bytes that are acknowledged or compared."""
+        """(any thread) Updates the counters and notifies the observer. ``freed``: bytes acknowledged or compared."""
         pace = self._pace()
         with self._lock:
             self.stats.pace_bytes_per_s = pace or self.stats.pace_bytes_per_s
@@ -507,14 +507,14 @@ class Delivery:
         self._observer.on_change()
 
     def refuse(self, error: SwiftError) -> None:
-        """A record cannot be logged: nothing is promised until the next generation."""
+        """Records the error of a refused record, if it is the first one of this generation."""
         with self._lock:
             if self._error is None:
                 self._observer.on_error(error)
                 self._error = error
 
     def _work(self) -> None:
-        """What waits is handed to the links together: it goes out in one message, and comes back in one answer."""
+        """Runs the worker thread. Hands queued records to the links in batches: each is one message and one answer."""
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: bool(self._inbox) or self._closed)
@@ -528,7 +528,7 @@ class Delivery:
             self.changed(freed)
 
     def _waiting(self) -> Iterator[Item]:
-        """What is in the inbox, up to a message's bytes. Each is `_working` until the next one is asked for."""
+        """Yields records of the inbox, up to a message's bytes. Each is `_working` until the next one is requested."""
         size = 0
         while True:
             with self._lock:
@@ -540,20 +540,20 @@ class Delivery:
             yield item
 
     def _work_on(self, item: Item) -> int:
-        """Gives the bytes that are free again."""
+        """Processes a record; an error refuses it. Returns the bytes that it frees in the queue."""
         error: SwiftError
         try:
             return self._take(item)
         except SwiftError as raised:
             error = raised
-        except Exception as raised:  # noqa: BLE001  (whoever appends must not wait for a thread that is gone)
+        except Exception as raised:  # noqa: BLE001  (appending threads must not wait for a dead worker)
             error = ServiceError(f"{item.stream} {item.key} cannot be logged: {raised!r}")
         self.refuse(error)
         item.outcome = "refused"
         return item.held_bytes
 
     def _take(self, item: Item) -> int:
-        """Verifies, sends, or both; gives the bytes that are free again: each copy is counted anew."""
+        """Compares a record, sends it, or both. Returns the bytes that it frees; each copy sent counts separately."""
         digest = digest_of(item.dtype, item.shape, item.body)
         with self._lock:
             logged = self._known.setdefault(item.stream, {}).setdefault(item.key, _Known(digest))
@@ -579,7 +579,7 @@ class Delivery:
             digest=digest,
             held_bytes=item.held_bytes,
         )
-        with self._lock:  # the servers may be others by now
+        with self._lock:  # the servers may have changed meanwhile
             known = self._known.setdefault(item.stream, {}).setdefault(item.key, logged)
             missing = self._missing(item, known)
             copied = bool(known.servers) and not item.sent_before
@@ -587,26 +587,26 @@ class Delivery:
                 self._enqueue(server, framed(server))
             known.servers.update(missing)
             if copied:
-                self.stats.verified += 1  # and one copy is made good
+                self.stats.verified += 1  # and a missing copy is restored
             else:
                 self.stats.records += 1
                 self.stats.bytes += item.body.nbytes
                 self.stats.stored_bytes += item.stored_bytes
             item.sent_to = missing
-            item.outcome = "copied" if copied else "sent"  # last: whoever sees it goes by `sent_to`
+            item.outcome = "copied" if copied else "sent"  # last: a reader that sees it uses `sent_to`
         return item.held_bytes
 
     def _missing(self, item: Item, known: _Known) -> tuple[str, ...]:
-        """The servers that are to be sent it."""
+        """Returns the servers that the record must be sent to."""
         return tuple(s for s in self.servers if s in item.sent_before or s not in known.servers)
 
     def _enqueue(self, server: str, record: Outgoing) -> None:
-        """(holding the lock)"""
+        """(holding the lock) Hands a record to a server's link and counts its bytes."""
         if self.links[server].enqueue(record):
             self.held_bytes += record.held_bytes
 
     def _pace(self) -> float | None:
-        """Of the slowest link: a record is durable when all have it."""
+        """Returns the pace of the slowest link, because a record is durable only when all servers have it."""
         with self._lock:
             links = list(self.links.values())
         return min((pace for pace in (link.pace() for link in links) if pace is not None), default=None)

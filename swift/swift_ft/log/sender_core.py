@@ -1,18 +1,18 @@
-"""What a writer sends to one log server, and what it makes of the answers. No I/O, no clock, no threads.
+"""State machine of a writer's link to one log server: messages to send, and replies. No I/O, no clock, no threads.
 
-A record stays in ``unsent`` or ``sent`` until the server says that it is durable. It gets its sequence when it
-is sent first, and keeps it: that is how the server knows it again. A *call* is one connection's Append; what
-belongs to an older one is ignored.
+A record stays in ``unsent`` or ``sent`` until the server reports that it is durable. It gets its sequence when it is
+first sent, and keeps it, so that the server recognizes a record that is sent again. A *call* is one connection's
+Append; replies and failures of an older call are ignored.
 
 Call sequence (`swift_ft.log.sender` is the shell, and holds a lock around each)::
 
-    resume(stream, ...)                   where a writer that was killed has been
-    enqueue(record)                       what the writer hands over
+    resume(stream, ...)                   position of a writer that was killed
+    enqueue(record)                       records from the writer
     number = begin_call(now)              while may_connect
-    next_message(number)                  until None: what goes out now
-    on_reply(number, reply)               what came back; gives the bytes that are free
-    on_failure(number, reason, ...)       why the call ended; gives the pause before the next one
-    end_call()                            nothing of it counts any more
+    next_message(number)                  until None: messages to send now
+    on_reply(number, reply)               a reply; returns the bytes that it frees
+    on_failure(number, reason, ...)       why the call ended; returns the pause before the next one
+    end_call()                            later replies of this call are ignored
 """
 
 from collections import deque
@@ -26,19 +26,19 @@ from swift_ft.log.protocol import Reason, frames_message
 from swift_ft.log.record import RecordKey, stream_tag
 
 BATCH_BYTES = 1 << 20
-"""Of a message: no more records are added to one that is as large."""
+"""Message size at which no more records are added to it."""
 RETRY_S = 0.05
 FULL_RETRY_S = 0.5
 _NO_ROOM: dict[str, str] = {
     Reason.FULL: "the disk of log server {address} is full",
     Reason.OVER_QUOTA: "log server {address} has no room for job {job}: its quota is full",
 }
-# Refused for what was sent: sending it again would be refused again.
+# Refusals of the record itself: sending it again would be refused again.
 _FATAL = {Reason.CONFLICT, Reason.INVALID, Reason.OVERSIZE}
 
 
 class LinkMeter:
-    """How fast a link has been lately. Windows of WINDOW_S, the newest counts half."""
+    """Recent speed of a link: a moving average over windows of WINDOW_S, where the newest counts half."""
 
     WINDOW_S = 0.5
     _WEIGHT = 0.5
@@ -51,14 +51,14 @@ class LinkMeter:
         self._raw = 0
 
     def busy(self, now_s: float) -> None:
-        """Something waits for its acknowledgement from now on."""
+        """Starts timing: from now on a record waits for its acknowledgement."""
         if self._began is None:
             self._began = now_s
         if self._busy_since is None:
             self._busy_since = now_s
 
     def acked(self, raw: int, now_s: float, *, idle: bool) -> None:
-        """So many raw bytes are acknowledged; ``idle``: nothing waits any more."""
+        """Counts acknowledged raw bytes. ``idle``: no record waits any more."""
         if self._busy_since is None or self._began is None:
             return
         self._raw += raw
@@ -70,18 +70,18 @@ class LinkMeter:
             self._began, self._busy_s, self._raw = now_s, 0.0, 0
 
     def forget_window(self) -> None:
-        """The link was cut: the time since is not its speed."""
+        """Discards the current window after a lost connection, because its time does not measure the speed."""
         self._began = self._busy_since = None
         self._busy_s, self._raw = 0.0, 0
 
     def pace(self) -> float | None:
-        """Raw bytes acknowledged per second while it was busy. None before the first window is full."""
+        """Returns the raw bytes acknowledged per second while it was busy; None before the first window is full."""
         return self._pace
 
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """One record on its way, framed but for sequence and generation."""
+    """One record to send, framed except for sequence and generation."""
 
     stream: str
     key: RecordKey
@@ -93,11 +93,11 @@ class Outgoing:
     body_crc: int
     digest: bytes
     held_bytes: int
-    """What it takes of the writer's queue until it is acknowledged."""
+    """Bytes that it counts for in the writer's queue until it is acknowledged."""
     sequence: int = -1
 
     def header(self, tag: int, generation: int) -> bytes:
-        """The frame's header for one call: `tag` names the stream, `generation` is that of the call."""
+        """Returns the frame's header for one call. `tag`: the stream's. `generation`: the call's."""
         return encode_header(
             FrameHeader(
                 stream_tag=tag,
@@ -128,37 +128,37 @@ class _Stream:
 
 
 class LinkCore:
-    """All streams that one writer has on one server. ``now`` is monotonic seconds."""
+    """State of one writer's streams on one server. ``now`` is monotonic seconds."""
 
     def __init__(
         self, address: str, job: str, generation: int, now: float, fsync: Callable[[str], str]
     ) -> None:
-        """``fsync``: of a stream, one of `swift_ft.log.protocol.Fsync`; empty: as the server says."""
+        """``fsync``: maps a stream to one of `swift_ft.log.protocol.Fsync`; empty: the server's default."""
         self.address = address
         self.resent = 0
         self.pending = 0
-        """Records that are not acknowledged."""
+        """Number of records that are not acknowledged."""
         self.trouble = "it cannot be reached"
-        """Why the last call ended."""
+        """Reason why the last call ended."""
         self.call_number = 0
         self._job = job
         self._generation = generation
         self._fsync = fsync
         self._streams: dict[str, _Stream] = {}
-        self._rest: deque[Bytes] = deque()  # of the record that was begun last: it follows before all else
+        self._rest: deque[Bytes] = deque()  # unsent pieces of the record begun last; sent before all else
         self._rest_of = ("", 0)  # that record's stream and sequence
         self._credit = 0
         self._body_bytes_max = BODY_BYTES_MAX
         self._error: SwiftError | None = None  # until the next generation
-        self._stale = ""  # the server's words, until the next generation
-        self._full = ""  # what has no room, as the last answer had it
+        self._stale = ""  # the server's message, until the next generation
+        self._full = ""  # what has no room, by the last failure
         self._progress_at = now
         self.meter = LinkMeter()
 
     # -- the writer's side ----------------------------------------------------------------------------
 
     def enqueue(self, record: Outgoing, now: float) -> bool:
-        """False if it need not be sent: a writer that was killed has sent it, and it is durable by now."""
+        """Queues a record. Returns False if a killed writer has sent it and it is durable already."""
         stream = self._stream(record.stream)
         if 0 <= record.sequence < stream.acked:
             return False
@@ -176,12 +176,12 @@ class LinkCore:
         return stream
 
     def resume(self, name: str, acked: int, next_sequence: int) -> None:
-        """(before any record of the stream) Goes on where a writer that was killed has been."""
+        """(before any record of the stream) Continues at the position of a writer that was killed."""
         stream = self._stream(name)
         stream.acked, stream.next_sequence = acked, next_sequence
 
     def acked(self, name: str) -> int:
-        """Everything of the stream below this sequence is durable, and its memory is not used any more."""
+        """Returns the sequence below which all records of the stream are durable and their memory is unused."""
         stream = self._streams.get(name)
         if stream is None:
             return 0
@@ -190,7 +190,7 @@ class LinkCore:
         return stream.acked
 
     def take_pending(self) -> list[Outgoing]:
-        """Gives up what was not acknowledged, in its order by stream: others are to have it."""
+        """Removes and returns the unacknowledged records, in order by stream, so that other links can send them."""
         left = [record for stream in self._streams.values() for record in (*stream.sent, *stream.unsent)]
         for stream in self._streams.values():
             stream.sent.clear()
@@ -199,7 +199,7 @@ class LinkCore:
         return left
 
     def error(self, patience_s: float, now: float) -> SwiftError | None:
-        """What the writer's caller must be told, if anything."""
+        """Returns the error to report to the writer's caller, or None."""
         if self._error is not None:
             return self._error
         waited_s = now - self._progress_at
@@ -214,7 +214,7 @@ class LinkCore:
         )
 
     def set_generation(self, generation: int, discard: bool, now: float) -> int:
-        """All streams are opened again under the generation; gives the bytes freed by ``discard``."""
+        """Reopens all streams under the generation. Returns the bytes freed by ``discard``."""
         self._generation = generation
         self._error = None
         self._stale = ""
@@ -227,7 +227,7 @@ class LinkCore:
                 stream.sent.clear()
                 stream.unsent.clear()
                 stream.next_sequence = None
-                stream.acked = 0  # the server has dropped it, and need not have had it any more
+                stream.acked = 0  # the server was reset and need not hold acknowledged records
             self.pending = 0
         self.end_call()
         return freed
@@ -239,7 +239,7 @@ class LinkCore:
         return bool(self._streams) and self._error is None and not self._stale
 
     def begin_call(self, now: float) -> int:
-        """What was sent in an older call and not acknowledged is sent again."""
+        """Begins a call and returns its number. Queues unacknowledged records of older calls to be sent again."""
         self.call_number += 1
         if self.pending:
             self.meter.busy(now)
@@ -257,7 +257,7 @@ class LinkCore:
         self.meter.forget_window()
 
     def next_message(self, number: int) -> bytes | None:
-        """The next AppendRequest, encoded. None: nothing may be sent now."""
+        """Returns the next AppendRequest, encoded, or None if no message may be sent now."""
         if number != self.call_number:
             return None
         opens = []
@@ -313,7 +313,8 @@ class LinkCore:
         )
 
     def on_reply(self, number: int, reply: log_pb2.AppendReply, now: float) -> int:
-        """Gives the bytes that are acknowledged by it. SequenceConflict: the stream is somebody else's."""
+        """Processes a reply. Returns the queue bytes that it frees. Raises SequenceConflict if another writer has
+        written the stream."""
         if number != self.call_number:
             return 0
         self._credit += reply.credit_bytes
@@ -352,7 +353,7 @@ class LinkCore:
         return freed
 
     def on_failure(self, number: int, reason: str, message: str, error: SwiftError) -> float:
-        """Sorts out why a call ended; gives how long to wait before the next one."""
+        """Classifies why a call ended. Returns the seconds to wait before the next one."""
         if number != self.call_number:
             return 0.0
         self.trouble = message
@@ -364,5 +365,5 @@ class LinkCore:
         return FULL_RETRY_S if reason in _NO_ROOM or reason == Reason.CORRUPT else RETRY_S
 
     def on_error(self, error: SwiftError) -> None:
-        """What an answer made clear: nothing more is sent until the next generation."""
+        """Records a fatal error found in a reply. Stops sending until the next generation."""
         self._error = error

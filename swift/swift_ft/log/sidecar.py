@@ -1,15 +1,15 @@
-"""The process beside a trainer that sends to the log what the trainer puts into the ring.
+"""The sidecar: a child process of a trainer that sends the records in the trainer's ring to the log.
 
     (trainer)  SidecarWriter starts ``python -m swift_ft.log.sidecar`` with a socket, the ring and a pidfd of its own
     (main)     reads the ring, hands records to the writer; the writer digests, compares, compresses, sends
-    (control)  answers the trainer's requests; notices that it is gone: then the ring is drained, and that was all
-    (watch)    tells the trainer when something is wrong with the log, and when it is well again
+    (control)  answers the trainer's requests; when the trainer is gone, drains the ring and ends the process
+    (watch)    reports to the trainer when the log has a problem, and when it has recovered
 
-It may be killed at any time. Its successor reads the ring from the tail: records that were given a sequence are sent
-again under the same one, the others are compared with what the servers have. For other servers the trainer kills it.
+It may be killed at any time. Its successor reads the ring from the tail: records that have a sequence are sent again
+under the same one, the others are compared with the servers' records. To change servers, the trainer kills it.
 
-Requests and answers are lines of JSON: ``{"id": 3, "do": "flush", …}``, ``{"id": 3, "error": null}``; unasked
-``{"trouble": …}`` and ``{"room": true}``. What has the number 0 is not answered: nobody reads.
+Requests and answers are lines of JSON: ``{"id": 3, "do": "flush", …}``, ``{"id": 3, "error": null}``; unsolicited
+``{"trouble": …}`` and ``{"room": true}``. Requests with id 0 are not answered.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from swift_ft.log.sender import Delivery, Item
 from swift_ft.log.sender_core import BATCH_BYTES, Outgoing
 from swift_ft.logs import end_process_on_uncaught
 
-# What a trainer and its sidecar say to each other: lines of JSON, drawn in `swift_ft.log.sidecar`.
+# Messages between a trainer and its sidecar: lines of JSON, described in the module's docstring.
 
 _EXPECT_AT_ONCE = 500
 
@@ -62,7 +62,7 @@ def error_to_json(error: SwiftError | None) -> Message | None:
 
 
 def error_from_json(value: Message | None) -> SwiftError | None:
-    """The same class with the same text."""
+    """Returns an error of the same class and text; ServiceError if the class is unknown."""
     if value is None:
         return None
     kind = getattr(errors, value["class"], None)
@@ -72,7 +72,7 @@ def error_from_json(value: Message | None) -> SwiftError | None:
 
 
 def expectations(stream: str, server: str, digests: Mapping[RecordKey, bytes]) -> list[Message]:
-    """Requests of bounded size."""
+    """Returns the "expect" requests for these digests, each of bounded size."""
     out: list[Message] = []
     rest = iter(digests.items())
     while part := list(islice(rest, _EXPECT_AT_ONCE)):
@@ -82,13 +82,14 @@ def expectations(stream: str, server: str, digests: Mapping[RecordKey, bytes]) -
 
 
 class Expectations:
-    """What the servers are known to hold: a sidecar's successor is told too. Its caller holds a lock."""
+    """Records that the servers are known to hold, kept for a sidecar's successor. The caller holds a lock."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], dict[RecordKey, bytes]] = {}
 
     def add(self, stream: str, server: str, digests: Mapping[RecordKey, bytes]) -> None:
-        """RecordCorrupt, as in `LogWriter.expect`: a successor could not even begin with that."""
+        """Adds records of a server. Raises RecordCorrupt as `LogWriter.expect` does, because a successor could not
+        start with contradicting digests."""
         for (other_stream, other), known in self._known.items():
             for key in known.keys() & digests.keys() if other_stream == stream else ():
                 if known[key] != digests[key]:
@@ -99,7 +100,7 @@ class Expectations:
         self._known.setdefault((stream, server), {}).update(digests)
 
     def keep(self, servers: Collection[str]) -> None:
-        """Of the others nothing is expected any more."""
+        """Forgets the records of all other servers."""
         self._known = {where: known for where, known in self._known.items() if where[1] in servers}
 
     def forget_below(self, step: int) -> None:
@@ -120,12 +121,12 @@ class Expectations:
         ]
 
 
-# The lease of a trainer that cannot speak for itself, kept by the process beside it.
+# The lease of a trainer that cannot send heartbeats, renewed by its sidecar.
 #
-# A C extension that does not give the GIL up, or one long operation of Python, keeps all threads of a trainer quiet,
-# the one that renews its lease among them. Nothing has failed then. So the sidecar tells the coordinator as well, for
-# as long as the trainer's process is there and is not stopped. The coordinator believes that for a while only
-# (`Timing.kept_s`), and whether steps get on is seen elsewhere.
+# A C extension that does not release the GIL, or one long operation of Python, blocks all threads of a trainer,
+# including the one that renews its lease. The trainer has not failed then. So the sidecar sends heartbeats as well, as
+# long as the trainer's process exists and is not stopped. The coordinator accepts them for a limited time only
+# (`Timing.kept_s`). Whether steps make progress is checked elsewhere.
 
 _CALL_S = 2.0
 _OPTIONS = (
@@ -137,7 +138,7 @@ _NOT_RUNNING = "TtZX"  # as /proc/PID/stat has it: stopped, traced, dead
 
 
 def is_running(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Whether that process may do something: it waits, or computes. One that was stopped does neither."""
+    """Returns whether that process exists and is not stopped, traced or dead."""
     try:
         stat = (proc / str(pid) / "stat").read_bytes()
     except OSError:
@@ -146,11 +147,11 @@ def is_running(pid: int, proc: Path = Path("/proc")) -> bool:
 
 
 class LeaseKeeper:
-    """(sidecar) A thread that says every `interval_s` that the trainer lives; it ends with the trainer, or when the
-    trainer does not hold its rank any more."""
+    """(sidecar) A thread that sends a heartbeat for the trainer every `interval_s`. It ends with the trainer, or when
+    the trainer no longer holds its rank."""
 
     def __init__(self, job: str, lease: Mapping[str, Any], trainer: int) -> None:
-        """`lease`: coordinator, rank, incarnation, pid, interval_s. `trainer`: its pidfd."""
+        """`lease`: coordinator, rank, incarnation, pid, interval_s. `trainer`: the trainer's pidfd."""
         self._trainer = trainer
         self._pid: int = lease["pid"]
         self._interval_s: float = lease["interval_s"]
@@ -173,12 +174,12 @@ class LeaseKeeper:
         try:
             self._stub.Heartbeat(self._beat, timeout=_CALL_S)
         except grpc.RpcError as error:
-            # Whatever else it is: the trainer says so itself, and the next beat tries again.
+            # Other errors are reported by the trainer itself, and the next heartbeat tries again.
             return cast("grpc.Call", error).code() == grpc.StatusCode.FAILED_PRECONDITION
         return False
 
 
-# The writer of a sidecar: its queue is the ring that the trainer fills, and what is acknowledged leaves it.
+# The writer of a sidecar. Its queue is the ring that the trainer fills; acknowledged records leave the ring.
 
 GATHER_S = 0.25
 """Batching window: a record waits at most this long for others of its step, because sending each alone wakes ten
@@ -190,7 +191,7 @@ _RETRY_S = 0.1
 
 
 class _Placed(Outgoing):
-    """A record whose sequence stands in the ring, before it is sent: a successor must give it the same one."""
+    """A record whose sequence is stored in the ring before it is sent, so that a successor uses the same one."""
 
     def __init__(self, entry: RingEntry, copy: int, **fields: Any) -> None:
         self._entry = entry
@@ -207,10 +208,9 @@ class _Placed(Outgoing):
 
 
 class RingWriter:
-    """Hands what is in the ring to a `Delivery`, and moves the ring's tail behind what all servers have.
+    """Hands the ring's records to a `Delivery`, and advances the ring's tail past records that all servers have.
 
-    Its methods are called by the sidecar's threads; the delivery tells it of changes by ``on_change`` and
-    ``on_error``.
+    The sidecar's threads call its methods. The delivery reports changes by ``on_change`` and ``on_error``.
     """
 
     def __init__(
@@ -229,9 +229,9 @@ class RingWriter:
         patience_s: float = PATIENCE_S,
         name: str = "",
     ) -> None:
-        """``tell`` sends a message to the trainer; it may be gone. ``dropped``: see `discard`; a predecessor has not
-        done it, and what it left must not be claimed under the new generation. ``over``: nothing more is tried.
-        ``servers``: address -> its number, another one each time that it has come."""
+        """``tell`` sends a message to the trainer, which may be gone. ``dropped``: position of a `discard` that a
+        predecessor has not finished; the records it left must not be sent under the new generation. ``over``: returns
+        whether to stop retrying. ``servers``: address -> number; a server gets a new number each time it is added."""
         self._memory = memory
         self._over = over
         self._consumer = Consumer(memory, wake)
@@ -239,8 +239,8 @@ class RingWriter:
         self._pumping = threading.Lock()
         self._sweeping = threading.Lock()
         self._outstanding: deque[tuple[int, RingEntry | None, Item | None]] = deque()
-        self._calling = threading.Event()  # somebody wants `_pumping`
-        self._wanted = 0  # up to this position somebody waits
+        self._calling = threading.Event()  # another thread waits for `_pumping`
+        self._wanted = 0  # a thread waits for the records below this position
         self._asking: SwiftError | None = None
         self._names = [memory.stream(index) for index in range(STREAMS_MAX)]
         self._floor = 0
@@ -264,17 +264,18 @@ class RingWriter:
             observer=self,
             lock=self._lock,
         )
-        """What is behind the ring."""
+        """Threads that process the ring's records."""
         self._floor_at_start = min([memory.load(Word.FLOOR), *(entry.key.step for entry in held)])
         given = [self._resume(address, copy, held) for address, copy in self._copies.items()]
         resumed = memory.load(Word.TAIL) > 0 or any(given)
         self._unlearned = {
             name: list(servers) for name in (self._names if resumed else ()) if name
-        }  # what a predecessor may have sent something of, and which servers are to say it
-        self._damaged: dict[str, list[str]] = {}  # those that cannot
+        }  # streams of which a predecessor may have sent records -> servers still to be asked for them
+        self._damaged: dict[str, list[str]] = {}  # stream -> servers whose copy is damaged
 
     def _resume(self, server: str, copy: int, held: Sequence[RingEntry]) -> bool:
-        """Puts the streams where a predecessor left them; whether it has sent anything that is still in the ring."""
+        """Restores the streams' positions on a server from the ring. Returns whether a predecessor has sent records
+        that are still in the ring."""
         given: dict[int, list[int]] = {}
         for entry in held:
             if entry.sequence(copy) >= 0:
@@ -282,7 +283,7 @@ class RingWriter:
         for index, name in enumerate(self._names):
             acked, sequences = self._memory.acked(index, copy), given.get(index, [])
             if name and (acked >= 0 or sequences):
-                if acked < 0:  # nothing of it has left the ring: it was opened at the first of these
+                if acked < 0:  # no record of it has left the ring: it was opened at the first of these
                     acked = sequences[0]
                 following = max([acked, *(sequence + 1 for sequence in sequences)])
                 self.delivery.links[server].resume(name, acked, following)
@@ -291,13 +292,13 @@ class RingWriter:
     # -- main -----------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Hands over what is in the ring, then sleeps until there is more, or for a moment."""
+        """Hands the ring's records to the delivery, then sleeps until there are more, at most `_SLEEP_S`."""
         if self._consumer.unread:
             self._gather()
         with self._pumping:
             while not self._calling.is_set() and self._take_next():
                 pass
-            # What the trainer had put in before, copied or not, is still compared.
+            # Records that the trainer had put in before, copied or not, are still compared.
             floor = self._memory.load(Word.FLOOR)
             if floor > self._floor and self._consumer.position >= self._memory.load(Word.FLOOR_AT):
                 self.delivery.forget_below(floor)
@@ -305,19 +306,19 @@ class RingWriter:
         self._consumer.sleep(_SLEEP_S)
 
     def _gather(self) -> None:
-        """Waits for the rest of a step's records, unless there is much already or somebody waits for what there is."""
+        """Waits for the rest of a step's records, unless there is enough for a message or a thread waits for them."""
         load, consumer = self._memory.load, self._consumer
         enough = min(BATCH_BYTES, self._memory.capacity // 4)
         until = time.monotonic() + GATHER_S
         while not (load(Word.URGENT) or load(Word.PRODUCER_WAITS)):
-            # The floor is moved at the end of a step: what lies below that place is of one that is done.
+            # The floor moves at the end of a step: records below that position belong to a finished step.
             wanted = max(self._wanted, load(Word.FLOOR_AT))
             if consumer.position < wanted or consumer.unread >= enough or time.monotonic() > until:
                 return
             consumer.nap(_NAP_S)
 
     def want(self, position: int) -> None:
-        """(any thread) Somebody waits for what lies below: nothing more is gathered in front of it."""
+        """(any thread) Ends batching for the records below the position, because the caller waits for them."""
         self._wanted = max(self._wanted, position)
         self._consumer.wake()
 
@@ -333,7 +334,7 @@ class RingWriter:
             return True
         stream = self._names[entry.index] = self._names[entry.index] or self._memory.stream(entry.index)
         if stream in self._unlearned and not self._learn(stream):
-            self._consumer.position = before  # somebody wants something first
+            self._consumer.position = before  # taken again later, after the waiting thread
             return False
         item = Item(stream, entry.key, entry.dtype, entry.shape, entry.body)
         item.framed = functools.partial(self._placed, entry)
@@ -347,9 +348,10 @@ class RingWriter:
         return _Placed(entry, self._copies[server], **fields)
 
     def _learn(self, stream: str) -> bool:
-        """What a predecessor knew to be in the log, the servers are asked for. False: they have to be asked again.
+        """Asks the servers which records of the stream they hold. Returns False if it was interrupted before all of
+        them answered: call again.
 
-        One whose copy is damaged is taken to hold what another one holds: nothing is written over what may be there.
+        A server whose copy is damaged is assumed to hold the records of another one, so that none is written over.
         """
         reader = LogReader(self.delivery.servers, self._job)
         began = time.monotonic()
@@ -365,7 +367,7 @@ class RingWriter:
                 except SwiftError as error:
                     floor = self._memory.load(Word.FLOOR)
                     if isinstance(error, RecordTrimmed) and from_step < floor:
-                        from_step = floor  # the older ones are not asked for any more
+                        from_step = floor  # older steps are no longer needed
                         continue
                     if isinstance(error, RecordCorrupt) and len(damaged) + 1 < len(self.delivery.servers):
                         damaged.append(left.pop(0))
@@ -393,16 +395,16 @@ class RingWriter:
         finally:
             reader.close()
 
-    # -- what leaves the ring --------------------------------------------------------------------------
+    # -- records leaving the ring ----------------------------------------------------------------------
 
     def on_error(self, error: SwiftError) -> None:
-        """(holding the lock) Before the record leaves the ring: if this process is killed, the trainer knows. And at
-        once with what is kept here: a trainer that knows begins a new generation, in which the error must not come up
-        again."""
+        """(holding the lock) Reports the error to the trainer. This happens before the record leaves the ring, so that
+        the trainer knows even if this process is killed. It happens under the lock that stores the error here: the
+        trainer then begins a new generation, in which the error must not come up again."""
         self._tell({"trouble": error_to_json(error), "final": True})
 
     def on_change(self) -> None:
-        """Something is acknowledged, perhaps: it leaves the ring."""
+        """Removes acknowledged records from the ring, and notifies waiting threads and the trainer."""
         stats = self.delivery.stats
         with self._sweeping:
             self._memory.store(Word.RESENT, self._resent_before + stats.resent)
@@ -414,18 +416,19 @@ class RingWriter:
             self._tell({"room": True})
 
     def publish_acknowledged(self) -> None:
-        """A record of several messages may be acknowledged before its last one is sent: nobody tells of it then."""
+        """Rechecks acknowledgements, because a record of several messages may be acknowledged before its last message
+        is sent, and no other event follows."""
         self.delivery.changed()
 
     def _sweep(self) -> bool:
-        """Moves the tail behind what is acknowledged. True if the trainer waits for that."""
+        """Advances the tail past acknowledged records. Returns whether the trainer waits for room."""
         acked: dict[tuple[str, str], int] = {}
         position, records, size, stored, verified = -1, 0, 0, 0, 0
         while self._outstanding:
             end, entry, item = self._outstanding[0]
             if entry is not None and item is not None:
                 if not item.outcome:
-                    break  # it may be durable already, if a predecessor has sent it, but the worker reads it
+                    break  # may be durable already, if a predecessor has sent it, but the worker still reads it
                 if not all(self._is_durable(entry, item.stream, server, acked) for server in item.sent_to):
                     break
                 verified += item.outcome in ("equal", "copied")
@@ -439,7 +442,7 @@ class RingWriter:
     def _is_durable(
         self, entry: RingEntry, stream: str, server: str, acked: dict[tuple[str, str], int]
     ) -> bool:
-        """On that server. ``acked``: what was found out about streams in this sweep."""
+        """Returns whether the record is durable on that server. ``acked``: cache of this sweep."""
         copy, memory = self._copies[server], self._memory
         sequence = entry.sequence(copy)
         if (stream, server) not in acked:
@@ -451,15 +454,15 @@ class RingWriter:
     # -- control --------------------------------------------------------------------------------------
 
     def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str) -> None:
-        """What a server holds of a stream."""
+        """Declares the records that a server holds of a stream."""
         self.delivery.expect(stream, digests, server)
 
     def set_generation(self, generation: int) -> None:
-        """Streams are opened again under it, what was not acknowledged is sent again, errors are forgotten."""
+        """Reopens the streams under the generation, resends unacknowledged records, and clears errors."""
         self.delivery.set_generation(generation)
 
     def discard(self, generation: int, upto: int) -> None:
-        """`restart`: everything below the position is dropped."""
+        """(request `restart`) Begins the generation with an empty log and drops all records below the position."""
         self._calling.set()
         try:
             with self._pumping:
@@ -475,7 +478,7 @@ class RingWriter:
         self._tell({"room": True})
 
     def _drop(self, upto: int) -> None:
-        """The server was reset: it need not have what it has acknowledged."""
+        """Drops records below the position and all acknowledgements: the servers were reset and need not hold them."""
         self._outstanding.clear()
         for index in range(STREAMS_MAX):
             for copy in range(COPIES_MAX):
@@ -484,16 +487,16 @@ class RingWriter:
         self._consumer.release(self._consumer.position)
 
     def trouble(self) -> SwiftError | None:
-        """What the trainer must be told now."""
+        """Returns the error to report to the trainer now, or None."""
         return self.delivery.error or self._asking or self.delivery.trouble()
 
     def flush_to(self, upto: int, timeout_s: float) -> None:
-        """`flush`: returns when everything below the position has left the ring. Raises ServiceError if that takes
-        too long, and what ails the log."""
+        """(request `flush`) Waits until everything below the position has left the ring. Raises ServiceError after
+        `timeout_s`, and the error of `trouble`."""
         deadline = time.monotonic() + timeout_s
         self.want(upto)
         while True:
-            # Looked at first: what goes wrong is said before it leaves.
+            # The tail is read first, because an error is recorded before its record leaves the ring.
             tail = self._memory.load(Word.TAIL)
             error = self.trouble()
             if error is not None:
@@ -511,23 +514,23 @@ class RingWriter:
                     self._lock.wait(min(left, _SLEEP_S))
 
     def drained(self) -> bool:
-        """(the trainer is gone) Whether there is nothing that could still be done."""
+        """(the trainer is gone) Returns whether to end: the ring is empty, or its records cannot be sent any more."""
         if self._memory.load(Word.TAIL) == self._memory.load(Word.HEAD) or self.delivery.error is not None:
             return True
         return any(isinstance(link.error(0.0), StaleGeneration) for link in self.delivery.links.values())
 
 
 DRAIN_S = 10.0
-"""How long a sidecar outlives its trainer at most, but for a call that has begun."""
+"""Maximum seconds that a sidecar outlives its trainer, except for a call in progress."""
 
 NEVER_REACHED = 1 << 62
 
 
 class Sidecar:
-    """The process."""
+    """The sidecar process: its threads, and its connection to the trainer."""
 
     def __init__(self, line: socket.socket, memory: Memory, wake: int, trainer: int) -> None:
-        """``trainer``: a pidfd. A process that the trainer has forked may keep the socket open."""
+        """``trainer``: a pidfd, because a process forked by the trainer may keep the socket open."""
         self._line = line
         self._memory = memory
         self._wake = wake
@@ -542,13 +545,13 @@ class Sidecar:
         self._writer: RingWriter | None = None
 
     def run(self) -> None:
-        """Returns when the trainer is gone and the ring is drained, or when the trainer said that it is over."""
+        """Runs the main loop. Returns when the trainer is gone and the ring is drained or `DRAIN_S` is over."""
         threading.Thread(target=self._control, name="control", daemon=True).start()
         threading.Thread(target=self._memory.populate, name="populate", daemon=True).start()
         self._begun.wait()
         writer = self._writer
         if writer is None:
-            return  # the trainer was gone before it said what to do
+            return  # the trainer was gone before it sent "begin"
         threading.Thread(target=self._watch, args=(writer,), name="watch", daemon=True).start()
         while not self._gone.is_set() or not (writer.drained() or self._over()):
             writer.pump()
@@ -557,7 +560,7 @@ class Sidecar:
         return time.monotonic() > self._until
 
     def _leave(self) -> None:
-        """The trainer is gone."""
+        """Starts the drain: the trainer is gone."""
         if not self._gone.is_set():
             self._until = time.monotonic() + self._drain_s
             self._gone.set()
@@ -592,7 +595,7 @@ class Sidecar:
             self._answer(request, error)
 
     def _lines(self) -> Iterator[bytes]:
-        """Until the trainer is gone, or closes the line."""
+        """Yields the trainer's messages until it is gone or closes the socket."""
         poll = select.poll()
         poll.register(self._line, select.POLLIN)
         poll.register(self._trainer, select.POLLIN)
@@ -600,7 +603,7 @@ class Sidecar:
         while True:
             ready = dict(poll.poll())
             if self._line.fileno() not in ready:
-                return  # the trainer has ended, and everything that it said was read
+                return  # the trainer has ended, and all its messages were read
             try:
                 part = self._line.recv(1 << 16)
             except OSError:
@@ -649,7 +652,7 @@ class Sidecar:
             writer.discard(request["generation"], request["upto"])
             self._told = None
         elif do == "close":
-            os._exit(0)  # what is not acknowledged is given up
+            os._exit(0)  # unacknowledged records are given up
         else:
             raise ServiceError(f"the log's sidecar does not know {do!r}")
 
@@ -665,7 +668,7 @@ class Sidecar:
     def _answer(self, request: Message, error: SwiftError | None) -> None:
         if request["id"]:
             self.tell({"id": request["id"], "error": error_to_json(error)})
-        elif error is not None:  # it was not even begun
+        elif error is not None:  # the sidecar could not start
             self.tell({"failed": str(error)})
             os._exit(1)
 
@@ -673,7 +676,7 @@ class Sidecar:
 
     def _watch(self, writer: RingWriter) -> None:
         while not self._gone.is_set():
-            with self._judging:  # no verdict about a generation that is over by the time it is told
+            with self._judging:  # a report about a generation must be sent before the next generation begins
                 error = writer.trouble()
                 if type(error) is not type(self._told):
                     self._told = error
@@ -690,15 +693,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("socket", "ring", "wake", "trainer"):
         parser.add_argument(f"--{name}", type=int, required=True, metavar="FD")
     given = parser.parse_args(arguments)
-    # The end of the trainer ends it, and nothing that is said to a whole group or container does before.
+    # Only the end of the trainer ends it. Signals to the whole process group or container must not.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sidecar = Sidecar(socket.socket(fileno=given.socket), Memory(given.ring), given.wake, given.trainer)
     keep_freed_memory()
-    # Said to the trainer, which starts another one: our output goes nowhere.
+    # An uncaught error is reported to the trainer, which starts another sidecar: our stderr is /dev/null.
     end_process_on_uncaught(lambda error: sidecar.tell({"failed": f"{type(error).__name__}: {error}"}), 1)
     sidecar.run()
-    os._exit(0)  # gRPC's threads may be in the middle of something
+    os._exit(0)  # gRPC's threads may still be running
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a session writes its log with: one protocol, the two writers behind it, and the choice between them."""
+"""The writing end of the log for a session: the `Writer` protocol, its sidecar implementation, and `open_writer`."""
 
 import contextlib
 import json
@@ -32,27 +32,27 @@ from swift_ft.log.sender import WriterStats
 from swift_ft.log.sidecar import Expectations, Message, error_from_json, expectations, is_running
 from swift_ft.log.writer import NOBODY, Borrower, Lending, LogWriter, check_options, check_record
 
-# Starts the process of a sidecar, holds the line to it, and ends one that somebody has stopped.
+# Starts a sidecar process, holds the connection to it, and kills one that stays stopped.
 
 STOPPED_S = 3.0
-"""Whoever was stopped (SIGSTOP, a debugger) and is not continued by then is ended: a recovery waits for its answer."""
+"""Seconds after which a stopped sidecar (SIGSTOP, a debugger) is killed, because a recovery waits for its answer."""
 
 
 class Line:
-    """Our end of the line to a sidecar. Nobody who says something waits: one that was stopped reads nothing, and what
-    it is told may be more than a socket takes. A thread sends the rest."""
+    """The trainer's end of the connection to a sidecar. Sending never blocks: a stopped sidecar does not read, and the
+    messages may exceed the socket's buffer. A thread sends what the socket does not accept at once."""
 
     def __init__(self, ours: socket.socket) -> None:
-        """RuntimeError: no thread can be started."""
+        """Raises RuntimeError if no thread can be started."""
         self._socket = ours
         self._changed = threading.Condition()
         self._left: deque[bytes] = deque()
-        """The first one is being sent."""
+        """Unsent data, in order. The thread is sending the first entry."""
         self._closed = False
         threading.Thread(target=self._send, name="log-sidecar-line", daemon=True).start()
 
     def put(self, data: bytes) -> None:
-        """(any thread) Sent in this order; to one that is dead, nothing is."""
+        """(any thread) Sends data, in the order of the calls. Data for a dead sidecar is discarded."""
         with self._changed:
             if not self._left:
                 data = data[self._taken_at_once(data) :]
@@ -61,11 +61,11 @@ class Line:
                 self._changed.notify()
 
     def heard(self) -> BinaryIO:
-        """What the sidecar says, to be read by one thread."""
+        """Returns the stream of the sidecar's messages, to be read by one thread."""
         return self._socket.makefile("rb")
 
     def close(self) -> None:
-        """Nothing is sent any more."""
+        """Ends sending and closes the socket."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -88,14 +88,14 @@ class Line:
                 if self._closed:
                     return
                 data = self._left[0]
-            with contextlib.suppress(OSError):  # it is dead: what is left fails as well
+            with contextlib.suppress(OSError):  # it is dead: the remaining data fails as well
                 self._socket.sendall(data)
             with self._changed:
                 self._left.popleft()
 
 
 def spawn(module: str, ring: int, wake: int) -> "tuple[subprocess.Popen[bytes], Line]":
-    """The process of that program, and the line to it. ``ring``, ``wake``: file descriptors."""
+    """Starts `module` as a process. Returns it and the connection to it. ``ring``, ``wake``: file descriptors."""
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     with contextlib.ExitStack() as stack:
         ours, theirs = socket.socketpair()
@@ -112,12 +112,12 @@ def spawn(module: str, ring: int, wake: int) -> "tuple[subprocess.Popen[bytes], 
                 *(sys.executable, "-P", "-m", module),
                 *(word for name, fd in fds.items() for word in (f"--{name}", str(fd))),
             ],
-            # It may live longer than this process: nobody must wait for the end of our output on its account.
+            # It may outlive this process: a reader of our output must not wait for the sidecar to close it.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=tuple(fds.values()),
-            start_new_session=True,  # a signal to our group is not for it
+            start_new_session=True,  # signals to our process group must not reach it
             env={**os.environ, "PYTHONPATH": ":".join(filter(None, paths))},
         )
         failed.pop_all()
@@ -125,11 +125,12 @@ def spawn(module: str, ring: int, wake: int) -> "tuple[subprocess.Popen[bytes], 
 
 
 class Stopped:
-    """(whoever waits for a sidecar) ``check`` again and again: one that stays stopped is killed, as any may be."""
+    """Detector of a stopped sidecar. A caller that waits for the sidecar polls ``check``, which kills a sidecar that
+    stays stopped for `STOPPED_S`. A sidecar may be killed at any time."""
 
     def __init__(self) -> None:
         self._since: tuple[int, float] | None = None
-        """Which process was found stopped, and when."""
+        """Process that was found stopped, and the time."""
 
     def check(self, process: "subprocess.Popen[bytes]") -> None:
         now = time.monotonic()
@@ -141,21 +142,22 @@ class Stopped:
             process.kill()
 
 
-# Keeps a sidecar working at a trainer's ring: starts it, asks it, and replaces one that dies.
+# Keeps a sidecar running for a trainer's ring: starts it, sends it requests, and replaces one that dies.
 #
-# A sidecar that dies is replaced by another one, which goes on with the same ring and is told again what its
-# predecessor was: the servers, what they are known to hold, requests without an answer. So it is, on purpose, when a
-# new generation brings other servers.
+# The successor of a dead sidecar continues with the same ring. It is sent the servers, the records that they are known
+# to hold, and the requests without an answer. A sidecar is killed and replaced on purpose when a new generation has
+# other servers.
 
 ENV_OFF = "SWIFT_NO_SIDECAR"
-"""Set to 1: records are sent by threads of the trainer's own process."""
+"""Environment variable. If it is 1, threads of the trainer's own process send the records."""
 ANSWER_S = 60.0
 POLL_S = 0.25
 _RESTARTS_MAX, _RESTARTS_WITHIN_S = 5, 10.0
 
 
 class SidecarSupervisor:
-    """(any thread of the trainer) its calls; (a thread of its own) what the sidecar says, and its end."""
+    """Owner of a trainer's sidecar. Its methods may be called by any thread of the trainer. A thread of its own reads
+    the sidecar's messages and notices its death."""
 
     def __init__(
         self,
@@ -167,8 +169,8 @@ class SidecarSupervisor:
         begin: Message,
         refused: Callable[[SwiftError], None],
     ) -> None:
-        """`module`: the program that is started. `ring`, `wake`: file descriptors. `begin`: what every sidecar of this
-        ring is told first. `refused(error)` is called, by another thread, with an error that no successor can mend."""
+        """`module`: the program to start. `ring`, `wake`: file descriptors. `begin`: the first message to every sidecar
+        of this ring. `refused(error)` is called, by another thread, with an error that no successor can repair."""
         self._module = module
         self._ring, self._wake = ring, wake
         self._begin = begin
@@ -176,21 +178,21 @@ class SidecarSupervisor:
         self.generation = generation
         self.restarts = self._coming = self._number = 0
         self._servers: dict[str, int] = {}
-        """Those that keep the streams -> their numbers in the ring (`swift_ft.log.ring.Memory.assign`)."""
+        """Log servers that keep the streams -> their numbers in the ring (`swift_ft.log.ring.Memory.assign`)."""
         self._renumber(servers)
         self.changed = threading.Condition()
-        """Notified when the sidecar has said anything, or another one has taken its place."""
+        """Notified after every message of the sidecar, and when a successor has replaced it."""
         self._replacing = threading.Lock()
-        self._dead: SwiftError | None = None  # there is no sidecar, and there will be none
+        self._dead: SwiftError | None = None  # set once there is no sidecar and none will be started
         self._error: SwiftError | None = None  # until the next generation
-        self._trouble: SwiftError | None = None  # until the sidecar says otherwise
+        self._trouble: SwiftError | None = None  # until the sidecar reports otherwise
         self._interrupted = self._closed = False
         self._last_words = ""
         self._waiting: dict[int, Message] = {}  # requests without an answer
         self._answers: dict[int, SwiftError | None] = {}
         self._expected = Expectations()
         self._deaths: deque[float] = deque()
-        self._moving = False  # the sidecar was ended on purpose
+        self._moving = False  # the sidecar was killed on purpose
         self._stopped = Stopped()
         self._start()
         name = begin["name"] or begin["job"]
@@ -203,12 +205,12 @@ class SidecarSupervisor:
 
     @property
     def pid(self) -> int:
-        """Of the sidecar."""
+        """Process id of the sidecar."""
         return self._process.pid
 
     def raise_pending(self, may_drop: bool = False) -> None:
-        """``may_drop``: a log that takes nothing is no reason. Raises ServiceError once the writer is closed,
-        LogInterrupted while a new generation is formed, and what ails the log."""
+        """Raises ServiceError once the writer is closed, LogInterrupted while a new generation is formed, and the log's
+        pending error. ``may_drop``: ignores LogUnavailable that the sidecar reports as trouble."""
         if self._closed:
             raise ServiceError("this log writer is closed")
         if self._interrupted:
@@ -219,20 +221,21 @@ class SidecarSupervisor:
             raise error
 
     def expect(self, stream: str, server: str, digests: Mapping[RecordKey, bytes]) -> None:
-        """As `LogWriter.expect`; `server` empty: of each."""
+        """As `LogWriter.expect`. `server` empty: every server."""
         for holder in [server] if server else list(self._servers):
-            with self.changed:  # a successor of the sidecar is told too
+            with self.changed:  # recorded for a successor of the sidecar
                 self._expected.add(stream, holder, digests)
             for message in expectations(stream, holder, digests):
                 self._request(message)
 
     def forget_below(self, step: int) -> None:
-        """What waits in the ring may still be compared, by a successor: it asks the server."""
+        """Forgets expectations of older steps. A successor that still compares such records asks the servers."""
         with self.changed:
             self._expected.forget_below(step)
 
     def flush(self, upto: int, timeout_s: float) -> None:
-        """What the ring holds below this position is acknowledged."""
+        """Waits until everything in the ring below this position is acknowledged. Raises ServiceError after
+        `timeout_s`, and the errors of `raise_pending`."""
         with self.changed:
             self.raise_pending()
         self._request(
@@ -240,7 +243,7 @@ class SidecarSupervisor:
         )
 
     def await_ready(self) -> None:
-        """Returns once the sidecar works."""
+        """Waits until the sidecar works."""
         self._request({"do": "go"})
 
     def interrupt(self) -> None:
@@ -256,7 +259,7 @@ class SidecarSupervisor:
         self._enter(generation, {"do": "set_generation", "generation": generation})
 
     def restart(self, generation: int, upto: int) -> None:
-        """As `LogWriter.restart`; what the ring holds below `upto` is dropped."""
+        """As `LogWriter.restart`. Drops the ring's records below `upto`."""
         with self.changed:
             if self._closed:
                 self.raise_pending()
@@ -264,7 +267,8 @@ class SidecarSupervisor:
         self._enter(generation, {"do": "restart", "generation": generation, "upto": upto})
 
     def _move(self, generation: int, servers: Sequence[str], emptied: Collection[str]) -> None:
-        """The sidecar's successor begins with these servers; what the ring holds is sent to those that lack it."""
+        """Kills the sidecar, so that its successor begins with these servers. The successor sends the ring's records to
+        the servers that lack them."""
         with self._replacing:
             with self.changed:
                 if self._closed:
@@ -274,7 +278,7 @@ class SidecarSupervisor:
                 self._expected.keep(self._servers.keys() - emptied)
             self._moving = True
             self._process.kill()
-            self._process.wait()  # it answers nothing any more
+            self._process.wait()  # it sends no answers after this
 
     def _renumber(self, servers: Sequence[str], emptied: Collection[str] = ()) -> None:
         if len(set(servers)) > COPIES_MAX:
@@ -290,12 +294,12 @@ class SidecarSupervisor:
         if generation < self.generation:
             raise UsageError(f"generation {generation} is older than {self.generation}")
         with self.changed:
-            self.generation = generation  # of a successor of the sidecar, too
+            self.generation = generation  # also used for a successor of the sidecar
             self._interrupted = False
             self._request(message)
 
     def close(self) -> None:
-        """The sidecar has ended when this returns."""
+        """Ends the sidecar and waits for its exit."""
         with self._replacing, self.changed:
             self._closed = True
             self.changed.notify_all()
@@ -314,7 +318,7 @@ class SidecarSupervisor:
         except (OSError, RuntimeError) as error:  # no process, or no thread
             raise ServiceError(f"the log's sidecar cannot be started: {error}") from None
         with self.changed:
-            self._line = line  # within the lock: nobody's request may come before the beginning
+            self._line = line  # within the lock: no request may be sent before "begin"
             again = self._waiting.values()
             dropped = max((request["upto"] for request in again if request["do"] == "restart"), default=None)
             first = {"do": "begin", "generation": self.generation, "dropped": dropped, **self._begin}
@@ -326,11 +330,12 @@ class SidecarSupervisor:
         )
 
     def _send(self, message: Message) -> None:
-        """Waits for nothing. If the sidecar is dead, `_listen` says it again to its successor."""
+        """Sends a message without blocking. If the sidecar is dead, `_replace` resends requests to its successor."""
         self._line.put(json.dumps(message).encode() + b"\n")
 
     def _request(self, message: Message, timeout_s: float = ANSWER_S, callable_off: bool = False) -> None:
-        """Raises what the sidecar answers."""
+        """Sends a request and waits for its answer. Raises the error in the answer, and LogUnavailable after
+        `timeout_s`. `callable_off`: raises pending errors of the log as well, instead of waiting."""
         deadline = time.monotonic() + timeout_s
         with self.changed:
             self._number += 1
@@ -345,7 +350,7 @@ class SidecarSupervisor:
                         raise self._dead
                     if time.monotonic() > deadline:
                         raise LogUnavailable(f"the log's sidecar does not answer within {timeout_s:g} s")
-                    self._stopped.check(self._process)  # its successor is asked again
+                    self._stopped.check(self._process)  # if killed, its successor gets the request again
                     self.changed.wait(POLL_S)
                 error = self._answers.pop(number)
             finally:
@@ -365,7 +370,7 @@ class SidecarSupervisor:
             with self._replacing:
                 if self._closed:
                     return
-                self._process.kill()  # it may only have lost its socket: there must never be two
+                self._process.kill()  # it may have lost only its socket, and there must never be two sidecars
                 self._process.wait()
                 self._line.close()
                 problem = self._replace()
@@ -376,7 +381,8 @@ class SidecarSupervisor:
                 return
 
     def _replace(self) -> SwiftError | None:
-        """Another sidecar for the same ring; why not, if it dies again and again."""
+        """Starts another sidecar for the same ring. Returns an error if it cannot be started, or if sidecars have died
+        too often lately."""
         if not self._moving:
             self.restarts += 1
             self._deaths.append(time.monotonic())
@@ -414,21 +420,21 @@ class SidecarSupervisor:
             self.changed.notify_all()
 
 
-# The writing end of the log for a trainer: a ring in shared memory, and the sidecar that empties it.
+# The writing end of the log for a trainer: a ring in shared memory, and the sidecar that drains it.
 
 
 class SidecarWriter:
-    """The same calls as `LogWriter`'s, but the work is done by another process.
+    """A `Writer` whose work is done by another process, the sidecar.
 
-    `append` and `append_at` put a record into the ring, a matter of microseconds, and a native thread copies its
-    body. What was given to them must stay as it is until `wait_copied`, or until `copied` has passed the position that
-    `append_at` has returned; then it is the caller's again.
+    `append` and `append_at` put a record into the ring within microseconds, and a native thread copies its body. The
+    body must not change until `wait_copied`, or until `copied` has passed the position that `append_at` returned. Then
+    the caller may reuse it.
 
-    A `SidecarSupervisor` keeps the sidecar working. One that outlives its trainer sends what the ring holds, for at
-    most 10 s.
+    A `SidecarSupervisor` keeps the sidecar running. A sidecar that outlives its trainer sends the ring's records, for
+    at most 10 s.
     """
 
-    module = "swift_ft.log.sidecar"  # the program that is started
+    module = "swift_ft.log.sidecar"  # the program to start
 
     def __init__(
         self,
@@ -444,22 +450,22 @@ class SidecarWriter:
         name: str = "",
         lease: Mapping[str, Any] | None = None,
     ) -> None:
-        """`lease`: which one the sidecar keeps besides (`swift_ft.log.sidecar`)."""
+        """`lease`: the trainer's lease, which the sidecar renews as well (`swift_ft.log.sidecar.LeaseKeeper`)."""
         check_options(servers, job, codec, fsync, queue_bytes, patience_s, when_full)
         self.job = job
         self._patience_s = patience_s
         self._pushing = threading.Lock()
-        # Held by who reads the ring's words, until `_stats` says that it is gone.
+        # Held while the ring's words are read. Once `_stats` is set, the ring is unmapped.
         self._mapped = threading.Lock()
         self.drops = when_full == "drop"
         self.unlogged = Unlogged(self._pushing)
         self._blocked_seconds = 0.0
         self._streams: dict[str, int] = {}
         self._lent: deque[tuple[int, object]] = deque()
-        self._stats: WriterStats | None = None  # once it is closed
+        self._stats: WriterStats | None = None  # set on close
         self._borrower = NOBODY
         self._memory = Memory.create(queue_bytes)
-        self._urgent = self.drops  # who drops records waits for no others
+        self._urgent = self.drops  # a writer that drops records does not batch them
         self._memory.store(Word.URGENT, self._urgent)
         self._largest = self._memory.capacity - HEADER_BYTES
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -482,7 +488,7 @@ class SidecarWriter:
 
     @property
     def stats(self) -> WriterStats:
-        """What the log has acknowledged, and what was found equal."""
+        """Counts of acknowledged records, and of records that were found equal."""
         with self._mapped:
             return self._stats or self._counted()
 
@@ -499,17 +505,17 @@ class SidecarWriter:
 
     @property
     def generation(self) -> int:
-        """Under which it writes."""
+        """Generation of its appends."""
         return self._sidecar.generation
 
     @property
     def restarts(self) -> int:
-        """So many sidecars have died, and were replaced."""
+        """Number of sidecars that died and were replaced."""
         return self._sidecar.restarts
 
     @property
     def queued_bytes(self) -> int:
-        """What the ring holds that the log has not acknowledged."""
+        """Bytes in the ring that the log has not acknowledged."""
         with self._mapped:
             return 0 if self._stats is not None else self._producer.reserved - self._memory.load(Word.TAIL)
 
@@ -519,12 +525,12 @@ class SidecarWriter:
 
     @property
     def pid(self) -> int:
-        """Of the sidecar."""
+        """Process id of the sidecar."""
         return self._sidecar.pid
 
     @property
     def copied(self) -> int:
-        """What was appended below this position belongs to the caller again."""
+        """Ring position below which all bodies are copied, so that the caller may reuse them."""
         with self._mapped:
             return self._producer.reserved if self._stats is not None else self._memory.load(Word.HEAD)
 
@@ -559,12 +565,12 @@ class SidecarWriter:
         now: bool = False,
         keep: bool = False,
     ) -> int:
-        """Takes ``size`` bytes at an address into the log; gives the position that `copied` will pass, or -1 if they
-        were dropped.
+        """Appends ``size`` bytes at an address. Returns the position that `copied` will pass once they are copied, or
+        -1 if the record was dropped.
 
-        ``now``: they are copied before this returns, by the caller. While the ring is full, waits or drops them;
-        with ``keep`` it waits in any case. Raises as `LogWriter.append` does, and UsageError for a record that is
-        larger than the ring.
+        ``now``: the calling thread copies them before this returns. While the ring is full, waits or drops the record;
+        with ``keep`` it always waits. Raises as `LogWriter.append` does, and UsageError for a record that is larger
+        than the ring.
         """
         may_drop = self.drops and not keep
         with self._pushing:
@@ -586,7 +592,7 @@ class SidecarWriter:
                 if end < 0:
                     self.unlogged.drop(stream, key.step, size)
                 return end
-            if keep != self._urgent:  # a replay: others may wait for what it gives
+            if keep != self._urgent:  # a replay: other ranks may wait for its records
                 self._urgent = keep
                 self._memory.store(Word.URGENT, keep)
             self._declared(stream, wait=True)
@@ -609,7 +615,8 @@ class SidecarWriter:
                 self._declared(stream, wait=True)
 
     def _declared(self, stream: str, wait: bool) -> bool:
-        """(holding `_pushing`) Puts the mark that is due in front of what comes. False: there is no room."""
+        """(holding `_pushing`) Puts the stream's due mark, if any, into the ring before its next record. Returns False
+        if there is no room and `wait` is False."""
         due = self.unlogged.due(stream)
         if due is not None:
             header = header_of(self._index(stream), due, MARK_DTYPE, MARK_SHAPE, 0)
@@ -621,7 +628,7 @@ class SidecarWriter:
         return True
 
     def _push_later(self, header: bytes, address: int, size: int, now: bool) -> int:
-        """Waits for room."""
+        """Waits for room, then pushes. Raises LogUnavailable if no acknowledgement arrives within the patience."""
         tail, moved = self._memory.load(Word.TAIL), (began := time.monotonic())
         try:
             while True:
@@ -641,13 +648,14 @@ class SidecarWriter:
             self._blocked_seconds += time.monotonic() - began
 
     def lend_ring(self, borrower: Borrower) -> tuple[Memory, Producer]:
-        """For bodies that somebody else writes (see Producer), appended at address 0. There is one borrower."""
+        """Lends the ring to a borrower that writes bodies itself (see Producer); they are appended at address 0. Only
+        one borrower is allowed."""
         assert self._borrower is NOBODY
         self._borrower = borrower
         return self._memory, self._producer
 
     def wait_copied(self) -> None:
-        """Returns when everything that was appended belongs to the caller again; takes no longer than the copies."""
+        """Waits until all appended bodies are copied, so that the caller may reuse them. Never waits for the log."""
         with self._pushing:
             if self._stats is None:
                 self._borrower.finish()
@@ -683,7 +691,7 @@ class SidecarWriter:
         self._sidecar.restart(generation, self.copied)
 
     def await_ready(self) -> None:
-        """Returns once the sidecar works. Nobody has to wait for it, but a trainer that begins can."""
+        """Waits until the sidecar works. Optional, for a trainer at its start."""
         self._sidecar.await_ready()
 
     def forget_below(self, step: int) -> None:
@@ -693,11 +701,11 @@ class SidecarWriter:
                 return
             self._memory.store(Word.FLOOR_AT, self._producer.reserved)
             self._memory.store(Word.FLOOR, step)
-            os.eventfd_write(self._wake, 1)  # a step is done: its records go out
+            os.eventfd_write(self._wake, 1)  # a step is done: the sidecar sends its records
         self._sidecar.forget_below(step)
 
     def close(self, flush_timeout_s: float = 10.0) -> None:
-        """As `LogWriter.close`; the sidecar has ended when this returns."""
+        """As `LogWriter.close`, and waits for the end of the sidecar."""
         if self._sidecar.closed:
             return
         try:
@@ -717,36 +725,37 @@ class SidecarWriter:
 
 
 class Writer(Protocol):
-    """All streams that one rank writes, to each of the servers that keep a copy.
+    """Writer of all streams of one rank, to each of the servers that keep a copy.
 
     (channel)   ``append``, or ``lending.append_at``, for every tensor
-    (restorer)  ``expect`` → … ``unlogged.lacks`` → ``declare``; ``restart`` where the log begins anew
-    (engine)    ``interrupt`` (a notice) → ``set_generation`` → ``flush`` (the report) …; ``forget_below`` after a step
+    (restorer)  ``expect`` → … ``unlogged.lacks`` → ``declare``; ``restart`` if the log starts empty
+    (engine)    ``interrupt`` (new-generation notification) → ``set_generation`` → ``flush`` (the report) …;
+                ``forget_below`` after a step
 
-    A record that the log has is compared and not sent; what goes wrong in the background is raised by the next
-    ``append`` or ``flush``. `swift_ft.log.writer.LogWriter` says it in full; both do the same.
+    A record that the log already has is compared and not sent. Errors in the background are raised by the next
+    ``append`` or ``flush``. `swift_ft.log.writer.LogWriter` documents the calls in full; both writers behave alike.
     """
 
     drops: bool
-    """When the queue is full, records are dropped, and their steps declared unlogged."""
+    """If True, records are dropped while the queue is full, and their steps are declared unlogged."""
     unlogged: Unlogged
-    """What was not logged: asked, and added to, by the engine and the restorer."""
+    """Record of the unlogged steps. The engine and the restorer read it and add to it."""
 
     @property
     def lending(self) -> Lending | None:
-        """None: bodies are copied by the caller, for ``append``."""
+        """Interface for bodies that are read after the call. None: the caller copies bodies for ``append``."""
 
     @property
     def pid(self) -> int | None:
-        """Of the process that does the work; None: this one does."""
+        """Process id of the process that does the work. None: this process."""
 
     @property
     def stats(self) -> WriterStats:
-        """What it has done so far. (any thread)"""
+        """(any thread) Counts since the writer was created."""
 
     @property
     def queued_bytes(self) -> int:
-        """What waits, and what no server has acknowledged. (any thread)"""
+        """(any thread) Bytes that are queued or not yet acknowledged."""
 
     def append(
         self,
@@ -758,19 +767,20 @@ class Writer(Protocol):
         *,
         keep: bool = False,
     ) -> bool:
-        """Takes a tensor into the log; waits while the queue is full. False: it was dropped; never with ``keep``."""
+        """Appends a tensor; waits while the queue is full. Returns False if it was dropped; never with ``keep``."""
 
     def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str = "") -> None:
-        """What one server, or every one, holds: these keys are compared, and not sent there. RecordCorrupt."""
+        """Declares records that one server (or every one) holds: these keys are compared, and not sent there. Raises
+        RecordCorrupt if copies differ."""
 
     def declare(self) -> None:
         """Puts the marks that are due into the queue, and does not wait for the log."""
 
     def flush(self, timeout_s: float) -> None:
-        """Returns when all that was appended is durable. ServiceError in time."""
+        """Waits until all appended records are durable. Raises ServiceError after `timeout_s`."""
 
     def await_ready(self) -> None:
-        """Returns once what was appended goes out by itself. Nobody has to wait for it."""
+        """Waits until the background sender works. Calling it is optional."""
 
     def interrupt(self) -> None:
         """(any thread) Blocked and later calls of append and flush raise LogInterrupted, until set_generation."""
@@ -778,16 +788,16 @@ class Writer(Protocol):
     def set_generation(
         self, generation: int, servers: Sequence[str] = (), emptied: Collection[str] = ()
     ) -> None:
-        """Goes on under it, with these servers; errors are forgotten, what was not acknowledged comes again."""
+        """Continues under the generation, with these servers. Clears errors and resends unacknowledged records."""
 
     def restart(self, generation: int) -> None:
-        """As set_generation, with a log that is empty: nothing comes again, and nothing is known."""
+        """As set_generation, for an empty log: drops unacknowledged records and all knowledge of the log's content."""
 
     def forget_below(self, step: int) -> None:
-        """Keys of older steps will not come again."""
+        """Forgets the keys of older steps, which will not be appended again."""
 
     def close(self, flush_timeout_s: float = 10.0) -> None:
-        """Flushes, unless it is given no time, and ends."""
+        """Flushes, unless the timeout is 0, and ends the writer."""
 
 
 def open_writer(
@@ -798,9 +808,10 @@ def open_writer(
     lease: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Writer:
-    """A SidecarWriter, unless it is switched off or the machine cannot have one. `options`: those of `LogWriter`.
+    """Returns a SidecarWriter, or a LogWriter if the sidecar is disabled or this machine cannot have a ring.
 
-    `lease`: which one the sidecar keeps besides (`swift_ft.log.sidecar`); without a sidecar, nobody does.
+    `options`: those of `LogWriter`. `lease`: the trainer's lease, which the sidecar renews as well
+    (`swift_ft.log.sidecar.LeaseKeeper`); unused without a sidecar.
     """
     if os.environ.get(ENV_OFF) == "1" or not ring.available():
         return LogWriter(servers, job, generation, **options)

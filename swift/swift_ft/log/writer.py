@@ -1,4 +1,4 @@
-"""The writing end of the log, in a rank: the writer whose queue is in this process."""
+"""The writing end of the log, in a rank: `LogWriter`, whose queue is in this process."""
 
 import threading
 import time
@@ -29,13 +29,13 @@ from swift_ft.log.sender import Delivery, Item, WriterStats
 
 
 class Borrower(Protocol):
-    """Who writes bodies into a ring by himself."""
+    """Component that writes bodies into a ring itself."""
 
     def finish(self) -> None:
-        """(a flush, a full ring) Returns when all that is under way is there."""
+        """(a flush, a full ring) Waits until all bodies in progress are written."""
 
     def let_go(self) -> None:
-        """(the writer is closed) Returns when nobody writes any more."""
+        """(the writer is closed) Waits until the borrower has stopped writing."""
 
 
 class _Nobody:
@@ -45,15 +45,15 @@ class _Nobody:
 
 
 NOBODY: Borrower = _Nobody()
-"""As long as the ring is lent to nobody."""
+"""Placeholder while the ring has no borrower."""
 
 
 class Lending(Protocol):
-    """A writer with a ring: a body may be read after the call, by a native thread or by a device."""
+    """A writer with a ring. A native thread or a device may read a body after the call."""
 
     @property
     def copied(self) -> int:
-        """What was appended below this position belongs to the caller again."""
+        """Ring position below which all bodies are copied, so that the caller may reuse them."""
 
     def append_at(
         self,
@@ -66,14 +66,14 @@ class Lending(Protocol):
         now: bool = False,
         keep: bool = False,
     ) -> int:
-        """As `Writer.append`, of ``size`` bytes at an address; gives the position that `copied` will pass, or -1 if
-        they were dropped. ``now``: they are copied before this returns."""
+        """As `Writer.append`, for ``size`` bytes at an address. Returns the position that `copied` will pass, or -1 if
+        the record was dropped. ``now``: the bytes are copied before this returns."""
 
     def wait_copied(self) -> None:
-        """Returns when all that was appended belongs to the caller again; takes no longer than the copies."""
+        """Waits until all appended bodies are copied, so that the caller may reuse them. Never waits for the log."""
 
     def lend_ring(self, borrower: Borrower) -> tuple[Memory, Producer]:
-        """For bodies that somebody else writes, appended at address 0. There is one borrower."""
+        """Lends the ring to a borrower that writes bodies itself, appended at address 0. Only one is allowed."""
 
 
 _POLL_S = 0.25
@@ -88,7 +88,7 @@ def check_options(
     patience_s: float,
     when_full: str,
 ) -> None:
-    """Of a writer. Raises UsageError, and ServiceError if a codec is not installed."""
+    """Validates a writer's options. Raises UsageError, and ServiceError if a codec is not installed."""
     if not servers:
         raise UsageError("a log writer needs at least one log server")
     if queue_bytes < 1 or patience_s <= 0:
@@ -105,7 +105,8 @@ def check_options(
 def check_record(
     stream: str, key: RecordKey, dtype: str, shape: tuple[int, ...], body: memoryview | bytes | bytearray
 ) -> memoryview:
-    """The body, as bytes. Raises UsageError for what is no record: its names, numbers, or a body of another size."""
+    """Validates a record and returns its body as bytes. Raises UsageError for an invalid stream name, element type,
+    shape or key, or for a body of the wrong size."""
     check_name("stream", stream)
     if dtype not in DTYPE_BY_NAME:
         raise UsageError(f"{stream} {key}: element type {dtype!r} cannot be logged")
@@ -125,20 +126,20 @@ def check_record(
 
 
 class _Refusals:
-    """What the delivery's threads tell of a record that was refused is kept for whoever asks."""
+    """Observer of a delivery that keeps the errors of refused records in `Unlogged`."""
 
     def __init__(self, unlogged: Unlogged) -> None:
         self._unlogged = unlogged
 
     def on_change(self) -> None:
-        """Who waits for a change is woken by the delivery's lock."""
+        """Does no work: the delivery's lock already wakes threads that wait for a change."""
 
     def on_error(self, error: SwiftError) -> None:
         self._unlogged.refuse(error)
 
 
 class LogWriter:
-    """All streams that one rank writes, over one Append call to each of the servers that keep a copy.
+    """Writer of all streams of one rank, over one Append call to each of the servers that keep a copy.
 
     Call sequence::
 
@@ -151,13 +152,15 @@ class LogWriter:
         (a report)       writer.flush(timeout_s)                         all of it is durable
         (a checkpoint)   writer.forget_below(step)
 
-    One thread digests, compares and compresses; one per server sends. A record goes to every server, each of
-    which numbers it by itself, and is held until all have acknowledged it. At most ``queue_bytes`` wait, counting
-    what is sent and not acknowledged, each copy for itself; then `append` blocks, or with ``when_full="drop"`` drops
-    the record and declares its step unlogged (`swift_ft.log.record`). A server may be killed and
-    started again on the same address and directory: nothing is lost or doubled. One that is replaced by others
-    (`set_generation`) leaves them what it had not acknowledged, and what of it comes again. After ``patience_s``
-    without an acknowledgement `append` and `flush` raise LogUnavailable, until the log moves again.
+    One thread digests, compares and compresses; one thread per server sends. A record goes to every server, each of
+    which assigns its own sequence, and is held until all have acknowledged it. At most ``queue_bytes`` are queued.
+    Records that are sent and not acknowledged count, once per copy. Then `append` blocks, or with ``when_full="drop"``
+    drops the record and declares its step unlogged (`swift_ft.log.record`).
+
+    A server may be killed and restarted on the same address and directory without loss or duplicates. When other
+    servers replace it (`set_generation`), they receive the records that it had not acknowledged, and those that are
+    appended again. After ``patience_s`` without an acknowledgement `append` and `flush` raise LogUnavailable, until the
+    log makes progress.
     """
 
     lending = None
@@ -176,9 +179,9 @@ class LogWriter:
         when_full: str = "block",
         name: str = "",
     ) -> None:
-        """``codec``: "none", "lz4" or "bitshuffle" for all streams, or by stream name ("none" where it is not named).
-        ``fsync``: when a record counts as durable ("always", "interval", "never"), likewise; empty: as the server
-        says."""
+        """``codec``: "none", "lz4" or "bitshuffle" for all streams, or by stream name (default "none"). ``fsync``: when
+        a record counts as durable ("always", "interval", "never"), for all streams or by stream name; empty: the
+        server's default."""
         check_options(servers, job, codec, fsync, queue_bytes, patience_s, when_full)
         self.drops = when_full == "drop"
         lock = threading.Condition()
@@ -194,7 +197,7 @@ class LogWriter:
             observer=_Refusals(self.unlogged),
             lock=lock,
         )
-        """What is behind the queue."""
+        """Queue, and the threads that process it."""
         self._lock = lock
         self._queue_bytes = queue_bytes
         self._interrupted = False
@@ -202,12 +205,12 @@ class LogWriter:
 
     @property
     def stats(self) -> WriterStats:
-        """What it has done so far."""
+        """Counts since the writer was created."""
         return self.delivery.stats
 
     @property
     def queued_bytes(self) -> int:
-        """What waits and what is not acknowledged yet."""
+        """Bytes that are queued or not yet acknowledged."""
         return self.delivery.held_bytes
 
     def append(
@@ -220,14 +223,13 @@ class LogWriter:
         *,
         keep: bool = False,
     ) -> bool:
-        """Takes a tensor into the log. Returns at once, unless ``queue_bytes`` are waiting already. False: it was
-        dropped; with ``keep`` it never is (a replay: others wait for the record).
+        """Appends a tensor. Returns at once unless the queue is full. Returns False if the record was dropped; with
+        ``keep`` it never is (a replay: other ranks wait for the record).
 
-        ``body`` must not change afterwards. A key that the stream has already (appended before by this
-        writer, or declared by `expect`) is compared and not sent. Raises what went wrong in the background
-        since: Divergence (stream, step, microbatch and slot named), SequenceConflict, LogUnavailable (not where
-        records may be dropped); LogInterrupted after `interrupt`; UsageError for a body that is not this dtype and
-        shape.
+        ``body`` must not change afterwards. A key that the stream has already (appended before by this writer, or
+        declared by `expect`) is compared and not sent. Raises errors from the background: Divergence (names stream,
+        step, microbatch and slot), SequenceConflict, LogUnavailable (unless the record may be dropped). Raises
+        LogInterrupted after `interrupt`, and UsageError for a body that does not match dtype and shape.
         """
         item = Item(stream, key, dtype, shape, check_record(stream, key, dtype, shape, body))
         may_drop = self.drops and not keep
@@ -246,7 +248,7 @@ class LogWriter:
         return True
 
     def _wait_for_room(self, needed: int) -> None:
-        """(holding the lock)"""
+        """(holding the lock) Waits until `needed` bytes fit into the queue, or the queue is empty."""
         began = time.monotonic()
         try:
             while self.delivery.held_bytes and self.delivery.held_bytes + needed > self._queue_bytes:
@@ -256,29 +258,29 @@ class LogWriter:
             self.stats.blocked_seconds += time.monotonic() - began
 
     def declare(self) -> None:
-        """Puts the marks that are due into the queue; it is not waited for the log. Raises as `append` does."""
+        """Puts the marks that are due into the queue, and does not wait for the log. Raises as `append` does."""
         with self._lock:
             for stream in self.unlogged.streams:
                 self._raise_pending()
                 self._declare(stream)
 
     def _declare(self, stream: str) -> None:
-        """(holding the lock) Puts the mark that is due, if one is, in front of what comes. It takes no room to speak
-        of, and there is one of a stream at most."""
+        """(holding the lock) Queues the stream's due mark, if any, before its next record. A mark ignores the queue's
+        limit: it is tiny, and a stream has at most one due."""
         due = self.unlogged.due(stream)
         if due is not None:
             self.delivery.put(Item(stream, due, MARK_DTYPE, MARK_SHAPE, memoryview(b"")))
             self.unlogged.marked(stream)
 
     def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str = "") -> None:
-        """Declares what one server, or every one, holds of a stream: these keys are compared, and not sent there.
+        """Declares records that one server (or every one) holds of a stream: these keys are compared, not sent there.
 
-        RecordCorrupt: another copy has another record under one of these keys.
+        Raises RecordCorrupt if another copy has a different record under one of these keys.
         """
         self.delivery.expect(stream, digests, server)
 
     def flush(self, timeout_s: float) -> None:
-        """Returns when everything appended is durable. Raises what `append` raises; ServiceError in time."""
+        """Waits until everything appended is durable. Raises as `append` does, and ServiceError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self.declare()
@@ -295,7 +297,7 @@ class LogWriter:
                 self._lock.wait(min(left, _POLL_S))
 
     def await_ready(self) -> None:
-        """It works from the beginning."""
+        """Returns at once: this writer is ready when created."""
 
     def interrupt(self) -> None:
         """Makes blocked and later calls of append and flush raise LogInterrupted, until set_generation."""
@@ -306,19 +308,18 @@ class LogWriter:
     def set_generation(
         self, generation: int, servers: Sequence[str] = (), emptied: Collection[str] = ()
     ) -> None:
-        """(after a fence) Goes on under the new generation: streams are opened again, what was not acked is
-        sent again. Pending errors are forgotten. ``servers``: those that keep the streams from now on; the
-        others are not spoken to again. ``emptied``: those of them that have come anew, without what they had."""
+        """(after a fence) Continues under the new generation: reopens streams, resends unacknowledged records, clears
+        pending errors. ``servers``: the servers that keep the streams from now on (empty: unchanged); connections to
+        others are closed. ``emptied``: those of them that were restarted without their data."""
         self._raise_closed()
         with self._lock:
-            self._interrupted = (
-                False  # first: an interrupt that comes while old links are closed is of a newer one
-            )
+            # First: an interrupt that arrives while old links are closed belongs to a newer generation.
+            self._interrupted = False
         self.delivery.set_generation(generation, servers, emptied)
 
     def restart(self, generation: int) -> None:
-        """(after a fence and admin.reset: everybody restores a checkpoint) As set_generation, but what was
-        not acked is dropped, and so is all knowledge of what the log holds."""
+        """(after a fence and admin.reset: all ranks restore a checkpoint) As set_generation, but drops unacknowledged
+        records and all knowledge of the log's content."""
         self._raise_closed()
         with self._lock:
             self.delivery.restart(generation)
@@ -326,11 +327,11 @@ class LogWriter:
             self._interrupted = False
 
     def forget_below(self, step: int) -> None:
-        """Keys of older steps will not come again."""
+        """Forgets the keys of older steps, which will not be appended again."""
         self.delivery.forget_below(step)
 
     def close(self, flush_timeout_s: float = 10.0) -> None:
-        """Flushes and ends the threads. Raises what flush raises, after ending them."""
+        """Flushes and ends the threads. Raises the errors of `flush`, after ending them."""
         try:
             if flush_timeout_s > 0 and not self._closed:
                 self.flush(flush_timeout_s)
@@ -345,7 +346,7 @@ class LogWriter:
             raise ServiceError("this log writer is closed")
 
     def _raise_pending(self, may_drop: bool = False) -> None:
-        """``may_drop``: a log that takes nothing is no reason."""
+        """Raises if closed or interrupted, and the pending error. ``may_drop``: ignores LogUnavailable."""
         self._raise_closed()
         if self._interrupted:
             raise LogInterrupted("the log writer was interrupted: a new generation is being formed")

@@ -1,7 +1,7 @@
 """Pure decisions: reports in, plan out. No torch, no I/O, no clock.
 
-`plan()` says how every rank gets to the agreed version, and why; `plan_off_log()` the same where a state is not, or
-will not be, what the log leads to.
+`plan()` decides how every rank gets to the agreed version, and why; `plan_off_log()` does the same where a state is
+not, or will not be, the one that the log leads to.
 """
 
 from swift_ft.planner.assignment import Assignment, Slot, quickest, worth_waiting_s

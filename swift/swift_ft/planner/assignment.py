@@ -1,11 +1,11 @@
-"""Who does what in one generation (`Assignment`), and how long a job waits for a process before it does without.
+"""Placement of the work in one generation (`Assignment`), and the time that a job waits for a replacement process.
 
-For how long a job waits for a process that may take a lost rank's place, before the others go on without it.
+The time that a job waits for a process that may take a lost rank's place, before the others go on without it:
 
-Nobody knows when one comes. To wait costs the time that it takes. To go on costs two more generations (one now, and one
-when a process has come), and steps that take longer until then. The rule is that of renting or buying (Karlin, Manasse,
-Rudolph, Sleator 1988: "Competitive snoopy caching"): wait until waiting has cost as much as going on at once would have
-cost until then. Whenever the process comes, not more than twice the least possible time is lost.
+It is unknown when such a process comes. Waiting costs the time until then. Going on costs two more generations (one
+now, and one when a process has come), and slower steps until then. The rule is that of renting or buying (Karlin,
+Manasse, Rudolph, Sleator 1988: "Competitive snoopy caching"): wait until waiting has cost as much as going on at once
+would have cost until then. Whenever the process comes, at most twice the least possible time is lost.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,22 +15,22 @@ from typing import NamedTuple
 
 from swift_ft.planner.types import RankMeasured
 
-# Who does what in one generation: which member holds each slot, and which slot computes each microbatch.
+# Placement in one generation: which member holds each slot, and which slot computes each microbatch.
 #
-# A job has *slots*, numbered for good as torch's DeviceMesh (pipeline, data) numbers the ranks of the full world. What
-# outlasts a generation (streams, checkpoints, reports, plans, placement) is named by slot. A *member* is a process,
-# with an id that is never used again. A slot is held by a member, or *vacant*.
+# A job has *slots*, numbered permanently as torch's DeviceMesh (pipeline, data) numbers the ranks of the full world.
+# Names that outlast a generation (streams, checkpoints, reports, plans, placement) use the slot. A *member* is a
+# process, with an id that is never reused. A slot is held by a member, or *vacant*.
 #
-# A *rank number* is a place in the process groups of one generation: the index among the slots that are held. In a full
-# world it is the slot's number.
+# A *rank number* is a place in the process groups of one generation: the index among the held slots. In a full world it
+# is the slot's number.
 #
-# An *origin* is the data-parallel rank to whose batch a microbatch belongs, whoever computes it. Its *owner* at a stage
-# is its own slot; where that is vacant, the slot that has adopted the microbatch; without one, nobody. A mean over
+# An *origin* is the data-parallel rank to whose batch a microbatch belongs, wherever it is computed. Its *owner* at a
+# stage is its own slot; where that is vacant, the slot that has adopted the microbatch; else there is none. A mean over
 # origins is divided by `contributions`, never by the size of a group.
 #
-# Invariants, which tests/unit/recovery/test_assignment.py draws histories against: rank numbers are 0 to n - 1
-# without a gap; no member holds two slots; an owner is held by a member and runs the stage; a stage adopts from
-# vacant slots only.
+# Invariants, checked on random histories in tests/unit/recovery/test_assignment.py: rank numbers are 0 to n - 1 without
+# a gap; no member holds two slots; an owner is held by a member and runs the stage; a stage adopts from vacant slots
+# only.
 
 
 class Slot(NamedTuple):
@@ -41,7 +41,7 @@ class Slot(NamedTuple):
     dp_rank: int
     """Its index in the stage group."""
     shard: int = 0
-    """Which part of the stages' state it holds. Slots of a stage group with the same shard are replicas."""
+    """The part of the stages' state that it holds. Slots of a stage group with the same shard are replicas."""
 
 
 Adopted = Mapping[tuple[int, int], tuple[int, ...]]
@@ -50,20 +50,20 @@ Adopted = Mapping[tuple[int, int], tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Of one generation. Raises ValueError where it breaks an invariant."""
+    """The placement of one generation. Raises ValueError if it breaks an invariant."""
 
     slots: tuple[Slot, ...]
-    """By number."""
+    """Indexed by slot number."""
     group_stages: tuple[tuple[int, ...], ...]
-    """The stages of each stage group; none, for ranks that name none."""
+    """The stages of each stage group; empty for ranks without stages."""
     members: Mapping[int, int]
-    """Slot -> the id of the member that holds it. Who is not named is vacant."""
+    """Slot -> the id of the member that holds it. A slot without an entry is vacant."""
     adopted: Adopted = field(default_factory=dict)
 
     stages: Mapping[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
-    """Slot -> its stages; of every slot."""
+    """Slot -> its stages; held or vacant."""
     occupied: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """The slots that a member holds, ascending: by rank number."""
+    """The held slots, ascending: indexed by rank number."""
     vacant: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _ranks: Mapping[int, int] = field(init=False, repr=False, compare=False)
     _groups: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
@@ -100,13 +100,15 @@ class Assignment:
             if not owners or not set(owners) <= set(self.holders(stage)):
                 raise ValueError(f"slots {list(owners)} adopt from stage {stage}, which not all of them run")
 
-    # --- how it comes about ---
+    # --- construction ---
 
     @classmethod
     def grid(cls, num_slots: int, *, replicas: int = 1, shards: int = 1) -> "Assignment":
-        """A full world of `num_slots`, before ranks have named their stages: each stage group counts as one.
+        """Returns a full world of `num_slots`, before ranks have reported their stages: each stage group counts as one
+        stage.
 
-        Of `shards` neighbouring slots each holds a part of their stages' state. Raises ValueError.
+        Each of `shards` neighbouring slots holds a part of their stages' state. Raises ValueError if `num_slots` is no
+        positive multiple of `replicas` times `shards`.
         """
         dp_size = replicas * shards
         if num_slots < 1 or num_slots % dp_size:
@@ -129,10 +131,10 @@ class Assignment:
         shards: Mapping[int, int] = MappingProxyType({}),
         members: Mapping[int, int] | None = None,
     ) -> "Assignment":
-        """From what the ranks of a full world have said of themselves: their stages, and their shard (0 for who is not
-        named). `members`: None for a full world.
+        """Returns the assignment for the stages and shards that the ranks of a full world have reported (shard 0 if
+        missing). `members`: None for a full world.
 
-        Raises ValueError, in one line, if nothing can be built on it.
+        Raises ValueError, in one line, if they form no valid pipeline.
         """
         named = {number: tuple(stages[number]) for number in sorted(stages)}
         if list(named) != list(range(len(named))):
@@ -140,7 +142,7 @@ class Assignment:
         if problem := _problem(num_stages, named):
             raise ValueError(problem)
         by_stages: dict[tuple[tuple[int, ...], int], list[int]] = {}
-        for number, mine in named.items():  # who names no stage is like nobody else
+        for number, mine in named.items():  # a rank without stages is a group of its own
             by_stages.setdefault((mine, -1 if mine else number), []).append(number)
         slots: dict[int, Slot] = {}
         for group, key in enumerate(sorted(by_stages)):
@@ -153,16 +155,16 @@ class Assignment:
         )
 
     def held_by(self, members: Mapping[int, int]) -> "Assignment":
-        """The same job in another generation: slot -> the id of the member that holds it. Nothing is adopted."""
+        """Returns the same job in another generation, without adoptions. `members`: slot -> the id of its member."""
         return replace(self, members=dict(members), adopted={})
 
     def adopting(self, adopted: Adopted) -> "Assignment":
         return replace(self, adopted=dict(adopted))
 
     def redistributed(self) -> "Assignment":
-        """The batches of data-parallel ranks that lack a slot go to those that are whole, in turn: where one lacks a
-        stage, the same stage of the other one computes it. So whoever adopts has all of its own neighbours. Raises
-        ValueError if none is whole and some slot is vacant."""
+        """Gives the batches of data-parallel ranks with a vacant slot to complete ones, in turn: a vacant slot's stages
+        are computed by the same stages of the adopter. So an adopter has all of its own neighbours. Raises ValueError
+        if no data-parallel rank is complete and some slot is vacant."""
         whole = self.whole_origins()
         broken = [origin for origin in range(self.dp_size) if origin not in whole]
         if broken and not whole:
@@ -176,8 +178,8 @@ class Assignment:
         return self.adopting(adopted)
 
     def rerouted(self) -> "Assignment":
-        """The microbatches of each vacant slot go to all that are left of its stage group, in turn; of several such
-        slots, each begins with another one. Raises ValueError if nobody is left of a stage group."""
+        """Gives the microbatches of each vacant slot to all held slots of its stage group, in turn; several vacant
+        slots start with different ones. Raises ValueError if a stage group has no held slot."""
         adopted: dict[tuple[int, int], tuple[int, ...]] = {}
         for group, stages in enumerate(self.group_stages):
             left = self._groups[group]
@@ -190,28 +192,28 @@ class Assignment:
         return self.adopting(adopted)
 
     def representatives(self) -> tuple[int, ...]:
-        """The first slot that is held, of each stage group that has any."""
+        """Returns the first held slot of each stage group that has any."""
         return tuple(group[0] for group in self._groups if group)
 
     def whole_origins(self) -> tuple[int, ...]:
-        """The data-parallel ranks of which no slot is vacant, ascending."""
+        """Returns the data-parallel ranks without a vacant slot, ascending."""
         lacking = {self.slots[number].dp_rank for number in self.vacant}
         return tuple(origin for origin in range(self.dp_size) if origin not in lacking)
 
     def pipeline(self, origin: int) -> tuple[int, ...]:
-        """The slots that compute the origin's batches, by stage group; those of their own data-parallel rank, or who
-        has adopted from it. Shorter where nobody does."""
+        """Returns the slots that compute the origin's first microbatch, by stage group: its own, or an adopter. Stage
+        groups without an owner are left out."""
         owners = (self.owner(stages[0], origin, 0) for stages in self.group_stages)
         return tuple(owner for owner in owners if owner is not None)
 
     def adopted_by(self, slot: int) -> tuple[int, ...]:
-        """The origins that a slot computes besides its own, ascending."""
+        """Returns the origins that a slot computes in addition to its own, ascending."""
         return tuple(sorted({origin for (_, origin), owners in self.adopted.items() if slot in owners}))
 
     # --- slots and members ---
 
     def rank(self, slot: int) -> int:
-        """The rank number of a slot that is held. Raises KeyError for a vacant one."""
+        """Returns the rank number of a held slot. Raises KeyError for a vacant one."""
         return self._ranks[slot]
 
     @property
@@ -224,7 +226,7 @@ class Assignment:
 
     @property
     def dp_size(self) -> int:
-        """Slots in a stage group, held or vacant: as many origins are there."""
+        """Slots in a stage group, held or vacant; equal to the number of origins."""
         return max(slot.dp_rank for slot in self.slots) + 1
 
     @property
@@ -237,27 +239,27 @@ class Assignment:
         return self.dp_size // self.shards
 
     def at(self, stage_group: int, dp_rank: int) -> int:
-        """The number of a slot."""
+        """Returns the number of a slot."""
         return self._places[stage_group, dp_rank]
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The slots that are held, ascending, of each stage group that has any."""
+        """Returns the held slots, ascending, of each stage group that has any."""
         return tuple(group for group in self._groups if group)
 
     def group(self, slot: int) -> tuple[int, ...]:
-        """The slots that are held in its stage group, ascending."""
+        """Returns the held slots of the slot's stage group, ascending."""
         return self._groups[self.slots[slot].stage_group]
 
     def peers(self, slot: int) -> tuple[int, ...]:
-        """The other slots that are held and have the same state, ascending."""
+        """Returns the other held slots with the same state, ascending."""
         shard = self.slots[slot].shard
         return tuple(peer for peer in self.group(slot) if peer != slot and self.slots[peer].shard == shard)
 
     def process_groups(self, slot: int) -> dict[str, tuple[int, ...]]:
-        """Name -> the slots of each process group that a slot is in, ascending: those of them that are held.
+        """Returns name -> the held slots, ascending, of each process group that a slot is in.
 
         ``world``: all. ``pipeline``: those of its dp_rank. ``data``: its stage group. ``replicate`` and ``shard`` (only
-        with shards): the two sides of the data group.
+        with shards): the two dimensions of the data group.
         """
         own, shards = self.slots[slot], self.shards
         data = self.group(slot)
@@ -275,15 +277,15 @@ class Assignment:
     # --- stages and owners ---
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """The slots that are held and run the stage, ascending."""
+        """Returns the held slots that run the stage, ascending."""
         return self._groups[self._group_of_stage[stage]]
 
     def slot_at(self, stage: int, origin: int) -> int:
-        """The slot, held or vacant, that computes the stage for this origin in a full world."""
+        """Returns the slot, held or vacant, that computes the stage for this origin in a full world."""
         return self._places[self._group_of_stage[stage], origin]
 
     def owner(self, stage: int, origin: int, microbatch: int) -> int | None:
-        """The slot that computes this microbatch of the origin's batch. None: nobody does."""
+        """Returns the slot that computes this microbatch of the origin's batch. None: no slot does."""
         own = self.slot_at(stage, origin)
         if own in self.members:
             return own
@@ -293,7 +295,7 @@ class Assignment:
         return adopted[microbatch % len(adopted)]
 
     def origins(self, stage: int) -> tuple[int, ...]:
-        """Those whose batches are computed at the stage, ascending."""
+        """Returns the origins whose batches are computed at the stage, ascending."""
         return tuple(
             origin
             for origin in range(self.dp_size)
@@ -301,16 +303,17 @@ class Assignment:
         )
 
     def contributions(self, stage_group: int) -> int:
-        """What a mean over the origins of a stage group's gradients is divided by."""
+        """Returns the divisor for a mean over the origins of a stage group's gradients."""
         return len(self.origins(self.group_stages[stage_group][0]))
 
     def lost_stages(self) -> tuple[int, ...]:
-        """The stages that no member runs: nobody could even rebuild them."""
+        """Returns the stages without a member; their state cannot be rebuilt."""
         return tuple(stage for stage in range(self.num_stages) if not self.holders(stage))
 
 
 def _problem(num_stages: int, stages: Mapping[int, tuple[int, ...]]) -> str:
-    """Why nothing can be built on it; empty: it is sane. `stages`: of each slot, by number."""
+    """Returns why these stages form no valid pipeline; empty if they do. `stages`: the stages of each slot, by
+    number."""
     running = {stage: [n for n, mine in stages.items() if stage in mine] for stage in range(num_stages)}
     missing = [stage for stage, numbers in running.items() if not numbers]
     if missing:
@@ -339,15 +342,16 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 GENERATION_S = 0.5
-"""What all ranks take to stop, agree and connect again, without the copy of a state. `swift-ft drill` prints what it
-took; on two cores it is 0.2 to 0.4 s."""
+"""Seconds for all ranks to stop, agree and reconnect, without copying a state. `swift-ft drill` prints the measured
+time; on two cores it is 0.2 to 0.4 s."""
 COPY_BYTES_PER_S = 1e9
-"""At which a replica's state comes to another rank, if nobody has measured it."""
+"""Assumed rate at which a replica's state is copied to another rank."""
 
 
 def worth_waiting_s(measured: Iterable[RankMeasured], *, replicas: int, reroutes: bool) -> float | None:
-    """Seconds. None: no rank has measured its steps yet. `replicas`: of each stage, in a full world. `reroutes`: the
-    peers of a lost rank share its microbatches; else one of them computes all of its batch."""
+    """Returns the seconds to wait for a replacement; None: no rank has measured its steps yet. `replicas`: of each
+    stage, in a full world. `reroutes`: the peers of a lost rank share its microbatches; else one of them computes its
+    whole batch."""
     known = list(measured)
     if not known:
         return None
@@ -355,20 +359,20 @@ def worth_waiting_s(measured: Iterable[RankMeasured], *, replicas: int, reroutes
 
 
 def two_generations_s(known: Sequence[RankMeasured]) -> float:
-    """What it costs to go on without a rank and to take one back. `known`: at least one rank's."""
+    """Returns the seconds that it costs to go on without a rank and to take one back. `known`: at least one rank's."""
     step_s = max(rank.step_s for rank in known)
     copy_s = max((rank.state_bytes or 0) for rank in known) / COPY_BYTES_PER_S
     stall_s = max((rank.checkpoint_stall_s or 0.0) for rank in known)
-    # Each generation cuts a step short. Behind the second one a checkpoint is made: the log lacks steps.
+    # Each generation interrupts a step. After the second one a checkpoint is saved, because the log lacks steps.
     return 2 * (GENERATION_S + step_s) + copy_s + stall_s
 
 
 def quickest(pipeline_ranks: int, replicas: int) -> str:
-    """The `lost_shard` with which a step takes least while a rank is missing (`slower`)."""
+    """Returns the `lost_shard` with the shortest steps while a rank is missing (`slower`)."""
     return "reroute" if pipeline_ranks > 1 and replicas > 1 else "redistribute"
 
 
 def slower(replicas: int, *, reroutes: bool) -> float:
-    """How many times as long a step takes while one rank is missing, at best. A second costs then what it costs to wait
-    for a second, less what is trained in it."""
+    """Returns the factor, at best, by which a step takes longer while one rank is missing. A second of such training
+    then costs a second of waiting, less the training done in it."""
     return replicas / (replicas - 1) if reroutes and replicas > 1 else 2.0

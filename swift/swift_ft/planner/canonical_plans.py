@@ -1,9 +1,9 @@
-"""Adaptive pipelines: what the peers of a lost rank compute for it, and in which order (ReCycle, arXiv 2405.14009).
+"""Adaptive pipelines: the work of a lost rank's peers in its place, and the order of it (ReCycle, arXiv 2405.14009).
 
-``Work`` is one step of all data-parallel ranks: who computes which microbatch of whose batch at which stage, what each
-part takes, and how many activations a rank may hold. ``plan_step`` puts it in an order. ``problems`` checks any order
-against the work, by rules that the scheduler does not share. ``Plans`` makes plans ahead, one for all losses that are
-alike; ``move`` says where losses had better be. ``period`` is what a step takes between others.
+``Work`` is one step of all data-parallel ranks: the owner of every microbatch of every batch at every stage, the time
+of each part, and how many activations a rank may hold. ``plan_step`` orders it. ``problems`` checks any order against
+the work, by rules that the scheduler does not share. ``Plans`` plans ahead, once for all equivalent losses; ``move``
+chooses better places for losses. ``period`` is the time of a step among others.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,25 +22,25 @@ from swift_ft.planner.schedule import (
     shared,
 )
 
-# Plans ahead. Replicas of a stage are alike, so a plan depends only on how many each stage group has lost.
+# Plans ahead. Replicas of a stage are interchangeable, so a plan depends only on how many each stage group has lost.
 #
-# ``canonical`` counts them. A plan is made for *roles*: role r of a stage group computes origin r's microbatches. The
-# first roles are nobody's, or those that make a shorter step. ``Planned.placed`` gives the roles to the workers that
-# there are. A worker that is left keeps its own role, unless that is nobody's.
+# ``canonical`` counts them. A plan is computed for *roles*: role r of a stage group computes origin r's microbatches.
+# The unfilled roles are the first ones, or those that give a shorter step. ``Planned.placed`` assigns the roles to the
+# existing workers. A remaining worker keeps its own role, unless that one is unfilled.
 #
 # A loss may be moved to another stage group: a worker there takes over the state of the lost one, which costs a copy.
-# ``move`` says whether that pays.
+# ``move`` decides whether that pays.
 
 _SLACK = 1e-9
 Lost = Sequence[tuple[int, int]]
-"""(stage group, origin)."""
+"""(stage group, origin) of each lost worker."""
 Counts = tuple[int, ...]
-"""How many each stage group has lost."""
+"""The number of losses in each stage group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobShape:
-    """Of which plans are made."""
+    """The job for which plans are computed."""
 
     group_stages: Sequence[Sequence[int]]
     origins: int
@@ -48,10 +48,10 @@ class JobShape:
     split: bool = False
     costs: Costs = field(default_factory=Costs)
     cap: Sequence[int] | None = None
-    """Of each stage group: the activations that a worker may hold. None: any number."""
+    """By stage group: the most activations that a worker may hold. None: any number."""
 
     def work(self, lost: Lost) -> Work:
-        """Raises ValueError if a stage group has nobody left."""
+        """Returns the work of a step with these losses. Raises ValueError if a stage group has no worker left."""
         owners = shared(
             group_stages=self.group_stages, origins=self.origins, microbatches=self.microbatches, lost=lost
         )
@@ -74,33 +74,33 @@ class JobShape:
 
 
 def one_f_one_b(stages: int, factor: float = 1.0) -> tuple[int, ...]:
-    """By stage: the activations that 1F1B holds there, times `factor`, one at least."""
+    """Returns, by stage, the activations that 1F1B holds there, times `factor`, at least one."""
     return tuple(max(1, int((stages - stage) * factor + 1e-9)) for stage in range(stages))
 
 
 def even(stages: int, factor: float = 1.0) -> tuple[int, ...]:
-    """By stage: the activations that 1F1B holds at the first one, which has most, times `factor`."""
+    """Returns, for every stage, the activations that 1F1B holds at the first one, which has most, times `factor`."""
     return (one_f_one_b(stages, factor)[0],) * stages
 
 
 def canonical(lost: Lost, groups: int) -> Counts:
-    """The form that all losses with the same plan have."""
+    """Returns the losses of each stage group: losses with the same counts have the same plan."""
     gone = set(lost)
     return tuple(sum(1 for at, _ in gone if at == group) for group in range(groups))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A step for so many losses."""
+    """A step for given counts of losses."""
 
     counts: Counts
     lost: Lost
-    """Roles that are nobody's: at least so many."""
+    """The unfilled roles: at least as many as the counts."""
     work: Work
     step: Step
 
     def placed(self, lost: Lost) -> tuple[Work, Step]:
-        """The same, by the workers that there are. It is as long.
+        """Returns the plan with its roles assigned to the remaining workers. Its length is the same.
 
         Raises ValueError for other counts.
         """
@@ -124,8 +124,8 @@ class Planned:
 
 
 class Plans:
-    """Of one job, each made once. Up to `losses` of them, one worker more never makes a step longer: if the plan with
-    one loss more is shorter, the worker that is there has nothing to do."""
+    """The plans of one job, each computed once. Up to `losses`, an additional worker never makes a step longer: if the
+    plan with one more loss is shorter, it is used, and one worker stays idle."""
 
     def __init__(self, job: JobShape, losses: int) -> None:
         self.job = job
@@ -133,7 +133,8 @@ class Plans:
         self._made: dict[Counts, Planned] = {}
 
     def of(self, counts: Counts) -> Planned:
-        """Raises ValueError if a stage group has nobody left, or for counts of other stage groups."""
+        """Returns the plan for these counts. Raises ValueError if a stage group has no worker left, or for counts of
+        other stage groups."""
         groups = len(self.job.group_stages)
         if len(counts) != groups or not all(0 <= count < self.job.origins for count in counts):
             raise ValueError(
@@ -150,7 +151,7 @@ class Plans:
         return self._made[counts]
 
     def _direct(self, counts: Counts) -> Planned:
-        """The shortest of several choices of roles that are nobody's; so many that the time is bounded."""
+        """Returns the shortest plan among several choices of unfilled roles, whose number bounds the time."""
         best: Planned | None = None
         job = self.job
         actions = sum(map(len, job.group_stages)) * job.origins * job.microbatches * (3 if job.split else 2)
@@ -166,13 +167,13 @@ class Plans:
         return best
 
     def ahead(self) -> None:
-        """Makes the plans for all losses, up to `losses` of them."""
+        """Computes the plans for all combinations of at most `losses` losses."""
         for total in reversed(range(self.losses + 1)):
             for counts in all_counts(len(self.job.group_stages), total, self.job.origins - 1):
                 self.of(counts)
 
     def document(self) -> list[dict[str, Any]]:
-        """As JSON has it."""
+        """Returns all plans in a form that JSON can encode."""
         return [
             {
                 "counts": list(counts),
@@ -186,7 +187,7 @@ class Plans:
         ]
 
     def load(self, document: Sequence[Mapping[str, Any]]) -> None:
-        """Plans that were made before. Raises ValueError for one that does not do this job's work."""
+        """Loads plans computed before. Raises ValueError for one that does not do this job's work."""
         for entry in document:
             lost = [(int(group), int(role)) for group, role in entry["lost"]]
             counts = tuple(map(int, entry["counts"]))
@@ -209,9 +210,9 @@ class Plans:
 
 
 def _choices(counts: Counts, origins: int) -> Iterator[Lost]:
-    """Which roles are nobody's: the first ones of each stage group. Or the first ones in all stage groups: then the
-    microbatches of some origins are handed out as a whole, and workers that are there have nothing to do. Or that
-    only in the stage groups from the first loss on, or up to the last one. Or other roles in each."""
+    """Yields choices of the unfilled roles: the first ones of each stage group. Or equally many first ones in all stage
+    groups: then the microbatches of some origins are redistributed as a whole, and some remaining workers stay idle. Or
+    that only in the stage groups from the first loss on, or up to the last one. Or different roles in each."""
     most, groups = max(counts, default=0), range(len(counts))
     lossy = [group for group in groups if counts[group]] or [0]
     spans = [groups, range(lossy[0], len(counts)), range(lossy[-1] + 1)]
@@ -233,7 +234,7 @@ def _one_more(counts: Counts, origins: int) -> Iterator[Counts]:
 
 
 def all_counts(groups: int, total: int, most: int) -> Iterator[Counts]:
-    """All counts with so many losses, at most `most` in a stage group; those in the first ones come first."""
+    """Yields all counts with this total, at most `most` in a stage group; losses in the first groups come first."""
     if groups == 0:
         if total == 0:
             yield ()
@@ -246,9 +247,9 @@ def all_counts(groups: int, total: int, most: int) -> Iterator[Counts]:
 def move(
     counts: Counts, length: Callable[[Counts], float], *, origins: int, move_cost: float, steps: float
 ) -> Counts:
-    """Where the losses had better be. A move costs `move_cost`, in the unit of `length`. It pays if what each step
-    saves, times the `steps` until a repair is expected, exceeds that. One loss after the other is moved, to where it
-    saves most."""
+    """Returns the losses after moves that pay. A move costs `move_cost`, in the unit of `length`. It pays if what each
+    step saves, times the `steps` until an expected repair, exceeds that. Losses are moved one at a time, each to where
+    it saves most."""
     while True:
         best, gain = counts, 0.0
         now = length(counts)

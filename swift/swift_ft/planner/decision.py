@@ -1,7 +1,7 @@
-"""The decision: how every rank gets to the target version. All frozen.
+"""The decision: how every rank gets to the target version. All types are frozen.
 
-`plan()` makes it, `swift_ft.rpc.codec` is its way over the wire, and ranks carry it out. Whatever follows from a plan
-is said here, and nowhere concluded again.
+`plan()` creates it, `swift_ft.rpc.codec` encodes it for the wire, and ranks carry it out. Everything that follows from
+a plan is a property here, so that no other module derives it again.
 """
 
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from swift_ft.planner.types import Strategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankPlan:
-    """What one rank does."""
+    """The part of one rank."""
 
     rank: int
     strategy: Strategy
     from_version: int
-    """What the strategy leads to, and where replay starts; equal to the target: nothing to replay."""
+    """The version that the strategy leads to and replay starts from; if it is the target, no step is replayed."""
     reason: str
     sources: tuple[int, ...] = ()
-    """(Begins.COPY) The ranks that have, or get to, `from_version`, nearest first; they share the work.
-    (Begins.SNAPSHOT) Who keeps this rank's state; nobody: it takes its own copy."""
+    """(Begins.COPY) The ranks that have, or get to, `from_version`, nearest first; they share the transfer.
+    (Begins.SNAPSHOT) The rank that keeps this rank's state; empty: the rank takes its own copy."""
 
     @property
     def policy(self) -> Policy:
@@ -30,36 +30,36 @@ class RankPlan:
 
     @property
     def loads(self) -> bool:
-        """It loads its checkpoint, or a snapshot: whatever it has done since is done again, or given up."""
+        """Returns whether it loads its checkpoint or a snapshot, so that later steps are recomputed or given up."""
         return self.policy.begins in (Begins.CHECKPOINT, Begins.SNAPSHOT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Help:
-    """A replay that others share: of every step they compute some of the microbatches."""
+    """A replay that other ranks share: they compute some microbatches of every step."""
 
     owner: int
     """The rank that replays."""
     helpers: tuple[int, ...]
     """Ranks that keep their own state meanwhile, nearest first."""
     until: int
-    """The version at which they are done; the owner replays what is left alone."""
+    """The version at which the helpers are done; the owner replays the rest alone."""
     together: tuple[int, ...] = ()
-    """(a recovery group of several stages) Its ranks by stage, the owner among them: all have a help alike, and the
-    first helpers of all of them are one copy of the group, the second ones another. Empty: the owner alone."""
+    """(a recovery group of several stages) Its ranks by stage, the owner included. All have the same number of helpers:
+    the first helpers of all form one copy of the group, the second ones another. Empty: the owner alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """Of one rank's replay, from the moment that it has the state to begin with."""
+    """The predicted time of one rank's replay, from the moment that it has its base state."""
 
     rank: int
     workers: int
-    """Ranks that do it: its own, and helpers."""
+    """Ranks that share the replay: the owner and its helpers."""
     steps: int
     seconds: float
     alone_s: float
-    """If nobody helped."""
+    """Seconds without helpers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,65 +68,68 @@ class Plan:
 
     target_version: int
     ranks: tuple[RankPlan, ...]
-    """By rank, one for each."""
+    """One for each rank, ascending by rank."""
     collective_source: int
     """The rank whose stream of collective results covers every replayed step; -1: none needed."""
     reason: str
     exact: bool = True
-    """False: an undo that is not bit for bit is used, or a rank keeps a state that the log does not lead to."""
+    """False: an undo that is not bit-exact is used, or a rank keeps a state that the log does not lead to."""
     help: tuple[Help, ...] = ()
     saves: bool = False
     """Every rank saves the target before it is Ready; the next generation gives up the log (swift_ft.planner.plan)."""
     predictions: tuple[Prediction, ...] = ()
-    """Of the replays whose costs are known."""
+    """One for each replay whose costs are known."""
 
     @property
     def restores(self) -> bool:
-        """Everybody goes back, to the checkpoint or to a snapshot; nothing of the log is used."""
+        """Returns whether all ranks go back, to the checkpoint or to a snapshot, without reading the log."""
         return all(rank_plan.policy.goes_back for rank_plan in self.ranks)
 
     @property
     def gives_up_log(self) -> bool:
-        """The job's state is not what the log and the checkpoints lead to any more: its records go."""
+        """Returns whether the log's records are discarded, because log and checkpoints no longer lead to the job's
+        state."""
         return self.restores or not (self.exact or self.saves or self.reads_log)
 
     @property
     def saves_once_running(self) -> bool:
-        """Every rank saves the target as soon as the job runs: from before nothing leads there any more."""
+        """Returns whether every rank saves the target as soon as the job runs, because it cannot be rebuilt from older
+        data."""
         return not (self.exact or self.saves)
 
     @property
     def costliest(self) -> Strategy:
-        """What the recovery is counted as: of its ranks' strategies, the one that costs most."""
+        """Returns the strategy by which the recovery is counted: the costliest of its ranks'."""
         by_cost = list(TABLE)
         return max((r.strategy for r in self.ranks), key=by_cost.index)
 
     @property
     def reads_log(self) -> bool:
-        """Some rank replays."""
+        """Returns whether some rank replays."""
         return bool(self.replayed_from)
 
     @property
     def replayed_from(self) -> Mapping[int, int]:
-        """Each rank that replays, and from which version."""
+        """Returns the ranks that replay, each with the version from which it does."""
         return {r.rank: r.from_version for r in self.ranks if r.from_version < self.target_version}
 
     @property
     def log_readers(self) -> frozenset[int]:
-        """The ranks that read the log, of other ranks' streams: they replay, or help with a replay."""
+        """Returns the ranks that read other ranks' streams in the log: they replay, or help with a replay."""
         helping = {rank for help in self.help for rank in (help.owner, *help.helpers)}
         return frozenset(helping.union(self.replayed_from))
 
     @property
     def copies(self) -> tuple[RankPlan, ...]:
-        """Of the ranks that are sent their state by another one, in the order in which all take part in them."""
+        """Returns the plans of ranks that receive their state from another one, in the order in which all ranks take
+        part."""
         copying = (r for r in self.ranks if r.policy.begins is Begins.COPY or r.sources)
         return tuple(sorted(copying, key=lambda r: r.rank))
 
     @property
     def collective_sources(self) -> tuple[int, ...]:
-        """Ranks that have done all steps below the target themselves, `collective_source` first: the result of a
-        collective of some ranks is in the logs of those alone. Empty: none is needed."""
+        """Returns the ranks that have done all steps below the target themselves, `collective_source` first: the result
+        of a collective of a subset of ranks is in the logs of those alone. Empty: none is needed."""
         if self.collective_source < 0:
             return ()
         done = (
@@ -140,18 +143,18 @@ class Plan:
         return next(rank_plan for rank_plan in self.ranks if rank_plan.rank == rank)
 
     def redoes(self, rank: int) -> bool:
-        """The rank replays, or would if the state it begins with were not the target already."""
+        """Returns whether the rank replays, or would if its base were not the target already."""
         return rank in self.replayed_from or self.of(rank).policy.replays
 
     def was_logged(self, rank: int) -> bool:
-        """What the rank does next, be it a replay or the step behind the target, may be in its streams already: it goes
-        on with a state that is not its own, and of an earlier moment."""
+        """Returns whether the rank's next steps, a replay or the step after the target, may be in its streams already:
+        it goes on with a state that is not its own, from an earlier moment."""
         return self.of(rank).policy.begins is not Begins.OWN and self.redoes(rank)
 
     def help_of(self, rank: int) -> Help | None:
-        """The shared replay in which the rank takes part, as its owner or as a helper."""
+        """Returns the shared replay in which the rank takes part, as its owner or as a helper."""
         return next((help for help in self.help if rank in (help.owner, *help.helpers)), None)
 
     def predicted_s(self, rank: int) -> float | None:
-        """How long its replay takes; None: that is not known."""
+        """Returns the predicted seconds of the rank's replay; None: unknown."""
         return next((prediction.seconds for prediction in self.predictions if prediction.rank == rank), None)

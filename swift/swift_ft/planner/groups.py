@@ -1,11 +1,11 @@
 """Recovery groups: runs of neighbouring stages that fail and recover together.
 
-What passes between two stages of one group is not logged. If the state of one of them is lost, so that it must be
-replayed, all of them go back to the same version and replay together, as a small pipeline: what crosses the group's
-two ends comes out of the log, the rest from each other.
+Transfers between two stages of one group are not logged. If the state of one of them is lost, so that it must be
+replayed, all of them go back to the same version and replay together, as a small pipeline: tensors that cross the
+group's two ends come out of the log, the others from each other.
 
-Written as the stages of each group, "0-1,2,3-5". Without any (the empty text, or "none") every rank is a group by
-itself, and all that is sent from rank to rank is logged. One group of all stages logs nothing: it restores the
+Written as the stages of each group, "0-1,2,3-5". Without groups (the empty text, or "none") every rank is a group by
+itself, and everything sent from rank to rank is logged. One group of all stages has no log: it restores the
 checkpoint.
 """
 
@@ -21,12 +21,12 @@ _RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
 @dataclass(frozen=True, slots=True)
 class RecoveryGroups:
-    """Frozen and valid once it exists."""
+    """A division of the pipeline's stages into groups. Frozen and validated on construction."""
 
     starts: tuple[int, ...] = ()
     """The first stage of each group, ascending from 0. Empty: every rank is a group by itself."""
     num_stages: int = 0
-    """Of the pipeline; 0 where there are no groups."""
+    """Stages of the pipeline; 0 without groups."""
 
     def __post_init__(self) -> None:
         if self.starts:
@@ -38,7 +38,8 @@ class RecoveryGroups:
 
     @staticmethod
     def parse(text: str) -> "RecoveryGroups":
-        """ValueError, in one line, for what is no list of runs that follow each other from stage 0 on."""
+        """Parses the notation above. Raises ValueError, in one line, unless the runs follow each other from stage 0
+        on."""
         if text.strip() in ("", NONE):
             return RecoveryGroups()
         starts, stage = [], 0
@@ -65,15 +66,15 @@ class RecoveryGroups:
 
     @property
     def logs(self) -> bool:
-        """Something is logged: there are two groups that could help each other."""
+        """Returns whether anything is logged: there are at least two groups, or none are configured."""
         return len(self.starts) != 1
 
     def crosses(self, source: int, destination: int) -> bool:
-        """What stage `source` sends to stage `destination` is logged."""
+        """Returns whether transfers from stage `source` to stage `destination` are logged."""
         return not self.starts or self._index(source) != self._index(destination)
 
     def stages(self, stage: int) -> tuple[int, ...]:
-        """Those of its group, itself among them, ascending; itself alone without groups."""
+        """Returns the stages of the group of `stage`, ascending; without groups `stage` alone."""
         if not self.starts:
             return (stage,)
         first, last = self._ends(self.starts[self._index(stage)])
@@ -82,7 +83,7 @@ class RecoveryGroups:
     def together(
         self, ranks: Sequence[tuple[int, ...]], stages: Mapping[int, Sequence[int]]
     ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The stage groups `ranks`, those together that recover together. `stages`: those of each rank."""
+        """Returns the stage groups `ranks`, joined by recovery group. `stages`: the stages of each rank."""
         if not self.starts:
             return tuple((members,) for members in ranks)
         members_of: dict[int, list[tuple[int, ...]]] = {}
@@ -91,7 +92,8 @@ class RecoveryGroups:
         return tuple(tuple(members) for _, members in sorted(members_of.items()))
 
     def problem(self, num_stages: int, stages: Mapping[int, Sequence[int]]) -> str:
-        """Why a pipeline cannot have these groups, in one line; empty: it can. `stages`: those of each rank."""
+        """Returns why a pipeline cannot have these groups, in one line; empty if it can. `stages`: the stages of each
+        rank."""
         if not self.starts:
             return ""
         if num_stages != self.num_stages:
@@ -108,7 +110,7 @@ class RecoveryGroups:
         return bisect_right(self.starts, stage) - 1
 
     def _ends(self, start: int) -> tuple[int, int]:
-        """The first and the last stage of the group that begins there."""
+        """Returns the first and the last stage of the group that begins at `start`."""
         following = self.starts.index(start) + 1
         return start, (self.starts[following] if following < len(self.starts) else self.num_stages) - 1
 

@@ -1,27 +1,27 @@
-"""plan(): from what every rank reports to how each gets to the agreed version.
+"""plan(): from the reports of all ranks to how each rank gets to the agreed version.
 
-1. The highest version that every stage group reaches without replay (swift_ft.planner.plan says how):
+1. The highest version that every stage group reaches without replay (`Reach`):
 
     KEEP, ROLL_FORWARD, UNDO, REPLICA   each to the target
 
-2. If there is none, a replay. Target: the highest version that some rank reaches, for which the log has what
-   the replays need. Each stage group gets to one base <= target, and if that is below, all of its ranks replay
-   from there together, each with its own batches:
+2. If there is none, a replay. Target: the highest version that some rank reaches and for which the log has the
+   inputs of all replays. Each stage group gets to one base <= target. If the base is below the target, all of its
+   ranks replay from there together, each with its own batches:
 
     the highest version <= target that the group reaches without replay, not older than the newest complete
-    checkpoint c <= target: CATCH_UP for who holds it; ROLL_FORWARD, UNDO, REPLICA, each followed by replay
+    checkpoint c <= target: CATCH_UP for ranks that hold it; ROLL_FORWARD, UNDO, REPLICA, each followed by replay
     else c: REPLAY on all of its ranks
 
-   A lower target is tried only where no stage group would have to throw a newer whole state away for a replay:
-   with one, everybody's checkpoint is as good.
+   A lower target is used only if no stage group would have to discard a newer complete state for it: otherwise
+   restoring the checkpoint everywhere is as good.
 
-   Recovery groups (swift_ft.planner.groups): nothing that passes inside of one is logged. So all stage groups of a
-   recovery group go to one base, the highest version that all of them reach so, or c; those that hold a newer one
-   give it up, as without the others' state it is of no use. One group of all stages is never replayed. Nor is
-   anything where a slot is vacant: its batches were a part of the steps.
+   Recovery groups (swift_ft.planner.groups): transfers inside of one are not logged. So all stage groups of a
+   recovery group go to one base, the highest version that all of them reach this way, or c; those that hold a newer
+   one give it up, because it is useless without the others' state. One group of all stages is never replayed.
+   Nor is any step replayed while a slot is vacant: its batches were a part of the steps.
 
-3. If that cannot be done either, everybody goes back (swift_ft.planner.plan): SNAPSHOT where that is the job's
-   strategy and one is whole, else CHECKPOINT, at the newest complete one.
+3. If that is impossible too, all ranks go back (`go_back`): SNAPSHOT where the job's strategy permits it and a
+   version has a copy of every rank's state, else CHECKPOINT, at the newest complete one.
 
 An inexact undo is used only if the configuration allows it, and only if the same target cannot be reached without.
 """
@@ -39,16 +39,17 @@ from swift_ft.planner.replay_cost import Predictor, StageCost, costs_of, predict
 from swift_ft.planner.strategies import TABLE, Begins, Way, may_replay, permitted, replaying
 from swift_ft.planner.types import Checkpoints, PlanConfig, RankMeasured, Report, Strategy, StreamSummary
 
-# Which steps that are under way may be finished.
+# Selection of the steps under way that may be finished.
 
 
 def finishable(reports: Sequence[Report]) -> list[Report]:
-    """Without the steps that are done again rather than finished.
+    """Returns the reports without `forward_to` where the step is to be redone rather than finished.
 
-    A rank in its vote has all gradients of the step, and could finish it. But one that died may not have come as far,
-    and have left undone what it does before it votes: its line of the step (`session.log`). Whoever copies the finished
-    step never does it. So where lines are written a step is finished if somebody is through the vote, hence everybody
-    had voted, and by a rank that cannot take it back. Who can take back the step behind it is through its vote as well.
+    A rank in its vote has all gradients of the step, and could finish it. But a rank that died may have got less far,
+    and not have done its work before the vote: its line of the step (`session.log`). A rank that copies the finished
+    step never does that work. So where lines are written, a step is finished only if some rank has completed the vote,
+    so that all had voted, and by a rank that cannot revert it. A rank that can revert the next step has completed its
+    vote too.
     """
     held = max(
         (v for report in reports for v in (report.version, report.undo_to) if v is not None), default=-1
@@ -64,22 +65,21 @@ def _waits(report: Report, held: int) -> bool:
 # Can the log feed the replays of a plan?
 #
 # Replaying stage k for data-parallel rank d over the steps [a, t) reads `s{k-1}.F` and `s{k+1}.B` of that rank
-# (swift_ft.log.record has the names), and compares what it sends with its own F and B. A neighbour that replays from b
-# generates its stream again from step b, so the log must have the rest, [a, b), only; a neighbour that does not replay
-# must have logged all of [a, t). External inputs (X, T) come out of the trainer's own loader again where the log has a
-# hole, so they only must not be corrupt. No stream that is read or written may have a step in [a, t) that was declared
-# unlogged (swift_ft.log.record): nothing that is missing is guessed at, nor filled in behind what came after it.
-# The stages of a recovery group (swift_ft.planner.groups) replay from one version, so of what passes between them,
-# which is not logged at all, nothing is asked for here. Collective results come from one rank that has done all the
-# steps before t.
+# (swift_ft.log.record has the names), and compares its sends with its own F and B. A neighbour that replays from b
+# regenerates its stream from step b, so the log needs only [a, b); a neighbour that does not replay must have logged
+# all of [a, t). External inputs (X, T) are loaded again by the trainer's own loader where the log has a hole, so they
+# only must not be corrupt. No stream that is read or written may have a step in [a, t) that was declared unlogged
+# (swift_ft.log.record): missing records are never guessed, nor filled in after later ones. The stages of a recovery
+# group (swift_ft.planner.groups) replay from one version, so the transfers between them, which are not logged, need no
+# check here. Collective results come from one rank that has done all the steps before t.
 #
-# Whether each single record is there is not known here; a rank that finds one missing refuses.
+# Summaries do not show whether each single record exists; a rank that finds one missing refuses.
 
 
 def uncovered(
     ranks: Iterable[RankPlan], target: int, assignment: Assignment, log: Mapping[str, StreamSummary]
 ) -> str:
-    """Why the log cannot feed the replays; "" if it can."""
+    """Returns why the log cannot feed the replays; "" if it can."""
     by_rank = {rank_plan.rank: rank_plan for rank_plan in ranks}
     for reader in by_rank.values():
         if reader.from_version == target:
@@ -111,8 +111,8 @@ def _input_unusable(
     if summary.corrupt:
         return _corrupt(summary)
     first = reader.from_version
-    # Up to where the log alone must have it; what comes after is generated again by its writer (which may be
-    # the reader itself: stages of one rank hand over inside it, and begin again together).
+    # The log alone must have the steps up to here; later ones are regenerated by the writer (which may be the reader
+    # itself: stages of one rank pass tensors inside it, and restart together).
     until = min(target, writer.from_version)
     if until <= first:
         return ""
@@ -120,7 +120,7 @@ def _input_unusable(
 
 
 def _lacks(summary: StreamSummary, first: int, last: int) -> str:
-    """Which of the steps `first` to `last` the stream does not have; "" if it spans them."""
+    """Returns which of the steps `first` to `last` the stream lacks; "" if it spans them."""
     if problem := _unlogged(summary, first, last):
         return problem
     if summary.trimmed_below_step > first:
@@ -139,7 +139,7 @@ def _lacks(summary: StreamSummary, first: int, last: int) -> str:
 
 
 def _unlogged(summary: StreamSummary, first: int, last: int) -> str:
-    """Which of the steps `first` to `last` are declared not to be whole."""
+    """Returns which of the steps `first` to `last` are declared incomplete."""
     if summary.unlogged is None or summary.unlogged[0] > last or summary.unlogged[1] < first:
         return ""
     begin, end = summary.unlogged
@@ -153,15 +153,15 @@ def _unlogged(summary: StreamSummary, first: int, last: int) -> str:
 def collective_source(
     ranks: Sequence[RankPlan], target: int, reports: Iterable[Report], log: Mapping[str, StreamSummary]
 ) -> tuple[int, str]:
-    """(rank, "") or (-1, "" if none is needed, else why none will do).
+    """Returns (rank, ""), or (-1, reason), where the reason is "" if no source is needed, else why no rank will do.
 
-    Any rank that has done the steps before `target` itself may be the source, since results are equal on all;
-    one that keeps its state comes first. (A stage that is rebuilt from the checkpoint although one of its ranks
-    holds the target, because another one does not, may leave nobody who keeps.)
+    Any rank that has done the steps before `target` itself may be the source, since results are equal on all. Ranks
+    that keep their state are preferred. (If a stage is rebuilt from the checkpoint although one of its ranks holds the
+    target, because another one does not, there may be no rank that keeps its state.)
     """
     starts = [r.from_version for r in ranks if r.from_version < target]
     logged = {r.rank: log.get(record.collectives(r.rank)) for r in ranks}
-    # A stream that nobody ever writes may be declared all the same, by who cannot tell.
+    # A stream without records may still be declared unlogged, by a process that cannot know that it has none.
     if not starts or not any(summary and summary.records > summary.marks for summary in logged.values()):
         return -1, ""
     by_rank = {report.rank: report for report in reports}
@@ -189,18 +189,18 @@ def _why(summary: StreamSummary) -> str:
     return f" ({summary.reason})" if summary.reason else ""
 
 
-# What ranks reach without replay, and how.
+# Versions that ranks reach without replay, and how.
 #
-# A rank reaches what strategies lead it to by itself: what it holds, what finishing its step leads to, what taking it
-# back leads to. A shard of a stage group reaches what one of its replicas reaches: the others copy it. A stage group
-# reaches what all of its shards reach.
+# A rank reaches by itself the versions that its strategies lead to: the one it holds, the one that finishing its step
+# leads to, the one that reverting it leads to. A shard of a stage group reaches the versions that one of its replicas
+# reaches: the others copy it. A stage group reaches the versions that all of its shards reach.
 #
-# Of the ways to one version a rank's own beats a copy, if it leads there bit for bit (`strategies/replica.py`). Its own
-# are tried in the order of the table.
+# Among the ways to one version, a rank's own is preferred to a copy if it is bit-exact (`Replica` in
+# `swift_ft.planner.strategies`). Its own are tried in the order of the table.
 
 
 class Reach:
-    """What is reached by the `allowed` strategies; in ways that are not exact only if `inexact`."""
+    """Versions reached by the `allowed` strategies; by inexact ones only if `inexact`."""
 
     def __init__(
         self,
@@ -222,11 +222,11 @@ class Reach:
         self._groups = {group: self._of_group(group) for group in assignment.groups()}
 
     def anywhere(self) -> frozenset[int]:
-        """The versions that some rank reaches by itself."""
+        """Returns the versions that some rank reaches by itself."""
         return frozenset(version for rank in self._reports for version in self.of_rank(rank))
 
     def everywhere(self) -> frozenset[int]:
-        """The versions that every stage group reaches."""
+        """Returns the versions that every stage group reaches."""
         return frozenset.intersection(*self._groups.values())
 
     def of_rank(self, rank: int) -> frozenset[int]:
@@ -236,7 +236,7 @@ class Reach:
         return self._groups[group]
 
     def ways(self, group: tuple[int, ...], version: int) -> Mapping[int, Way]:
-        """How each rank of `group` gets to `version`, one of `of_group(group)`."""
+        """Returns how each rank of `group` gets to `version`, one of `of_group(group)`."""
         assert version in self._groups[group]
         ways: dict[int, Way] = {}
         for replicas in self._shards(group):
@@ -263,7 +263,7 @@ class Reach:
         return own if self._copies is None else self._copies.share(own, replicas, self._distance)
 
     def _own_ways(self, report: Report) -> dict[int, Way]:
-        """version -> how the rank gets there by itself: the first way of several."""
+        """Returns version -> how the rank gets there by itself, by the first of several ways."""
         ways: dict[int, Way] = {}
         for policy in self._own_policies:
             way = policy.reach(report)
@@ -272,7 +272,7 @@ class Reach:
         return ways
 
     def _leave_out_alone(self, group: tuple[int, ...]) -> None:
-        """No rank finishes together with others a step that one of them is not in."""
+        """Removes ways that finish a step together unless every rank of the group can finish that step."""
         for version in {version for rank in group for version in self._own[rank]}:
             ways = {rank: self._own[rank].get(version) for rank in group}
             if all(way is not None and way.by.finishes_step for way in ways.values()):
@@ -282,23 +282,24 @@ class Reach:
                     del self._own[rank][version]
 
     def _shards(self, group: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The replicas of each shard, ascending."""
+        """Returns the replicas of each shard, ascending."""
         by_shard: dict[int, list[int]] = {}
         for rank in group:
             by_shard.setdefault(self._assignment.slots[rank].shard, []).append(rank)
         return [tuple(replicas) for _, replicas in sorted(by_shard.items())]
 
     def _distance(self, rank: int, source: int) -> tuple[bool, int, int]:
-        """Another host is farther than any rank; unknown hosts are other ones."""
+        """Sort key of copy sources: ranks on the same host first, then by distance in rank. An unknown host counts as
+        another."""
         mine, theirs = self._reports[rank].host, self._reports[source].host
         return not mine or mine != theirs, abs(rank - source), source
 
 
-# Everybody goes back to an older version: to the newest snapshot that is left of every rank, or to a checkpoint.
+# All ranks go back to an older version: to the newest snapshot of which every rank's state is left, or to a checkpoint.
 #
-# A version of a snapshot counts if of every rank's state somebody has a copy: the rank itself, or another one that
-# keeps it. All copies of one version are of one moment, so it does not matter who gives them. If the newest complete
-# checkpoint is newer, it is taken.
+# A snapshot version is complete if of every rank's state some rank has a copy: the rank itself, or another one that
+# keeps it. All copies of one version are from the same step, so any of them serves. If the newest complete checkpoint
+# is newer, the checkpoint is used.
 
 _NAMED_MAX = 64
 
@@ -306,7 +307,8 @@ _NAMED_MAX = 64
 def go_back(
     reports: Sequence[Report], checkpoints: Checkpoints, why: str, *, snapshots: bool
 ) -> tuple[Plan | None, str]:
-    """`why` nothing newer will do. `snapshots`: they may be used. (None, reason) if there is nothing to go back to."""
+    """Plans the return of all ranks. `why`: the reason that no newer version will do. `snapshots`: they may be used.
+    Returns (None, reason) if there is neither a snapshot nor a checkpoint."""
     if not snapshots:
         return _to_checkpoint(reports, checkpoints, why)
     copies = _copies(reports)
@@ -333,8 +335,8 @@ def go_back(
 
 
 def sooner(reports: Sequence[Report], replayed: Plan, measured: Mapping[int, RankMeasured]) -> str:
-    """Why to go back to the newest whole snapshot rather than to replay: the steps since are done again in less time,
-    as far as steps were measured. Empty: it is not so, or it is not known."""
+    """Returns why to go back to the newest complete snapshot rather than to replay: redoing the steps since takes less
+    time, by measured step times. Empty: it does not, or the times are unknown."""
     versions = _whole(reports, _copies(reports))
     behind = [rank.rank for rank in replayed.ranks if rank.from_version < replayed.target_version]
     predicted = {prediction.rank: prediction.seconds for prediction in replayed.predictions}
@@ -350,7 +352,7 @@ def sooner(reports: Sequence[Report], replayed: Plan, measured: Mapping[int, Ran
 
 
 def _whole(reports: Sequence[Report], copies: Mapping[int, Mapping[int, object]]) -> list[int]:
-    """The versions of which somebody has a copy of every rank's state."""
+    """Returns the versions with a copy of every rank's state."""
     return [version for version, held in copies.items() if all(r.rank in held for r in reports)]
 
 
@@ -366,12 +368,12 @@ def _to_checkpoint(reports: Sequence[Report], checkpoints: Checkpoints, why: str
 
 
 def _and(why: str, more: str) -> str:
-    """Once, however often this is planned in one recovery."""
+    """Appends `more` once, even if planning runs several times in one recovery."""
     return why if more in why else f"{why}; {more}"
 
 
 def _copies(reports: Sequence[Report]) -> dict[int, dict[int, list[int]]]:
-    """Version -> rank -> who holds a copy of its state."""
+    """Returns version -> rank -> the ranks that hold a copy of its state."""
     copies: dict[int, dict[int, list[int]]] = {}
     for report in reports:
         for held in report.snapshots:
@@ -380,13 +382,13 @@ def _copies(reports: Sequence[Report]) -> dict[int, dict[int, list[int]]]:
 
 
 def _nearest(report: Report, holders: Sequence[int], reports: Sequence[Report]) -> int:
-    """On the rank's own host, if hosts are known and one is there."""
+    """Returns the holder of a copy to use: one on the rank's own host, if hosts are known and one is there."""
     host_of = {other.rank: other.host for other in reports}
     return min(holders, key=lambda rank: (not report.host or host_of[rank] != report.host, rank))
 
 
 def _lacking(reports: Sequence[Report], copies: Mapping[int, Mapping[int, object]]) -> str:
-    """Why no version is whole."""
+    """Returns why no version has copies of all ranks' states."""
     held = {rank for of_ranks in copies.values() for rank in of_ranks}
     lost = [r.rank for r in reports if r.rank not in held]
     if not lost:
@@ -396,20 +398,20 @@ def _lacking(reports: Sequence[Report], copies: Mapping[int, Mapping[int, object
     return f"no snapshot of rank{'s' if len(lost) > 1 else ''} {named} is left"
 
 
-# Which ranks help a replay: those that would only wait for it.
+# Selection of the ranks that help a replay: those that would only wait for it.
 #
-# A helper computes some of the microbatches of every step that it helps with. What it reads must be in the log already,
-# and what is sent must have arrived where it is needed: so a replay is shared up to the version from which on a stage
-# beside it is computed again as well, and the rest, where the two feed each other, is its owner's alone.
+# A helper computes some of the microbatches of every step that it helps with. Its inputs must be in the log already,
+# and its outputs must have been delivered before. So a replay is shared only up to the version from which a
+# neighbouring stage is recomputed as well; the owner alone replays the rest, where the two feed each other.
 #
-# A recovery group of w stages is helped by whole copies of w ranks, one for each of its stages: what passes inside the
-# group is in no log, so who computes a microbatch of one stage needs somebody who computes it of the next.
+# A recovery group of w stages is helped by whole copies of w ranks, one for each of its stages: transfers inside the
+# group are in no log, so a helper at one stage needs helpers at the others.
 #
-# How many help is a matter of what the replay costs (`swift_ft.planner.replay_cost`); where that is not known, as
-# many as may.
+# The number of helpers depends on the costs of the replay (`swift_ft.planner.replay_cost`); if these are unknown, it is
+# the most that is allowed.
 
 STEPS_MIN = 2
-"""For fewer steps a stage is not built again elsewhere."""
+"""Fewest steps for which a stage is built again on a helper."""
 
 
 def helps(
@@ -421,8 +423,8 @@ def helps(
     groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
     predictor: Predictor | None = None,
 ) -> tuple[Help, ...]:
-    """At most `at_most` copies for each group that replays, the nearest ranks first; a rank helps one replay only.
-    Fewer if the `predictor` knows that more would not make it shorter."""
+    """Assigns helpers: at most `at_most` copies for each group that replays, the nearest ranks first; a rank helps one
+    replay only. Assigns fewer if the `predictor` expects no gain from more."""
     by_rank = {rank_plan.rank: rank_plan for rank_plan in ranks}
     if at_most < 1 or assignment.dp_size > 1:
         return ()
@@ -435,7 +437,7 @@ def helps(
     free = [r.rank for r in reports if r.can_help and by_rank[r.rank].policy.rests]
     wanted = predictor.wanted(spans, at_most, len(free)) if predictor is not None else {}
     chosen: dict[tuple[int, ...], list[tuple[int, ...]]] = {owners: [] for owners in spans}
-    for _ in range(at_most):  # in turns: the slowest replay is what all wait for
+    for _ in range(at_most):  # in turns: all ranks wait for the slowest replay
         for owners, copies in chosen.items():
             if len(free) >= len(owners) and len(copies) < wanted.get(owners, at_most):
                 copies.append(_nearest_free(owners, free))
@@ -454,7 +456,7 @@ def helps(
 
 
 def words(sharing: Sequence[Help]) -> list[str]:
-    """For people: of each group that is helped, by whom and up to where."""
+    """Describes each helped group in words: its helpers, and the last version."""
     told = []
     for owners, until in dict.fromkeys((help.together or (help.owner,), help.until) for help in sharing):
         helpers = [help.helpers for help in sharing if help.owner in owners]
@@ -466,7 +468,7 @@ def words(sharing: Sequence[Help]) -> list[str]:
 def _replaying(
     assignment: Assignment, groups: RecoveryGroups, by_rank: Mapping[int, RankPlan]
 ) -> list[tuple[int, ...]]:
-    """The ranks of each recovery group that does nothing but replay, by stage: all from one version."""
+    """Returns the ranks, by stage, of each recovery group all of whose ranks replay from one version."""
     replaying = []
     for members in groups.together(assignment.groups(), assignment.stages):
         owners = tuple(rank for (rank,) in members)
@@ -481,7 +483,7 @@ def _replaying(
 
 
 def _nearest_free(owners: Sequence[int], free: Sequence[int]) -> tuple[int, ...]:
-    """One for each stage of the group, ascending: neighbours feed each other."""
+    """Returns one free rank for each stage of the group, ascending, because neighbours feed each other."""
     by_distance = sorted(free, key=lambda rank: (min(abs(rank - owner) for owner in owners), rank))
     return tuple(sorted(by_distance[: len(owners)]))
 
@@ -497,23 +499,23 @@ def _until(
     return min([target, *(by_rank[rank].from_version for rank in neighbours)])
 
 
-# What ranks refused, so that it is not planned again.
+# Refusals of ranks, which exclude a strategy from further plans.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusals:
-    """What ranks refused to do in this recovery: it is not planned again before the job runs."""
+    """The strategies that ranks refused in this recovery; none is planned again before the job runs."""
 
     strategies: tuple[Strategy, ...] = ()
-    """In the order of Strategy. KEEP among them: nothing will do but to go back, to a snapshot or a checkpoint."""
+    """In the order of Strategy. If KEEP is among them, only a snapshot or a checkpoint remains."""
     reason: str = ""
-    """Of the latest one, for people."""
+    """The reason of the latest refusal, in words."""
     help: bool = False
-    """Something went wrong in a replay that others helped with: each owner replays alone."""
+    """A replay with helpers failed: each owner replays alone."""
 
     @property
     def replays(self) -> bool:
-        """Some replay."""
+        """Returns whether replay was refused."""
         return not replaying().isdisjoint(self.strategies)
 
     @property
@@ -521,7 +523,8 @@ class Refusals:
         return Strategy.KEEP in self.strategies
 
     def and_of(self, strategies: Iterable[Strategy], reason: str) -> "Refusals":
-        """These as well, for `reason`. CHECKPOINT is not counted: which one cannot be loaded matters there."""
+        """Returns these refusals with `strategies` added, for `reason`. CHECKPOINT is never added: the planner must
+        instead know which checkpoint cannot be loaded."""
         union = {*self.strategies, *strategies} - {Strategy.CHECKPOINT}
         ordered = tuple(s for s in Strategy if s in union)
         return Refusals(strategies=ordered, reason=reason, help=self.help)
@@ -534,10 +537,10 @@ class Refusals:
 
 
 NAMED_MAX = 64
-"""Ranks, or stages, that a reason names: every rank of a job is told it."""
+"""Limit of ranks, or stages, named in a reason, which is sent to every rank of a job."""
 
 Ways = Mapping[int, Way]
-"""rank -> how it gets to the version from where it may have to replay."""
+"""rank -> how it gets to the version from which it may have to replay."""
 
 
 def plan(
@@ -549,11 +552,11 @@ def plan(
     refused: Refusals = Refusals(),
     measured: Mapping[int, RankMeasured] = MappingProxyType({}),
 ) -> tuple[Plan | None, str]:
-    """The plan and its reason; (None, reason) if there is no way back.
+    """Returns the plan and its reason; (None, reason) if recovery is impossible.
 
-    `reports`: one for every slot that is held. `refused`: what is not to be planned again. `measured`: what each rank,
-    or the process that held it before, has said of its steps; may lack any of them. ValueError: reports and assignment
-    do not fit.
+    `reports`: one for every held slot. `refused`: strategies that are not planned again. `measured`: the latest
+    measurements of each rank, or of the process that held it before; may lack any rank. Raises ValueError if reports
+    and assignment do not fit.
     """
     reports = sorted(reports, key=lambda report: report.rank)
     if [report.rank for report in reports] != list(assignment.occupied):
@@ -561,7 +564,7 @@ def plan(
     if lost := assignment.lost_stages():
         return None, f"no rank is left that runs stage {lost[0]}"
     usable = permitted(config.strategy)
-    # Where they are only one way among others, it is no news that there are none.
+    # Where snapshots are only one way among others, their absence is not worth a reason.
     snapshots = config.strategy == "snapshot" or any(report.snapshots for report in reports)
     snapshots = snapshots and Strategy.SNAPSHOT in usable.difference(refused.strategies)
     restore = partial(go_back, reports, checkpoints, snapshots=snapshots)
@@ -599,7 +602,7 @@ def plan(
 
 
 class _Situation:
-    """What plan() was asked, and the two kinds of plan for it."""
+    """The inputs of `plan()`, and the two kinds of plan for them."""
 
     def __init__(
         self,
@@ -619,7 +622,7 @@ class _Situation:
         self._recovery_groups = config.groups
         self._together = config.groups.together(assignment.groups(), assignment.stages)
         self._allowed = frozenset(allowed)
-        # With one rank to a stage that holds a version or holds none, there is nothing to say about choices.
+        # With one rank for each stage that holds a version or none, there is no choice to explain.
         self._has_choice = assignment.dp_size > 1 or any(
             (r.undo_to, r.forward_to, r.finish_to) != (None, None, None) for r in reports
         )
@@ -628,16 +631,17 @@ class _Situation:
         return Reach(self._reports.values(), self._assignment, self._allowed, inexact=inexact)
 
     def without_replay(self, target: int, reach: Reach) -> Plan:
-        """`target` is reached everywhere."""
+        """Returns the plan to `target`, which every stage group reaches."""
         bases = {group: reach.ways(group, target) for group in self._groups}
         ranks = self._ranks(bases, target)
         why = f"the highest version that every stage reaches without replay ({self._reached(reach)})"
         return self._made(ranks, bases, target, -1, why if self._has_choice else "")
 
     def with_replay(self, reach: Reach, *, inexact: bool, helpers: int = 0) -> tuple[Plan | None, str]:
-        """The highest target that can be had, exactly if that can be; None and why not even the highest can.
+        """Returns the plan to the highest possible target, exact if possible; else None and why the highest target
+        failed.
 
-        `helpers`: so many ranks, at most, may share each replay.
+        `helpers`: the most ranks that may share each replay.
         """
         problem = ""
         for target in sorted(reach.anywhere(), reverse=True):
@@ -669,7 +673,7 @@ class _Situation:
         return self._assignment.groups()
 
     def _replay_to(self, target: int, reach: Reach, higher: str) -> tuple[Plan | None, str]:
-        """`higher`: why a higher target was given up; "": there was none."""
+        """Returns a plan with replay to `target`. `higher`: why a higher target was given up; "" if there was none."""
         checkpoint = self._checkpoints.newest_at_most(target)
         bases: dict[tuple[int, ...], Ways] = {}
         lacking: list[int] = []
@@ -745,7 +749,8 @@ class _Situation:
         )
 
     def _from_checkpoint(self, members: Sequence[tuple[int, ...]], version: int, older: int | None) -> Ways:
-        """For stage groups that go back to it together. `older`: the version that they reach, before the checkpoint."""
+        """Returns ways for stage groups that go back to the checkpoint together. `older`: the version before it that
+        they reach."""
         return {
             rank: Way(
                 by=TABLE[Strategy.REPLAY],
@@ -772,7 +777,7 @@ class _Situation:
         return "; ".join(named) + (f"; and {more} more" if more else "")
 
     def _name(self, members: Sequence[tuple[int, ...]]) -> str:
-        """Of stage groups that recover together, or of one."""
+        """Names the stage groups that recover together, or one."""
         stages = sorted(stage for group in members for stage in self._assignment.stages[group[0]])
         if not stages:
             return _ranks(members[0])
@@ -808,21 +813,21 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:NAMED_MAX])) + (f" and {more} more" if more > 0 else "")
 
 
-# States that the log does not lead to, and what a plan makes of them.
+# States that the log does not lead to, and how they are planned for.
 #
-# A rank whose state has other bits than the log leads to is *off the log*: its sends are not the logged ones, and what
-# its neighbours have logged of the step under way is not what they do from now on. It says so in its reports until the
-# log has begun anew. (No strategy leaves a rank so today: the seam is for those that are not exact.)
+# A rank whose state has other bits than the log leads to is *off the log*: its sends differ from the logged ones, and
+# its neighbours' records of the step under way do not match its next sends. It reports this until the log has begun
+# anew. (No strategy leaves a rank so today: the interface is for strategies that are not exact.)
 #
 #     a rank that is off the log holds the target    every rank saves it before it is Ready (`Plan.saves`)
-#     that checkpoint is complete (`log_ends`)       the log is given up; everybody keeps the target, or loads it
+#     that checkpoint is complete (`log_ends`)       the log is given up; all ranks keep the target, or load it
 #
-# Before that the older checkpoint and the log are as they were: nothing of what comes off the log is written there.
-# So others are replayed from them exactly, while who is off the log keeps what it has. It is not kept
+# Until then the older checkpoint and the log stay as they were: nothing that comes off the log is written there. So
+# other ranks are replayed from them exactly, while a rank off the log keeps its state. It is not kept
 #
-#     where a stage beside it is replayed too    what its predecessor had not got out must be made again, bit for bit
-#     where help was refused in this recovery    nobody could save it: it is replayed, exactly and alone
-#     where a newer checkpoint is complete       that one and the log say what the state is
+#     if a neighbouring stage is replayed too       what its predecessor had not sent must be regenerated, bit for bit
+#     if help was refused in this recovery          no rank could save it: it is replayed, exactly and alone
+#     if a newer checkpoint is complete             that checkpoint and the log define the state
 
 
 def plan_off_log(
@@ -836,7 +841,8 @@ def plan_off_log(
     *,
     log_ends: bool = False,
 ) -> tuple[Plan | None, str]:
-    """As `plan`, which it asks. `log_ends`: the log is given up whatever is planned; nothing of it is to be read."""
+    """Plans as `plan`, which it calls, with states off the log. `log_ends`: the log is given up in any case, so no plan
+    may read it."""
     reports = list(reports)
     while True:
         chosen, reason = plan(reports, assignment, log_inventory, checkpoints, config, refused, measured)
@@ -872,7 +878,7 @@ def _is_useless(
 
 
 def _replays_beside(rank: int, chosen: Plan, assignment: Assignment) -> bool:
-    """Another rank that sends to this one, or is sent something by it, replays a step."""
+    """Returns whether a rank that sends to this one, or receives from it, replays a step."""
     stages = assignment.stages[rank]
     beside = {
         other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other < assignment.num_stages

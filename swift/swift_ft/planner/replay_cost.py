@@ -1,6 +1,6 @@
-"""What a plan says of the time that its replays take, and so of how many ranks help. Pure.
+"""Predicted times of a plan's replays, and the number of helpers that follows from them. Pure.
 
-Where the costs of a stage are not known nothing is predicted, and as many help as are configured and can.
+Without known costs of a stage there is no prediction, and as many ranks help as are configured and able.
 """
 
 import math
@@ -12,44 +12,44 @@ from swift_ft.planner.decision import Help, Plan, Prediction, RankPlan
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.planner.types import RankMeasured
 
-# How long a replay takes, and with how many ranks it is shortest.
+# Predicted time of a replay, and the number of ranks for which it is shortest.
 #
 # Formulas (4) to (6) of docs/planning.md, for the line of docs/replay.md. Neighbouring stages that replay together, or
 # one alone; d ranks each share their M microbatches. t: seconds of a stage for a microbatch; u: its update; G: bytes of
-# its weights, and as many of gradients; b: a bucket; V: bytes that it reads a step:
+# its weights, and as many of gradients; b: a bucket; V: bytes that it reads per step:
 #
 #     step(d) = max(sum(t) + (ceil(M / d) - 1) max(t) + max(u) + line(d), max(V) / B_log)
 #     line(d) = 2 (max(G) + (d - 2) b) / B_link if d > 1, else 0
 #
-# What is not known of a link is taken from LINK_BYTES_PER_S; a log of which hardly anything was read, as never waited
-# for.
+# Without a measurement a link is assumed to have LINK_BYTES_PER_S. A log of which hardly anything was read is assumed
+# to cause no wait.
 
 LINK_BYTES_PER_S = 1e9
-"""Between two ranks: what 10 Gbit/s have left."""
+"""Assumed rate between two ranks: the usable part of 10 Gbit/s."""
 BUCKET_BYTES = 4 << 20
-"""Of the line (`swift_ft.train.gradient_chain`)."""
+"""Bytes of a bucket of the line (`swift_ft.train.gradient_chain`)."""
 READ_BYTES_MIN = 8 << 20
-"""Fewer bytes, and what they were waited for tells of the way to the log, not of what it gives."""
+"""Fewest bytes read for a valid rate; with fewer, the wait shows the latency of the log rather than its rate."""
 _EQUAL = 1 + 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCost:
-    """Of one stage, as it was measured while it trained."""
+    """Costs of one stage, as measured during training."""
 
     microbatches: int
     microbatch_s: float
-    """Forward and backward of one."""
+    """Seconds of forward and backward of one microbatch."""
     update_s: float = 0.0
-    """What a step takes besides."""
+    """Seconds of a step outside of its microbatches."""
     weight_bytes: int = 0
     read_bytes: int = 0
-    """Out of the log, a step."""
+    """Bytes read from the log per step."""
     log_bytes_per_s: float = math.inf
 
 
 def of_rank(stages: Sequence[StageCost]) -> StageCost:
-    """Of one that runs several: it computes them one after the other, and updates them at once."""
+    """Returns the costs of a rank with several stages: it computes them sequentially and updates them together."""
     first, *more = stages
     return (
         replace(
@@ -64,7 +64,7 @@ def of_rank(stages: Sequence[StageCost]) -> StageCost:
 
 
 def step_s(costs: Sequence[StageCost], workers: int = 1, link_bytes_per_s: float = LINK_BYTES_PER_S) -> float:
-    """A step of neighbouring stages that replay together, each shared by so many ranks."""
+    """Returns the seconds of a step of neighbouring stages that replay together, each shared by `workers` ranks."""
     largest = -(-max(cost.microbatches for cost in costs) // workers)
     took = sum(cost.microbatch_s for cost in costs)
     took += (largest - 1) * max(cost.microbatch_s for cost in costs) + max(cost.update_s for cost in costs)
@@ -75,11 +75,11 @@ def step_s(costs: Sequence[StageCost], workers: int = 1, link_bytes_per_s: float
 
 
 def fewest(seconds: Mapping[tuple[int, ...], Sequence[float]], free: int) -> dict[tuple[int, ...], int]:
-    """owners -> how many copies of them help; `seconds` of each: its replay with 0, 1, 2 … of them. A copy takes as
-    many of the `free` ranks as there are owners.
+    """Returns owners -> the number of copies that help them. `seconds`: of each, its replay with 0, 1, 2 … copies. A
+    copy takes as many of the `free` ranks as there are owners.
 
-    All wait for the replay that takes longest: it is made as short as it can be, and nobody helps who does not make it
-    so. Helping that does not pay is not done.
+    All ranks wait for the longest replay. It is made as short as possible, with the fewest copies that achieve it. Help
+    that does not shorten it is not used.
     """
     for limit in sorted({option_s for options in seconds.values() for option_s in options}):
         wanted = {
@@ -93,7 +93,7 @@ def fewest(seconds: Mapping[tuple[int, ...], Sequence[float]], free: int) -> dic
 
 
 def costs_of(measured: Mapping[int, RankMeasured], groups: RecoveryGroups) -> dict[int, StageCost]:
-    """stage -> what its replay costs, where it was measured."""
+    """Returns stage -> its replay costs, where measured."""
     rate = _read_rate(measured)
     arriving: dict[int, int] = {}
     for rank in measured.values():
@@ -118,7 +118,7 @@ def costs_of(measured: Mapping[int, RankMeasured], groups: RecoveryGroups) -> di
 
 
 def _read_rate(measured: Mapping[int, RankMeasured]) -> float:
-    """That replays have got out of the log: all their bytes over all their waits."""
+    """Returns the rate at which replays have read from the log: all their bytes over all their waits."""
     told = [
         (rank.log_read_bytes, rank.log_read_wait_s)
         for rank in measured.values()
@@ -129,11 +129,11 @@ def _read_rate(measured: Mapping[int, RankMeasured]) -> float:
 
 
 Costs = Mapping[int, StageCost]
-"""By stage."""
+"""Costs by stage."""
 
 
 class Predictor:
-    """(helps) ``wanted``; (plan) ``of``."""
+    """Predicts replay times: ``wanted`` for `helps`, ``of`` for `plan`."""
 
     def __init__(self, ranks: Sequence[RankPlan], target: int, assignment: Assignment, costs: Costs) -> None:
         self._plans = {rank_plan.rank: rank_plan for rank_plan in ranks}
@@ -142,8 +142,8 @@ class Predictor:
     def wanted(
         self, spans: Mapping[tuple[int, ...], int], at_most: int, free: int
     ) -> dict[tuple[int, ...], int]:
-        """How many copies of the ranks that replay together make the recovery shortest; `spans`: up to which version
-        they can help. Nothing, if that is not known of all of them."""
+        """Returns the number of copies, for each group that replays together, that makes the recovery shortest; empty
+        if a group's time is unknown. `spans`: the version up to which each may be helped."""
         seconds = {}
         for owners, until in spans.items():
             most = min(at_most, free // len(owners))
@@ -154,7 +154,7 @@ class Predictor:
         return fewest(seconds, free)
 
     def of(self, help: Iterable[Help]) -> tuple[Prediction, ...]:
-        """Of each replay whose costs are known."""
+        """Returns a prediction for each replay whose costs are known."""
         helped = {shared.owner: shared for shared in help}
         predictions = []
         for rank, rank_plan in sorted(self._plans.items()):
@@ -175,7 +175,7 @@ class Predictor:
         return tuple(predictions)
 
     def _seconds(self, owners: Sequence[int], until: int, workers: int) -> float | None:
-        """Of a replay that `workers` ranks share up to the version `until`; None: it is not known."""
+        """Returns the seconds of a replay that `workers` ranks share up to the version `until`; None: unknown."""
         run = self._replayed_beside(owners)
         if not run or any(
             stage not in self._costs for rank in run for stage in self._assignment.stages[rank]
@@ -190,8 +190,8 @@ class Predictor:
         return of_rank([self._costs[stage] for stage in self._assignment.stages[rank]])
 
     def _replayed_beside(self, owners: Sequence[int]) -> list[int]:
-        """They, and the ranks on both sides of their stages that replay without a gap. Nobody: it is not known how long
-        these take together (ranks of several stages feed each other in circles)."""
+        """Returns `owners` and the ranks on both sides of their stages that replay without a gap. Empty: their joint
+        time is unknown (ranks with several stages feed each other in cycles)."""
 
         def replays(stage: int) -> int | None:
             ranks = self._assignment.holders(stage) if 0 <= stage < self._assignment.num_stages else ()
@@ -209,7 +209,7 @@ class Predictor:
 
 
 def predicted_words(plan: Plan, possible: Iterable[int]) -> list[str]:
-    """For people. `possible`: the ranks that could have been helped."""
+    """Describes the predictions in words. `possible`: the ranks that could have been helped."""
     lines = []
     for prediction in plan.predictions:
         steps = f"{prediction.steps} step{'' if prediction.steps == 1 else 's'}"

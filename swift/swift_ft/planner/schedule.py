@@ -1,16 +1,17 @@
-"""Puts a step in an order: a list scheduler, run with several rules; the shortest step wins.
+"""Orders the actions of a step: a list scheduler, run with several rules; the shortest step wins.
 
-A worker that is free takes, of what it could begin now: a backward first, because others wait for it and it frees
-activations; then a forward, if it may hold more activations; then gradients of weights, for which nobody waits. Without
-failures and with 1F1B's activations this is 1F1B.
+A free worker chooses, among the actions that it could begin now: a backward first, because others wait for it and it
+frees activations; then a forward, if it may hold more activations; then gradients of weights, for which no worker
+waits. Without failures and with 1F1B's activations this is 1F1B.
 
-It always comes to an end. A worker of several stages begins a forward only if there is room left for one microbatch at
-each later stage of its own that holds none (a *lane* is a worker's stage). Suppose that nobody can go on. Take the last
-stage at which anything is held. At the pipeline's last stage its backward waits for nobody. At another one its forward
-at the next stage has not begun, so that stage's worker has no room; but what it keeps free for later stages is there.
+It always terminates. A worker of several stages begins a forward only if there is room left for one microbatch at each
+later stage of its own that holds none (a *lane* is a worker's stage). Suppose that no worker can proceed. Take the last
+stage at which any activation is held. At the pipeline's last stage its backward waits for no other. At another one its
+forward at the next stage has not begun, so that stage's worker has no room; but its room reserved for later stages is
+free.
 
-A step may have a million actions. So the loop knows them as whole numbers: what is done with one microbatch at one
-stage is a *cell*, ``(stage * origins + origin) * microbatches + microbatch``, and an event is a cell and a code.
+A step may have a million actions. So the loop represents them as integers: the work for one microbatch at one stage is
+a *cell*, ``(stage * origins + origin) * microbatches + microbatch``, and an event is a cell and a code.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-# One step of all data-parallel ranks, before anybody has put it in an order.
+# One step of all data-parallel ranks, before it is ordered.
 #
 # A *worker* is a rank, by its slot's number. It runs the stages of its stage group, for the microbatches of its own
 # *origin* (its data-parallel rank's batch) and for those that it has adopted. Times are in any one unit.
@@ -31,7 +32,7 @@ FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
 
 
 class Action(NamedTuple):
-    """What a worker does at a time."""
+    """One indivisible piece of a worker's work."""
 
     kind: str
     stage: int
@@ -44,13 +45,13 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """What each part takes for one microbatch, by stage; one number stands for all stages."""
+    """Time of each part for one microbatch, by stage; one number stands for all stages."""
 
     forward: Sequence[float] = (1.0,)
     backward_input: Sequence[float] = (1.0,)
     backward_weight: Sequence[float] = (1.0,)
     transfer: float = 0.0
-    """Between two stages on different workers. A worker computes meanwhile."""
+    """Time of a transfer between two stages on different workers, which compute meanwhile."""
 
     def of(self, kind: str, stage: int) -> float:
         if kind == FORWARD:
@@ -66,14 +67,14 @@ Owners = Mapping[tuple[int, int], Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Raises ValueError if it can be nobody's."""
+    """The work of one step. Raises ValueError if it cannot be done."""
 
     stages: int
     origins: int
     microbatches: int
-    """Of each origin."""
+    """Microbatches of each origin."""
     owners: Owners
-    """Of every stage and origin."""
+    """An entry for every stage and origin."""
     split: bool = False
     """Backwards are split: gradients of weights may be computed later."""
     costs: Costs = Costs()
@@ -101,7 +102,7 @@ class Work:
             )
 
     def stages_of(self) -> dict[int, tuple[int, ...]]:
-        """Worker -> the stages that it computes anything of, ascending; workers ascending."""
+        """Returns worker -> the stages of which it computes any part, ascending; workers ascending."""
         found: dict[int, set[int]] = {}
         for (stage, _), owners in self.owners.items():
             for worker in owners:
@@ -109,15 +110,15 @@ class Work:
         return {worker: tuple(sorted(found[worker])) for worker in sorted(found)}
 
     def kinds(self) -> tuple[str, ...]:
-        """What is done with each microbatch at each stage, in this order."""
+        """The actions for each microbatch at each stage, in this order."""
         return (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if self.split else (FORWARD, BACKWARD)
 
     def adds(self) -> str:
-        """The kind that adds to gradients of weights."""
+        """The kind of action that adds to gradients of weights."""
         return BACKWARD_WEIGHT if self.split else BACKWARD
 
     def actions(self) -> Iterator[tuple[int, Action]]:
-        """(worker, action) of all that is to be done."""
+        """Yields (worker, action) of the whole step."""
         kinds = self.kinds()
         for (stage, origin), owners in self.owners.items():
             for microbatch, worker in enumerate(owners):
@@ -125,9 +126,9 @@ class Work:
                     yield worker, Action(kind, stage, origin, microbatch)
 
     def bound(self) -> float:
-        """No order is quicker. Each worker waits for the first microbatch to come to it, computes all of its own, and
-        the last one has to go back to the first stage; and it has no more activations at a time than its cap: if each
-        is held for L at least, n of them take n * L / cap."""
+        """Returns a lower bound of the length of any order. Each worker waits for its first microbatch and computes all
+        of its own, and the last one has to go back to the first stage. Its cap limits its activations: if each is held
+        for L at least, n of them take n * L / cap."""
         head, tail, _ = self._ways()
         longest = head[-1] + self.costs.of(FORWARD, self.stages - 1)
         longest += self.costs.of(self.kinds()[1], self.stages - 1) + tail[-1]
@@ -137,12 +138,13 @@ class Work:
         return longest
 
     def period_bound(self) -> float:
-        """The same of the time from one step to the next, if they may overlap: a worker waits for nobody."""
+        """Returns a lower bound of the time from one step to the next, if they may overlap, so that a worker waits for
+        no other."""
         return max(max(busy, span) for _, busy, _, span in self._loads())
 
     def _loads(self) -> Iterator[tuple[int, float, float, float]]:
-        """Of each worker: its first stage; what it computes, and how much of that are gradients of weights alone; and
-        how long its activations need room (0: it has any)."""
+        """Yields, for each worker: its first stage; its computing time, and how much of that is for gradients of
+        weights alone; and how long its activations need room (0: no cap)."""
         held = self._ways()[2]
         for worker, counts in self.counts().items():
             load = [
@@ -154,7 +156,7 @@ class Work:
             yield min(counts), sum(load), load[-1] if self.split else 0.0, span
 
     def counts(self) -> dict[int, dict[int, int]]:
-        """Worker -> stage -> of how many microbatches it computes it."""
+        """Returns worker -> stage -> the number of microbatches that it computes there."""
         found: dict[int, dict[int, int]] = {}
         for (stage, _), owners in self.owners.items():
             for worker, count in Counter(owners).items():
@@ -163,8 +165,8 @@ class Work:
         return found
 
     def _ways(self) -> tuple[list[float], list[float], list[float]]:
-        """By stage, at least: until the first forward can begin; from the end of a backward (of its part for inputs) to
-        the end of the step; and for how long an activation is held."""
+        """Returns lower bounds by stage: until the first forward can begin; from the end of a backward (of its part for
+        inputs) to the end of the step; and for how long an activation is held."""
         costs, backward = self.costs, self.kinds()[1]
         crosses = [0.0]  # into each stage
         for stage in range(1, self.stages):
@@ -191,10 +193,11 @@ class Work:
 def shared(
     *, group_stages: Sequence[Sequence[int]], origins: int, microbatches: int, lost: Sequence[tuple[int, int]]
 ) -> Owners:
-    """A job of `group_stages` (the stages of each stage group) in which these (stage group, origin) are lost: their
-    microbatches go to the peers that are left, in turn. Worker numbers are group * origins + origin.
+    """Returns the owners of a job of `group_stages` (the stages of each stage group) in which the (stage group, origin)
+    of `lost` are lost: the remaining peers take their microbatches in turn. Worker numbers are group * origins +
+    origin.
 
-    Raises ValueError if a stage group has nobody left.
+    Raises ValueError if a stage group has no worker left.
     """
     gone = set(lost)
     owners: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -214,11 +217,11 @@ def shared(
     return owners
 
 
-# A step that has been put in an order.
+# A step that has been ordered.
 
 
 class Timed(NamedTuple):
-    """When a worker does something."""
+    """An action with its times."""
 
     begin: float
     end: float
@@ -227,29 +230,29 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """Who does what, when. The times are as the costs say; what counts for a run is the order."""
+    """The timed actions of all workers. The times follow from the costs; a run uses only the order."""
 
     slots: Mapping[int, Sequence[Timed]]
-    """By worker, in its order."""
+    """Each worker's actions, in its order."""
 
     @property
     def length(self) -> float:
-        """From the first begin to the last end."""
+        """The time from the first begin to the last end."""
         return max((slots[-1].end for slots in self.slots.values() if slots), default=0.0)
 
     def orders(self) -> dict[int, tuple[Action, ...]]:
-        """By worker: what it does, one after the other. Walked so by all, whatever each part takes, they come to the
-        end: each action waits only for such as began earlier here."""
+        """Returns each worker's actions in order. Executed in these orders, the step completes whatever each part
+        takes: each action waits only for actions that began earlier here."""
         return {worker: tuple(slot.action for slot in slots) for worker, slots in self.slots.items()}
 
 
-# Whether a step does its work: rules of their own, which any order is held to.
+# Verification of a step: independent rules that any order must satisfy.
 
 _SLACK = 1e-9
 
 
 def problems(work: Work, step: Step) -> list[str]:
-    """What is wrong with it, a line each; none: every action is done once, by its owner, when it can be."""
+    """Returns the violations, one line each; empty if every action is done once, by its owner, after its inputs."""
     found = []
     wanted = Counter(work.actions())
     done = Counter((worker, slot.action) for worker, slots in step.slots.items() for slot in slots)
@@ -275,8 +278,8 @@ def problems(work: Work, step: Step) -> list[str]:
 
 
 def out_of_order(work: Work, step: Step) -> list[tuple[int, int, int]]:
-    """(worker, stage, origin) whose gradients are not added in the order of microbatches. These may come to the worker
-    by several ways. Their sum has other bits, unless the run keeps those that come early apart."""
+    """Returns (worker, stage, origin) whose gradients are not added in the order of microbatches, which may reach the
+    worker by several paths. Such a sum has other bits, unless the run stores early gradients separately."""
     found = []
     for worker, order in step.orders().items():
         newest: dict[tuple[int, int], int] = {}
@@ -289,7 +292,7 @@ def out_of_order(work: Work, step: Step) -> list[tuple[int, int, int]]:
 
 
 def needs(work: Work, action: Action) -> list[Action]:
-    """What must be over before it begins."""
+    """Returns the actions that must end before this one begins."""
     kind, stage, origin, microbatch = action
     backward = BACKWARD_INPUT if work.split else BACKWARD
     if kind == FORWARD:
@@ -312,7 +315,7 @@ def _of_activations(work: Work, worker: int, order: list[Action]) -> list[str]:
 
 
 ACTIONS_MAX = 200_000
-"""Of all runs of one plan together, but for the first rule's, which every work gets: what bounds the time of a plan."""
+"""Limit of the actions in all runs of one plan, which bounds its time. The first rule always runs."""
 
 _FORWARD, _BACKWARD, _WEIGHT, _FORWARD_COMES, _BACKWARD_COMES = range(5)
 """Codes of events: three ends, two arrivals from another worker. A backward is a whole one or the part for inputs."""
@@ -321,14 +324,14 @@ _CODES, _MASK = 1 << _SHIFT, (1 << _SHIFT) - 1
 
 
 class _Rule(NamedTuple):
-    """How a worker chooses where it may."""
+    """A worker's preferences among the actions that it may begin."""
 
     sooner: int
-    """Adopted microbatches count as so many halves of a microbatch earlier."""
+    """Half microbatches by which adopted microbatches are preferred."""
     patience: float
-    """Gradients of weights are put off if a backward comes within so much of their own time."""
+    """Gradients of weights are delayed if a backward comes within this fraction of their own time."""
     shuffle: int = 0
-    """Origins take turns in another order, a different one for each number. 0: microbatch by microbatch."""
+    """Nonzero: the seed of another order in which origins take turns. 0: microbatch by microbatch."""
 
 
 _SOONER_MAX = 15
@@ -339,8 +342,8 @@ _RULES = (
 
 
 def plan_step(work: Work, *, thorough: bool = True, actions_max: int = ACTIONS_MAX) -> Step:
-    """The shortest step that the rules find, the same for the same work wherever it is asked for. `thorough`: with as
-    many rules as `actions_max` lets it, until a step is as short as the bound; else with the first one."""
+    """Returns the shortest step that the rules find; deterministic for the same work. `thorough`: tries as many rules
+    as `actions_max` permits, until a step is as short as the bound; else only the first."""
     scheduler = _Scheduler(work)
     least = work.bound() + _SLACK
     best: _Found | None = None
@@ -355,27 +358,27 @@ def plan_step(work: Work, *, thorough: bool = True, actions_max: int = ACTIONS_M
 
 
 def found_steps(work: Work) -> Iterator[Step]:
-    """What each rule finds, however long; as many rules as `ACTIONS_MAX` lets it."""
+    """Yields the step of each rule, whatever its length; as many rules as `ACTIONS_MAX` permits."""
     scheduler = _Scheduler(work)
     for rule in scheduler.rules(ACTIONS_MAX):
         yield scheduler.step(scheduler.run(rule))
 
 
 class _Found(NamedTuple):
-    """What a rule makes of a work."""
+    """The result of one rule."""
 
     begins: list[list[float]]
-    """By worker's index, in its order."""
+    """By the worker's index, in its order."""
     ends: list[list[float]]
     order: list[list[int]]
-    """Events that end what it does."""
+    """Events that end its actions."""
 
     def length(self) -> float:
         return max((row[-1] for row in self.ends if row), default=0.0)
 
 
 class _Scheduler:
-    """A work as lists of numbers, and runs over it in the time that the costs say."""
+    """Simulates a work, stored as lists of numbers, with the times of its costs."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -398,12 +401,12 @@ class _Scheduler:
         self._adopted = self._what_is_adopted()
 
     def rules(self, actions_max: int) -> list[_Rule]:
-        """Those that may differ here, as many as are allowed for so much work."""
+        """Returns the rules that may differ for this work, as many as `actions_max` permits."""
         rules = [rule for rule in _RULES if self._work.split or not rule.patience]
         return rules[: max(1, actions_max // (len(self._owner) * len(self._takes)))]
 
     def _lanes_of(self, index: dict[int, int]) -> tuple[list[list[int]], list[int]]:
-        """By worker: its lanes, the last stage's first. By cell: its lane."""
+        """Returns, by worker, its lanes, the last stage's first; and, by cell, its lane."""
         number: dict[tuple[int, int], int] = {}
         lanes: list[list[int]] = []
         for worker, stages in self._work.stages_of().items():
@@ -413,7 +416,8 @@ class _Scheduler:
         return lanes, [number[owner, cell // self._across] for cell, owner in enumerate(self._owner)]
 
     def _what_is_adopted(self) -> list[bool]:
-        """By cell: whether its worker computes more of another origin at this stage, or as much of an earlier one."""
+        """Returns, by cell, whether its worker computes more of another origin at this stage, or as much of an earlier
+        one."""
         work, adopted = self._work, []
         for stage in range(work.stages):
             home: dict[int, tuple[int, int]] = {}
@@ -428,24 +432,24 @@ class _Scheduler:
         return adopted
 
     def _turns(self, shuffle: int) -> list[list[int]]:
-        """By origin and microbatch: when its turn is, in halves of a microbatch. Those of one origin stay in order."""
+        """Returns, by origin and microbatch, its turn in half microbatches. Turns of one origin ascend."""
         work, state = self._work, shuffle
         most = 4 if shuffle % 2 else 8
         turns = []
         for _ in range(work.origins):
             row = [_SOONER_MAX]
             for _ in range(work.microbatches):
-                state = (state * 1103515245 + 12345) % 2**31  # the C library's example
+                state = (state * 1103515245 + 12345) % 2**31  # the C standard's example
                 row.append(row[-1] + ((state >> 16) % (most + 1) if shuffle else 2))
             turns.append(row[1:])
         return turns
 
     def _keys(self, rule: _Rule) -> list[int]:
-        """By cell: its key in a heap, of which the cell is the remainder."""
+        """Returns, by cell, its key in a heap; the cell is the key modulo the number of cells."""
         work, keys, cell = self._work, [], 0
         cells, turns = len(self._owner), self._turns(rule.shuffle)
         for stage in range(work.stages):
-            # Of a worker's several stages: forwards of later ones first, as in interleaved schedules.
+            # Among a worker's several stages: forwards of later ones first, as in interleaved schedules.
             behind = work.stages - 1 - stage
             for origin in range(work.origins):
                 for turn in turns[origin]:
@@ -455,7 +459,7 @@ class _Scheduler:
         return keys
 
     def step(self, found: _Found) -> Step:
-        """In full."""
+        """Converts a result to a `Step`."""
         work = self._work
         kinds = work.kinds()
         slots: dict[int, Sequence[Timed]] = {}
@@ -469,14 +473,14 @@ class _Scheduler:
         return Step(slots=slots)
 
     def run(self, rule: _Rule) -> _Found:
-        """In the time that the costs say: at each moment something ends or arrives, then free workers choose."""
+        """Simulates one rule: at each moment actions end or messages arrive, then free workers choose."""
         split, patience = self._work.split, rule.patience
         owner, keys, across, room = self._owner, self._keys(rule), self._across, list(self._room)
         cells, transfer = len(owner), self._work.costs.transfer
         takes, kinds, lane, lanes = self._takes, len(self._takes), self._lane, self._lanes
         held, busy = [0] * sum(map(len, lanes)), [False] * len(room)
         found = _Found(self._rows(), self._rows(), self._rows())
-        # Heaps of keys by lane and by worker; and of the times when backwards become ready.
+        # Heaps of keys by lane and by worker, and heaps of the times when backwards become ready.
         forwards: list[list[int]] = [[] for _ in held]
         backwards, weights, coming = self._rows(), self._rows(), self._rows()
         begins, ends, order = found
@@ -545,12 +549,12 @@ class _Scheduler:
         return found
 
     def _rows(self) -> list[list[Any]]:
-        """One a worker."""
+        """Returns an empty list for each worker."""
         return [[] for _ in self._room]
 
 
 def _allowed(lanes: list[int], forwards: list[list[int]], held: list[int], room: int) -> list[int]:
-    """Where the forward is that a worker may begin; an empty heap: none."""
+    """Returns the heap with the forward that a worker may begin; empty if there is none."""
     if len(lanes) == 1:
         return forwards[lanes[0]]
     best: list[int] = []
@@ -564,7 +568,7 @@ def _allowed(lanes: list[int], forwards: list[list[int]], held: list[int], room:
 
 
 def _enter(calendar: dict[float, list[int]], moments: list[float], when: float, event: int) -> None:
-    """Makes it happen then."""
+    """Schedules the event."""
     if when in calendar:
         calendar[when].append(event)
     else:
@@ -573,28 +577,28 @@ def _enter(calendar: dict[float, list[int]], moments: list[float], when: float, 
 
 
 def _soon(times: list[float], now: float, within: float) -> bool:
-    """Whether one of a heap of times comes; those that are over are taken out."""
+    """Returns whether a time of the heap lies within `within` of now; removes past times."""
     while times and times[0] <= now:
         heappop(times)
     return bool(times) and times[0] - now < within
 
 
-# What a step takes if the next one follows: all stages at once, or each as soon as its own gradients are there.
+# The time of a step followed by another: all stages update at once, or each as soon as its own gradients are complete.
 #
 # A stage has all gradients of a step when the last of its replicas has added its last one. Then they are reduced, and
-# the stage steps. *Staggered*, it begins the next step at once; else it waits until all stages have stepped. So
-# staggered steps overlap: what counts is the time from one step to the next, once it is the same for each.
+# the stage updates. *Staggered*, it begins the next step at once; else it waits until all stages have updated. So
+# staggered steps overlap: the relevant time is from one step to the next, in the steady state.
 #
-# This is a model; `swift_ft.train.staggering` is how a run does it.
+# This is a model; `swift_ft.train.staggering` implements it.
 
 STEPS_MAX = 64
 
 
 def period(work: Work, step: Step, *, staggered: bool, reduction: float = 0.0) -> float:
-    """From one step's end to the next one's, in the steady state; every worker keeps to its order. `reduction` is what
-    it takes to reduce a stage's gradients and to step.
+    """Returns the time from one step's end to the next one's, in the steady state; every worker keeps its order.
+    `reduction`: the time to reduce a stage's gradients and to update.
 
-    Raises ValueError if the orders come to no end.
+    Raises ValueError if the orders deadlock.
     """
     walk = _Walk(work, step)
     begin = [0.0] * work.stages
@@ -610,12 +614,12 @@ def period(work: Work, step: Step, *, staggered: bool, reduction: float = 0.0) -
         moved = [new - old for new, old in zip([*begin, *clocks], [*before, *clocks_before], strict=True)]
         if max(moved) - min(moved) < _SLACK:
             return moved[0]
-    half = STEPS_MAX // 2  # it may come again after several steps only
+    half = STEPS_MAX // 2  # the state may repeat only after several steps
     return (ends[-1] - ends[-1 - half]) / half
 
 
 def shortest_period(work: Work, *, staggered: bool, reduction: float = 0.0) -> float:
-    """Of the steps that the rules find."""
+    """Returns the shortest period of the steps that the rules find."""
     return min(period(work, step, staggered=staggered, reduction=reduction) for step in found_steps(work))
 
 
@@ -625,11 +629,11 @@ class _Part(NamedTuple):
     takes: float
     adds: bool
     waits: tuple[tuple[int, float], ...]
-    """(part's number, what its message takes)."""
+    """(part's number, time of its message)."""
 
 
 class _Walk:
-    """All workers' orders as one, in which nothing comes before what it waits for."""
+    """All workers' orders merged into one, in which every part follows those that it waits for."""
 
     def __init__(self, work: Work, step: Step) -> None:
         self._stages = work.stages
@@ -662,7 +666,7 @@ class _Walk:
             raise ValueError(f"{next(iter(blocked))} is waited for and never comes")
 
     def once(self, begin: list[float], clocks: list[float]) -> tuple[list[float], list[float]]:
-        """(by worker: when it is free, by stage: when its last gradient is added)."""
+        """Returns (by worker: when it is free, by stage: when its last gradient is added)."""
         clocks = list(clocks)
         over: list[float] = []
         last = [0.0] * self._stages

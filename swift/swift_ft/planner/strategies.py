@@ -1,27 +1,27 @@
-"""The table of strategies: every way in which a rank gets to the version that all are to be at.
+"""The table of strategies: every way in which a rank gets to the common target version.
 
-The planner goes through it (`swift_ft.planner.plan`), the coordinator and the drill ask it
-what a strategy is, and ranks carry strategies out through `swift_ft.train.strategies.TABLE`, which has the same keys.
+The planner iterates over it (`swift_ft.planner.plan`), the coordinator and the drill query its properties, and ranks
+carry strategies out through `swift_ft.train.strategies.TABLE`, which has the same keys.
 
 **To add a strategy:**
 
 1. `Strategy` in `swift/swift_ft/planner/types.py`, and the same name with the next free number in the enum of
    `proto/swift_ft/_pb/coordinator.proto`; then `scripts/gen_proto`.
-2. A class here: a `Policy`. `reach` says which version a rank gets to by itself, from what it reports, and whether
-   bit for bit; a strategy that copies has `share` instead. `reason` says why, for people. The class attributes say
-   what follows for the rest of the recovery.
+2. A class here: a `Policy`. `reach` returns the version that a rank gets to by itself, given its report, and whether
+   bit for bit; a strategy that copies has `share` instead. `reason` explains the choice to people. The class
+   attributes define the consequences for the rest of the recovery.
 3. An entry in `TABLE`, at the place of its cost: among a rank's own ways to a version the first one is taken, and a
    recovery is counted as its costliest one.
 4. In `swift/swift_ft/train/strategies.py`: a `Restore`, and its entry in the table there. `restore` leaves the rank
-   with the state of `RankPlan.from_version`; the replay up to the target, if there is one, comes by itself.
+   with the state of `RankPlan.from_version`; the replay up to the target, if there is one, follows automatically.
 5. Tests: a case in `tests/unit/recovery/test_strategies.py`; its own rules in the brute-force checker
    (`tests/unit/recovery/situations.py`), which shares no code with the planner; a transcript in
    `tests/golden/coordinator`; a drill. Docs: `docs/protocol.md`, and `docs/faults.md` if it has new faults.
 
-Neither `plan()`, nor the codec (`swift/swift_ft/rpc/codec.py`), nor the engine is touched by a strategy that gets a
-rank to a version by itself, or by a copy. A strategy that needs a rank to say more than today adds a field to
-`Report` and to its message as well. One in which all go back in another way is asked about in `plan()` (`Snapshot`),
-and one that finishes a step in another way takes part in it (`LossyForward`, `swift/swift_ft/train/lossy.py`).
+A strategy that gets a rank to a version by itself, or by a copy, needs no change in `plan()`, in the codec
+(`swift/swift_ft/rpc/codec.py`) or in the engine. A strategy that needs more from a rank's report adds a field to
+`Report` and to its message. One in which all go back in another way needs a case in `plan()` (see `Snapshot`), and one
+that finishes a step in another way takes part in it (`LossyForward`, `swift/swift_ft/train/lossy.py`).
 """
 
 import enum
@@ -32,68 +32,70 @@ from typing import ClassVar
 
 from swift_ft.planner.types import FROM_CHECKPOINT, SHRINKING, SNAPSHOTTING, STRATEGIES, Report, Strategy
 
-# What the planner asks of a strategy.
+# The planner's interface to a strategy.
 
 
 class Begins(enum.Enum):
-    """With whose state a rank goes on."""
+    """The origin of the state with which a rank goes on."""
 
     OWN = "own"
     COPY = "copy"
-    """Other ranks': they have, or get to, the version that is copied."""
+    """The state of other ranks, which have, or get to, the version that is copied."""
     CHECKPOINT = "checkpoint"
     SNAPSHOT = "snapshot"
     """A copy in host memory, its own or one that another rank keeps."""
 
 
 class Policy:
-    """The planner's side of one strategy. Without state: there is one object of each class, in the table.
+    """The planner's side of one strategy. Stateless: the table has one object of each class.
 
-    A subclass names its strategy and overrides what is not so by default.
+    A subclass names its strategy and overrides the defaults that do not fit.
     """
 
     strategy: ClassVar[Strategy]
     begins: ClassVar[Begins] = Begins.OWN
     replays: ClassVar[bool] = False
-    """It does nothing but replay. (The others are followed by a replay if they lead to an older version than the
-    target.) Whoever refuses one of these refuses all of them."""
+    """It only replays. (The others are followed by a replay if they lead to an older version than the target.) A rank
+    that refuses one such strategy refuses all of them."""
     rests: ClassVar[bool] = False
-    """The rank holds the target: it has nothing to do but wait, and may help others meanwhile."""
+    """The rank holds the target: it only waits, and may help others meanwhile."""
     finishes_step: ClassVar[bool] = False
     """The step under way is finished, not dropped."""
     together: ClassVar[bool] = False
-    """It is a way to a version only if all ranks of the group finish their step to it."""
+    """It is valid only if all ranks of the group finish their step to that version."""
     own_step: ClassVar[bool] = False
-    """A rank that refuses it has lost the step under way, which says nothing of the others, unless it happens again."""
+    """A refusal means only that this rank has lost the step under way; others may still use it, unless it happens
+    again."""
     goes_back: ClassVar[bool] = False
-    """Planned for all ranks or for none: the run goes back to an older version, and what the log has beyond is given
-    up. (`swift_ft.planner.plan`)"""
+    """Planned for all ranks or for none: the run goes back to an older version, and later records in the log are
+    discarded (`swift_ft.planner.plan`)."""
     excluded_by: ClassVar[frozenset[str]] = FROM_CHECKPOINT
     """The settings of `PlanConfig.strategy` under which it is not used."""
     verb: ClassVar[str] = ""
-    """Of a rank that others copy from, for people: "rank 1 <verb> version 7"."""
+    """Verb, in messages, for a rank that others copy from: "rank 1 <verb> version 7"."""
 
     noun: ClassVar[str] = ""
-    """(of one that may not be bit for bit) For people: "<noun> of rank 1"."""
+    """(only if it may not be bit-exact) Noun in messages: "<noun> of rank 1"."""
 
     def reach(self, report: Report) -> "Way | None":
-        """How the rank gets to a version by itself, with what it reports; None: not in this way."""
+        """Returns how the rank gets to a version by itself, given its report; None: not with this strategy."""
         return None
 
     def share(
         self, own: Mapping[int, "Way"], replicas: Sequence[int], distance: Callable[[int, int], object]
     ) -> "Mapping[int, Way]":
-        """(Begins.COPY) How each of the `replicas` gets to the version that the ranks of `own` reach by themselves; at
-        least one does. `distance`: orders the ranks that another one can copy from, the nearest first."""
+        """(Begins.COPY) Returns how each of the `replicas` gets to the version that the ranks of `own` reach by
+        themselves; at least one does. `distance`: sort key of the ranks that another one can copy from, nearest
+        first."""
         raise AssertionError(f"{self.strategy} copies nothing")
 
     @property
     def behind(self) -> "Policy":
-        """What it is called where the version that it leads to is older than the target."""
+        """The policy to plan where the version that this one leads to is older than the target."""
         return self
 
     def reason(self, report: Report, ways: "Mapping[int, Way]", target: int) -> str:
-        """Why the rank does this, for people. `ways`: of all ranks of its stage group."""
+        """Returns why the rank uses this strategy, in words. `ways`: for all ranks of its stage group."""
         raise AssertionError(f"{self.strategy} is planned for all ranks at once, for one reason")
 
 
@@ -105,13 +107,13 @@ class Way:
     version: int
     exact: bool = True
     sources: tuple[int, ...] = ()
-    """(Begins.COPY) The ranks to copy from, the nearest first."""
+    """(Begins.COPY) The ranks to copy from, nearest first."""
     note: str = ""
-    """What else there is to say of it."""
+    """A further clause for the reason."""
 
 
 def held(report: Report) -> str:
-    """What a rank has, for people."""
+    """Describes the state that a rank holds, in words."""
     if report.version is not None:
         return f"holds version {report.version}"
     return "holds no state" if report.newest is None else "is between two versions"
@@ -121,7 +123,7 @@ def held(report: Report) -> str:
 
 
 class Replay(Policy):
-    """Holds nothing of use: loads the newest checkpoint that is not newer than the target, and replays from there.
+    """Holds no usable state: loads the newest checkpoint that is not newer than the target, and replays from there.
 
     Planned for whole recovery groups that reach no version otherwise, so it has no `reach` of its own.
     """
@@ -140,7 +142,7 @@ class Replay(Policy):
 
 
 class CatchUp(Policy):
-    """Holds an older version than the target whole, and replays from there. (It is reached as KEEP is.)"""
+    """Holds an older version than the target completely, and replays from there. (Planned as KEEP's `behind`.)"""
 
     strategy = Strategy.CATCH_UP
     replays = True
@@ -155,7 +157,7 @@ class CatchUp(Policy):
 
 
 class Keep(Policy):
-    """Holds the version whole. Whoever holds an older one than the target catches up."""
+    """Holds the version completely. A rank with an older version than the target catches up."""
 
     strategy = Strategy.KEEP
     rests = True
@@ -172,11 +174,11 @@ class Keep(Policy):
         return f"holds version {target}"
 
 
-# CHECKPOINT: everybody goes back to one.
+# CHECKPOINT: all ranks go back to one.
 
 
 class Checkpoint(Policy):
-    """Loads the checkpoint of the target; nothing is replayed. The planner says why
+    """Loads the checkpoint of the target; no step is replayed. The planner supplies the reason
     (`swift_ft.planner.plan`)."""
 
     strategy = Strategy.CHECKPOINT
@@ -185,14 +187,14 @@ class Checkpoint(Policy):
     excluded_by = frozenset()
 
 
-# LOSSY_FORWARD: the step under way is finished with the gradients of those that are left.
+# LOSSY_FORWARD: the step under way is finished with the gradients of the remaining ranks.
 
 
 class LossyForward(Policy):
-    """Keeps what is averaged of the step that is under way, and averages the rest with those that are left.
+    """Keeps the gradients already averaged in the step under way, and averages the rest among the remaining ranks.
 
-    It takes the gradients of all of them. So it is a way only where each of them is in the step. Where one is not,
-    nothing of the step was averaged, or whoever has all of it can finish it alone.
+    It needs the gradients of all of them, so it is valid only if each of them is in the step. If one is not, no
+    gradient of the step was averaged, or a rank that has all of them can finish it alone.
     """
 
     strategy = Strategy.LOSSY_FORWARD
@@ -213,14 +215,14 @@ class LossyForward(Policy):
 
 
 class Replica(Policy):
-    """Receives the state from ranks that hold the same one. Moves all its bytes.
+    """Receives the state from ranks that hold the same one. Transfers the whole state.
 
-    A rank's own way beats a copy if it leads there bit for bit: it moves no bytes, and is not lost with the rank that
-    gives them.
+    A rank's own way is preferred to a copy if it is bit-exact: it transfers no bytes, and does not depend on the source
+    staying alive.
 
-        some replica gets there exactly     those who do so by themselves do; the others copy it from them
-        by an inexact way alone             one replica goes it, all others copy that: two undos of different buckets
-                                            do not give the same bits, and replicas must
+        a replica gets there exactly        such replicas do so by themselves; the others copy from them
+        only inexact ways exist             one replica takes its own, all others copy from it: two undos of different
+                                            buckets give different bits, and replicas must be equal
     """
 
     strategy = Strategy.REPLICA
@@ -255,7 +257,7 @@ class Replica(Policy):
 
 
 class RollForward(Policy):
-    """Finishes the step that is under way: all its gradients are reduced. Moves no bytes."""
+    """Finishes the step under way, whose gradients are all reduced. Transfers no bytes."""
 
     strategy = Strategy.ROLL_FORWARD
     finishes_step = True
@@ -270,11 +272,11 @@ class RollForward(Policy):
         return f"{held(report)}, and has all gradients of step {ways[report.rank].version - 1} reduced"
 
 
-# SNAPSHOT: everybody goes back to copies in host memory.
+# SNAPSHOT: all ranks go back to copies in host memory.
 
 
 class Snapshot(Policy):
-    """Takes the rank's own copy, or receives the one that another rank keeps of it; nothing is replayed."""
+    """Takes the rank's own copy, or receives the one that another rank keeps of it; no step is replayed."""
 
     strategy = Strategy.SNAPSHOT
     begins = Begins.SNAPSHOT
@@ -282,11 +284,12 @@ class Snapshot(Policy):
     excluded_by = frozenset(STRATEGIES) - SNAPSHOTTING
 
 
-# UNDO: the step under way is taken back.
+# UNDO: the step under way is reverted.
 
 
 class Undo(Policy):
-    """Takes the buckets back that are applied. Moves no bytes; exact if what the inverse loses was kept."""
+    """Reverts the update of the applied buckets. Transfers no bytes; exact if the bits that the inverse loses were
+    kept."""
 
     strategy = Strategy.UNDO
     own_step = True
@@ -320,17 +323,17 @@ TABLE: Mapping[Strategy, Policy] = MappingProxyType(
         )
     }
 )
-"""From the cheapest to the costliest."""
+"""In order of cost, the cheapest first."""
 assert set(TABLE) == set(Strategy), "every strategy has a policy"
 
 
 def permitted(setting: str) -> frozenset[Strategy]:
-    """What may be used under this `PlanConfig.strategy`."""
+    """Returns the strategies that may be used under this `PlanConfig.strategy`."""
     return frozenset(policy.strategy for policy in TABLE.values() if setting not in policy.excluded_by)
 
 
 def may_copy(setting: str) -> bool:
-    """A rank may get another one's state."""
+    """Returns whether a rank may receive another one's state."""
     return any(TABLE[strategy].begins is Begins.COPY for strategy in permitted(setting))
 
 
@@ -339,15 +342,15 @@ def may_replay(setting: str) -> bool:
 
 
 def may_finish(setting: str) -> bool:
-    """Those that are left may finish a step together that a loss has cut short."""
+    """Returns whether the remaining ranks may together finish a step that a loss has interrupted."""
     return any(TABLE[strategy].together for strategy in permitted(setting))
 
 
 def replaying() -> frozenset[Strategy]:
-    """Those that do nothing but replay."""
+    """Returns the strategies that only replay."""
     return frozenset(policy.strategy for policy in TABLE.values() if policy.replays)
 
 
 def refused_with(strategy: Strategy) -> frozenset[Strategy]:
-    """What is not to be planned again if this was refused, itself among them."""
+    """Returns the strategies not to be planned again after a refusal of this one, itself included."""
     return replaying() if TABLE[strategy].replays else frozenset({strategy})

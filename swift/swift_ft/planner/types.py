@@ -1,10 +1,11 @@
-"""The types that the planner decides from: what ranks report, what they have measured, and the configuration.
+"""Input types of the planner: what ranks report, what they have measured, and the configuration. All are frozen and
+validated on construction.
 
-What a rank has measured of its own steps, while the job runs. All frozen, and valid once it exists.
+Measurements take this way while the job runs:
 
-(rank) `swift_ft.train.profiling`, every few seconds → (coordinator) kept in memory, the newest of each rank → `plan()`,
-and `swift-ft plan --coordinator`. After a restart of the coordinator it comes again; what a rank that is dead has said
-before stays.
+(rank) `swift_ft.train.profiling`, every few seconds → (coordinator) keeps the newest of each rank in memory → `plan()`
+and `swift-ft plan --coordinator`. After a restart of the coordinator, ranks send them again. The measurements of a dead
+rank are kept.
 """
 
 import enum
@@ -14,85 +15,87 @@ from typing import NamedTuple
 
 from swift_ft.planner.groups import RecoveryGroups
 
-# What recovery is decided from. All frozen. (`swift_ft.planner.decision` has what comes of it.)
+# Recovery is decided from these types. `swift_ft.planner.decision` has the result.
 #
-# A *version* of a state is the number of optimizer steps in it. Replaying from version a to version t means
-# doing the steps a, a+1, ..., t-1 again.
+# A *version* of a state is the number of optimizer steps in it. Replaying from version a to version t means recomputing
+# the steps a, a+1, ..., t-1.
 
 
 class Strategy(enum.StrEnum):
-    """How a rank gets to the target version. `swift_ft.planner.strategies` has what each of them is.
+    """The way in which a rank gets to the target version. `swift_ft.planner.strategies` defines each strategy.
 
-    Names are in the trace, in the coordinator's rows and in the protocol: none is used again for something else.
+    The names appear in the trace, in the coordinator's rows and in the protocol, so a name must never be reused.
     """
 
     KEEP = "KEEP"
-    """Holds the target version already; drops the half-done step."""
+    """Already holds the target version; drops the half-done step."""
     CATCH_UP = "CATCH_UP"
     """Holds an older version; replays from it out of the log."""
     REPLAY = "REPLAY"
-    """Holds nothing of use; loads the checkpoint, replays from it out of the log."""
+    """Holds no usable state; loads the checkpoint and replays from it out of the log."""
     CHECKPOINT = "CHECKPOINT"
-    """Loads the checkpoint of the target version; nothing is replayed."""
+    """Loads the checkpoint of the target version; no step is replayed."""
     ROLL_FORWARD = "ROLL_FORWARD"
-    """Finishes the step that is under way: all its gradients are reduced."""
+    """Finishes the step under way, whose gradients are all reduced."""
     UNDO = "UNDO"
-    """Takes the buckets that are applied back."""
+    """Reverts the update of the buckets that are already applied."""
     REPLICA = "REPLICA"
-    """Receives the state from ranks that hold the same one (`RankPlan.sources`)."""
+    """Receives the state from replicas (`RankPlan.sources`)."""
     SNAPSHOT = "SNAPSHOT"
-    """Goes back to a copy in host memory: its own one, or one that another rank keeps of it (`RankPlan.sources`)."""
+    """Goes back to a copy in host memory: its own, or one that another rank keeps of it (`RankPlan.sources`)."""
     LOSSY_FORWARD = "LOSSY_FORWARD"
-    """Finishes the step that is under way with the gradients of those that are left."""
+    """Finishes the step under way with the gradients of the remaining ranks."""
 
 
 class HeldSnapshot(NamedTuple):
     """A copy of a rank's state in the host memory of a process."""
 
     rank: int
-    """Whose state it is: of the rank that holds it, or of another one."""
+    """The rank whose state it is, which need not be the rank that holds it."""
     version: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one rank says it holds."""
+    """The state that one rank reports to hold."""
 
     rank: int
     """The number of its slot, as everywhere in reports and plans (`swift_ft.planner.assignment`)."""
     version: int | None
-    """Held whole. None: none (a fresh process, or an update was interrupted half-way)."""
+    """The version held completely. None: none (a new process, or an update was interrupted half-way)."""
     undo_to: int | None = None
-    """The version that taking the applied buckets back leads to; None: they cannot be."""
+    """The version that reverting the applied buckets leads to; None: they cannot be reverted."""
     undo_exact: bool = False
-    """Bit for bit."""
+    """The undo is bit-exact."""
     forward_to: int | None = None
     """The version that finishing the step under way leads to; None: not all its gradients are reduced."""
     forward_by_all: bool = False
-    """... but a rank that has not voted for it may lack what is done before that (swift_ft.planner.plan)."""
+    """A rank that has not voted for `forward_to` may lack what ranks do before their vote (`finishable`)."""
     finish_to: int | None = None
-    """The version that finishing the step under way leads to if all that are left are in it; None: it is not kept."""
+    """The version that finishing the step under way leads to if all remaining ranks are in it; None: the step's
+    averaged gradients are not kept."""
     since_generation: int = 1
     """The generation in which its process took the rank."""
     host: str = ""
-    """Where it runs; empty: not known."""
+    """The rank's host; empty: unknown."""
     can_help: bool = False
     """It can build any stage, to replay microbatches of it for another rank."""
     off_log: bool = False
-    """What it holds is not what the checkpoints and the log lead to (swift_ft.planner.plan)."""
+    """Its state differs from what the checkpoints and the log lead to (swift_ft.planner.plan)."""
     snapshots: tuple[HeldSnapshot, ...] = ()
     """The copies that it holds in host memory, of its own state and of other ranks'."""
 
     @property
     def newest(self) -> int | None:
-        """The highest version that it holds or gets to by itself, alone. Every step before it was done here."""
+        """The highest version that the rank holds or reaches without other ranks. It has computed every step before
+        it."""
         ways = (self.version, self.undo_to, self.forward_to)
         return max((version for version in ways if version is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoints:
-    """The complete checkpoints: the shard of every slot that is held is durable."""
+    """The complete checkpoints: those in which the shard of every held slot is durable."""
 
     versions: tuple[int, ...] = ()
     """Ascending."""
@@ -111,22 +114,22 @@ class Checkpoints:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamSummary:
-    """What the log has of one stream."""
+    """The log's contents of one stream."""
 
     stream: str
     records: int
     first_step: int = -1
-    """The lowest step of which there is a record; -1: none."""
+    """The lowest step with a record; -1: no record."""
     last_step: int = -1
-    """The highest one."""
+    """The highest step with a record; -1: no record."""
     trimmed_below_step: int = 0
     corrupt: bool = False
     reason: str = ""
-    """Why it is corrupt, or why it begins so late."""
+    """Why it is corrupt, or why its first step is not lower."""
     unlogged: tuple[int, int] | None = None
-    """The first and the last step that are declared not to be whole (`swift_ft.log.record`)."""
+    """The first and the last step that are declared incomplete (`swift_ft.log.record`)."""
     marks: int = 0
-    """How many of the records declare this; the others are tensors."""
+    """The number of records that declare incomplete steps; the other records are tensors."""
 
 
 STRATEGIES = (
@@ -142,32 +145,32 @@ STRATEGIES = (
     "reinit",
 )
 FROM_CHECKPOINT = frozenset({"checkpoint", "reinit"})
-"""Those under which all go back to the checkpoint, whatever is left."""
+"""Strategies under which all ranks always go back to the checkpoint."""
 SNAPSHOTTING = frozenset({"auto", "snapshot"})
-"""Those under which all may go back to snapshots, if there are any."""
+"""Strategies under which all ranks may go back to snapshots, if there are any."""
 SHRINKING = frozenset({"shrink", "adaptive", "rollback", "lossy-forward"})
-"""Those under which the others go on without a rank that is lost, in a smaller world."""
+"""Strategies under which the others go on without a lost rank, in a smaller world."""
 LOST_SHARDS = ("redistribute", "reroute", "drop")
-"""Under these: who computes the batches of a lost data-parallel rank. Another one each of them, its peers together by
-microbatches (pipelines), or nobody."""
+"""Choices for the batches of a lost data-parallel rank: one other rank computes the whole batch, its peers share the
+microbatches (pipelines), or the batch is dropped."""
 
 QUICKEST = "quickest"
-"""Instead of one of these: the one with which steps are shortest while a rank is missing
+"""In place of a value of `LOST_SHARDS`: the one with the shortest steps while a rank is missing
 (`swift_ft.planner.assignment.quickest`)."""
 
 
 def shrinks(strategy: str) -> bool:
-    """A job with this strategy goes on without a rank that is lost."""
+    """Returns whether a job with this strategy goes on without a lost rank."""
     return strategy in SHRINKING
 
 
 def reroutes(strategy: str, lost_shard: str) -> bool:
-    """Microbatches of a lost rank go to its peers, each by itself, in the step of all."""
+    """Returns whether the peers of a lost rank share its microbatches, within the common step."""
     return strategy == "adaptive" or (strategy == "auto" and lost_shard == "reroute")
 
 
 def lost_shard_problem(strategy: str, lost_shard: str) -> str:
-    """Why `lost_shard` cannot be asked for with this strategy; empty: it can, or nothing is asked for."""
+    """Returns why `lost_shard` is invalid with this strategy; empty if it is valid or not set."""
     if lost_shard and strategy != "auto" and not shrinks(strategy):
         return "a lost rank comes back, and computes its batches itself; leave it out, or use shrink, rollback or auto"
     if strategy == "adaptive" and lost_shard == "drop":
@@ -183,24 +186,23 @@ def lost_shard_problem(strategy: str, lost_shard: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """What the operator wants."""
+    """The operator's choices."""
 
     strategy: str = "auto"
-    """"auto": without replay if every stage reaches one version so, else by replay, or by snapshots if there are any
-    and that takes less time, else the checkpoint;
-    "replica": the same, but nothing is ever replayed; "replay": nothing is ever copied, a stage with a rank that
-    holds nothing is replayed; "checkpoint": always restore the checkpoint; "shrink": the others go on without a rank
-    that is lost, and nothing is replayed; "adaptive": the same, and its peers share its microbatches;
-    "rollback": the same, but the step that was interrupted is never finished;
-    "lossy-forward": the same, but it is finished with the gradients of those that are left; "snapshot": all go back
-    to the newest copies in host memory, and nothing is copied from replicas or replayed; "reinit": as "checkpoint",
-    which ranks load where their training function begins again."""
+    """"auto": without replay if every stage reaches one version without, else by replay, or by snapshots if there are
+    any and that takes less time, else the checkpoint; "replica": as "auto", but steps are never replayed; "replay":
+    states are never copied, and a stage with a rank that holds no state is replayed; "checkpoint": always restore the
+    checkpoint; "shrink": the others go on without a lost rank, and steps are never replayed; "adaptive": as "shrink",
+    and its peers share its microbatches; "rollback": as "shrink", but the interrupted step is never finished;
+    "lossy-forward": as "shrink", but that step is finished with the gradients of the remaining ranks; "snapshot": all
+    go back to the newest copies in host memory, without replica copies or replay; "reinit": as "checkpoint", which
+    ranks load where their training function begins again."""
     inexact_undo: bool = False
-    """An undo that is not bit for bit may be used."""
+    """Permits an undo that is not bit-exact."""
     groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)
     """Stages that recover together."""
     helpers: int = 0
-    """So many other ranks, at most, share a replay with its owner."""
+    """The most other ranks that share a replay with its owner."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -208,9 +210,9 @@ class PlanConfig:
 
 
 STAGES_MAX = 64
-"""That one rank runs."""
+"""Limit of stages that one rank runs."""
 DESTINATIONS_MAX = 16
-"""Stages that one stage sends to."""
+"""Limit of stages that one stage sends to."""
 STAGE_INDEX_MAX = 1 << 20
 COUNT_MAX = 1 << 62
 SECONDS_MAX = 1e9
@@ -219,10 +221,10 @@ RATE_MAX = 1e18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """What a stage gives to another one in a step, whether it is logged or not."""
+    """The data that a stage sends to another one in a step, whether it is logged or not."""
 
     destination: int
-    """The other stage."""
+    """The receiving stage."""
     bytes: int
 
     def __post_init__(self) -> None:
@@ -232,16 +234,17 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMeasured:
-    """One stage. Seconds are medians over recent steps, replayed ones left out, without any wait for others."""
+    """Measurements of one stage. Seconds are medians over recent steps, without replayed steps and without waits for
+    other ranks."""
 
     stage: int
     forward_s: float
-    """One microbatch."""
+    """Seconds of one microbatch's forward."""
     backward_s: float
-    """One microbatch; gradients of weights that are computed apart are in it."""
+    """Seconds of one microbatch's backward, including weight gradients that are computed separately."""
     sent: tuple[Sent, ...] = ()
     gradient_bytes: int = 0
-    """Of the parameters that are trained."""
+    """Bytes of the gradients of the trained parameters."""
 
     def __post_init__(self) -> None:
         _whole("stage", self.stage, STAGE_INDEX_MAX)
@@ -258,39 +261,39 @@ class StageMeasured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMeasured:
-    """One rank. None: not measured yet."""
+    """Measurements of one rank. None: not measured yet."""
 
     step: int
-    """The last one that is in it."""
+    """The last measured step."""
     steps: int
-    """So many are in it."""
+    """The number of measured steps."""
     microbatches: int
-    """Of one step."""
+    """Microbatches in one step."""
     step_s: float
-    """A whole step, waits for others included."""
+    """Seconds of a whole step, waits for others included."""
     update_s: float
-    """What a step takes behind its last microbatch and its last wait, as for the optimizer; what it does besides
-    its microbatches in all, if that is more."""
+    """Seconds of a step after its last microbatch and its last wait, as for the optimizer; or all its time outside of
+    microbatches, if that is more."""
     stages: tuple[StageMeasured, ...]
-    """By their index."""
+    """Ascending by index."""
     other_bytes: int = 0
-    """External inputs, targets and results of collectives, of one step: logged as soon as there are two groups."""
+    """Bytes per step of external inputs, targets and results of collectives: logged as soon as there are two groups."""
     state_bytes: int | None = None
-    """Of the tensors in a checkpoint: parameters, optimizer, buffers."""
+    """Bytes of the tensors in a checkpoint: parameters, optimizer, buffers."""
     checkpoint_bytes: int | None = None
-    """Of its files."""
+    """Bytes of the checkpoint's files."""
     checkpoint_s: float | None = None
-    """From the end of its step until it was durable."""
+    """Seconds from the end of the checkpoint's step until it was durable."""
     checkpoint_stall_s: float | None = None
-    """For which it held the trainer up."""
+    """Seconds for which the checkpoint blocked the trainer."""
     log_write_bytes_per_s: float | None = None
-    """Raw bytes that the log took while there was something to take."""
+    """Raw bytes per second that the log took while it had records to take."""
     log_full: bool = False
-    """Training has waited for the log lately, or records were dropped: it takes no more than that."""
+    """Training has recently waited for the log, or records were dropped: `log_write_bytes_per_s` is the log's limit."""
     log_read_bytes: int | None = None
-    """That the last replay on this rank got out of the log."""
+    """Bytes that the last replay on this rank read from the log."""
     log_read_wait_s: float | None = None
-    """For which it waited for these."""
+    """Seconds for which that replay waited for the log."""
 
     def __post_init__(self) -> None:
         for name in (

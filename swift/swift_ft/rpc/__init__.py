@@ -1,4 +1,4 @@
-"""The coordinator's client: how a rank, a launcher and a drill talk to the coordinator. No torch here."""
+"""Client of the coordinator, used by ranks, launchers and drills. Does not import torch."""
 
 from swift_ft._pb.coordinator_pb2 import (
     CATCH_UP,

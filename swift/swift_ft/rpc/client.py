@@ -1,4 +1,4 @@
-"""CoordinatorClient: every call to the coordinator, with patience for its restarts.
+"""CoordinatorClient: every call to the coordinator, retried through its restarts.
 
 (every rank)   client = CoordinatorClient(address, job); watcher = client.watch()
                client.join(make_member(rank), world_size, config, fingerprint)
@@ -12,8 +12,8 @@
 (launcher)     client.meet(request); client.member_exited(rank, pid, exit_code); client.fail(reason)
 (anyone)       client.status(); client.watch()
 
-The calls of a rank name the member that `join` was given. All are idempotent, so they are simply said again
-while the coordinator restarts; once answered they are durable there.
+A rank's calls carry the member that was passed to `join`. All calls are idempotent, so they are retried while the
+coordinator restarts. Once a call is answered, it is durable at the coordinator.
 """
 
 import math
@@ -44,57 +44,57 @@ from swift_ft.planner import RankMeasured
 from swift_ft.rpc.codec import to_message
 from swift_ft.rpc.views import AWAY, Line, ViewWatcher, outcome
 
-# PatientLine: calls to the coordinator that are made again until it answers, through its restarts.
+# PatientLine: calls to the coordinator that are retried until it answers, through its restarts.
 
 Request = TypeVar("Request")
 Reply = TypeVar("Reply")
 
-# One attempt of a call. Long enough for a durable write on a slow disk, short against any patience.
+# Timeout of one attempt. Long enough for a durable write on a slow disk, short compared with any `patience_s`.
 ATTEMPT_TIMEOUT_S = 5.0
-# Between attempts. The channel reconnects at most this often as well.
+# Pause between attempts. The channel reconnects at most this often as well.
 RETRY_PAUSE_S = 0.05
-# ... where the coordinator says that it is asked too much; and how long whoever has no part in the job yet tries so.
+# Pause after RESOURCE_EXHAUSTED; and how long a client that is not part of the job yet retries after it.
 LIMIT_PAUSE_S = 0.5
 LIMIT_PATIENCE_S = 3.0
 LAST_PATIENCE_S = 3.0
 
 CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
-    # The time one attempt to connect may take; a refused one fails at once and waits for the backoff only.
+    # Timeout of one connection attempt; a refused one fails at once and waits for the backoff only.
     ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # A client that waits out a restart must not share its backoff with another one of this process.
+    # A client that waits for a restart must not share its backoff with another client of this process.
     ("grpc.use_local_subchannel_pool", 1),
-    # The coordinator is named by address: a proxy for the outside world is never meant.
+    # The coordinator is reached directly by its address, never through an HTTP proxy.
     ("grpc.enable_http_proxy", 0),
 )
 
-# Cancelled: by `close`, which is looked at then, or by a coordinator that stopped in the middle of the call.
+# CANCELLED comes from `close` (then `_closed` is set), or from a coordinator that stopped during the call.
 _RETRIED = (*AWAY, grpc.StatusCode.CANCELLED)
 _TOO_MUCH = grpc.StatusCode.RESOURCE_EXHAUSTED
 _NOT_ALLOWED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 class RankTaken(JoinRefused):
-    """The rank has a live holder."""
+    """Refusal of a Join because the rank still has a live holder."""
 
 
 class Unanswered(ServiceError):
-    """Nobody has answered within the patience of a call. It may be made again."""
+    """Error of a call that was not answered within its `patience_s`. The call may be made again."""
 
 
 class PatientLine:
-    """One job's line to its coordinator. Thread-safe.
+    """Connection of one job to its coordinator. Thread-safe.
 
-    Errors of every call: ServiceError (Unanswered: nobody answered within `patience_s`; the message names the address.
-    AccessDenied: it does not take this process's token), Fenced (this incarnation no longer holds its rank), UsageError
-    (the call makes no sense: a bug or bad input).
+    Errors of every call: ServiceError (Unanswered: no answer within `patience_s`; the message names the address.
+    AccessDenied: the coordinator rejects this process's token), Fenced (this incarnation no longer holds its rank),
+    UsageError (an invalid call: a bug or bad input).
 
-    `tell` gets a line for people at once when nobody answers, though it is tried again, and when somebody does.
+    `tell` receives a human-readable line when the first attempt fails, though it is retried, and when answers resume.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class PatientLine:
         self.patience_s = patience_s
         self.member: pb.Member | None = None
         self.renewed_at = -math.inf
-        """When this rank last began to say what renews its lease besides heartbeats; monotonic seconds."""
+        """Start of this rank's last call, other than heartbeats, that renewed its lease; monotonic seconds."""
         self._line = Line(address, tell)
         self._channel = open_channel(address, CHANNEL_OPTIONS)
         self._stub = pb_grpc.CoordinatorStub(self._channel)
         self._closed = threading.Event()
         self._watchers: list[ViewWatcher] = []
         self._sent: object = None
-        """The last call for whose answer nobody waits."""
+        """Last call that was sent without waiting for its answer."""
 
     def __enter__(self) -> Self:
         return self
@@ -126,7 +126,7 @@ class PatientLine:
         self.close()
 
     def close(self) -> None:
-        """Ends the watchers and calls under way (they raise ServiceError)."""
+        """Ends the watchers and the calls in progress, which raise ServiceError."""
         self._closed.set()
         for watcher in self._watchers:
             watcher.close()
@@ -134,7 +134,7 @@ class PatientLine:
 
     @property
     def forgotten(self) -> str:
-        """What is said where the job has run already, and nobody knows it."""
+        """Error message for a job that has run before and that the coordinator no longer knows."""
         return (
             f"the coordinator at {self.address} does not know job {self.job} any more: it runs on another --directory, "
             "or on one that was emptied; start it on the job's own, and then the job again"
@@ -162,12 +162,12 @@ class PatientLine:
                 return reply
             except grpc.RpcError as error:
                 code, details = outcome(error)
-                # Whoever was let in once had a good token: a newer one may be on its way into the file.
+                # A client that was admitted once had a valid token: a newer one may not be in the file yet.
                 if code not in _RETRIED and not (code in _NOT_ALLOWED and self._let_in) and code != _TOO_MUCH:
                     raise self._translated(code, details, refused) from None
                 if (
                     code == _TOO_MUCH
-                ):  # a limit, of calls a second for example: no reason to end a job that runs
+                ):  # a limit, of calls per second for example: not a reason to end a running job
                     pause_s = LIMIT_PAUSE_S
                     if not self._let_in:
                         deadline = min(deadline, begun + LIMIT_PATIENCE_S)
@@ -186,9 +186,9 @@ class PatientLine:
                 raise ServiceError(f"the line to the coordinator at {self.address} was closed")
 
     def _send(self, method: "grpc.UnaryUnaryMultiCallable[Request, Reply]", request: Request) -> None:
-        """One attempt, for whose answer nobody waits."""
+        """Sends one attempt of a call and does not wait for the answer."""
         try:
-            # grpc cancels a call that nobody holds.
+            # grpc cancels a call that is no longer referenced.
             self._sent = method.future(request, timeout=ATTEMPT_TIMEOUT_S)
         except ValueError:  # grpc's word for a closed channel
             raise ServiceError(f"the line to the coordinator at {self.address} was closed") from None
@@ -219,12 +219,12 @@ class _Me(TypedDict):
 
 
 def make_member(rank: int) -> pb.Member:
-    """This process as the holder of `rank`: a fresh incarnation each time."""
+    """Returns this process as the holder of `rank`, with a new incarnation on each call."""
     return pb.Member(rank=rank, incarnation=uuid.uuid4().hex, pid=os.getpid(), host=socket.gethostname())
 
 
 class CoordinatorClient(PatientLine):
-    """The calls of one job. Errors as `PatientLine`; JoinRefused (`join` only)."""
+    """All coordinator calls of one job. Raises the errors of `PatientLine`, and JoinRefused (`join` only)."""
 
     # --- calls of a rank ---
 
@@ -240,15 +240,15 @@ class CoordinatorClient(PatientLine):
         from_job: str = "",
         from_version: int | None = None,
     ) -> int:
-        """Become the holder of `member.rank`; returns the job's generation.
+        """Makes this process the holder of `member.rank`. Returns the job's generation.
 
-        JoinRefused: another fingerprint or configuration, or the rank still has a live holder after `takeover_s`; the
-        message is the coordinator's. `run`: the launcher that started this process; a job that is over is started again
-        by a launcher that it does not know. `from_job`: a job without a checkpoint begins with one of that job, of
-        `from_version` or the newest.
+        Raises JoinRefused, with the coordinator's message, if fingerprint or configuration differ from the job's, or
+        if the rank still has a live holder after `takeover_s`. `run`: the launcher that started this process; an
+        unknown `run` restarts a job that is over. `from_job`: a job without a checkpoint starts from a checkpoint of
+        that job, of `from_version` or the newest.
 
-        A replacement may be there before the coordinator knows that its predecessor is dead: from the
-        launcher's notice, or from the lease, which `takeover_s` should outlast.
+        A replacement may join before the coordinator knows that its predecessor is dead. The coordinator learns that
+        from the launcher or from the expired lease, so `takeover_s` should be longer than the lease.
         """
         request = pb.JoinRequest(
             job=self.job,
@@ -277,8 +277,8 @@ class CoordinatorClient(PatientLine):
         replay: pb.ReplayProgress | None = None,
         unsaved: pb.UnsavedCheckpoint | None = None,
     ) -> pb.HeartbeatReply:
-        """Renew the lease; `version` is the number of optimizer steps done, `replay` how far a replay is, if there is
-        one, `unsaved` the checkpoint that could not be written yet. Call again after interval_s."""
+        """Renews the lease. `version`: number of optimizer steps done. `replay`: progress of a replay in progress.
+        `unsaved`: the checkpoint that could not be written yet. Call again after the reply's `interval_s`."""
         request = pb.HeartbeatRequest(
             job=self.job, **self._me(), version=version, replay=replay, unsaved=unsaved
         )
@@ -298,14 +298,14 @@ class CoordinatorClient(PatientLine):
         off_log: bool = False,
         snapshots: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """(state PLANNING, own log flushed under `generation`) `version` of the state held; None: none.
+        """(state PLANNING, own log flushed under `generation`) Reports the `version` of the state held (None: no
+        state) and the versions that the interrupted step can still reach. Renews the lease.
 
-        What the step under way allows besides: `undo_to`, the version that taking the applied buckets back
-        leads to (`undo_exact`: bit for bit); `forward_to`, the one that finishing it leads to, all its
-        gradients being reduced (`forward_by_all`: who has not voted for it may lack its line);
-        `finish_to`, the one that finishing it together with all that are left leads to. `can_help`: this rank
-        can build other stages, to share a replay. `off_log`: what is held is not what the checkpoints and the log lead
-        to. `snapshots`: (rank, version) of the copies of states in this process's memory. Renews the lease.
+        `undo_to`: version after undoing the applied buckets (`undo_exact`: bit for bit). `forward_to`: version after
+        finishing the step, whose gradients are all reduced (`forward_by_all`: a rank that has not voted for the step
+        may lack a line of it). `finish_to`: version after finishing the step together with all remaining ranks.
+        `can_help`: this rank can build other stages, to share a replay. `off_log`: the state held differs from the one
+        that checkpoints and log lead to. `snapshots`: (rank, version) of the state copies in this process's memory.
         """
         self._call_and_renew(
             self._stub.Report,
@@ -335,10 +335,10 @@ class CoordinatorClient(PatientLine):
         shard: int = 0,
         off_log: bool = False,
     ) -> None:
-        """(state FORMING or RECOVERING) Groups are built and `version` (the plan's target) is held.
+        """(state FORMING or RECOVERING) Reports that groups are built and that `version` (the plan's target) is held.
 
-        `stages` of `num_stages` are what this rank runs, `shard` is which shard of their state it holds: ranks
-        that say the same of both are replicas of each other. `off_log`: as in `report`. Renews the lease.
+        `stages`: the stages, of `num_stages`, that this rank runs. `shard`: the shard of their state that it holds.
+        Ranks with equal stages and shard are replicas. `off_log`: as in `report`. Renews the lease.
         """
         self._call_and_renew(
             self._stub.Ready,
@@ -355,8 +355,8 @@ class CoordinatorClient(PatientLine):
         )
 
     def refuse(self, generation: int, reason: str, *, differs: bool = False) -> None:
-        """(state RECOVERING) What the plan says cannot be done exactly. A plan without that strategy follows.
-        `differs`: what was done again came out different, so a restore will not be exact either."""
+        """(state RECOVERING) Reports that the plan cannot be carried out exactly. A plan without that strategy follows.
+        `differs`: the recomputation gave a different result, so a restore will not be exact either."""
         self._call(
             self._stub.Refuse,
             pb.RefuseRequest(
@@ -365,7 +365,8 @@ class CoordinatorClient(PatientLine):
         )
 
     def differs(self, version: int, reason: str) -> None:
-        """A step done again, from the state of `version`, came out different: the job is not exact from there on."""
+        """Reports that a step repeated from the state of `version` gave a different result. The job is not exact from
+        there on."""
         self._call(
             self._stub.Differs,
             pb.DiffersRequest(job=self.job, **self._me(), version=version, reason=reason),
@@ -381,8 +382,8 @@ class CoordinatorClient(PatientLine):
         difference: str = "",
         why_not: str = "",
     ) -> None:
-        """(launcher) A rehearsal of that rank from the checkpoint of `version` begins (`under_way`), or has compared
-        `steps` steps; or it could not be done, and why not."""
+        """(launcher) Reports on a rehearsal of that rank from the checkpoint of `version`: it begins (`under_way`), it
+        has compared `steps` steps, or it could not be done (`why_not`)."""
         self._call(
             self._stub.Rehearsed,
             pb.RehearsedRequest(
@@ -404,8 +405,8 @@ class CoordinatorClient(PatientLine):
         *,
         patience_s: float | None = None,
     ) -> None:
-        """My shard of the checkpoint of `version` is durable. `generation`: the one it was saved in. `recorded`: this
-        rank records its steps from this version on, for a rehearsal."""
+        """Reports that this rank's shard of the checkpoint of `version` is durable. `generation`: the one it was saved
+        in. `recorded`: this rank records its steps from this version on, for a rehearsal."""
         self._call(
             self._stub.CheckpointDurable,
             pb.CheckpointRequest(
@@ -419,8 +420,8 @@ class CoordinatorClient(PatientLine):
         )
 
     def ask_checkpoint(self, generation: int, after_version: int, reason: str) -> None:
-        """A checkpoint of a version above `after_version` is needed soon. The View then names the version that all
-        ranks save (`checkpoint_at`), unless one is agreed on, or complete, already."""
+        """Requests a checkpoint of a version above `after_version` soon. The View then names the version that all
+        ranks save (`checkpoint_at`), unless one is already agreed on or complete."""
         self._call(
             self._stub.AskCheckpoint,
             pb.AskCheckpointRequest(
@@ -433,7 +434,7 @@ class CoordinatorClient(PatientLine):
         )
 
     def measure(self, measured: RankMeasured) -> None:
-        """What this rank's steps take. The newest is kept until the coordinator ends: say it every few seconds."""
+        """Reports this rank's measurements. The coordinator keeps the newest until it ends: call every few seconds."""
         self._call(
             self._stub.Measure,
             pb.MeasureRequest(job=self.job, **self._me(), measured=to_message(measured)),
@@ -450,8 +451,8 @@ class CoordinatorClient(PatientLine):
         until: Iterable[str] = (),
         wait_s: float = 0.0,
     ) -> pb.ShareReply:
-        """What the ranks of a generation tell each other: see `swift_ft.rpc.key_value`, which is how it is used. Who
-        has not joined may only ask."""
+        """Exchanges keys among the ranks of a generation. Use it through `swift_ft.rpc.key_value`. A process that has
+        not joined may only read."""
         me: _Me = {"rank": 0, "incarnation": ""} if self.member is None else self._me()
         return self._call(
             self._stub.Share,
@@ -469,15 +470,15 @@ class CoordinatorClient(PatientLine):
         )
 
     def change_log_servers(self, lost: str = "", add: str = "", add_host: str = "") -> None:
-        """(operator) A log server is lost for good, another one has come, or both. UsageError: that cannot be."""
+        """(operator) Removes a log server that is lost for good, adds one, or both. Raises UsageError if invalid."""
         self._call(
             self._stub.ChangeLogServers,
             pb.ChangeLogServersRequest(job=self.job, lost=lost, add=add, add_host=add_host),
         )
 
     def suspect(self, generation: int, reason: str, *, again: bool = False) -> None:
-        """A communication error in that generation. It fences nobody: if nobody is found dead, a generation begins in
-        which all keep what they hold. `again`: an error of the trainer's own, after which the step is to be done again.
+        """Reports a communication error in that generation. It fences no rank: if no rank is found dead, a generation
+        begins in which all ranks keep their state. `again`: the trainer itself failed, and the step is to be repeated.
         """
         self._call(
             self._stub.Suspect,
@@ -485,10 +486,10 @@ class CoordinatorClient(PatientLine):
         )
 
     def finish(self, version: int, num_steps: int = 0, called: bool | None = None, reason: str = "") -> None:
-        """All steps are done. Wait for FINISHED before exiting; if FENCING comes instead, take part in it.
+        """Reports that all steps are done. Wait for FINISHED before exiting; if FENCING comes instead, take part in it.
 
-        `called`: the trainer has ended the job in its last step, before it had done `num_steps`; None: this process has
-        not done that step.
+        `called`: the trainer ended the job in its last step, before `num_steps` were done. None: this process has not
+        run that step.
         """
         request = pb.FinishRequest(
             job=self.job, **self._me(), version=version, num_steps=num_steps, called=called, reason=reason
@@ -496,7 +497,7 @@ class CoordinatorClient(PatientLine):
         self._call(self._stub.Finish, request)
 
     def revoke(self, generation: int, reason: str, label: str = "") -> None:
-        """(member of a communicator) Nobody uses that group, or any one, of that generation any more."""
+        """(member of a communicator) Revokes the group `label` (empty: all groups) of that generation for all ranks."""
         self._call(
             self._stub.Revoke,
             pb.RevokeRequest(job=self.job, **self._me(), generation=generation, reason=reason, label=label),
@@ -513,9 +514,9 @@ class CoordinatorClient(PatientLine):
         *,
         waits: bool,
     ) -> None:
-        """(member of a communicator) What this one brings to a decision. Vote again until the View has the decision.
+        """(member of a communicator) Sends this member's vote. Vote again until the View has the decision.
 
-        `waits`: for the answer. Without it, a vote that is lost or refused goes unnoticed until the next one.
+        `waits`: waits for the answer. Without it, a lost or refused vote goes unnoticed until the next one.
         """
         request = pb.VoteRequest(
             job=self.job,
@@ -537,8 +538,8 @@ class CoordinatorClient(PatientLine):
     def member_exited(
         self, rank: int, pid: int, exit_code: int, incarnation: str = "", *, given_up: bool = False
     ) -> None:
-        """(launcher) A child has exited; `exit_code` is negative if a signal killed it. `given_up`: no process takes
-        its place."""
+        """(launcher) Reports that a child has exited. `exit_code` is negative if a signal killed it. `given_up`: it is
+        not replaced."""
         self._call(
             self._stub.MemberExited,
             pb.ExitRequest(
@@ -552,15 +553,15 @@ class CoordinatorClient(PatientLine):
         )
 
     def place_given_up(self, rank: int) -> None:
-        """(launcher) No process takes the place of that rank any more. Its last one has exited before."""
+        """(launcher) Reports that the rank, whose last process has exited before, will not be replaced any more."""
         self._call(self._stub.MemberExited, pb.ExitRequest(job=self.job, rank=rank, given_up=True))
 
     def place_unfit(self, rank: int, reason: str) -> None:
-        """(launcher) No process gets the place of that rank now: it has failed its health check. It is only shown."""
+        """(launcher) Reports that the rank's place failed its health check and gets no process now. Only displayed."""
         self._call(self._stub.MemberExited, pb.ExitRequest(job=self.job, rank=rank, unfit=reason))
 
     def fail(self, reason: str, patience_s: float | None = None) -> None:
-        """(rank, launcher) The job cannot go on. Every member sees FAILED with the reason."""
+        """(rank, launcher) Fails the job. Every member sees FAILED with the reason."""
         me = self._me() if self.member is not None else _Me(rank=-1, incarnation="")
         self._call(
             self._stub.Fail,
@@ -569,33 +570,33 @@ class CoordinatorClient(PatientLine):
         )
 
     def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
-        """(launcher without a number) I am there: say it again all the time. See `swift_ft.launch.rendezvous`."""
+        """(launcher without a number) Announces this launcher. Call repeatedly. See `swift_ft.launch.rendezvous`."""
         return self._call(self._stub.Meet, request)
 
     def ask_last_checkpoint(self, reason: str) -> None:
-        """(launcher) A checkpoint of a version above all that ranks have done is needed soon. ServiceError after
-        `LAST_PATIENCE_S`: whoever leaves does not wait for a coordinator that is gone as well."""
+        """(launcher) Requests a checkpoint soon, of a version above all that ranks have done. Raises ServiceError after
+        `LAST_PATIENCE_S`, because a launcher that leaves must not wait for a coordinator that is gone as well."""
         request = pb.AskCheckpointRequest(job=self.job, rank=-1, reason=reason)
         self._call(self._stub.AskCheckpoint, request, patience_s=LAST_PATIENCE_S)
 
     def stop(self, run: str, reason: str) -> None:
-        """(launcher `run`) Told to stop, and its ranks have ended."""
+        """(launcher `run`) Reports that it was asked to stop and that its ranks have ended."""
         self._call(self._stub.Stop, pb.StopRequest(job=self.job, run=run, reason=reason))
 
     def measurements(self) -> pb.MeasurementsReply:
-        """What the ranks have measured."""
+        """Returns the newest measurements of all ranks."""
         return self._call(self._stub.Measurements, pb.MeasurementsRequest(job=self.job))
 
     def status(self) -> pb.StatusReply:
-        """The View, with every rank's lease, version and what is suspected."""
+        """Returns the View, with every rank's lease, version and suspicions."""
         return self._call(self._stub.Status, pb.StatusRequest(job=self.job))
 
     def jobs(self) -> pb.JobsReply:
-        """The coordinator's jobs, as far as this process's token is of them. The client's own job is not asked for."""
+        """Returns the coordinator's jobs that this process's token gives access to. Ignores the client's own job."""
         return self._call(self._stub.Jobs, pb.JobsRequest())
 
     def watch(self, *callbacks: Callable[[pb.View], None]) -> ViewWatcher:
-        """A running watcher of this job's View. `callbacks` are subscribed before the first View comes."""
+        """Returns a running watcher of this job's View. `callbacks` are subscribed before the first View arrives."""
         rank = None if self.member is None else self.member.rank
         watcher = ViewWatcher(self._stub, self._line, self.address, self.job, *callbacks, rank=rank)
         self._watchers.append(watcher)

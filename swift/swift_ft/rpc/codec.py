@@ -1,6 +1,7 @@
-"""A message for programs: numbers are numbers, and every field is there.
+"""Conversions of coordinator messages: plans, measurements, and JSON for programs.
 
-protobuf's own JSON leaves out what is zero and writes 64-bit integers as strings.
+In the JSON, numbers are numbers and every field is present. protobuf's own JSON omits fields that are zero and writes
+64-bit integers as strings.
 """
 
 import math
@@ -16,22 +17,22 @@ from swift_ft.planner import Help, Plan, Prediction, RankMeasured, RankPlan, Sen
 
 # A plan on its way from the coordinator to the ranks.
 #
-# (coordinator) ``encoded`` → `View.plan` → (rank) ``of_view``, once, where it enters the plan's generation: nobody else
-# reads the message.
+# (coordinator) ``encoded`` → `View.plan` → (rank) ``of_view``, once, when it enters the plan's generation. No other
+# code reads the message.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedPlan:
-    """What the ranks of a generation carry out."""
+    """A plan that the ranks of a generation carry out."""
 
     generation: int
     plan: Plan
     sources: Mapping[str, tuple[str, ...]]
-    """Stream -> the log servers to read it from, the best first; empty: nothing of the log is read."""
+    """Stream -> the log servers to read it from, the best first. Empty: the plan does not read the log."""
 
 
 def encoded(plan: Plan, generation: int, sources: Mapping[str, Sequence[str]]) -> pb.Plan:
-    """The message for a plan; `sources`: for each stream the log servers to read it from. Inverse: `decoded`."""
+    """Returns the message for a plan. `sources`: the log servers to read each stream from. Inverse: `decoded`."""
     return pb.Plan(
         generation=generation,
         target_version=plan.target_version,
@@ -69,7 +70,7 @@ def encoded(plan: Plan, generation: int, sources: Mapping[str, Sequence[str]]) -
 
 
 def decoded(message: pb.Plan) -> PublishedPlan:
-    """Raises ServiceError if it names a strategy that this process does not know: its coordinator is a newer one."""
+    """Returns the plan of a message. Raises ServiceError if it names an unknown strategy: the coordinator is newer."""
     plan = Plan(
         target_version=message.target_version,
         ranks=tuple(
@@ -106,7 +107,7 @@ def decoded(message: pb.Plan) -> PublishedPlan:
 
 
 def of_view(view: pb.View) -> PublishedPlan | None:
-    """The plan of its generation; None: there is none. Raises ServiceError as `decoded`."""
+    """Returns the plan of the View's generation, or None if there is none. Raises ServiceError as `decoded`."""
     return decoded(view.plan) if view.HasField("plan") else None
 
 
@@ -120,11 +121,11 @@ def _strategy(number: int) -> Strategy:
     return Strategy[known.name]
 
 
-# What ranks have measured, as messages: (rank) `to_message` → coordinator → (anyone) `from_message`.
+# Measurements of ranks, as messages: (rank) `to_message` → coordinator → (anyone) `from_message`.
 
 
 def to_message(measured: RankMeasured) -> pb.RankMeasured:
-    """The message for what one rank has measured; `from_message` is its inverse."""
+    """Returns the message for one rank's measurements. `from_message` is its inverse."""
     return pb.RankMeasured(
         step=measured.step,
         steps=measured.steps,
@@ -154,7 +155,7 @@ def to_message(measured: RankMeasured) -> pb.RankMeasured:
 
 
 def from_message(message: pb.RankMeasured) -> RankMeasured:
-    """ValueError: a value is out of its range."""
+    """Returns the measurements of a message. Raises ValueError if a value is out of its range."""
     return RankMeasured(
         step=message.step,
         steps=message.steps,
@@ -182,8 +183,8 @@ def from_message(message: pb.RankMeasured) -> RankMeasured:
 
 
 def as_json(message: Message) -> dict[str, Any]:
-    """By field names as in the .proto; enums by name (by number those that only a newer service knows), keys of maps as
-    strings; None: an optional field is not set, or a number is none."""
+    """Returns a dict by field names as in the .proto. Enums are names (numbers if only a newer service knows them), map
+    keys are strings. None stands for an unset optional field and for a number that is not finite."""
     return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
 
 

@@ -1,19 +1,19 @@
-"""SharedKeys: what the ranks of one generation tell each other, through the coordinator.
+"""SharedKeys: key-value store of the ranks of one generation, kept by the coordinator.
 
 ::
 
     (rank)   known = Known()                                         once
              shared = SharedKeys(client, generation, known)          in every generation
-             shared.set(key, value) … shared.get(key, timeout_s)     waits until somebody has set it
-    (any thread of it)  shared.interrupt()                           whoever waits gets Gone
+             shared.set(key, value) … shared.get(key, timeout_s)     waits until some rank has set it
+    (any thread of it)  shared.interrupt()                           waiting calls raise Gone
 
-Every rank keeps a copy of all keys and asks for what has changed since. While groups are built, each key is set once,
-and who sets one then waits for others' (`once`): what is known is not asked for again; what is set goes with the next
-question.
+Every rank keeps a copy of all keys and asks only for changes. While groups are built, each key is set once, and its
+setter then waits for the keys of others (`once`). In that mode known keys are not asked for again, and keys that were
+set travel with the next request.
 
-A generation's keys end with it, but for those that are about the job (`LASTING_KEYS`: the shapes of what passes between
-stages). A coordinator that was started again has none of them, so every rank says those that it knows: they are there
-as long as the coordinator or one rank is.
+A generation's keys end with it, except those that concern the job (`LASTING_KEYS`: the shapes of tensors passed between
+stages). A restarted coordinator has none of them, so every rank sends those that it knows: they survive as long as the
+coordinator or one rank does.
 """
 
 import threading
@@ -28,16 +28,16 @@ from swift_ft.text import LASTING_KEYS, listed
 
 _WAIT_S = 1.0
 _SAID_BYTES_MAX = 1 << 19
-"""Of one call; the coordinator takes twice as much."""
+"""Limit of the changes in one call, in bytes; the coordinator accepts twice as much."""
 
 
 class Gone(ServiceError):
-    """There is a newer generation, or the coordinator has begun anew and knows of nothing that was shared."""
+    """Error for a newer generation, or for a coordinator that was restarted and has lost all shared keys."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Known:
-    """What a rank takes from one generation to the next."""
+    """Keys and positions that a rank carries from one generation to the next."""
 
     epoch: int = 0
     seen: int = 0
@@ -45,7 +45,10 @@ class Known:
 
 
 class SharedKeys:
-    """Thread-safe. Raises Gone, Fenced, ServiceError (the coordinator does not answer), UsageError (too large)."""
+    """Shared keys of one generation, as one rank sees them. Thread-safe.
+
+    Raises Gone, Fenced, ServiceError (the coordinator does not answer), UsageError (too large).
+    """
 
     def __init__(self, client: CoordinatorClient, generation: int, known: Known | None = None) -> None:
         self.generation = generation
@@ -54,12 +57,12 @@ class SharedKeys:
         self._known = known or Known()
         self._shared: dict[str, pb.Shared] = dict(self._known.lasting)
         self._later: list[pb.SharedChange] = []
-        """Changes that go with the next call."""
+        """Changes that are sent with the next call."""
         self._begun = False
-        self._number = time.monotonic_ns()  # grows, in another copy of this process's as well
+        self._number = time.monotonic_ns()  # increases, also across other SharedKeys of this process
         self._over = False
         self._changing = threading.Lock()
-        """Held for a whole call with changes: an answer that was lost is asked for again by its number."""
+        """Held for a whole call with changes, because a lost answer is requested again by the call's number."""
         self._merging = threading.Lock()
 
     def set(self, key: str, value: bytes) -> None:
@@ -71,29 +74,30 @@ class SharedKeys:
             self._change(change)
 
     def add(self, key: str, amount: int) -> int:
-        """The sum, which is kept in decimal digits."""
+        """Adds to the key's value, which is stored as decimal digits. Returns the sum."""
         return int(self._change(pb.SharedChange(key=key, add=amount)).value)
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> bytes | None:
-        """Sets it if it is as expected (empty: or if it is not there). As it is then; None: it is not there."""
+        """Sets the key if its value is `expected` (empty: or if the key is missing). Returns the value after that;
+        None if the key is missing."""
         swap = pb.SharedSwap(expected=expected, desired=desired)
         return _value(self._change(pb.SharedChange(key=key, swap=swap)))
 
     def delete(self, key: str) -> bool:
-        """Whether it was there, as far as this rank has heard."""
+        """Deletes the key. Returns whether it existed, as far as this rank knows."""
         known = self.has([key])
         self._change(pb.SharedChange(key=key, delete=True))
         return known
 
     def has(self, keys: Iterable[str]) -> bool:
-        """All of them, now."""
+        """Returns whether all keys exist now."""
         wanted = list(keys)
         if self._missing(wanted) or not self.once:
             self._ask()
         return not self._missing(wanted)
 
     def wait(self, keys: Iterable[str], timeout_s: float) -> None:
-        """Until all are there. TimeoutError."""
+        """Waits until all keys exist. Raises TimeoutError."""
         wanted = list(keys)
         deadline = time.monotonic() + timeout_s
         if not self.once:
@@ -105,7 +109,7 @@ class SharedKeys:
             self._ask(missing, min(_WAIT_S, left_s))
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Waits until it is there. TimeoutError."""
+        """Waits until the key exists and returns its value. Raises TimeoutError."""
         while True:
             self.wait([key], timeout_s)
             with self._merging:
@@ -115,7 +119,7 @@ class SharedKeys:
                 return value
 
     def flush(self) -> None:
-        """What was set is on its way when this returns."""
+        """Sends all pending changes."""
         if self._later:
             self._ask()
 
@@ -125,7 +129,7 @@ class SharedKeys:
             return sum(shared.HasField("value") for shared in self._shared.values())
 
     def interrupt(self) -> None:
-        """(any thread) This generation is over. A call under way is answered by then, or soon given up."""
+        """(any thread) Marks this generation as over. A call in progress raises Gone when its answer arrives."""
         self._over = True
 
     # --- ---
@@ -135,13 +139,13 @@ class SharedKeys:
             return [k for k in keys if k not in self._shared or not self._shared[k].HasField("value")]
 
     def _change(self, change: pb.SharedChange) -> pb.Shared:
-        """The key as it is right after it."""
+        """Sends the change. Returns the key as it is right after it."""
         with self._changing:
             self._later.append(change)
             return self._send()[-1]
 
     def _send(self, until: Iterable[str] = (), wait_s: float = 0.0) -> list[pb.Shared]:
-        """(holding `_changing`) All that is to be changed, in as many calls as it takes; the last one waits."""
+        """(holding `_changing`) Sends all pending changes, in as many calls as needed; the last one has `until`."""
         after: list[pb.Shared] = []
         while self._later:
             size = 0
@@ -186,7 +190,8 @@ class SharedKeys:
                 return reply
 
     def _merge(self, reply: pb.ShareReply) -> bool:
-        """False: to be asked again, of a coordinator that was started again before this generation."""
+        """Merges a reply. Returns False if the coordinator was restarted before this generation: the call is repeated.
+        Raises Gone if the generation is over, or if the coordinator was restarted during it."""
         known = self._known
         with self._merging:
             if reply.generation != self.generation or not reply.epoch:
@@ -204,7 +209,7 @@ class SharedKeys:
         return True
 
     def _forget(self, epoch: int) -> None:
-        """What was shared is said again, as far as it is about the job."""
+        """Drops all keys and queues those that concern the job, to be sent to the restarted coordinator."""
         known = self._known
         again = [pb.SharedChange(key=k, set=s.value) for k, s in known.lasting.items() if s.HasField("value")]
         known.epoch, known.seen = epoch, 0

@@ -1,4 +1,4 @@
-"""The coordinator's View of a job: changes from one to the next, a watcher of the newest, and its words."""
+"""The coordinator's View of a job: differences between Views, a watcher of the newest, and human-readable text."""
 
 import threading
 import time
@@ -13,19 +13,19 @@ from swift_ft.credentials import advice
 from swift_ft.errors import ServiceError
 from swift_ft.text import WORLD_SIZE_MAX, one_line
 
-# What a View says, in words for people: `swift-ft status`, and the launcher's lines.
+# A View as human-readable text, for `swift-ft status` and the launcher's lines.
 
 STARTED_AGAIN = "started again"
-"""How the reason of a job begins that was over and has been started once more."""
+"""First words of the `reason` of a job that was over and has been started again."""
 
 
 def state_name(state: int) -> str:
-    """One that only a newer coordinator knows has a number alone."""
+    """Returns the state's name; `STATE_<number>` for a state that only a newer coordinator knows."""
     return pb.State.Name(state) if state in pb.State.values() else f"STATE_{state}"  # type: ignore[arg-type]
 
 
 def has_left_forming(view: pb.View | None) -> bool:
-    """As far as is seen."""
+    """Returns whether the job has left FORMING and has neither failed nor been stopped; False if no View is known."""
     return view is not None and view.state not in (
         pb.FORMING,
         pb.FAILED,
@@ -34,14 +34,14 @@ def has_left_forming(view: pb.View | None) -> bool:
 
 
 def inexact_words(view: pb.View) -> str:
-    """Empty: the bits are those of a run that never failed."""
+    """Returns since when and why the job is not exact; empty if it equals a run without failures bit for bit."""
     if not view.HasField("inexact_since"):
         return ""
     return f"not exact since version {view.inexact_since}: {view.inexact_reason}"
 
 
 def rehearsal_words(view: pb.View) -> list[str]:
-    """A line for each rank that records steps for rehearsals; the same of several ranks once."""
+    """Returns one line per rank that records steps for rehearsals; ranks with equal lines share one."""
     told: dict[tuple[str, str], list[int]] = {}
     for known in view.rehearsals:
         came = f" at version {known.version}, {known.steps} step{'s' * (known.steps != 1)}, "
@@ -65,19 +65,19 @@ def _ranks_words(ranks: list[int]) -> str:
 
 
 def end_words(view: pb.View) -> list[str]:
-    """What is to be said of a run that came to its end. Empty: it has done all of its steps, exactly."""
+    """Returns lines to print when a run ends. Empty if it has done all of its steps, exactly."""
     words = []
-    if view.state == pb.FINISHED and view.reason:  # its trainer has ended it
+    if view.state == pb.FINISHED and view.reason:  # the trainer ended the job before all steps
         words.append(f"{view.reason}; with more than {view.ends_of} steps it goes on")
     rehearsed = rehearsal_words(view) if view.rehearsals else []
     return [*words, *filter(None, [inexact_words(view)]), *rehearsed]
 
 
-# From a View to the next one: what changes on the way, and the View that comes of it.
+# Updates: the difference between two Views, and the View that results from applying it.
 #
-# A job of n ranks has a View of n members, and n ranks watch it: told whole each time, a recovery would move n * n.
+# A job of n ranks has a View of n members, and n ranks watch it: sending whole Views would move n * n in a recovery.
 #
-#     (coordinator)  whole(view), between(old, new)   what a watcher is told that knows none, or `old`
+#     (coordinator)  whole(view), between(old, new)   update for a watcher that has no View, or `old`
 #     (watcher)      applied(update, old)             the new View
 
 _BY_RANK = ("members", "log_copies", "rehearsals")
@@ -87,14 +87,14 @@ _NUMBERS = {name: pb.View.DESCRIPTOR.fields_by_name[name].number for name in _LO
 
 
 def whole(view: pb.View, *, reads_log: bool = True) -> pb.ViewUpdate:
-    """For whoever knows none."""
+    """Returns the update for a watcher that has no View. `reads_log`: keeps the plan's `sources`."""
     update = pb.ViewUpdate(view=view)
     _fold_plan(update, reads_log=reads_log)
     return update
 
 
 def between(old: pb.View, new: pb.View, *, reads_log: bool = True) -> pb.ViewUpdate:
-    """For whoever knows `old`. `reads_log`: the plan's `sources` are told as well."""
+    """Returns the update for a watcher that has `old`. `reads_log`: keeps the plan's `sources`."""
     update = pb.ViewUpdate(base=old.revision, view=_short(new))
     view = update.view
     for name in _BY_RANK:
@@ -119,7 +119,7 @@ def between(old: pb.View, new: pb.View, *, reads_log: bool = True) -> pb.ViewUpd
 
 
 def applied(update: pb.ViewUpdate, old: pb.View | None) -> pb.View | None:
-    """None: it changes another View than `old`, or is no update, and nothing can be made of it."""
+    """Applies an update. Returns None if its base is another View than `old`, or if it is malformed."""
     counts = [count for together in update.planned for count in together.ranges[1::2]]
     if any(len(together.ranges) % 2 for together in update.planned) or sum(map(abs, counts)) > WORLD_SIZE_MAX:
         return None
@@ -148,7 +148,7 @@ def applied(update: pb.ViewUpdate, old: pb.View | None) -> pb.View | None:
 
 
 def _short(view: pb.View) -> pb.View:
-    """Without its long fields."""
+    """Returns a copy of the View without its long fields."""
     short = pb.View()
     short.CopyFrom(view)
     for name in _LONG:
@@ -172,7 +172,7 @@ def _merged(old: Iterable[pb.Member], new: Iterable[pb.Member], gone: Sequence[i
 
 
 def _fold_plan(update: pb.ViewUpdate, *, reads_log: bool) -> None:
-    """Ranks of which it says the same are told of together."""
+    """Groups the plan's ranks with equal entries into ranges. Without `reads_log`, removes the plan's `sources`."""
     if not update.view.HasField("plan"):
         return
     plan = update.view.plan
@@ -213,22 +213,22 @@ def _unfolded(planned: Iterable[pb.PlannedRanks]) -> Iterator[pb.RankPlan]:
         yield own
 
 
-# Between two attempts to reconnect; the channel's own backoff stands behind it.
+# Pause between two attempts to reconnect, in addition to the channel's own backoff.
 RECONNECT_PAUSE_S = 0.05
 
 
 AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-"""Nobody has answered."""
+"""Status codes that mean that the coordinator did not answer."""
 
 
 def outcome(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
-    """Code and words of a failed call. What grpc raises is a Call as well, which its types do not say."""
+    """Returns code and details of a failed call. A raised RpcError is also a Call, which grpc's types do not show."""
     call = cast("grpc.Call", error)
     return call.code(), one_line(call.details() or "")
 
 
 class Line:
-    """Whether the coordinator answers. Each change is told once, in a line for people. Thread-safe."""
+    """State of the connection to the coordinator. Reports each change once, as a human-readable line. Thread-safe."""
 
     def __init__(self, address: str, tell: Callable[[str], None]) -> None:
         self._address = address
@@ -237,7 +237,7 @@ class Line:
         self._is_down = False
 
     def went(self, details: str) -> None:
-        """A call was not answered. `details`: grpc's words, of which the last ones say why."""
+        """Records that a call was not answered. `details`: grpc's text; its part after the last ": " is the cause."""
         with self._lock:
             news, self._is_down = not self._is_down, True
         if news:
@@ -254,7 +254,8 @@ class Line:
 
 
 def newer(view: pb.View, than: pb.View | None) -> bool:
-    """Views are ordered by (generation, revision); both are durable before a View is published."""
+    """Returns whether `view` is newer than `than`, by (generation, revision). Both numbers are durable before a View is
+    published."""
     return than is None or (view.generation, view.revision) > (than.generation, than.revision)
 
 
@@ -262,8 +263,8 @@ class ViewWatcher:
     """A daemon thread that follows the View of one job, through restarts of the coordinator, until closed.
 
     `latest` is the newest View seen. Callbacks run in the watcher's thread, one View at a time and in order;
-    Views may be skipped, the newest never is. A callback must not raise: if it does, the watcher ends and
-    `wait_for` says so.
+    Views may be skipped, but never the newest. A callback must not raise: if it does, the watcher ends and
+    `wait_for` raises ServiceError.
     """
 
     def __init__(
@@ -275,7 +276,7 @@ class ViewWatcher:
         *callbacks: Callable[[pb.View], None],
         rank: int | None = None,
     ) -> None:
-        """`rank`: who watches. It is not told what only others need; None: an operator, or a launcher."""
+        """`rank`: the watching rank. It is not sent what only other ranks need. None: an operator or a launcher."""
         self.latest: pb.View | None = None
         self._stub = stub
         self._line = line
@@ -285,19 +286,20 @@ class ViewWatcher:
         self._callbacks = list(callbacks)
         self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._ended = ""  # why the thread is no longer there
-        self._problem = ""  # what the last attempt died of
+        self._ended = ""  # why the thread has ended
+        self._problem = ""  # why the last attempt failed
         self._stream: grpc.Call | None = None
         self._thread = threading.Thread(target=self._run, name=f"view-watcher-{job}", daemon=True)
         self._thread.start()
 
     def subscribe(self, callback: Callable[[pb.View], None]) -> None:
-        """`callback` gets every newer View from now on. Look at `latest` afterwards: it may be there."""
+        """Passes every newer View to `callback` from now on. Check `latest` afterwards: a View may already be there."""
         with self._changed:
             self._callbacks.append(callback)
 
     def wait_for(self, predicate: Callable[[pb.View], bool], timeout_s: float | None) -> pb.View:
-        """The first View (the latest included) that satisfies `predicate`. ServiceError after `timeout_s`."""
+        """Returns the first View (the latest included) that satisfies `predicate`. Raises ServiceError after
+        `timeout_s`, or once the watcher has ended."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while True:
@@ -311,7 +313,7 @@ class ViewWatcher:
                 self._changed.wait(remaining_s)
 
     def close(self) -> None:
-        """Ends the thread. Waits for it, unless a callback is what calls."""
+        """Ends the thread and waits for it, unless called from a callback."""
         self._closed.set()
         stream = self._stream
         if stream is not None:
@@ -349,7 +351,7 @@ class ViewWatcher:
                 self._problem = ""
                 self._line.came()
                 known = applied(update, known)
-                if known is None:  # another stream begins with all of it
+                if known is None:  # a new stream begins with the whole View
                     self._stream.cancel()
                     return
                 self._take(known)

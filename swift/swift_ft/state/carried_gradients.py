@@ -1,10 +1,10 @@
-"""Gradients that are added up: in a step, and those that a step leaves to the next one.
+"""Gradients that accumulate within a step or carry over from one step to the next.
 
-Most trainers zero them before they are looked at, and then nothing has to be kept. One that accumulates over several
-steps, or that skips an update, goes on with them: they are a part of its state, and go back if a step is dropped.
-Which kind it is shows in a step: a gradient that was there when the step began, and is the same tensor when it ends,
-was added to, or zeroed in place (which needs a tensor to zero). If it is the same tensor when an optimizer steps, it is
-what that step updates by. A step that ends without an update, but with gradients, may be the first of several.
+Most trainers zero gradients before using them, and then none have to be kept. A trainer that accumulates over several
+steps, or that skips an update, continues with them: they are a part of its state, and are restored if a step is
+dropped. A step shows which kind a trainer is. If a gradient was there at the step's begin and is the same tensor at its
+end, it was added to, or zeroed in place (which needs a tensor to zero). If it is the same tensor when an optimizer
+steps, that step updates by it. A step that ends without an update, but with gradients, may be the first of several.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ from swift_ft.state.rng import Randomness
 
 
 class WholeModule:
-    """A module that is no pipeline stage: what the session does with a stage's state, without a boundary.
+    """A module that is not a pipeline stage, for the session's handling of a stage's state, without a boundary.
 
-    A rank may have several (a generator and a discriminator): all are the one stage of a pipeline of one.
+    A rank may have several (a generator and a discriminator). Each counts as the one stage of a pipeline of one.
     """
 
     stage_index, num_stages = 0, 1
@@ -38,12 +38,12 @@ class WholeModule:
         self.last_backward = True  # False while gradients are only accumulated
         self._forwards = 0
         self._numbers: dict[int, int] = {}
-        """The state of torch's generator before a forward of this step -> the forward's number."""
+        """State of torch's generator before a forward of this step -> the forward's number."""
 
     def seeded_by(self, randomness: Randomness, number: int) -> None:
-        """Each forward begins with generators of its own: what was drawn before, and how often, does not count. One
-        that is computed again in backward (`torch.utils.checkpoint` of the whole module) has those that it had before:
-        torch puts the generators back to what they were when the checkpoint was reached."""
+        """Gives each forward generators of its own, independent of earlier draws. A forward that is recomputed in
+        backward (`torch.utils.checkpoint` of the whole module) gets the same ones again. It is recognized by torch's
+        generator state, which torch restores to its value at the checkpoint."""
 
         def before_forward() -> None:
             key = torch_private.digest_of_generator()
@@ -61,7 +61,7 @@ class WholeModule:
         self._forwards, self._numbers = 0, {}
 
     def streams_read(self) -> list[str]:
-        """(replay) Nothing: it has no neighbours."""
+        """(replay) Returns no streams: the module has no neighbours."""
         return []
 
 
@@ -73,23 +73,23 @@ class _Left(NamedTuple):
     gradient: torch.Tensor
     version: int
     value: torch.Tensor | None
-    """A copy, if it may be wanted."""
+    """A copy of the gradient, if it may be wanted."""
 
 
 class LeftGradients:
-    """(state) ``begin`` a step → ``end`` it, or ``restore``; ``state``, ``load``"""
+    """Gradients that a step leaves. ``begin`` a step → ``end`` it, or ``restore``; ``state``, ``load``"""
 
     def __init__(self) -> None:
         self.wanted: bool | None = None
-        """Steps go on with what the one before has left. None: not known yet."""
+        """True if steps continue with the previous step's gradients. None: not known yet."""
         self._used = False
-        """An update was by what the step before has left, as it was."""
+        """True once an update has used the previous step's gradients unchanged."""
         self._adds = False
-        """Steps add to what one without an update has left. (A gradient that is zeroed in place is the same tensor.)"""
+        """True once a step has added to those of one without an update. (Zeroing in place keeps the tensor as well.)"""
         self._open = False
-        """The step before has left some, without an update."""
+        """True if the previous step has left gradients without an update."""
         self._begun: tuple[bool | None, bool, bool] = (None, False, False)
-        """What was known when the step began."""
+        """Values of `wanted`, `_used` and `_adds` when the step began."""
         self._known = (False, False, False)
         self._left: dict[torch.nn.Parameter, _Left] = {}
 
@@ -102,7 +102,7 @@ class LeftGradients:
         }
 
     def update_begins(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """(an optimizer that has these steps) If it does so by what was there before the step, that is wanted."""
+        """(before an optimizer's step) Marks gradients as wanted if the step uses values from before this step."""
         for parameter in parameters:
             left = self._left.get(parameter)
             if (
@@ -113,7 +113,7 @@ class LeftGradients:
                 self.wanted = self._used = True
 
     def end(self, parameters: Sequence[torch.nn.Parameter], *, updated: bool) -> None:
-        """`updated`: an optimizer has stepped. A step that does nothing with gradients says nothing."""
+        """Learns from the finished step. `updated`: an optimizer has stepped. A step without gradients is ignored."""
         kept = [left for p, left in self._left.items() if p.grad is left.gradient]
         if any(updated or left.gradient._version != left.version for left in kept):
             self.wanted = True
@@ -126,20 +126,20 @@ class LeftGradients:
         self._left = {}
 
     def restore(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """The step is dropped. What is not known to be wanted, and was not kept, is zeroed by the trainer anyway. What
-        the step has shown is forgotten: a replacement, which was not there, is to learn it in the same step."""
+        """Drops the step and restores its gradients. A gradient without a copy is not wanted: the trainer zeroes it
+        anyway. What was learned in the step is forgotten, because a replacement has to learn it in the same step."""
         self.wanted, self._used, self._adds = self._begun
         for parameter in parameters:
             left = self._left.get(parameter)
             parameter.grad = None
             if left is not None and left.value is not None:
-                with torch.no_grad():  # not into `detach()`, which of a sparse one is another tensor
+                with torch.no_grad():  # not into `detach()`: that of a sparse tensor is another tensor
                     left.gradient.copy_(left.value)
                 parameter.grad = left.gradient
         self._left = {}
 
     def state(self, named: Named) -> dict[str, Any]:
-        """Of parameters by name, if they may be wanted, and whether they are: whoever joins is to know it as well."""
+        """Returns the gradients by parameter name if they may be wanted, and the flags, which a joiner needs too."""
         given = {} if self.wanted is False else named
         left = {name: _told(p.grad.detach()) for name, p in given.items() if p.grad is not None}
         told = {"wanted": self.wanted, "of": left} if left or self.wanted is not None else {}
@@ -152,32 +152,32 @@ class LeftGradients:
         optimized: Collection[torch.nn.Parameter],
         elsewhere: Collection[torch.nn.Parameter],
     ) -> dict[str, Any]:
-        """What replicas must have in common of `state`, once it is known to be wanted. The session averages gradients
-        at the end of each step, also of one without an update; but not those that come behind an update and are used
-        by the next one, nor those that DDP is to average later (`elsewhere`). A replacement would have another
-        rank's."""
+        """Returns the part of `state` that replicas must have in common, once it is known to be wanted. The session
+        averages gradients at the end of each step, also of one without an update. It does not average gradients that
+        come after an update and are used by the next one, nor those that DDP is to average later (`elsewhere`). A
+        replacement would have another rank's."""
         compared = optimized if self._used else elsewhere if self._adds else ()
         left = self.state({name: p for name, p in named.items() if p in compared}).get("of", {})
         return {LEFT: left} if left else {}
 
     def news(self) -> bool:
-        """(a step has ended) Since this step it is known that they are wanted, or used."""
+        """(a step has ended) Returns whether this step has shown that gradients are wanted or used."""
         before, self._known = self._known, (bool(self.wanted), self._used, self._adds)
         return any(self._known) and self._known != before
 
     def load(self, named: Named, state: dict[str, Any]) -> None:
-        """Of `state`, or of nothing: then no step has left any."""
+        """Loads the result of `state`. An empty dict means that no step has left gradients."""
         self.wanted, left = state.get("wanted"), state.get("of", {})
         self._used, self._adds, self._open = (bool(state.get(word)) for word in ("used", "adds", "open"))
         self._known = (bool(self.wanted), self._used, self._adds)
         for name, parameter in named.items():
             given = None if left.get(name) is None else _again(left[name])
-            # What is there may be a view of what the trainer has.
+            # The existing gradient may be a view of the trainer's memory.
             parameter.grad = None if given is None else put_into(parameter.grad, given)
 
 
 def _told(gradient: torch.Tensor) -> Any:
-    """A sparse one (of `nn.Embedding(sparse=True)`) by its parts: a state holds dense tensors only."""
+    """Returns a sparse gradient (of `nn.Embedding(sparse=True)`) as its parts: a state holds dense tensors only."""
     if gradient.layout is not torch.sparse_coo:
         return gradient
     parts = {"indices": gradient._indices(), "values": gradient._values(), "shape": list(gradient.shape)}
@@ -198,7 +198,7 @@ def _again(told: Any) -> torch.Tensor:
 
 @contextmanager
 def accumulating(units: Sequence[WholeModule]) -> Iterator[None]:
-    """Backward passes in here are none that an update follows."""
+    """Marks backward passes in the block as not followed by an update."""
     with ExitStack() as stack:
         for unit in units:
             unit.last_backward = False

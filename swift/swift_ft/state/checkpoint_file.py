@@ -1,11 +1,10 @@
-"""One rank's checkpoint as two files in a folder (swift/swift_ft/state/checkpoint_file.py draws them): written and
-read as a stream.
+"""One rank's checkpoint as two files in a folder, written and read as a stream. A comment below draws their layout.
 
-The elements go from the tensors' own memory to the file and back, so besides the tensors no more than a piece of a
-file is held. safetensors' layout, so that its library and everybody who has it can take the weights out of a
-checkpoint; written here, because the library wants the whole file in memory, and neither syncs nor checks anything.
+The elements go directly between the tensors' memory and the file, so that in addition to the tensors at most a piece of
+a file is held. The layout is that of safetensors, so that its library can read the weights of a checkpoint. The code
+here does not use that library: it needs the whole file in memory, and neither syncs nor checks anything.
 
-Only regular files are opened, without following links, and nothing is believed that their length denies.
+Only regular files are opened, without following links. A size in a file is checked against the file's length.
 """
 
 import ctypes
@@ -28,9 +27,9 @@ import xxhash
 from swift_ft.errors import UsageError
 from swift_ft.state.tree import empty_tensors, join, split
 
-# The element types that a checkpoint may hold. A name that is not here is refused, never looked up in torch.
+# The element types that a checkpoint may hold. A name that is missing here is refused, never looked up in torch.
 
-# Where safetensors has a word for it. The others lie in the file as bytes (U8); the index has their real type.
+# Types that safetensors has. The others are stored as bytes (U8); the index has their real type.
 _SAFETENSORS: Mapping[str, str] = MappingProxyType(
     {
         "bool": "BOOL",
@@ -71,12 +70,12 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 def as_safetensors(dtype: str, shape: list[int], size: int) -> tuple[str, list[int]]:
-    """(element type, shape) of a tensor of `size` bytes in a safetensors header."""
+    """Returns (element type, shape) of a tensor of `size` bytes in a safetensors header."""
     word = _SAFETENSORS.get(dtype)
     return (word, shape) if word is not None else ("U8", [size])
 
 
-# The index of one rank's checkpoint: what is where, and nothing that could be executed.
+# The index of one rank's checkpoint: it describes the data and contains nothing that could be executed.
 #
 # ::
 #
@@ -84,31 +83,31 @@ def as_safetensors(dtype: str, shape: list[int], size: int) -> tuple[str, list[i
 #                           line 2: {"version", "rank", "data": {"bytes", "head_bytes", "head_xxh3_128"},
 #                                    "tensors": [{"name", "at", "bytes", "xxh3_128"} | {"name", "same_as"}, …],
 #                                    "state": the skeleton of swift_ft.state.tree}
-#     tensors.safetensors   8 bytes of length, a JSON header, the tensors' elements one after the other
+#     tensors.safetensors   8 bytes of length, a JSON header, the tensors' elements one after another
 #
-# So every byte of both files is under a checksum. A checksum finds accidents; who writes one for a file that he made
-# up is stopped by what is checked here before anything is allocated: the tensors are those that the skeleton
-# describes, of known element types, as long as type and shape say, and lie one behind the other to the end of the file.
+# So every byte of both files is under a checksum. Checksums detect accidents. A forged file is stopped by the checks
+# here, before anything is allocated: the tensors are those that the skeleton describes, of known element types, as long
+# as type and shape say, and follow each other without gaps to the end of the file.
 
 FORMAT = 1
 INDEX = "index.jsonl"
 DATA = "tensors.safetensors"
 
 INDEX_BYTES_MAX = 64 << 20
-"""Longer ones are neither written nor read: parsing takes ten times as much."""
+"""Limit for writing and reading: parsing takes ten times as much memory."""
 _FIRST_LINE_MAX = 256
 DEPTH_MAX = 300
-"""Of the state: levels of JSON; a dict in another is three further down."""
+"""Levels of JSON in the state; a dict inside another one is three levels deeper."""
 _DIMENSIONS_MAX = 64
 
 
 class Damaged(ValueError):
-    """What is there is not what a rank writes; the message says what is wrong."""
+    """The files are not what a rank writes; the message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """The elements of one tensor in the data file: row-major, whatever its strides are in memory."""
+    """The elements of one tensor in the data file: row-major, regardless of its strides in memory."""
 
     name: str
     at: int
@@ -118,20 +117,20 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """What `dump` writes and `parse` has checked."""
+    """The content of an index, as passed to `dump` or as validated by `parse_index`."""
 
     version: int
     rank: int
     data_bytes: int
-    """Of the data file, its head included."""
+    """Size of the data file, its head included."""
     head_bytes: int
     head_digest: str
     pieces: tuple[Piece, ...]
     same: Mapping[str, str]
-    """Names of tensors that are another one, in the same memory -> that one."""
+    """Name of a tensor that shares its memory with another one -> name of that one, which is stored."""
     state: Any
     memory_bytes: int = 0
-    """What its tensors take when they are loaded."""
+    """Bytes that the tensors take in memory when they are loaded."""
 
 
 def digest(data: Any) -> str:
@@ -139,7 +138,7 @@ def digest(data: Any) -> str:
 
 
 def dump(index: Index) -> bytes:
-    """Damaged: it would be longer than anybody reads."""
+    """Returns the index file's bytes. Raises Damaged if it would be longer than `parse_index` accepts."""
     tensors: list[dict[str, Any]] = [
         {"name": piece.name, "at": piece.at, "bytes": piece.size, "xxh3_128": piece.digest}
         for piece in index.pieces
@@ -171,7 +170,7 @@ def _line(value: Any) -> bytes:
 
 
 def parse_index(content: bytes) -> Index:
-    """Damaged: it is not what `dump` writes."""
+    """Validates and returns an index. Raises Damaged if `dump` would not write it."""
     first, newline, body = content.partition(b"\n")
     if not newline or len(first) >= _FIRST_LINE_MAX:
         raise Damaged("the index has no first line")
@@ -232,7 +231,7 @@ def _index(value: Any) -> Index:
 
 
 def check_skeleton(skeleton: Any) -> None:
-    """Damaged: nobody could read it again."""
+    """Raises Damaged if the skeleton could not be read back."""
     for _ in _leaves(skeleton, 0):
         pass
 
@@ -244,11 +243,11 @@ class _Described:
     stride: tuple[int, ...]
     size: int
     memory: int
-    """With the gaps that its strides leave."""
+    """Bytes in memory, with the gaps that its strides leave."""
 
 
 def _described(skeleton: Any) -> dict[str, _Described]:
-    """name -> what the skeleton says of the tensor, or of the array's bytes. What else it says is `join`'s to check."""
+    """Returns name -> the skeleton's description of the tensor, or of the array's bytes. `join` checks the rest."""
     described: dict[str, _Described] = {}
     for leaf in _leaves(skeleton, 0):
         name = leaf["tensor"] if "tensor" in leaf else leaf["array"]
@@ -341,7 +340,7 @@ def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
 
 
 _PIECE_BYTES = 8 << 20
-# What `join` raises for what `split` does not make.
+# Errors that `join` raises for a state that `split` does not produce.
 _NO_STATE = (
     ArithmeticError,
     AttributeError,
@@ -352,16 +351,16 @@ _NO_STATE = (
     ValueError,
 )
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not make anybody wait
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO must not block
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Snapshot:
-    """A copy of a state at one moment, on the CPU. What was the same memory under two names is copied once."""
+    """A copy of a state at one moment, on the CPU. Memory that has two names is copied once."""
 
     def __init__(self, state: Any, into: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        """`into`: an older copy's tensors by name, which are filled as far as they have the same form. UsageError: it
-        holds what no checkpoint can."""
+        """`into`: an older copy's tensors by name, which are reused where dtype, shape and strides match. Raises
+        UsageError if the state contains a value that a checkpoint cannot hold."""
         try:
             tensors, self.skeleton = split(state)
             check_skeleton(self.skeleton)
@@ -390,14 +389,14 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def state(self) -> Any:
-        """The copy, as the state was given."""
+        """Returns the copy in the form of the original state."""
         same = {name: self.tensors[first] for name, first in self.same.items()}
         return join(self.skeleton, self.tensors | same)
 
 
 def _copied(tensor: torch.Tensor, room: torch.Tensor | None, filled: set[int]) -> torch.Tensor:
-    """On the CPU, with its strides. `filled`: rooms that have a tensor of this copy already, by address: what were two
-    names of one tensor may be two tensors by now."""
+    """Returns a CPU copy with the same strides, in `room` if that fits. `filled`: addresses of rooms in use. It is
+    needed because two names of one tensor in the older copy may be two tensors now."""
     form = (tensor.dtype, tensor.shape, tensor.stride())
     if room is None or room.data_ptr() in filled or (room.dtype, room.shape, room.stride()) != form:
         return tensor.to("cpu", copy=True)
@@ -419,8 +418,8 @@ def _check(name: str, tensor: torch.Tensor) -> None:
 def write_shard(
     folder: Path, snapshot: Snapshot, version: int, rank: int, half: Callable[[], None] = lambda: None
 ) -> int:
-    """Both files, durable, into an empty folder; gives their bytes. OSError, Damaged (the index would be too long).
-    `half`: called between the two."""
+    """Writes both files durably into an empty folder. Returns their bytes. `half`: called between the two. Raises
+    OSError, or Damaged if the index would be too long."""
     head = _head(snapshot.tensors)
     pieces, at = [], len(head)
     with _opened(folder / DATA, _NEW) as file:
@@ -468,10 +467,10 @@ def _head(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def bytes_of(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """uint8 [bytes], shared with the tensor, which lives as long as the array. `tensor`: contiguous, on the CPU.
+    """Returns uint8 [bytes] that shares memory with the tensor and keeps it alive. `tensor`: contiguous, on the CPU.
 
-    Not by ``tensor.numpy()``: that marks its storage as one that is never resized again. The storage may be the
-    trainer's, and some of torch's functions resize what they are given (observers of quantization-aware training).
+    ``tensor.numpy()`` would mark the storage as not resizable. The storage may be the trainer's, and some of torch's
+    functions resize their arguments (observers of quantization-aware training).
     """
     memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     memory.tensor = tensor
@@ -479,7 +478,7 @@ def bytes_of(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
 
 
 def elements(tensor: torch.Tensor) -> memoryview:
-    """Row-major."""
+    """Returns the elements' bytes in row-major order."""
     return memoryview(bytes_of(tensor.resolve_conj().resolve_neg().contiguous()).data)
 
 
@@ -497,8 +496,8 @@ def _write(file: int, data: memoryview) -> None:
 
 
 def read_shard(folder: Path, version: int, rank: int) -> Any:
-    """The state that `write` was given. Damaged, OSError. It is whole, and nothing of it came from anywhere but these
-    two files; no memory is taken for what they do not have."""
+    """Returns the state that `write_shard` was given. Raises Damaged or OSError. The state is complete and comes from
+    these two files alone. Memory is only allocated for data that the files contain."""
     with _opened(folder.parent, _FOLDER) as above, _opened(folder.name, _FOLDER, above) as inside:
         with _regular(INDEX, inside) as (file, size):
             if size > INDEX_BYTES_MAX + 4096:
@@ -571,7 +570,7 @@ def _opened(path: str | Path, flags: int, inside: int | None = None) -> Iterator
 
 @contextmanager
 def _regular(name: str, inside: int) -> Iterator[tuple[int, int]]:
-    """(descriptor, bytes)"""
+    """Opens a regular file. Yields (descriptor, bytes)."""
     with _opened(name, _FILE, inside) as file:
         facts = os.fstat(file)
         if not stat.S_ISREG(facts.st_mode):

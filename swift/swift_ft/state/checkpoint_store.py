@@ -1,16 +1,16 @@
-"""Checkpoints of single ranks: what stands behind the log.
+"""Checkpoints of single ranks, the recovery source when the log does not reach far enough.
 
-Every rank saves its own state under ``<directory>/v<version>/rank<r>/g<generation>-<process>-<number>/`` and asks
-nobody, so a dead rank never blocks the others. The coordinator counts a version as complete when all ranks have
-reported theirs durable. What is in that folder: `swift_ft.state.checkpoint_file`. It is written beside it, and then
-gets its name: it is there whole or not at all.
+Every rank saves its own state under ``<directory>/v<version>/rank<r>/g<generation>-<process>-<number>/`` without
+coordination, so a dead rank never blocks the others. The coordinator counts a version as complete when all ranks have
+reported theirs durable. `swift_ft.state.checkpoint_file` defines the folder's files. The folder is written under a
+temporary name and then renamed, so it is there whole or not at all.
 
-A process that was fenced and does not know it yet may still write here. Its folder has the generation that it acted in,
-which is older than its heir's: so it has another name, it is not the one that is loaded, and whoever writes or
-removes touches only what is of his own generation or of an older one.
+A process that is fenced and has not noticed may still write here. The name of its folder has the generation in which it
+acted, which is older than its replacement's. So the names differ, the older folder is not the one that is loaded, and
+a process writes or removes only folders of its own generation or of an older one.
 
-What cannot be written (no space, no folder, no mount) costs no step: the snapshot is kept and written again, with
-growing pauses, until that works or a newer version is saved.
+A failed write (no space, no folder, no mount) costs no step. The snapshot is kept and the write is retried, with
+growing pauses, until it succeeds or a newer version is saved.
 """
 
 import os
@@ -34,21 +34,21 @@ from swift_ft.text import generation_of, version_folder, version_of
 # Pauses between the attempts to write one version.
 _RETRY_FIRST_S = 1.0
 _RETRY_LAST_S = 30.0
-# How long it is told that a version is durable, where nobody hears it; and the pauses.
+# How long the report that a version is durable is repeated while it is not acknowledged; and the pauses.
 _TOLD_S = 60.0
 _TELL_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """What a checkpoint took."""
+    """The cost of one checkpoint."""
 
     tensor_bytes: int
     file_bytes: int
     seconds: float
-    """Until it was durable."""
+    """Seconds until it was durable."""
     stall_s: float
-    """For which `save` held its caller up."""
+    """Seconds for which `save` blocked its caller."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,37 +60,37 @@ class Unsaved:
 
 
 class Holder(Protocol):
-    """This process, as the one that holds the rank. (any thread)"""
+    """The process that holds the rank. (any thread)"""
 
     @property
     def fenced(self) -> bool:
-        """Somebody else holds it: what could not be written is his to write."""
+        """Returns whether another process holds the rank. That process then saves the versions that are missing."""
 
     @property
     def entered(self) -> int:
-        """The generation in which this process acts. What is of a newer one is its heir's."""
+        """Returns the generation in which this process acts. Files of a newer one are its replacement's."""
 
 
 class _Past:
-    """What a holder has done with its stores: a session that is made again has another one."""
+    """A holder's state that outlives its stores: a session that is created again has a new store."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        """By which they save."""
+        """Process names in the folders that these stores save."""
         self.begun = False
-        """What was there before is set aside."""
+        """True once the versions of an earlier job have been set aside."""
 
 
 _PASTS: "WeakKeyDictionary[Holder, _Past]" = WeakKeyDictionary()
 
 
 class CheckpointStore:
-    """One rank's checkpoints.
+    """The checkpoints of one rank.
 
     (rank, every K steps) ``save`` → (background) the files are written, then ``on_durable(version)``
-    (rank) ``wait``, where nothing goes on without it; ``wait_saved``, where it may fail
+    (rank) ``wait``, where it cannot continue without the checkpoint; ``wait_saved``, where the write may fail
     (replacement) ``load(version)``
-    (rank) ``prune(keep, given_up_below)`` when others are complete, or given up
+    (rank) ``prune(keep, given_up_below)`` when other versions are complete or given up
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class CheckpointStore:
         twins: Sequence[int] = (),
         half_written: Callable[[int], None] = lambda _version: None,
     ) -> None:
-        """`twins`: ranks with the same state. What this rank lacks of a version is read from theirs.
-        `half_written(version)`: called when the tensors of a version are written, and nothing else of it."""
+        """`twins`: ranks with the same state; a version that this rank lacks is read from theirs.
+        `half_written(version)`: called once the version's tensors are written, before the rest of it."""
         self._twins = twins
         self._half_written = half_written
         self._directory = Path(directory)
@@ -113,22 +113,22 @@ class CheckpointStore:
         self._written = 0
         self._writing: _Writing | None = None
         self.saved: Saved | None = None
-        """The newest one that is durable."""
+        """The newest durable version."""
         self.unsaved: Unsaved | None = None
-        """The newest one, if it cannot be written; it is tried again."""
+        """The newest version, if its write failed; it is retried."""
         self._holder = holder
 
     @property
     def directory(self) -> Path:
-        """The job's own."""
+        """Returns this job's checkpoint directory."""
         return self._directory
 
     def of_job(self, job: str) -> "CheckpointStore":
-        """This rank's checkpoints of another job in the same place, to load from."""
+        """Returns this rank's checkpoints of another job in the same place, to load from."""
         return CheckpointStore(self._directory.with_name(job), self._rank, self._holder, self._twins)
 
     def check(self) -> None:
-        """(before the job begins) Raises UsageError if nothing can be written here."""
+        """(before the job begins) Raises UsageError if the directory is not writable."""
         try:
             self._make(self._directory)
             probe = self._directory / f".rank{self._rank}-{self._process}.probe"
@@ -149,11 +149,11 @@ class CheckpointStore:
         *,
         sync: bool = False,
     ) -> None:
-        """Takes a snapshot of `state` now and writes it in the background; one write at a time. What was saved before
-        and could not be written, or not be told, is given up. `on_durable` gives False if nobody has heard it: it is
-        told again for a while. `on_failed` is told once for every reason. `generation`: whose state it is. `sync`:
-        returns when it is durable, or cannot be written for now. Raises UsageError: the state holds what cannot be
-        saved."""
+        """Takes a snapshot of `state` now and writes it in the background, one write at a time. An earlier version that
+        is not written, or not reported, is given up. `on_durable` returns False if its report was not acknowledged: it
+        is repeated for a while. `on_failed` is called once per reason. `generation`: the state's; None: this process's
+        current one. With `sync`, returns once the state is durable or the first attempt has failed. Raises UsageError
+        if the state contains a value that cannot be saved."""
         began = time.monotonic()
         self._call_off()
         snapshot = Snapshot(state)
@@ -182,7 +182,7 @@ class CheckpointStore:
             self._writing.attempted.wait()
 
     def _write(self, version: int, generation: int, snapshot: Snapshot) -> int:
-        """The bytes of its files."""
+        """Writes the version durably. Returns its files' bytes."""
         self._written += 1
         folder = self._folder(version)
         shard = folder / f"g{generation}-{self._process}-{self._written}"
@@ -203,23 +203,22 @@ class CheckpointStore:
             with suppress(OSError):  # there is something else of this version
                 folder.rmdir()
             raise
-        # Of this version, written before a recovery.
+        # Folders of this version that were written before a recovery.
         _remove(other for other in self._shards(folder, generation) if other != shard)
         return file_bytes
 
     def _make(self, folder: Path) -> None:
-        """With all that is above it, durably."""
+        """Creates the folder and its missing parents, durably."""
         for path in make_directory(folder):
             sync_folder(path.parent)
 
     def wait_saved(self) -> None:
-        """Waits until what was saved last was tried once, however that ended."""
+        """Waits until the last save has been attempted once, successfully or not."""
         if self._writing is not None:
             self._writing.tried.wait()
 
     def wait(self) -> None:
-        """Waits until what was saved last is durable. Raises ServiceError if it cannot be written; it is not tried
-        again then."""
+        """Waits until the last save is durable. Raises ServiceError if the write has failed; it is then not retried."""
         self.wait_saved()
         writing = self._writing
         if writing is not None and writing.reason:
@@ -228,7 +227,7 @@ class CheckpointStore:
                 raise ServiceError(f"a checkpoint in {self._directory} was not written: {writing.reason}")
 
     def close(self) -> None:
-        """Waits for the attempt that is under way; none follows."""
+        """Waits for the attempt in progress and prevents further ones."""
         self._call_off()
 
     def _call_off(self) -> None:
@@ -237,15 +236,15 @@ class CheckpointStore:
             self._writing = None
 
     def load(self, version: int) -> Any:
-        """The state saved as `version`. Raises ServiceError if it is not whole or not what was saved. What could not be
-        written before is given up."""
+        """Returns the state saved as `version`. Raises ServiceError if it is incomplete or corrupt. A pending write is
+        given up."""
         self._call_off()
         self.unsaved = None
         folder, rank = self._folder(version), self._rank
         newest = self._newest(folder)
         for twin in self._twins:
             theirs = self._newest(self._folder(version, twin))
-            # Where this rank was not there for a while, its own may be of a history that was given up.
+            # A rank that was absent for a while may have a version from a history that was given up.
             if theirs is not None and (newest is None or _newer(theirs, newest)):
                 newest, rank = theirs, twin
         if newest is None:
@@ -261,11 +260,11 @@ class CheckpointStore:
             raise ServiceError(f"checkpoint {newest} is not whole: {error.strerror or error}") from None
         except Damaged as error:
             raise ServiceError(f"checkpoint {newest} is corrupt: {error}") from None
-        except (MemoryError, RuntimeError) as error:  # torch's word for no memory
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError if memory is exhausted
             raise ServiceError(f"checkpoint {newest} cannot be loaded: {_words(error)}") from None
 
     def _newest(self, folder: Path) -> Path | None:
-        """The newest whole shard in it; None: there is none. Raises ServiceError."""
+        """Returns the newest complete shard in the folder, None if there is none. Raises ServiceError."""
         try:
             if _is_linked(folder):
                 raise ServiceError(f"checkpoint {folder} is a link; nothing is read through it")
@@ -277,27 +276,27 @@ class CheckpointStore:
             raise ServiceError(f"checkpoint {folder} cannot be read: {error.strerror}") from None
 
     def versions(self) -> list[int]:
-        """Those of which some rank has saved something."""
+        """Returns the versions of which any rank has saved a shard, ascending."""
         try:
             found = [version_of(path.name) for path in self._directory.iterdir() if path.is_dir()]
         except OSError:
-            return []  # it is not there at the moment
+            return []  # the directory is not there at the moment
         return sorted(version for version in found if version is not None)
 
     def set_aside(self, check_held: Callable[[], None]) -> None:
-        """(a job begins) What is here under its name is of an earlier job: it is kept, and nobody takes it for ours.
-        (it begins again, in a newer generation) What this process has saved before is removed.
+        """(a job begins) Sets an earlier job's checkpoints in this directory aside: they are kept and never loaded.
+        (it begins again, in a newer generation) Removes what this process saved in older generations.
 
-        `check_held` asks whether this process still holds its rank, and raises if it does not: whoever held it in its
-        place may have saved something by now."""
+        `check_held` asks whether this process still holds its rank, and raises if it does not: a process that held
+        the rank in between may have saved a version."""
         if self._past.begun:
-            self._call_off()  # of the generation before
+            self._call_off()  # the previous generation's write
             for version in self.versions():
                 _remove(self._own_older(self._folder(version)))
             return
         found = {folder: self._inside(folder) for folder in map(self._folder, self.versions())}
         if any(found.values()):
-            check_held()  # so what was found is no heir's: nobody has had the rank since
+            check_held()  # so the folders found are no replacement's: no other process has held the rank since
         aside = sum(self._moved(folder, entries) for folder, entries in found.items())
         self._past.begun = True
         if aside:
@@ -309,7 +308,7 @@ class CheckpointStore:
                 )
 
     def _moved(self, folder: Path, entries: Sequence[Path]) -> bool:
-        """These are set aside, and nothing that has come beside them."""
+        """Moves exactly these entries aside and leaves any newer ones. Returns whether any were moved."""
         former = folder.with_name(f".former-{secrets.token_hex(4)}-{folder.name}")
         if not entries or self._holder.fenced:
             return False
@@ -327,7 +326,7 @@ class CheckpointStore:
         return former.is_dir()
 
     def _own_older(self, folder: Path) -> Iterator[Path]:
-        """What this process has saved there in older generations, or begun to."""
+        """Yields the shards, complete or not, that this process saved in the folder in older generations."""
         if _is_linked(folder):
             return
         older = self._holder.entered - 1
@@ -336,8 +335,8 @@ class CheckpointStore:
                 yield path
 
     def prune(self, keep: set[int], given_up_below: int = 0) -> None:
-        """Removes this rank's shards of versions below the smallest one in `keep`, and of all those below
-        `given_up_below` that are not in it: they will never be complete. Shards of a newer generation stay."""
+        """Removes this rank's shards of versions below the smallest one in `keep`. Also removes all versions below
+        `given_up_below` that are not in `keep`: they will never be complete. Shards of a newer generation stay."""
         if not keep or self._holder.fenced:
             return
         below, generation = max(min(keep), given_up_below), self._holder.entered
@@ -345,45 +344,45 @@ class CheckpointStore:
             folder = self._folder(version)
             if version < below and version not in keep and not _is_linked(folder):
                 _remove([*self._shards(folder, generation), *self._shards(folder, generation, begun=True)])
-                with suppress(OSError):  # an heir's shard is there, or another rank's
+                with suppress(OSError):  # a replacement's shard is there, or another rank's
                     folder.rmdir()
                 with suppress(OSError):
                     folder.parent.rmdir()
 
     def _shards(self, folder: Path, up_to: int | None = None, *, begun: bool = False) -> Iterator[Path]:
-        """Those there, of generations `up_to`: whole ones, or what was begun and not ended."""
+        """Yields the folder's shards of generations `up_to` (None: all). With `begun`, the incomplete ones instead."""
         for path in list(folder.glob(".g*" if begun else "g*")):
             generation = generation_of(path.name)
             if generation is not None and (up_to is None or generation <= up_to):
                 yield path
 
     def _inside(self, folder: Path) -> list[Path]:
-        """What was saved in it, also what was not ended; or the folder if it is elsewhere."""
+        """Returns the folder's shards, incomplete ones included; or the folder itself if it is a link."""
         if folder.is_symlink():
             return [folder]
         return [*self._shards(folder), *self._shards(folder, begun=True)]
 
     def _folder(self, version: int, rank: int | None = None) -> Path:
-        """Of this rank, or of another one."""
+        """Returns the version's folder of this rank or of another one."""
         return self._directory / version_folder(version) / f"rank{self._rank if rank is None else rank}"
 
 
 def _is_linked(folder: Path) -> bool:
-    """Whether a rank's folder of a version, or the version's, is elsewhere."""
+    """Returns whether a rank's folder of a version, or the version's folder, is a link."""
     return folder.is_symlink() or folder.parent.is_symlink()
 
 
 def _newer(shard: Path, than: Path) -> bool:
-    """It was saved in a newer generation."""
+    """Returns whether `shard` was saved in a newer generation than `than`."""
     return (generation_of(shard.name) or 0) > (generation_of(than.name) or 0)
 
 
 class _FencedMeanwhile(Exception):
-    """Somebody else holds the rank."""
+    """Another process holds the rank."""
 
 
 class _Writing:
-    """One version on its way to the disk, in a thread of its own: tried until it is written, or called off."""
+    """One version's write, in a thread of its own: retried until it succeeds or is called off."""
 
     def __init__(
         self,
@@ -396,11 +395,11 @@ class _Writing:
         self._holder = holder
         self._called_off = threading.Event()
         self.attempted = threading.Event()
-        """Once at least: it is durable, or there is a reason."""
+        """Set after the first attempt: the version is durable, or there is a reason why not."""
         self.tried = threading.Event()
-        """And it was told, if it is durable."""
+        """Set after the first attempt; if it was durable, only once that has been reported."""
         self.reason = ""
-        """Why it could not be written yet."""
+        """Error of the last attempt; "" if none."""
         self._thread = threading.Thread(target=self._run, name="swift-checkpoint")
         self._thread.start()
 
@@ -422,7 +421,7 @@ class _Writing:
         except _FencedMeanwhile:
             self.reason = "this process does not hold its rank any more"
             return False
-        except Exception as error:  # noqa: BLE001  (whatever it is: training is well)
+        except Exception as error:  # noqa: BLE001  (no failed write may end the training)
             self.reason = _words(error)
             self._failed(self.reason)
             return False
@@ -439,7 +438,7 @@ class _Writing:
         return True
 
     def _pause(self, seconds: float) -> bool:
-        """False: nobody wants it any more, or the process ends."""
+        """Waits. Returns False if the write was called off, the process ends, or the rank is fenced."""
         until = time.monotonic() + seconds
         while (left_s := until - time.monotonic()) > 0:
             if self._called_off.wait(min(left_s, 1.0)) or not threading.main_thread().is_alive():

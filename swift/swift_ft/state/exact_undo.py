@@ -1,10 +1,9 @@
-"""Undo bit for bit, by keeping what the computation backwards misses.
+"""Bit-exact undo: keeps the residue, the difference between the inverse step's result and the old values.
 
-When a bucket is applied, its step is computed backwards at once, next to a passing copy of the old values; the
-difference, in units of the last place (as integers of the bits), is nearly always small. It is kept in a byte, or
-two of them in one byte, and the few that do not fit ("escapes": where the old value was tiny or not finite) are
-kept whole with their position. Undo repeats the same computation, which has the same bits, and adds the
-differences.
+When a bucket is applied, its step is inverted at once, next to a temporary copy of the old values. The residue is taken
+in units of the last place (as integers of the bits) and is nearly always small. It is kept in a byte, or two residues
+share a byte. The few that do not fit ("escapes": where the old value was tiny or not finite) are kept as whole values
+with their position. Undo repeats the same computation, which gives the same bits, and adds the residue.
 
     columns of a parameter          bytes per element
     parameter                       1
@@ -12,9 +11,9 @@ differences.
     parameter, two states           ½ + ½ (parameter, second moment) + 1
     parameter, three states         ½ + ½ (parameter, second moment) + ½ + ½
 
-Escapes come on top: 8 bytes each for float32. Measured with normal gradients: 2.0 to 2.3 bytes per parameter, 2.8
-in the second step of an optimizer with two states, 4.3 and 3.2 in the second and third of centered RMSprop with
-momentum (three states), where a second moment that is the sum of few squares grows many times over.
+Escapes are extra: 8 bytes each for float32. Measured with normal gradients: 2.0 to 2.3 bytes per parameter; 2.8 in the
+second step of an optimizer with two states; 4.3 and 3.2 in the second and third of centered RMSprop with momentum
+(three states), where a second moment that is the sum of few squares grows many times over.
 """
 
 from dataclasses import dataclass, field
@@ -26,22 +25,22 @@ from swift_ft.state import optimizer_names
 from swift_ft.state.inverse_step import Bucket, Cluster
 from swift_ft.state.kernels import DTYPES, ROUND, Pool, Unit, cut
 
-# What a computation backwards misses, in codes: differences in units of the last place, and escapes.
+# Residues as codes: differences in units of the last place, and escapes.
 #
-# `OnePass` is for what `kernels.cpp` can compute, `ManyPasses` does the same with torch's operations. Their codes are
-# not the same: the estimates differ in the last places.
+# `OnePass` is for tensors that `kernels.cpp` supports; `ManyPasses` does the same with torch's operations. Their codes
+# are not the same: the inverses differ in the last places.
 
 BYTE = 127
 NIBBLE = 7
 _HIGH_BITS = -0x7F7F7F7F7F7F7F80  # 0x80 in every byte of a word
 ROOM = 1024
-"""Escapes that there is room for at once, at least."""
+"""Minimum number of escapes that a buffer has room for."""
 
 
 @dataclass(slots=True)
 class Escapes:
-    """Elements of a column whose difference does not fit. `where` is None if `values` is the whole column, or
-    the one value that all of it has."""
+    """Elements of a column whose difference does not fit. `where` is None if `values` is the whole column, or the one
+    value of all its elements."""
 
     where: torch.Tensor | None
     values: torch.Tensor
@@ -52,15 +51,15 @@ class Escapes:
 
 
 def _whole(old: torch.Tensor) -> Escapes:
-    """A column of which most escapes: old [N]."""
+    """Returns the escapes of a column in which most elements escape: old [N]."""
     integers = old.view(DTYPES[old.dtype])
     return Escapes(None, old[:1].clone() if bool((integers == integers[0]).all()) else old.clone())
 
 
 class OnePass:
-    """A cluster's residue by `kernels.cpp`, computed when it is made.
+    """A cluster's residue, computed by `kernels.cpp` in the constructor.
 
-    `old` are the values before the step, by column as in the cluster; `layout` names the columns that share a byte.
+    `old`: values before the step, by column as in the cluster. `layout`: columns that share a byte.
     """
 
     def __init__(
@@ -116,14 +115,14 @@ class OnePass:
 
 @dataclass(slots=True)
 class _Coded:
-    """One unit's."""
+    """The residue of one unit."""
 
     codes: list[torch.Tensor]
-    escapes: list[tuple[int, Escapes]] = field(default_factory=list)  # column, what
+    escapes: list[tuple[int, Escapes]] = field(default_factory=list)  # (column, its escapes)
 
 
 class ManyPasses:
-    """The same as `OnePass` for tensors of any device and layout, unit by unit."""
+    """A residue as `OnePass` computes it, for tensors of any device and layout, unit by unit."""
 
     def __init__(
         self,
@@ -188,7 +187,7 @@ class ManyPasses:
         return coded
 
     def undo(self) -> None:
-        """Puts the live tensors back to their values before the step, bit for bit."""
+        """Restores the live tensors to their values before the step, bit for bit."""
         for unit, coded in zip(self._cluster.units, self._coded, strict=True):
             values = [unit.column(column) for column in range(unit.width)]
             self._cluster.backwards.kernel(values[0], unit.gradient(), values[1:])
@@ -214,7 +213,7 @@ def _padded(numel: int) -> int:
 
 
 def _escapes(code: torch.Tensor, old: torch.Tensor, limit: int) -> Escapes | None:
-    """Elements whose code stands at a limit. Looked for by the word: nearly all words have none."""
+    """Returns the elements whose code is at a limit. It searches word by word, because nearly all words have none."""
     marked = code.abs().add_(128 - limit).view(torch.int64).bitwise_and_(_HIGH_BITS)
     words = marked.nonzero()
     if not words.numel():
@@ -229,11 +228,11 @@ def _escapes(code: torch.Tensor, old: torch.Tensor, limit: int) -> Escapes | Non
 
 SECOND_MOMENTS = ("exp_avg_sq", "square_avg")
 YOUNG = 5
-"""Up to this step a second moment often grows many times over, and needs the whole byte."""
+"""Step below which a second moment often grows many times over, and needs the whole byte."""
 
 
 def layout(names: tuple[str, ...], step: float = YOUNG) -> list[tuple[int, ...]]:
-    """Columns that share a byte, for a parameter with these states after so many steps."""
+    """Returns the columns that share a byte, for a parameter with these states after so many steps."""
     width = 1 + len(names)
     if width < 3:
         return [(column,) for column in range(width)]
@@ -245,7 +244,7 @@ def layout(names: tuple[str, ...], step: float = YOUNG) -> list[tuple[int, ...]]
 
 
 class Residue(Protocol):
-    """What the computation backwards of a cluster misses."""
+    """The residue of a cluster: the old values minus the result of the inverse step."""
 
     @property
     def bytes(self) -> int: ...
@@ -253,12 +252,12 @@ class Residue(Protocol):
 
 
 class Exact:
-    """(journal) before the step ``Exact(bucket, …)`` → the optimizer's step → ``after()``; later ``undo()``."""
+    """Bit-exact undo. Before the step ``Exact(bucket, …)`` → the optimizer's step → ``after()``; later ``undo()``"""
 
     exact = True
 
     def __init__(self, bucket: Bucket, pool: Pool, key: object):
-        """`key` names the bucket's buffers in `pool`, which are used again in the next step."""
+        """`key` names the bucket's buffers in `pool`, which are reused in the next step."""
         self._bucket = bucket
         self._pool = pool
         self._key = key
@@ -274,7 +273,7 @@ class Exact:
 
     @torch.no_grad()
     def _copies(self, members: list[int], *, state: bool) -> dict[int, list[torch.Tensor]]:
-        """Old values by parameter: it and its state, each flat, in a passing buffer."""
+        """Returns old values by parameter, itself and its state, each flat, in a temporary buffer."""
         if not members:
             return {}
         live = self._bucket.columns(members, state=state)
@@ -293,13 +292,13 @@ class Exact:
 
     @torch.no_grad()
     def after(self) -> None:
-        """Called when the step is applied: computes it backwards, and keeps what that misses of the old values."""
+        """(after the optimizer's step) Inverts the step and keeps the residue."""
         bucket = self._bucket
         bucket.applied()
         if bucket.skipped:
             return
         for number, cluster in enumerate(bucket.clusters(sane=False)):
-            # By column, as the live tensors are.
+            # By column, in the order of the live tensors.
             old = [list(column) for column in zip(*(self._old[i] for i in cluster.members), strict=True)]
             names = bucket.names if cluster.kept > 1 else ()
             way = ManyPasses if cluster.one_pass is None else OnePass
@@ -310,12 +309,12 @@ class Exact:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Puts the bucket back to its values before the step, bit for bit, with as many threads as then."""
+        """Restores the bucket's values before the step, bit for bit, with the thread count of that time."""
         bucket = self._bucket
         bucket.check_gradients()
         threads = torch.get_num_threads()
         if threads != self._threads:
-            torch.set_num_threads(self._threads)  # the bits of a computation depend on how it is cut
+            torch.set_num_threads(self._threads)  # the bits depend on the division among threads
         try:
             for residue in self._residues:
                 residue.undo()

@@ -2,12 +2,12 @@
 
 ::
 
-    stages.<stage>.<name>           modules: once, however many replicas there are; shards are put together
-    ranks.<rank>.<part>             the rest of what each rank has saved: optimizers, registered objects, …
-    ranks.<rank>.same.<part>        the rank whose part is this one's, bit for bit; it is not written again
+    stages.<stage>.<name>           modules: once, for any number of replicas; shards are combined
+    ranks.<rank>.<part>             the rest of each rank's state: optimizers, registered objects, …
+    ranks.<rank>.same.<part>        the rank with the same part, bit for bit; it is not written again
     version, world_size
 
-A directory gets its name when all that is in it is durable and was read back.
+A directory gets its final name once its content is durable and has been read back.
 """
 
 import io
@@ -43,16 +43,16 @@ from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.tree import join, split
 from swift_ft.text import listed, rank_of, version_of
 
-# Directories of `torch.distributed.checkpoint` (DCP), read without running anything that they say.
+# Reading of directories of `torch.distributed.checkpoint` (DCP) without running code that they contain.
 #
-# DCP's index, the file ``.metadata``, is a pickle, and torch unpickles whatever is in it. Here it may name DCP's own
-# data classes and nothing else, and it may change nothing but the data that it makes. All that is in its other files
-# goes through torch's `weights_only` unpickler. Files are those of the directory itself.
+# DCP's index, the file ``.metadata``, is a pickle, and torch unpickles it without restrictions. Here it may only name
+# DCP's own data classes, and may only change the objects that it creates. The content of its other files goes through
+# torch's `weights_only` unpickler. Only files of the directory itself are read.
 
 METADATA = ".metadata"
 METADATA_BYTES_MAX = 256 << 20
 _CUT_MAX = 8
-"""Dimensions in which a tensor is cut into chunks."""
+"""Limit on the dimensions in which a tensor is cut into chunks."""
 
 
 def _size(*values: Any) -> torch.Size:
@@ -75,7 +75,7 @@ _DATA = (
     metadata.TensorProperties,
     filesystem._StorageInfo,
 )
-"""What is made of the file, and belongs to whoever loads it alone."""
+"""Classes whose objects the file may create and change: these belong to the caller that loads it."""
 _NAMED: Mapping[tuple[str, str], Any] = MappingProxyType(
     {
         **{(cls.__module__, cls.__qualname__): cls for cls in (*_DATA, metadata._MEM_FORMAT_ENCODING)},
@@ -86,7 +86,7 @@ _NAMED: Mapping[tuple[str, str], Any] = MappingProxyType(
         },
         ("torch", "Size"): _size,
         ("torch.serialization", "_get_layout"): _layout,
-        # The directory in which it was written; nothing is done with it.
+        # The directory in which it was written; it is not used.
         ("pathlib", "PosixPath"): PurePath,
         ("pathlib", "WindowsPath"): PurePath,
         ("pathlib._local", "PosixPath"): PurePath,
@@ -96,8 +96,8 @@ _NAMED: Mapping[tuple[str, str], Any] = MappingProxyType(
 
 
 class _Unpickler(pickle._Unpickler):
-    """Finds what DCP names, and gives attributes to DCP's data alone. What was found is the process's own: if the file
-    gave attributes to a class, the class would have them everywhere. (pickle's in Python; that in C lets nobody look.)
+    """An unpickler that finds only the names that DCP uses, and sets attributes only on DCP's data objects. The names
+    refer to the process's own classes, which a file must not change. (Python's pickle; the one in C has no hook here.)
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
@@ -125,14 +125,14 @@ class _Files(filesystem.FileSystem):
 
 
 class Reader(filesystem.FileSystemReader):
-    """Of a directory that DCP has written."""
+    """A reader of a directory that DCP has written."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         super().__init__(directory)
         self.fs = _Files()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        """Raises UsageError: it is none of DCP's, or says what DCP does not say."""
+        """Returns the index. Raises UsageError if there is none, or if it contains anything that DCP does not write."""
         path = Path(self.path) / METADATA
         try:
             content = read_regular(path, METADATA_BYTES_MAX)
@@ -168,8 +168,8 @@ def _unpickled(content: bytes, path: Path) -> metadata.Metadata:
 
 class _Planner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
-        """Raises ValueError: what is said to be there is not all of what is asked for. torch would load a part of it,
-        and say nothing."""
+        """Returns DCP's plan. Raises ValueError if the directory lacks a part of a requested tensor: torch would load
+        the rest without an error."""
         plan = super().create_local_plan()
         assert self.metadata is not None
         for name, wanted in self.state_dict.items():
@@ -186,19 +186,19 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)  # what torch unpickles next is ours
+        torch.save(torch.load(value, weights_only=True), plain)  # torch unpickles only this re-saved copy
         plain.seek(0)
         super().load_bytes(read_item, plain)
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
+"""Offsets and sizes of a part of a tensor."""
 
 
 def _make_all(boxes: Collection[Box], size: tuple[int, ...]) -> bool:
-    """Whether every element of a tensor is in one box, and in one alone.
+    """Returns whether every element of a tensor is in exactly one box.
 
-    A function on a grid is known by its mixed differences, those in all dimensions. The differences of a box are 1 and
+    A function on a grid is determined by its mixed differences, those in all dimensions. A box has differences of 1 and
     -1 in turn at its corners, and 0 elsewhere. So the corners of all boxes must add up to those of the whole.
     """
     if 0 in size:
@@ -217,26 +217,26 @@ def _make_all(boxes: Collection[Box], size: tuple[int, ...]) -> bool:
 
 
 def load_dcp(state_dict: dict[str, Any], directory: str | os.PathLike[str]) -> None:
-    """Loads into `state_dict` what `torch.distributed.checkpoint.save` has written, as its `load` does, but in this
-    process alone (also beside a session), and without unpickling anything but tensors and plain values.
+    """Loads into `state_dict` what `torch.distributed.checkpoint.save` has written. It works as torch's `load`, but in
+    this process alone (also within a session), and unpickles only tensors and plain values.
 
     (a trainer, before its first step) For a run that was begun without swift-ft. `state_dict`: nested dicts whose
-    tensors are filled in place, each DTensor with its shard; other values are replaced. Raises UsageError: the
-    directory is none of DCP's, lacks a key, or holds what is neither tensor nor plain.
+    tensors are filled in place, each DTensor with its shard; other values are replaced. Raises UsageError if DCP has
+    not written the directory, if it lacks a key, or if it contains other values than tensors and plain ones.
     """
     reader = Reader(directory)
     reader.read_metadata()
     try:
         with alone():
             load(state_dict, storage_reader=reader, planner=_Planner(), no_dist=True)
-    except CheckpointException as error:  # no Exception
+    except CheckpointException as error:  # not a subclass of Exception
         why = "; ".join(str(cause) for cause, _trace in error.failures.values())
         raise UsageError(f"{os.fspath(directory)} cannot be loaded: {' '.join(why.split())[:300]}") from error
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """torch warns whoever loads or saves in one process, even those who ask for it."""
+    """Suppresses torch's warning about loading or saving in one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
@@ -245,20 +245,20 @@ def alone() -> Iterator[None]:
 _SHARD = re.compile(r"S(?:hard)?\((?:dim=)?([0-9]{1,9})\) [0-9]{1,9}/([1-9][0-9]{0,8}) of (\[[0-9, ]*\])")
 _WHOLE = "whole of "
 _BATCH_BYTES = 256 << 20
-"""Read back at once."""
+"""Bytes that are read back at once."""
 
 State = dict[str, Any]
 
 
 class Reading:
-    """Whoever only loads."""
+    """A `Holder` for a process that only loads."""
 
     fenced = False
     entered = 0
 
 
 def load_states(directory: Path, version: int, world_size: int) -> list[State]:
-    """What each rank has saved. ServiceError: of some rank it is not whole, or not what was saved."""
+    """Returns each rank's state. Raises ServiceError if one is incomplete or corrupt."""
     return [_load(directory, version, rank) for rank in range(world_size)]
 
 
@@ -277,21 +277,21 @@ def _load(directory: Path, version: int, rank: int) -> State:
 
 
 def _is_dict_of(kind: type, value: Any) -> bool:
-    """By names."""
+    """Returns whether `value` is a dict from str to `kind`."""
     return isinstance(value, dict) and all(
         isinstance(name, str) and isinstance(item, kind) for name, item in value.items()
     )
 
 
 def world_size_of(directory: Path) -> int:
-    """As many ranks as have saved something there."""
+    """Returns the number of ranks, from the highest rank that has saved there."""
     folders = (path for path in directory.glob("v*/rank*") if version_of(path.parent.name) is not None)
     ranks = (rank_of(path.name) for path in folders if path.is_dir())
     return max((rank for rank in ranks if rank is not None), default=-1) + 1
 
 
 def assemble(states: Sequence[State]) -> State:
-    """What is written, from what each rank has saved. UsageError: shards that cannot be put together."""
+    """Builds the content of the directory from the ranks' states. Raises UsageError if shards cannot be combined."""
     wholes = list(_wholes(states))
     stages: dict[str, State] = {}
     ranks: dict[str, State] = {str(rank): {"same": {}} for rank in range(len(states))}
@@ -302,7 +302,7 @@ def assemble(states: Sequence[State]) -> State:
         for key, module in state.pop("stages").items():
             for name, value in module.items():
                 where, digest = (key, name), _digest(value)
-                if digests.setdefault(where, digest) != digest:  # a buffer that replicas do not share
+                if digests.setdefault(where, digest) != digest:  # a buffer that differs between replicas
                     own.setdefault("stages", {}).setdefault(key, {})[name] = value
                 else:
                     stages.setdefault(key, {}).setdefault(name, value)
@@ -316,7 +316,7 @@ def assemble(states: Sequence[State]) -> State:
 
 
 def _wholes(states: Sequence[State]) -> Iterator[State]:
-    """Each rank's state with what is sharded put together, once for all ranks that share it."""
+    """Yields each rank's state with its shards combined, once for all ranks that share a tensor."""
     parts = [split(state) for state in states]
     made: dict[tuple[int, str], torch.Tensor] = {}
     for rank, ((tensors, skeleton), state) in enumerate(zip(parts, states, strict=True)):
@@ -361,7 +361,8 @@ def _digest(value: Any) -> str:
 
 
 def write_dcp(target: Path, exported: State) -> int:
-    """The bytes of its files. UsageError: it is there already, cannot be written, or was not read back as written."""
+    """Writes the directory. Returns its files' bytes. Raises UsageError if it exists, cannot be written, or was not
+    read back as written."""
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} is there already: give another place")
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -369,7 +370,7 @@ def write_dcp(target: Path, exported: State) -> int:
         part.mkdir(mode=0o700)
         with alone():
             save(exported, storage_writer=FileSystemWriter(part, sync_files=True), no_dist=True)
-        for path in part.iterdir():  # torch makes them as the umask says
+        for path in part.iterdir():  # torch creates them with the umask's permissions
             path.chmod(0o600)
         _check(part, exported)
         sync_folder(part)
@@ -377,7 +378,7 @@ def write_dcp(target: Path, exported: State) -> int:
         sync_folder(target.parent)
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror}; give another place") from None
-    except CheckpointException as error:  # no Exception
+    except CheckpointException as error:  # not a subclass of Exception
         why = "; ".join(str(cause) for cause, _trace in error.failures.values())
         raise UsageError(
             f"cannot write {target}: {' '.join(why.split())[:300]}; give another place"
@@ -388,7 +389,7 @@ def write_dcp(target: Path, exported: State) -> int:
 
 
 def _check(directory: Path, exported: State) -> None:
-    """Reads every tensor back, some at a time."""
+    """Reads every tensor back in batches. Raises UsageError if one differs."""
     written = dict(_flat(exported))
     named = set(Reader(directory).read_metadata().state_dict_metadata)
     if lacking := written.keys() - named:
@@ -406,7 +407,7 @@ def _check(directory: Path, exported: State) -> None:
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by the names that DCP gives them."""
+    """Yields tensors by the names that DCP gives them."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping | list | tuple):
@@ -416,8 +417,8 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def newest(directory: Path, world_size: int, said: Callable[[str], None]) -> tuple[int, list[State]]:
-    """The newest version that is whole, and its states. `said(reason)`: why a newer one is not taken. ServiceError:
-    there is none."""
+    """Returns the newest complete version and its states. `said(reason)`: called for each newer one that is skipped.
+    Raises ServiceError if there is none."""
     for version in reversed(CheckpointStore(directory, 0, Reading()).versions()):
         try:
             return version, load_states(directory, version, world_size)
@@ -427,6 +428,6 @@ def newest(directory: Path, world_size: int, said: Callable[[str], None]) -> tup
 
 
 def size_of(exported: State) -> tuple[int, int]:
-    """(tensors, their bytes)"""
+    """Returns (number of tensors, their bytes)."""
     tensors = [tensor for _, tensor in _flat(exported)]
     return len(tensors), sum(tensor.nbytes for tensor in tensors)

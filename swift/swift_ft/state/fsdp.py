@@ -1,8 +1,8 @@
 """Sharded state (FSDP2): parameters, gradients and optimizer state that are DTensors over the session's mesh.
 
-A rank's state is what lies in its own process. So checkpoints, copies and digests hold local shards, plain tensors that
-share the DTensors' memory, and beside them, in words, which shard of what each one is: `placements`. A state goes back
-only where the same words hold, so that a shard never lands in another one's place.
+A rank's state is the part in its own process. So checkpoints, copies and digests hold local shards: plain tensors that
+share the DTensors' memory. In addition they describe in words which shard each one is: `placements`. A state is loaded
+only where the descriptions are equal, so that a shard never lands in another one's place.
 
 Legend: R replicas, S shards; the mesh is [R, S].
 """
@@ -23,13 +23,13 @@ from swift_ft.optimizers import Lamb
 from swift_ft.planner import Assignment
 from swift_ft.state.transfer import local, placement
 
-# Their steps take norms or products of whole matrices: collectives of torch's after the vote.
+# Optimizers whose steps take norms or products of whole matrices: collectives of torch's after the vote.
 _COMMUNICATING = (Lamb, torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS)
 
 
 def device_mesh(assignment: Assignment, groups: Mapping[str, ReconfigurableGroup]) -> DeviceMesh:
-    """("replicate", "shard"), or ("shard",) with one replica, over groups that outlive their generation. Raises
-    UsageError without shards, and for a torch that cannot take FSDP2 back."""
+    """Returns a mesh ("replicate", "shard"), or ("shard",) with one replica, over groups that outlive their generation.
+    Raises UsageError without shards, and for a torch that cannot reset FSDP2 after a failure."""
     if assignment.shards == 1:
         raise UsageError("session.mesh needs shards: Session.from_env(shards=...), or leave FSDP2 out")
     if not torch_private.RESETS_SHARDED:
@@ -53,9 +53,9 @@ def is_sharded(tensor: Any) -> bool:
 def sharded_parameters(
     module: torch.nn.Module, groups: Mapping[str, ReconfigurableGroup]
 ) -> list[torch.nn.Parameter]:
-    """Those of a stage's parameters that FSDP2 shards, and whose gradients it reduces.
+    """Returns the stage's parameters that FSDP2 shards, and whose gradients it reduces.
 
-    Raises UsageError if it does so over groups that end with a generation.
+    Raises UsageError if FSDP2 communicates over groups that end with a generation.
     """
     shards = [parameter for parameter in module.parameters() if is_sharded(parameter)]
     lasting = set(groups.values())
@@ -79,7 +79,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def broadcast(group: ReconfigurableGroup, tensors: Iterable[torch.Tensor]) -> None:
-    """Gives all ranks of `group` the first one's values, bit for bit."""
+    """Broadcasts the first rank's values to all ranks of `group`, bit for bit."""
     kept = [tensor for tensor in tensors if tensor.numel()]
 
     def run(collectives: Collectives) -> None:
@@ -93,7 +93,7 @@ def broadcast(group: ReconfigurableGroup, tensors: Iterable[torch.Tensor]) -> No
 
 
 def localized(state: Any, path: str = "state") -> tuple[Any, dict[str, str]]:
-    """(`state` with the local part of every DTensor, sharing its memory; the words of each, by its path).
+    """Returns (`state` with each DTensor replaced by its local part, which shares its memory; placements by path).
 
     Paths are those of swift_ft.state.tree.
     """
@@ -112,9 +112,9 @@ def localized(state: Any, path: str = "state") -> tuple[Any, dict[str, str]]:
 def globalized(
     state: Any, words: Mapping[str, str], like: Iterable[torch.Tensor], path: str = "state"
 ) -> Any:
-    """The inverse: tensors that `words` names become shards again, on the mesh of the parameters `like`.
+    """Inverts `localized`: tensors named in `words` become shards again, on the mesh of the parameters `like`.
 
-    Raises ServiceError if none of these is the same shard of its own whole.
+    Raises ServiceError if none of these parameters has the same shard of its own tensor.
     """
     if not words:
         return state
@@ -142,7 +142,7 @@ def globalized(
 
 
 def check_placements(own: Mapping[str, str], given: Mapping[str, str], prefix: str) -> None:
-    """Raises ServiceError unless both say the same of every path that begins with `prefix`."""
+    """Raises ServiceError unless both have the same placement for every path that begins with `prefix`."""
     for path in sorted({*own, *given}):
         if path.startswith(prefix) and own.get(path) != given.get(path):
             raise ServiceError(
@@ -170,7 +170,7 @@ def _changed(value: Any, path: str, change: Callable[[str, torch.Tensor], torch.
 
 
 def stand_in(parameter: Any) -> Any:
-    """The local part of a sharded parameter and of its gradient, sharing their memory; others are themselves."""
+    """Returns the local parts of a sharded parameter and its gradient, sharing their memory; others unchanged."""
     if not is_sharded(parameter):
         return parameter
     plain = torch.nn.Parameter(local(parameter), requires_grad=False)
@@ -180,7 +180,7 @@ def stand_in(parameter: Any) -> Any:
 
 
 def part_of_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """What these gradients add to the norm of all: the sum of their powers, or their maximum. fp32 []."""
+    """Returns these gradients' contribution to the total norm: the sum of their powers, or their maximum. fp32 []."""
     grads = [grad for grad in grads if grad.numel()]
     norm = torch.nn.utils.get_total_norm(grads, norm_type).float()
     return norm if norm_type == float("inf") else norm**norm_type

@@ -1,4 +1,4 @@
-"""Undo by computing the step backwards, without extra memory. Not exact: the step rounds."""
+"""Undo by inverting the step, without extra memory. It is not exact, because the step rounds."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,12 +14,12 @@ from swift_ft.optimizers import Lamb, Lion
 from swift_ft.state import kernels, optimizer_names
 from swift_ft.state.kernels import DTYPES, Form, Unit, cut, direct
 
-# How far an undo is from the truth, for drills and benchmarks that keep a copy besides.
+# Error of an undo, for drills and benchmarks that also keep a copy.
 
 
 @dataclass(slots=True)
 class Error:
-    """Sums over parameters."""
+    """Error sums over parameters."""
 
     elements: int = 0
     equal: int = 0
@@ -29,7 +29,7 @@ class Error:
     step_squares: float = 0.0
 
     def add(self, truth: torch.Tensor, got: torch.Tensor, stepped_squares: float) -> None:
-        """`stepped_squares`: the squared length of the step that was taken back."""
+        """Adds one parameter. `stepped_squares`: squared length of the step that was undone."""
         if not truth.numel():
             return
         apart = (_order(truth) - _order(got)).abs()
@@ -54,59 +54,58 @@ class Error:
 
 
 def squares(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Squared distance, over the elements that are finite in both."""
+    """Returns the squared distance, over the elements that are finite in both."""
     return float((a.detach().double() - b.detach().double()).nan_to_num_(0.0, 0.0, 0.0).square().sum())
 
 
 def _order(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the values, neighbours one apart; both zeros are 0."""
+    """Returns integers in the order of the values, neighbours one apart; both zeros are 0."""
     integers = DTYPES[tensor.dtype]
     bits = tensor.detach().contiguous().view(integers).to(torch.int64)
     smallest = torch.iinfo(integers).min
     return torch.where(bits < 0, smallest - bits, bits)
 
 
-# How each optimizer's step is computed backwards: parameters and state before it, out of those after it.
+# Inverses of the optimizers' steps: they compute parameters and state before a step from those after it.
 #
-# Sources: torch.optim (2.13), `swift_ft.optimizers`, `swift_ft.optimizers`. None of the inverses gives back the same
-# bits, because the step rounds; what they miss is a few units of the last place wherever the old value is not much
-# smaller than what was added to it.
+# Sources: torch.optim (2.13), `swift_ft.optimizers`. No inverse restores the same bits, because the step rounds. The
+# error is a few units of the last place, unless the old value is much smaller than what was added to it.
 #
 # A kernel works in place on flat tensors of one length N: parameters `p`, gradients `g` (not changed), state `s`.
-# Each has a twin in `kernels.cpp` that does the same in one pass, given `Backwards.constants` in the order in which
-# the twin's constructor takes them.
-# `sane` asks for values that training can go on with where rounding has eaten the old one: a second moment that is
-# never negative nor smaller than its own rounding error, and no NaN. Without it the values are only repeatable,
-# which is what the exact undo needs.
+# Each has a twin in `kernels.cpp` that does the same in one pass, given `Backwards.constants` in the order of the
+# twin's constructor.
+# `sane` requests values that training can continue with where rounding has destroyed the old one: no NaN, and a second
+# moment that is neither negative nor smaller than its own rounding error. Without it the values are only repeatable,
+# which suffices for the exact undo.
 
 Tensor = torch.Tensor
 Kernel = Callable[[Tensor, Tensor, list[Tensor]], None]
 Hyper = dict[str, Any]
 
 FORGETS_BELOW = 0.1
-"""A decay rate under this keeps so little of the old value that there is nothing to compute it from."""
+"""Lower limit for decay rates: below it, too little of the old value is left to compute it from."""
 SHRINKS_BELOW = 0.05
-"""The same for the factor 1 - lr·weight_decay on parameters."""
+"""Lower limit for the factor 1 - lr·weight_decay on parameters, for the same reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Applied:
-    """One step as it was applied to parameters of one group that are equally old."""
+    """One step as applied to parameters of one group that have the same age in steps."""
 
     hyper: Hyper
-    """The group's values at the time, tensors as floats."""
+    """Values of the group at the time, tensors as floats."""
     step: float
     """Steps of these parameters, this one included; 0 if the optimizer does not count."""
     scalars: dict[str, float]
-    """Other state of one number per parameter, after the step."""
+    """Other state with one number per parameter, after the step."""
     first: bool
-    """There was no state before: only parameters need a value, the state goes."""
+    """True if there was no state before: then only parameters are computed and the state is removed."""
     sane: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Backwards:
-    """A step's inverse, for tensors of any device and for `native.Pass`."""
+    """The inverse of a step, for tensors of any device and for `kernels.Pass`."""
 
     kernel: Kernel
     form: Form
@@ -115,18 +114,18 @@ class Backwards:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """How one class of optimizer is taken back."""
+    """The inverse of one optimizer class."""
 
     tensors: Callable[[Hyper], tuple[str, ...]]
-    """Names of the state that has the parameter's shape, in the order in which kernels take it."""
+    """Returns the names of state tensors of the parameter's shape, in the order in which kernels take them."""
     refuses: Callable[[Hyper], str]
-    """Why a step with these hyperparameters has no inverse; empty if it has one."""
+    """Returns why a step with these hyperparameters has no inverse; empty if it has one."""
     backwards: Callable[[Applied], "Backwards"]
     scalars: tuple[str, ...] = ()
-    """Names of the state of one number that the kernel needs, other than `step`."""
+    """Names of one-number state that the kernel needs, other than `step`."""
 
 
-# --- what several have in common ---
+# --- shared by several optimizers ---
 
 
 def _sign(hyper: Hyper) -> float:
@@ -134,14 +133,14 @@ def _sign(hyper: Hyper) -> float:
 
 
 def _decayed(g: Tensor, p: Tensor, sign: float, decay: float) -> Tensor:
-    """±g + decay·p: the gradient as the step used it. May be `g` itself."""
+    """Returns ±g + decay·p, the gradient as the step used it. The result may be `g` itself."""
     if decay:
         return torch.add(g, p, alpha=decay) if sign > 0 else torch.mul(p, decay).sub_(g)
     return g if sign > 0 else -g
 
 
 def _fade(beta: float) -> float:
-    """What `kernels.cpp` multiplies with to undo m ← β·m + (1 - β)·g."""
+    """Returns the factor that undoes m ← β·m + (1 - β)·g, also in `kernels.cpp`."""
     return (1 - beta) / beta
 
 
@@ -158,11 +157,10 @@ def _forget_second(v: Tensor, g: Tensor, beta: float, sane: bool, *others: Tenso
 
 
 def _make_sane(v: Tensor, g: Tensor, old: float, new: float, *others: Tensor) -> None:
-    """v, an estimate before v ← old·v + new·g², gets a floor where rounding has eaten it.
+    """Raises v to a floor where rounding has destroyed it. v: the estimate before v ← old·v + new·g².
 
-    The estimate carries an error of the size of the last place of the value after the step; whatever is smaller
-    than that means nothing, and a small v makes large steps. Where the value after the step has overflowed,
-    v and `others` start again from zero.
+    The estimate's error is one unit in the last place of the value after the step. A smaller v is meaningless, and a
+    small v causes large steps. Where the value after the step has overflowed, v and `others` restart from zero.
     """
     least, most = torch.aminmax(v)
     if least.item() > 0 and most.item() < math.inf:
@@ -176,9 +174,9 @@ def _make_sane(v: Tensor, g: Tensor, old: float, new: float, *others: Tensor) ->
 
 
 def _solve(p: Tensor, g: Tensor, denominator: Tensor, rate: float, decay: float, bound: float) -> None:
-    """Undoes p ← p - rate·(g + decay·p)/denominator, where the fraction is never beyond ±bound.
+    """Undoes p ← p - rate·(g + decay·p)/denominator, where the fraction lies within ±bound.
 
-    Where the decay is as strong as the denominator there is no inverse; the bound keeps the value near by.
+    Where the decay is as strong as the denominator there is no inverse; the bound then limits the error.
     """
     if not decay:
         p.addcdiv_(g, denominator, value=rate)
@@ -188,13 +186,13 @@ def _solve(p: Tensor, g: Tensor, denominator: Tensor, rate: float, decay: float,
 
 
 def _shrink(hyper: Hyper) -> str:
-    """Why decoupled weight decay cannot be taken back, if it cannot."""
+    """Returns why decoupled weight decay cannot be undone; empty if it can."""
     factor = 1 - hyper["lr"] * hyper["weight_decay"]
     return "" if factor >= SHRINKS_BELOW else f"lr·weight_decay leaves {factor:.3g} of a parameter"
 
 
 def _forgets(**rates: float) -> str:
-    """Which of the decay rates is too small, if one is."""
+    """Returns which decay rate is too small; empty if none is."""
     for name, rate in rates.items():
         if not rate >= FORGETS_BELOW:
             return f"{name}={rate:.3g} forgets the old value"
@@ -248,7 +246,7 @@ def _sgd_refuses(h: Hyper) -> str:
     return (_forgets(momentum=h["momentum"]) if h["momentum"] else "") or _shrink(h)
 
 
-# --- Adam and its kin ---
+# --- Adam and its variants ---
 
 
 def _adam(a: Applied) -> Backwards:
@@ -260,8 +258,8 @@ def _adam(a: Applied) -> Backwards:
     grow = 1 / (1 - lr * decay) if decoupled else 1.0
 
     def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
-        # torch's fused AdamW does each half in one pass, given constants that nobody trains with:
-        # first p ← (p + size·m/(√v + eps·root))·grow, the moments standing still,
+        # torch's fused AdamW does each half in one pass, given unusual constants:
+        # first p ← (p + size·m/(√v + eps·root))·grow, with constant moments,
         m, v = s
         if size:
             optimizer_names.adamw_(
@@ -269,7 +267,7 @@ def _adam(a: Applied) -> Backwards:
             )
         if a.first:
             return
-        # then the moments backwards, with rates over 1 and a parameter that is thrown away.
+        # then the moments backwards, with rates over 1 and a dummy parameter.
         used = _decayed(g, p, 1.0 if decoupled or not decay else sign, 0.0 if decoupled else decay)
         flip = sign < 0 and used is g
         optimizer_names.adamw_(torch.empty_like(p), used, m, v, betas=(1 / beta1, 1 / beta2), maximize=flip)
@@ -362,8 +360,8 @@ def _lamb(a: Applied) -> Backwards:
     beta1, beta2 = h["betas"]
     root = math.sqrt(1 - beta2**a.step)
     rate = h["lr"] * a.scalars["trust_ratio"]
-    scale = root / (1 - beta1**a.step)  # apart from the rate: a tiny update has a trust ratio near overflow
-    # The trust ratio is known after the step only, so this cannot be refused beforehand; it bounds the value.
+    scale = root / (1 - beta1**a.step)  # not in the rate: a tiny update has a trust ratio near overflow
+    # The trust ratio is only known after the step, so it cannot be refused beforehand; this bounds the value.
     grow = 1 / max(1 - rate * h["weight_decay"], SHRINKS_BELOW)
 
     def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
@@ -449,7 +447,7 @@ def _rmsprop_tensors(h: Hyper) -> tuple[str, ...]:
 def _rmsprop(a: Applied) -> Backwards:
     h, sign = a.hyper, _sign(a.hyper)
     lr, alpha, momentum, decay = h["lr"], h["alpha"], h["momentum"], h["weight_decay"]
-    # Gradients that are always the same have no variance: then there is no bound.
+    # Gradients that are always equal have no variance, so there is no bound.
     bound = (1 - alpha) ** -0.5 if alpha < 1 and not h["centered"] else math.inf
 
     def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
@@ -470,7 +468,7 @@ def _rmsprop(a: Applied) -> Backwards:
             _forget_first(mean, used, alpha)
         _forget_second(v, used, alpha, a.sane, *s[1:])
         if a.sane and mean is not None:
-            # A variance that rounding has made negative would be a NaN in the next step.
+            # A variance that rounding has made negative would cause a NaN in the next step.
             torch.maximum(v, mean * mean * (1 + 64 * torch.finfo(v.dtype).eps), out=v)
 
     averages = (h["eps"], sign, decay, lr, momentum, _fade(alpha))
@@ -495,7 +493,7 @@ def _adadelta(a: Applied) -> Backwards:
     def kernel(p: Tensor, g: Tensor, s: list[Tensor]) -> None:
         v, deltas = s
         root = torch.add(v, eps).sqrt_()
-        # With weight decay the gradient depends on the old parameter; each round gains the digits of lr·decay.
+        # With weight decay the gradient depends on the old parameter; each iteration gains the digits of lr·decay.
         after = p.clone() if decay else p
         for _ in range((6 if p.dtype == torch.float64 else 3) if decay else 1):
             used = _decayed(g, p, sign, decay)
@@ -513,7 +511,7 @@ def _adadelta(a: Applied) -> Backwards:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """A type in which a sum over many elements does not overflow."""
+    """Returns a dtype in which a sum over many elements does not overflow."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
@@ -543,7 +541,7 @@ RULES: dict[type[torch.optim.Optimizer], Rule] = {
 
 
 def snapshot(group: dict[str, Any]) -> Hyper:
-    """The group's hyperparameters as they are now: they may be tensors, or be changed by a scheduler."""
+    """Returns a copy of the group's hyperparameters: they may be tensors, or be changed by a scheduler."""
     return {
         key: value.detach().clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -552,7 +550,7 @@ def snapshot(group: dict[str, Any]) -> Hyper:
 
 
 def numbers(hyper: Hyper) -> Hyper:
-    """The same with every tensor as a float."""
+    """Returns the hyperparameters with every tensor as a float."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -565,7 +563,7 @@ def numbers(hyper: Hyper) -> Hyper:
 def unfit(
     optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], names: tuple[str, ...]
 ) -> str:
-    """Why these parameters cannot be computed backwards; empty if they can."""
+    """Returns why these parameters cannot be computed backwards; empty if they can."""
     for parameter in parameters:
         tensors = [parameter.grad, *(optimizer.state.get(parameter, {}).get(name) for name in names)]
         if parameter.dtype not in DTYPES or type(parameter.detach()) is not torch.Tensor:
@@ -576,7 +574,7 @@ def unfit(
             if tensor.layout != torch.strided or tensor.dtype != parameter.dtype:
                 return "sparse or mixed gradients and state are copied"
     if _overlap(parameters):
-        return "parameters that share memory are copied"  # one is taken back before the other is read
+        return "parameters that share memory are copied"  # one would be undone before the other is read
     return ""
 
 
@@ -596,18 +594,18 @@ def _overlap(parameters: list[torch.nn.Parameter]) -> bool:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Parameters of a bucket that are equally old, so that they share a step's constants."""
+    """Parameters of a bucket that have the same age, so that they share a step's constants."""
 
     members: list[int]
     applied: Applied
     backwards: Backwards
     gradients: list[torch.Tensor]
     columns: list[list[torch.Tensor]]
-    """The live tensors: the parameters, and their state by kind."""
+    """Live tensors: the parameters, and their state by kind."""
 
     @property
     def kept(self) -> int:
-        """How many columns have a value before the step."""
+        """Returns how many columns have a value before the step."""
         return 1 if self.applied.first else len(self.columns)
 
     @cached_property
@@ -620,7 +618,7 @@ class Cluster:
 
     @cached_property
     def one_pass(self) -> kernels.Pass | None:
-        """The fast way to compute it backwards, where there is one."""
+        """Returns the fast inverse, None if there is none for these tensors."""
         if not kernels.available(
             [*self.gradients, *(tensor for column in self.columns for tensor in column)]
         ):
@@ -630,9 +628,9 @@ class Cluster:
 
 
 class Bucket:
-    """What both ways of computing a bucket backwards need to know of it.
+    """The data of a bucket that both kinds of undo need.
 
-    (journal) before the step ``Bucket(...)`` → the optimizer's step → ``applied()``; to take it back: ``clusters``,
+    (journal) before the step ``Bucket(...)`` → the optimizer's step → ``applied()``; to undo it: ``clusters``,
     then ``restore_scalars``.
     """
 
@@ -648,7 +646,7 @@ class Bucket:
         self.parameters = parameters
         self.hyper = snapshot(group)
         self.names = rule.tensors(self.hyper)
-        self._states: list[dict[str, Any] | None] = []  # keys and small values, as they were
+        self._states: list[dict[str, Any] | None] = []  # keys and small values before the step
         self._small: list[torch.Tensor] = []
         for parameter in parameters:
             state = optimizer.state.get(parameter)
@@ -673,7 +671,7 @@ class Bucket:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._before)
 
     def applied(self) -> None:
-        """(after the optimizer's step) Takes references to the gradients, which a fused step may have unscaled."""
+        """(after the optimizer's step) Keeps references to the gradients, which a fused step may have unscaled."""
         self.gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         self._versions = [optimizer_names.version(gradient) for gradient in self.gradients]
         found_inf: Any = getattr(self.optimizer, "found_inf", None)
@@ -681,7 +679,7 @@ class Bucket:
 
     @property
     def skipped(self) -> bool:
-        """A scaler has found an infinity, and the fused step has left everything as it was."""
+        """Returns whether a scaler found an infinity, so that the fused step has changed no value."""
         return self._found_inf is not None and bool(self._found_inf.item())
 
     def check_gradients(self) -> None:
@@ -692,7 +690,7 @@ class Bucket:
             )
 
     def clusters(self, *, sane: bool) -> Iterator[Cluster]:
-        """(after the optimizer's step) One per age of parameters."""
+        """(after the optimizer's step) Yields one cluster per age of parameters."""
         hyper = numbers(self.hyper)
         ages: dict[tuple[bool, tuple[float, ...]], list[int]] = {}
         needed = ("step", *self.rule.scalars)
@@ -717,14 +715,14 @@ class Bucket:
         return Cluster(members, applied, self.rule.backwards(applied), gradients, columns)
 
     def columns(self, members: list[int], *, state: bool) -> list[list[torch.Tensor]]:
-        """The live tensors: the parameters, and their state by kind."""
+        """Returns the live tensors: the parameters, and their state by kind."""
         parameters = [self.parameters[i] for i in members]
         names = self.names if state else ()
         kinds = [[self.optimizer.state[p][name].detach() for p in parameters] for name in names]
         return [[p.detach() for p in parameters], *kinds]
 
     def restore_scalars(self) -> None:
-        """Step counters and the like; state that did not exist before the step goes."""
+        """Restores step counters and similar state; removes state that did not exist before the step."""
         if self._small:
             optimizer_names.copy_(self._small, self._before)
         for parameter, state in zip(self.parameters, self._states, strict=True):
@@ -737,7 +735,7 @@ class Bucket:
 
 
 class Arithmetic:
-    """(journal) before the step ``Arithmetic(bucket)`` → the optimizer's step → ``after()``; later ``undo()``."""
+    """Undo by formula. Before the step ``Arithmetic(bucket)`` → the optimizer's step → ``after()``; later ``undo()``"""
 
     exact = False
 
@@ -753,7 +751,7 @@ class Arithmetic:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Raises ServiceError if the parameters do not come out finite: the step made them NaN or infinite."""
+        """Undoes the step. Raises ServiceError if the result is not finite: the step made parameters NaN or inf."""
         bucket = self._bucket
         bucket.check_gradients()
         if not bucket.skipped:
@@ -766,7 +764,7 @@ class Arithmetic:
         bucket.restore_scalars()
 
     def _take_back(self, cluster: Cluster) -> bool:
-        """Whether the parameters have come out finite."""
+        """Inverts one cluster. Returns whether the parameters are finite afterwards."""
         if cluster.one_pass is not None:
             return cluster.one_pass.invert() == 0
         sums: list[torch.Tensor] = []

@@ -1,9 +1,9 @@
-"""Which buckets of the step under way are applied to a stock torch optimizer, exactly; and how to take them back.
+"""Records exactly which buckets of the current step have been applied to a stock torch optimizer, and undoes them.
 
-A bucket is applied by the optimizer's own `step`, which for the moment sees the bucket's parameters only. So the
-step through the journal has the same bits as the plain one, whichever implementation (for-loop, foreach, fused)
-runs. What says that a bucket is done is the journal alone: `state["step"]` and `_version` do not tell (the fused
-kernels bump neither).
+A bucket is applied by the optimizer's own `step`, which temporarily sees only the bucket's parameters. So the step
+through the journal has the same bits as the plain one, with any implementation (for-loop, foreach, fused). The journal
+is the only record of which buckets are done: `state["step"]` and `_version` cannot serve (the fused kernels increment
+neither).
 """
 
 import copy
@@ -27,7 +27,7 @@ from swift_ft.state.inverse_step import RULES, Arithmetic, Bucket, numbers, snap
 from swift_ft.state.kernels import Pool
 from swift_ft.state.optimizer_names import bare_step, own_post_hooks, post_hooks, pre_hooks
 
-# What is known of optimizer classes: whose step treats each parameter by itself, and so can be cut into buckets.
+# Optimizer classes whose step treats each parameter independently, so that it can be cut into buckets.
 
 PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
@@ -46,12 +46,12 @@ PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (
     Lamb,
     Lion,
 )
-"""Their step is the sum of their steps over any parts of the parameters. Of a class that is not here nobody knows:
-a counter in a group or a norm over all parameters would come out differently with every bucket."""
+"""Classes whose step equals their steps over any parts of the parameters. Other classes are not assumed to: a counter
+in a group, or a norm over all parameters, would depend on the buckets."""
 
 
 def stock_step(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer] | None:
-    """The class of `PER_PARAMETER` whose step `cls` runs, unchanged; None if it has one of its own."""
+    """Returns the class of `PER_PARAMETER` whose step `cls` runs unchanged; None if it has one of its own."""
     step = _function(cls)
     return next((known for known in PER_PARAMETER if _function(known) is step), None)
 
@@ -62,25 +62,25 @@ def _function(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """True if its step cannot be called without a function that computes the loss again (LBFGS)."""
+    """Returns whether its step requires a function that computes the loss again (LBFGS)."""
     parameters = list(inspect.signature(bare_step(type(optimizer))).parameters.values())
     required = [p for p in parameters[1:] if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
     return any(p.kind is not p.VAR_KEYWORD for p in required)
 
 
-# A dictionary as it was, and as it will be again.
+# A snapshot of a dictionary.
 
-# What torch.optim.Optimizer itself keeps; the step does not change it, or it is taken apart.
+# Attributes of torch.optim.Optimizer itself. A step does not change them, or the code below handles them separately.
 OPTIMIZERS_OWN = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))) | {"step"}
 
 
 class Kept:
-    """``Kept(holder)`` … ``restore()``
+    """A snapshot of a dictionary: ``Kept(holder)`` … ``restore()``
 
-    Values of tensors go back into the same tensors, numbers and containers into `holder`; what is there besides by then
-    goes. Keys keep their order: a state's keys are told in theirs. `but`: keys that are left alone. Generators of
-    random numbers go back to their states, and so does an optimizer around which another one is built (SAM, Lookahead);
-    unless `states`, without its state: that is as large as the parameters, and changes in its step alone.
+    Values of tensors are restored into the same tensors, numbers and containers into `holder`; newer entries are
+    removed. Keys keep their order, on which a state's names depend. Keys in `but` are not touched. Random generators
+    get their states back, and so does an inner optimizer (in SAM, Lookahead). Without `states`, an inner optimizer's
+    state is not kept: it is as large as the parameters, and changes only in its step.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Kept:
         states: bool = True,
         seen: frozenset[int] = frozenset(),
     ):
-        """`seen`: ids of optimizers that are kept already."""
+        """`seen`: ids of optimizers that are already kept."""
         self._holder = holder
         self._states = states
         self._seen = seen
@@ -104,12 +104,12 @@ class Kept:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The copies that are held."""
+        """Returns the copies that are held."""
         return [copied for kept in (self, *self._optimizers) for _, copied in kept._tensors]
 
     @torch.no_grad()
     def restore(self) -> dict[Any, Any]:
-        """Gives `holder`."""
+        """Restores and returns `holder`."""
         for tensor, copied in self._tensors:
             tensor.copy_(copied)
         for generator, state in self._generators:
@@ -158,7 +158,8 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def _walk(value: Any, visit: Any) -> Any:
-    """Containers anew, so that nobody can change ours; of everything else what `visit` gives."""
+    """Returns a copy in which containers are new, so that they cannot be changed from outside, and every other item is
+    replaced by the result of `visit`."""
     if type(value) is tuple:
         return tuple(_walk(item, visit) for item in value)
     if isinstance(value, dict):
@@ -175,14 +176,14 @@ def _walk(value: Any, visit: Any) -> Any:
     return visit(value)
 
 
-# Undo by copies: parameters and their state, taken before a bucket is applied. For any optimizer; dear.
+# Undo by copies of parameters and their state, taken before a bucket is applied. For any optimizer; expensive.
 
 
 class PreImage:
     """(journal) before the step ``PreImage(...)`` → the optimizer's step → ``undo()``
 
-    `whole` also takes what an unknown class may keep elsewhere: the groups' values, state of no parameter, and its own
-    plain attributes.
+    `whole` also takes state that an unknown class may keep elsewhere: the groups' values, state that belongs to no
+    parameter, and its own plain attributes.
     """
 
     exact = True
@@ -202,18 +203,18 @@ class PreImage:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes that are held until the next step."""
+        """Returns the bytes that are held until the next step."""
         return _size(self.values) + sum(_size(kept.tensors) for kept in self._state.values())
 
     def after(self) -> None:
-        """Nothing: all was taken before."""
+        """Does no work: the copies were taken before the step."""
 
     def distances(self) -> list[float]:
-        """Squared distance of each parameter from its copy."""
+        """Returns the squared distance of each parameter from its copy."""
         return [squares(p.detach(), value) for p, value in zip(self.parameters, self.values, strict=True)]
 
     def undo(self) -> None:
-        """Puts parameters, their state and what the optimizer keeps besides back to the copies."""
+        """Restores parameters, their state and the optimizer's other kept values from the copies."""
         with torch.no_grad():
             if self.values:
                 optimizer_names.copy_([p.detach() for p in self.parameters], self.values)
@@ -235,11 +236,11 @@ MODES = ("none", "exact", "arithmetic", "preimage")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UndoResult:
-    """What was taken back, and how well."""
+    """The outcome of an undo, and its accuracy."""
 
     mode: str
     exact: bool
-    """Parameters and state have the bits they had before the step."""
+    """True if parameters and state have the bits they had before the step."""
     buckets: int
     ulps_max: float | None = None
     """Largest error of a parameter's element, in units of the last place of its true value; if measured."""
@@ -247,11 +248,11 @@ class UndoResult:
     exact_share: float | None = None
     """Share of the parameters' elements that came back bit for bit; if measured."""
     step_error: float | None = None
-    """Norm of the parameters' error over the norm of the step that was taken back; if measured."""
+    """Norm of the parameters' error over the norm of the step that was undone; if measured."""
 
 
 class Record(Protocol):
-    """What is kept of one applied bucket."""
+    """Data kept to undo one applied bucket."""
 
     @property
     def exact(self) -> bool: ...
@@ -262,13 +263,13 @@ class Record(Protocol):
 
 
 class Journal:
-    """The buckets of one optimizer.
+    """The record of one optimizer's buckets.
 
     (runtime) per step ``begin(step)`` → ``recut()`` if it is ``stale`` → ``apply(bucket)`` of some, in any order →
     ``apply_rest()`` of all others, with the optimizer's step hooks around it. After a failure, before the next
     ``begin``: ``undo()``.
 
-    Raises UsageError for an optimizer that should be taken back and cannot be.
+    Raises UsageError for an optimizer that should be undone and cannot be.
     """
 
     def __init__(
@@ -282,13 +283,13 @@ class Journal:
         self._known = known = stock_step(type(optimizer))
         self._pool = Pool()
         self.whole = known is None
-        """The class is unknown: one bucket, its step called as it is (`apply_whole` if it wants a closure)."""
+        """True for an unknown class: one bucket, its step called as it is (`apply_whole` if it takes a closure)."""
         self.why = ""
-        """Why `mode` is not what was asked for, in one line; empty if it is."""
+        """One-line reason why `mode` differs from the requested one; empty if it does not."""
         self.mode = self._mode_for(undo, known)
-        """How buckets are taken back: none, exact, arithmetic or preimage."""
+        """Way in which buckets are undone: none, exact, arithmetic or preimage."""
         self.measure = False
-        """Keep copies besides, so that UndoResult tells the true error."""
+        """True to keep copies in addition, so that UndoResult has the true error."""
         self._step = -1
         self._held = False
         self._forget()
@@ -314,12 +315,12 @@ class Journal:
         return "preimage" if all(reasons) else undo
 
     def _refusal(self, group: dict[str, Any]) -> str:
-        """Why this group's steps cannot be computed backwards; empty if they can."""
+        """Returns why this group's steps cannot be inverted; empty if they can."""
         if self._known not in RULES:
             return "none is known"
         if self._known is torch.optim.SGD and group["fused"]:
             if any(p.device.type == "cpu" and p.element_size() == 2 for p in group["params"]):
-                # pytorch issue 191763: parameters stay, momentum is trash.
+                # pytorch issue 191763: parameters do not change, momentum becomes garbage.
                 return "torch's fused SGD is wrong for 16 bits on a CPU"
             if getattr(self._optimizer, "found_inf", None) is not None:
                 return "fused SGD changes its momentum in steps that a scaler skips"
@@ -335,11 +336,11 @@ class Journal:
         self._pinned = [not self.whole and _mixed(group) for group in groups]
 
     def _forget(self) -> None:
-        self._earlier: list[dict[int, Record | None]] = []  # updates of this step before the one under way
+        self._earlier: list[dict[int, Record | None]] = []  # updates of this step before the current one
         self._records: dict[int, Record | None] = {}
         self._copies: dict[int, PreImage] = {}
         self._torn: int | None = None
-        self._states = len(self._optimizer.state)  # when the update under way began
+        self._states = len(self._optimizer.state)  # at the begin of the current update
         self._hooked = False  # step pre-hooks have been called
         self._ended = False  # and post-hooks too
 
@@ -347,31 +348,31 @@ class Journal:
 
     @property
     def step(self) -> int:
-        """The step under way, as given to `begin`."""
+        """Returns the current step, as given to `begin`."""
         return self._step
 
     @property
     def early(self) -> bool:
-        """A bucket may be applied before `apply_rest`. Not so with step pre-hooks: they are to see all gradients
-        and no update."""
+        """Returns whether buckets may be applied before `apply_rest`. They may not if there are step pre-hooks, which
+        must see all gradients and no update."""
         return not pre_hooks(self._optimizer)
 
     @property
     def applied(self) -> tuple[int, ...]:
-        """Buckets that are applied, in the order in which they were; those of earlier updates of this step too."""
+        """Returns the applied buckets in order of application, including those of earlier updates of this step."""
         return tuple(bucket for records in (*self._earlier, self._records) for bucket in records)
 
     @property
     def takes_back(self) -> str:
-        """How this step is taken back: the mode, or "preimage" if it is held."""
+        """Returns how this step is undone: the mode, or "preimage" if it is held."""
         return "preimage" if self._held else self.mode
 
     def of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """It is this optimizer's."""
+        """Returns whether this is that optimizer's journal."""
         return self._optimizer is optimizer
 
     def again(self) -> None:
-        """The optimizer steps once more in this step."""
+        """Begins another update of the optimizer in this step."""
         if self._ended:
             self._earlier.append(self._records)
             self._records, self._hooked, self._ended = {}, False, False
@@ -386,10 +387,10 @@ class Journal:
         return self._torn is not None or (bool(self._records) and not self.complete)
 
     def begin(self, step: int, *, held: bool = False) -> None:
-        """A new step: forgets the last one, with the gradients and what was kept to take it back.
+        """Begins a new step: forgets the last one, with its gradients and undo data.
 
-        `held`: whatever the mode, copies of what this step changes are kept until the next one begins, so that it can
-        be taken back however often the optimizer has stepped and whatever has become of the gradients.
+        With `held`, copies of everything that this step changes are kept until the next one begins, in any mode. So
+        the step can be undone regardless of the number of updates and of changes to the gradients.
         """
         self._step = step
         self._held = held
@@ -399,7 +400,7 @@ class Journal:
 
     @property
     def stale(self) -> bool:
-        """The optimizer has other parameters than when buckets were cut."""
+        """Returns whether the optimizer's parameters have changed since the buckets were cut."""
         groups = self._optimizer.param_groups
         return len(groups) != len(self._layout) or not all(
             len(group["params"]) == len(known) and all(map(is_, group["params"], known))
@@ -407,7 +408,7 @@ class Journal:
         )
 
     def recut(self) -> None:
-        """Cuts buckets of the parameters that the optimizer has now. Raises UsageError in the middle of an update."""
+        """Cuts new buckets for the optimizer's current parameters. Raises UsageError in the middle of an update."""
         self.again()
         if self._hooked or self._records:
             raise UsageError(
@@ -417,7 +418,7 @@ class Journal:
         self._rebuild()
 
     def apply(self, bucket: int) -> None:
-        """The optimizer's own step for this bucket, with the gradients that its parameters have now.
+        """Runs the optimizer's own step for this bucket, with its parameters' current gradients.
 
         Raises UsageError if there are step pre-hooks that have not been called (see `early`).
         """
@@ -439,15 +440,15 @@ class Journal:
         self._torn = None
 
     def apply_rest(self, between: Callable[[int], None] | None = None) -> None:
-        """All buckets that are not applied, between the optimizer's step hooks (each is called once in a step).
+        """Applies all remaining buckets, between the optimizer's step hooks (each is called once per step).
 
-        `between(n)` is called between buckets, `n` of them being applied. What it raises passes through; the buckets
-        are then partial, and calling again goes on. Raises UsageError if the step was ended before.
+        `between(n)` is called between buckets, with `n` of them applied. Its errors pass through; the step is then
+        partial, and another call continues. Raises UsageError if the update has already ended.
         """
         if self._ended:
             raise UsageError("optimizer.step() twice in one step of the journal; call again() in between")
         self._call_pre_hooks()
-        if self.stale:  # by a hook
+        if self.stale:  # a hook has changed the parameters
             self.recut()
         for bucket in range(len(self.buckets)):
             if bucket in self._records:
@@ -467,14 +468,14 @@ class Journal:
             self._hooked = True
 
     def _order_states(self) -> None:
-        """What this update has made states of comes in the order of the parameters, as in the plain step."""
+        """Reorders states that this update has created into the order of the parameters, as in the plain step."""
         state = self._optimizer.state
         new = set(list(state)[self._states :])
         for parameter in (p for group in self._optimizer.param_groups for p in group["params"] if p in new):
             state[parameter] = state.pop(parameter)
 
     def apply_whole(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The step of an optimizer that is one bucket, called as it is; returns what it returns."""
+        """Runs the step of an optimizer that is one bucket, called as it is; returns its result."""
         assert self.whole
         if self.complete:
             self.apply_rest()
@@ -496,7 +497,7 @@ class Journal:
             return None
         if self.measure and not self._earlier:
             self._copies[bucket] = PreImage(self._optimizer, parameters, whole=False)
-        # Post-hooks and unknown classes may change parameters that have no gradient, too.
+        # Post-hooks and unknown classes may also change parameters without a gradient.
         if self.whole or own_post_hooks(self._optimizer):
             return PreImage(self._optimizer, self.buckets[bucket], whole=self.whole)
         if self.takes_back == "preimage":
@@ -512,7 +513,7 @@ class Journal:
 
     @contextmanager
     def _only(self, bucket: int) -> Any:
-        """The optimizer sees this bucket and nothing else."""
+        """Restricts the optimizer to this bucket's parameters for the duration."""
         if self.whole:
             yield
             return
@@ -534,9 +535,9 @@ class Journal:
     # --- after a failure ---
 
     def undo(self) -> UndoResult:
-        """Takes every applied bucket back: parameters, optimizer state, step counters.
+        """Undoes every applied bucket: parameters, optimizer state, step counters.
 
-        Raises ServiceError if the step cannot be taken back.
+        Raises ServiceError if the step cannot be undone.
         """
         if self.takes_back == "none" and self.applied:
             raise ServiceError(
@@ -546,7 +547,7 @@ class Journal:
             raise ServiceError("this step cannot be taken back: its optimizer, or its undo, failed half-way")
         stepped = {bucket: kept.distances() for bucket, kept in self._copies.items()}
         records = [record for each in (*self._earlier, self._records) for record in each.values()]
-        self._torn = -1  # until all is taken back
+        self._torn = -1  # until the undo is complete
         for record in reversed(records):
             assert record is not None
             record.undo()
@@ -568,7 +569,7 @@ class Journal:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes that are kept of the buckets applied in this step, until the next one."""
+        """Returns the bytes kept for the buckets applied in this step, until the next one."""
         return sum(
             record.extra_bytes
             for records in (*self._earlier, self._records)
@@ -578,16 +579,16 @@ class Journal:
 
     @property
     def passing_bytes(self) -> int:
-        """Bytes of buffers that the exact undo holds for the passing copy of its largest bucket."""
+        """Returns the bytes of buffers that the exact undo holds for the temporary copy of its largest bucket."""
         return self._pool.bytes_of("old", "estimate", "nibble", "where", "escaped")
 
 
 def make_buckets(
     groups: list[dict[str, Any]], bucket_bytes: int | None
 ) -> list[tuple[int, list[torch.nn.Parameter]]]:
-    """(index of the group, parameters) of each bucket, in reverse parameter order.
+    """Returns (index of the group, parameters) of each bucket, in reverse parameter order.
 
-    A bucket is closed once it holds `bucket_bytes`; it has one group, dtype and device. None: one for everything.
+    A bucket is closed once it holds `bucket_bytes`; it has one group, dtype and device. None: one bucket in all.
     """
     if bucket_bytes is None:
         return [(0, [parameter for group in reversed(groups) for parameter in reversed(group["params"])])]
@@ -607,7 +608,7 @@ def make_buckets(
 
 
 def _mixed(group: dict[str, Any]) -> bool:
-    """True if torch, left to choose, takes the for-loop for the group but might take foreach for a part of it."""
+    """Returns whether torch, by default, uses the for-loop for the group but might use foreach for a part of it."""
     if group.get("foreach") is not None or group.get("fused") or "foreach" not in group:
         return False
     plain = (torch.Tensor, torch.nn.Parameter)

@@ -1,7 +1,7 @@
-"""`kernels.cpp` from Python: a cluster's step computed backwards in one pass, for contiguous tensors of a CPU.
+"""`kernels.cpp` from Python: inverts a cluster's step in one pass, for contiguous tensors of a CPU.
 
-What it computes is what `inverse_step` computes in several passes; see there for devices other than the CPU, and for
-installations that found no C++ compiler.
+`inverse_step` computes the same in several passes. It serves devices other than the CPU, and installations without a
+C++ compiler.
 """
 
 import ctypes
@@ -17,19 +17,19 @@ import torch
 
 from swift_ft.state.optimizer_names import is_plain_memory
 
-# A bucket's tensors as flat pieces of a size that stays in the cache, so that many operations cost one pass.
+# A bucket's tensors as flat pieces that fit into the cache, so that many operations cost one pass over memory.
 #
 # Legend: N elements of a unit; columns are the parameter (0) and its state (1, 2, …).
 
 CACHED = 1 << 17
-"""Elements per thread of a CPU: all columns of a unit stay in the last-level cache, and starting an operation is
-little of its time (smaller units, for the second-level cache, were slower: measured)."""
+"""Elements per thread of a CPU. All columns of a unit stay in the last-level cache, and the start of an operation is a
+small part of its time (smaller units, for the second-level cache, were slower: measured)."""
 ALONE = 1 << 13
-"""Smaller tensors are computed together, in a copy: starting operations on each would cost more."""
+"""Elements from which a tensor gets units of its own. Smaller ones are packed: starts of operations would dominate."""
 ON_DEVICE = 1 << 22
-"""Elements per unit elsewhere: large enough for launches not to matter."""
+"""Elements per unit on other devices: large enough for launches not to matter."""
 ROUND = 8
-"""Lengths are rounded up to this where bytes are looked at by the word."""
+"""Bytes to which lengths are rounded up where bytes are processed by the word."""
 
 DTYPES = {
     torch.float64: torch.int64,
@@ -37,7 +37,7 @@ DTYPES = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
 }
-"""Element types that can be computed backwards, with the integers of their size."""
+"""Element types whose steps can be inverted, with the integers of their size."""
 
 
 def unit_size(device: torch.device) -> int:
@@ -52,7 +52,7 @@ class Unit:
         self._gradient = gradient
         self._columns = columns
         self.direct = len(gradient) == 1 and all(c[0].is_contiguous() for c in [gradient, *columns])
-        """Columns are views into the live tensors."""
+        """True if columns are views into the live tensors."""
 
     @property
     def width(self) -> int:
@@ -62,11 +62,11 @@ class Unit:
         return _one(self._gradient)
 
     def column(self, index: int) -> torch.Tensor:
-        """[N]. A view if the unit is direct, else a copy."""
+        """Returns [N], a view if the unit is direct, else a copy."""
         return _one(self._columns[index])
 
     def copy_column(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """[N] into `out`."""
+        """Copies [N] into `out`."""
         return torch.cat([tensor.reshape(-1) for tensor in self._columns[index]], out=out)
 
     def store(self, index: int, values: torch.Tensor) -> None:
@@ -85,16 +85,16 @@ def _one(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def direct(*columns: Sequence[torch.Tensor]) -> list[bool]:
-    """Which parameters can be computed where they lie, all their tensors being contiguous."""
+    """Returns, per parameter, whether it can be computed in place because all its tensors are contiguous."""
     return [all(tensor.is_contiguous() for tensor in tensors) for tensors in zip(*columns, strict=True)]
 
 
 def cut(
     gradients: Sequence[torch.Tensor], columns: Sequence[Sequence[torch.Tensor]], flat: Sequence[bool]
 ) -> list[Unit]:
-    """Units over tensors of one dtype and device; each column has one tensor per parameter.
+    """Cuts tensors of one dtype and device into units; each column has one tensor per parameter.
 
-    The same sizes, `flat` and number of threads give the same units: what is computed over them is repeatable.
+    Equal sizes, `flat` and number of threads give equal units, so that computations over them are repeatable.
     """
     units: list[Unit] = []
     small: list[int] = []
@@ -123,7 +123,7 @@ def cut(
 
 
 class Pool:
-    """Buffers that are used again in every step, by name: fresh memory costs more than the copy into it."""
+    """Buffers by name that are reused in every step: fresh memory costs more than the copy into it."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
@@ -131,25 +131,25 @@ class Pool:
     def get(
         self, name: tuple[object, ...], numel: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """[numel], with what was left in it."""
+        """Returns a buffer [numel] with arbitrary content."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < numel or buffer.dtype != dtype or buffer.device != device:
             buffer = self._buffers[name] = torch.empty(numel, dtype=dtype, device=device)
         return buffer[:numel]
 
     def bytes_of(self, *kinds: str) -> int:
-        """Bytes of the buffers whose names begin with one of these words."""
+        """Returns the bytes of the buffers whose names begin with one of these words."""
         held = [buffer for name, buffer in self._buffers.items() if name[0] in kinds]
         return sum(buffer.numel() * buffer.element_size() for buffer in held)
 
 
 MOST = 4
-"""Columns of a parameter: itself and its state."""
+"""Maximum number of columns of a parameter: itself and its state."""
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 INVERT, RECORD, UNDO = range(3)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 ENV_OFF = "SWIFT_NO_NATIVE"
-"""Set to 1: compute with torch's operations alone."""
+"""Environment variable; 1: compute with torch's operations alone."""
 
 
 class Form(IntEnum):
@@ -204,7 +204,7 @@ class _Call(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The one for this CPU; None if it was not built here from this very source, or is switched off."""
+    """Returns the library for this CPU; None if it was not built from this source, or is switched off."""
     if os.environ.get(ENV_OFF) == "1":
         return None
     name = torch.backends.cpu.get_cpu_capability().lower()
@@ -215,13 +215,13 @@ def library() -> ctypes.CDLL | None:
             if loaded.swift_optim_source() == hashlib.sha256(SOURCE.read_bytes()).hexdigest().encode():
                 return loaded
         except (OSError, AttributeError):
-            continue  # not there, or built for another system, or long ago
+            continue  # missing, or built for another system, or outdated
     return None
 
 
 @functools.cache
 def _team() -> int | None:
-    """Address of GOMP_parallel in the OpenMP that torch has loaded; None: another OpenMP, or none."""
+    """Returns the address of GOMP_parallel in the OpenMP that torch has loaded; None for another OpenMP, or none."""
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
         try:
             return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
@@ -231,7 +231,7 @@ def _team() -> int | None:
 
 
 def available(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether these tensors of one dtype can be computed by `Pass`."""
+    """Returns whether `Pass` supports these tensors of one dtype."""
     first, kernels = tensors[0], library()
     return (
         kernels is not None
@@ -244,9 +244,9 @@ def available(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 class Pass:
-    """One call's arguments: tensors of one cluster, and the constants of their step.
+    """The arguments of one call: tensors of one cluster, and the constants of their step.
 
-    `columns` are the live tensors by kind, the parameters first; `kept` of them are computed, the others read.
+    `columns`: live tensors by kind, the parameters first. The first `kept` are computed, the others only read.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class Pass:
     ):
         form, constants = backwards
         self._columns = columns
-        self._hold: list[object] = [gradients, columns]  # what the call points to
+        self._hold: list[object] = [gradients, columns]  # objects that the call points to
         self._call = call = _Call(rule=form, dtype=TYPES[gradients[0].dtype], kept=kept, sane=sane)
         call.threads = torch.get_num_threads()
         call.team = _team()
@@ -305,7 +305,7 @@ class Pass:
         self._hold += [codes, escapes]
 
     def invert(self) -> int:
-        """The state before the step, in place. Returns how many elements of parameters are not finite."""
+        """Restores the state before the step, in place. Returns the number of non-finite parameter elements."""
         self._run(INVERT)
         self._mark_changed()
         return int(self._call.counts[0])
@@ -317,10 +317,10 @@ class Pass:
         codes: Sequence[torch.Tensor],
         escapes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
     ) -> list[int]:
-        """Writes what the computation backwards misses of `old`; the live tensors stay. Returns each column's
-        number of escapes: where it is more than there is room for, codes and escapes of the column mean nothing.
+        """Writes the residue that the inverse step leaves of `old`; the live tensors do not change. Returns each
+        column's number of escapes. If that exceeds the room, codes and escapes of the column are invalid.
 
-        `layout` names the columns that share each of `codes`, [N] int8. `escapes` is room by column: positions in
+        `layout` names the columns that share each of `codes`, [N] int8. `escapes`: room by column for positions in
         the flat cluster, [R] int32, and the old values there, [R].
         """
         for index, column in enumerate(old):
@@ -336,12 +336,12 @@ class Pass:
         codes: Sequence[torch.Tensor],
         escapes: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """The bits before the step, in place, from what `record` has written."""
+        """Restores the bits before the step, in place, from the output of `record`."""
         self._point_at(layout, codes, escapes)
         self._run(UNDO)
         self._mark_changed()
 
     def _mark_changed(self) -> None:
-        """For autograd, which does not see what happens here."""
+        """Increments the tensors' versions for autograd, which does not see changes by the library."""
         for column in self._columns[: self._call.kept]:
             torch.autograd.graph.increment_version(column)

@@ -1,7 +1,7 @@
 """Data loaders of more than one data-parallel rank (*origin*) in one process, at one position.
 
-What a trainer registers has the same state on all replicas (`swift_ft.train.verification`). So a loader that was made
-for another origin gives that one's next batch, once it has this rank's state (`TrainerState.draw_as_other`).
+A registered object has the same state on all replicas (`swift_ft.train.verification`). So a loader that was created for
+another origin gives that origin's next batch, once it has this rank's state (`TrainerState.draw_as_other`).
 """
 
 import weakref
@@ -21,10 +21,10 @@ Make = Callable[[int], Any]
 
 
 class OriginLoader:
-    """A loader for each origin that is asked for, as one object; see `Session.loader`.
+    """The loaders of all requested origins, as one object; see `Session.loader`.
 
-    All but its state is that of the loader of the origin whose batch is computed; its state is that of this rank's own.
-    An attribute that is set for this rank's own is set for the others' as well.
+    Attributes and items are those of the loader of the origin whose batch is computed. The state is that of this rank's
+    own loader. An attribute that is set on this rank's own loader is set on the others as well.
     """
 
     _make: Make
@@ -32,12 +32,12 @@ class OriginLoader:
     _origin: Callable[[], int]
     _made: dict[int, Any]
     _set: dict[str, Any]
-    """By the trainer, at this rank's own."""
+    """Attributes that the trainer has set on this rank's own loader."""
 
     def __init__(self, make: Make, own: int, origin: Callable[[], int]) -> None:
         """Raises UsageError for a loader without a state."""
         parts = {"_make": make, "_own": own, "_origin": origin, "_made": {own: make(own)}, "_set": {}}
-        vars(self).update(parts)  # `__setattr__` sets what is the loader's
+        vars(self).update(parts)  # `__setattr__` sets the loader's attributes
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(self._made[own], method, None)):
                 raise UsageError(
@@ -47,21 +47,21 @@ class OriginLoader:
 
     @property
     def present(self) -> Any:
-        """The loader of the origin whose batch is computed."""
+        """Returns the loader of the origin whose batch is computed."""
         return self._made[self._origin()]
 
     @property
     def own(self) -> Any:
-        """The loader of this rank's own data-parallel rank."""
+        """Returns the loader of this rank's own data-parallel rank."""
         return self._made[self._own]
 
     @property
     def made(self) -> Mapping[int, Any]:
-        """By origin."""
+        """Returns the loaders by origin."""
         return self._made
 
     def begin(self, origin: int) -> None:
-        """A step is computed for this origin. Its loader has a state of its own until it is given this rank's."""
+        """Begins a step for this origin. Its loader keeps a state of its own until it is given this rank's."""
         if origin == self._own:
             return
         if origin not in self._made:
@@ -70,15 +70,15 @@ class OriginLoader:
             setattr(self._made[origin], name, value)
 
     def state_dict(self) -> Any:
-        """Of this rank's own."""
+        """Returns the state of this rank's own loader."""
         return self._made[self._own].state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Into the one of the origin whose batch is computed."""
+        """Loads the state into the loader of the origin whose batch is computed."""
         self.present.load_state_dict(state)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of this object, and not there yet
+        if name.startswith("_"):  # an attribute of this object that is not set yet
             raise AttributeError(name)
         return getattr(self.present, name)
 
@@ -104,12 +104,12 @@ class OriginLoader:
 
 
 class OriginLoaders:
-    """All of a session."""
+    """All origin loaders of a session."""
 
     def __init__(self) -> None:
         self._loaders: list[OriginLoader] = []
         self.names: list[str] = []
-        """By which their states are registered."""
+        """Names under which their states are registered."""
 
     def add(self, loader: OriginLoader, name: str) -> None:
         self._loaders.append(loader)
@@ -120,69 +120,69 @@ class OriginLoaders:
             loader.begin(origin)
 
 
-# Iterators of torch's DataLoader, so that one that is made again gives the same batches.
+# Iterators of torch's DataLoader, so that a recreated one gives the same batches.
 #
-# A DataLoader without a generator of its own draws from the default one when an iterator is made, and while it runs
-# (shuffling, seeds of workers, a dataset's augmentation). An iterator is made again when a registered object's
-# `load_state_dict` rebuilds it: in another place, where other numbers would be drawn. So each has a seed of its own, by
-# which its batches are drawn, one by one; and who makes it again gets the seed of the one that was lost.
+# A DataLoader without a generator of its own draws from the default one when an iterator is created, and while it runs
+# (shuffling, seeds of workers, a dataset's augmentation). An iterator is recreated when a registered object's
+# `load_state_dict` rebuilds it: elsewhere in the program, where other numbers would be drawn. So each has a seed of its
+# own, by which its batches are drawn, one by one; and a recreated one gets the seed of the lost one.
 #
-# A seed is told by where the iterator was made: the step, and its number there. Those that are made before the first
-# step take theirs from torch's default generator, as the trainer has seeded it. Which iterator is made again is told by
-# its loader's place in the registered objects, and by what kind of loader it is.
+# A seed follows from where the iterator was created: the step, and its number there. Those created before the first
+# step take theirs from torch's default generator, as the trainer has seeded it. A recreated iterator is recognized by
+# its loader's place in the registered objects, and by the kind of loader.
 #
-# Workers draw by the seed that they were started with, and `persistent_workers` would go on with what they have drawn
-# in all epochs before. So each iterator starts its own.
+# Workers draw by the seed that they were started with, and `persistent_workers` would continue with their draws of all
+# earlier epochs. So each iterator starts its own workers.
 #
 #     (session) ``install`` → (trainer) ``iter(loader)`` …; (state) ``state`` … ``restore``
 
 BEFORE_RUN = -1
 _DEPTH_MAX, _VALUES_MAX = 5, 2000
-"""How far a loader is looked for in registered objects."""
+"""Limits of the search for a loader in registered objects: depth, and number of values."""
 
 
 class Made(NamedTuple):
-    """An iterator, by where and of what it was made."""
+    """An iterator, identified by where it was created and from which loader."""
 
     kind: str
     step: int
     number: int
     place: str
-    """Of its loader in the registered objects; empty: it is in none."""
+    """Place of its loader in the registered objects; empty if it is in none."""
 
 
 class Iterators:
-    """Of one rank's data loaders."""
+    """The iterators of one rank's data loaders."""
 
     def __init__(self, randomness: Randomness, objects: Callable[[], Mapping[str, Any]]) -> None:
-        """`objects`: those that are registered, by name."""
+        """`objects`: returns the registered objects by name."""
         self.randomness = randomness
         self._objects = objects
         self.step = BEFORE_RUN
         self._count = 0
         self._born: dict[int, int] = {}
-        """Seeds of those that were made before the first step."""
+        """Seeds of iterators that were created before the first step, by number."""
         self._live: dict[tuple[str, int, int], tuple[weakref.ref[Any], weakref.ref[DataLoader[Any]]]] = {}
         self._lost: list[Made] = []
-        """Of the state that was restored; they are to be made again."""
+        """Iterators of the restored state that have not been recreated yet."""
         self._places: weakref.WeakKeyDictionary[DataLoader[Any], tuple[str, int]] = (
             weakref.WeakKeyDictionary()
         )
-        """Loader -> its place, and of how many objects it was looked for in."""
+        """Loader -> its place, and the number of registered objects that were searched."""
         self._told = False
-        """That persistent workers are not."""
+        """True once the trainer has been warned that workers do not persist."""
         self._making = False
         self._others = 0
 
     def install(self) -> None:
-        """From here on all loaders of this process are these."""
+        """Takes over the creation of iterators by all data loaders of this process."""
         torch_private.make_iterators_by(self._make, self._begin)
 
     def begin_step(self, step: int) -> None:
         self.step, self._count, self._others = step, 0, 0
 
     def state(self) -> list[list[Any]]:
-        """(between steps) Those that are under way, in the order in which they were made."""
+        """(between steps) Returns the unfinished iterators, in the order of their creation."""
         under_way = sorted(self._under_way(), key=lambda iterator: (iterator.step, iterator.number))
         lost = {made[:3] for made in self._lost}
         return [list(made) for made in [*self._lost, *(made for made in under_way if made[:3] not in lost)]]
@@ -196,7 +196,7 @@ class Iterators:
                 yield Made(*made, "" if loader is None else self._place(loader))
 
     def restore(self, state: list[list[Any]]) -> None:
-        """(before objects load their states) What was under way is gone, and will be made again."""
+        """(before objects load their states) Forgets the current iterators and expects the state's to be recreated."""
         self._live.clear()
         self._lost = [
             Made(str(kind), int(step), int(count), str(*place)) for kind, step, count, *place in state
@@ -218,14 +218,15 @@ class Iterators:
                 iterator = make(loader)
             finally:
                 self._making = False
-        # What it was called by its class.
+        # torch's class has the method under this name.
         iterator._next_data = _Batches(type(iterator)._next_data, weakref.ref(iterator), seed)
         self._live[made] = weakref.ref(iterator), weakref.ref(loader)
         return iterator
 
     def _begin(self, iterator: Any, loader: DataLoader[Any], begin: Any) -> None:
-        """One that a class of another package makes (torchdata's StatefulDataLoader) begins with a seed for its
-        workers, which its state may have: it is not drawn from the default generator, which is each replica's own."""
+        """Begins an iterator of another package's class (torchdata's StatefulDataLoader). It draws a seed for its
+        workers, which may be part of its state. So the seed does not come from the default generator, which differs
+        between replicas."""
         own = torch.utils.data.get_worker_info() is not None or loader.generator is not None
         if self._making or own:
             begin(iterator, loader)
@@ -236,7 +237,7 @@ class Iterators:
             begin(iterator, loader)
         finally:
             loader.generator = None
-        if loader.num_workers:  # what its workers draw is in no state, so that loading one is to be seen
+        if loader.num_workers:  # makes a load of this one detectable: workers' draws are in no state
             torch.empty((), dtype=torch.int64).random_()
 
     def _start_workers_anew(self, loader: DataLoader[Any]) -> None:
@@ -251,9 +252,9 @@ class Iterators:
     def _number(self, kind: str, place: str) -> tuple[str, int, int]:
         same = [made for made in self._lost if made.kind == kind]
         lost = next((made for made in same if made.place == place), None)
-        # One that is not registered, or was not yet when it was made, has no place.
+        # An iterator has no place if its loader is not registered, or was not when it was created.
         lost = lost or next((made for made in same if not (made.place and place)), None)
-        # One may be made at another place, if none is where it was.
+        # It may be recreated at another place, if its old place no longer has a loader.
         lost = lost or next((made for made in same if not has_loader(made.place, self._objects())), None)
         if lost is not None:
             self._lost.remove(lost)
@@ -279,7 +280,7 @@ class Iterators:
 
 
 class _Batches:
-    """In the place of an iterator's way to its next batch."""
+    """A replacement of an iterator's `_next_data` that seeds each batch."""
 
     def __init__(self, inner: Any, iterator: "weakref.ref[Any]", seed: int) -> None:
         self._inner, self._iterator, self._seed = inner, iterator, seed
@@ -298,18 +299,18 @@ class _Batches:
 
 
 def place_of(loader: DataLoader[Any], objects: Mapping[str, Any]) -> str:
-    """Where a registered object has it (``data.loader``); empty: nowhere that one would look. It is the same for the
-    loaders of all data-parallel ranks (`session.loader`)."""
+    """Returns the path at which a registered object holds the loader (``data.loader``), "" if the search finds none. It
+    is equal for the loaders of all data-parallel ranks (`session.loader`)."""
     return next((path for path, value in _walk(objects) if value is loader), "")
 
 
 def has_loader(place: str, objects: Mapping[str, Any]) -> bool:
-    """There is one."""
+    """Returns whether there is a loader at that place."""
     return any(path == place and isinstance(value, DataLoader) for path, value in _walk(objects))
 
 
 def _walk(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What is below registered objects, by paths; what has two of them twice."""
+    """Yields values inside registered objects, by path; a value that two objects share comes twice."""
     left = deque[tuple[str, Any, int]]()
     for name, value in objects.items():
         made = value.made.values() if isinstance(value, OriginLoader) else (value,)
@@ -334,7 +335,7 @@ def _inner(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Its ``__dict__``; a ``__getattr__`` of its class is not asked."""
+    """Returns its ``__dict__``, without calling a ``__getattr__`` of its class."""
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:

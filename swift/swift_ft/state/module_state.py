@@ -1,8 +1,8 @@
-"""States into modules and optimizers, as they were saved: types, bits and strides.
+"""Loads states into modules and optimizers as they were saved: dtypes, bits and strides.
 
-torch's own loading is made for other purposes. An optimizer casts its state to the type of the parameter, whatever it
-was; a module copies into the tensors that it has, whatever their strides. Both are followed (hooks, subclasses that
-load in their own way), and what they have changed is put right, or refused.
+torch's own loading serves other purposes. An optimizer casts its state to the dtype of the parameter. A module copies
+into its existing tensors, regardless of strides. Both are still called (hooks, subclasses that load in their own way);
+what they have changed is corrected or refused.
 """
 
 import hashlib
@@ -25,31 +25,30 @@ from swift_ft.state.tensors import byte_view, plain, same_bits
 from swift_ft.state.transfer import local
 from swift_ft.state.tree import join, split
 
-# What modules keep besides parameters and persistent buffers: what a checkpoint holds of it, and what a step that is
-# dropped gives back.
+# State of modules besides parameters and persistent buffers, for checkpoints and for dropping a step.
 #
-# In torch's words: buffers that are not persistent, and plain attributes of modules (numbers, strings, tensors, arrays,
-# small containers of them); which parameters are frozen, and which modules train. Nothing else: objects, hooks and
-# closures are the trainer's to register, and a rehearsal finds those that count (docs/rehearsals.md).
+# In torch's terms: buffers that are not persistent, and plain attributes of modules (numbers, strings, tensors, arrays,
+# small containers of them); which parameters are frozen, and which modules train. Objects, hooks and closures are not
+# covered: the trainer registers them, and a rehearsal finds those that matter (docs/rehearsals.md).
 #
-# A value goes back into the tensor, the array or the container that is there, if it is of the same kind: others may
-# hold that too, or a view of it.
+# A value is restored into the existing tensor, array or container if that is of the same kind: other objects may
+# refer to it too, or to a view of it.
 #
 #     ``ModuleState``   (run) ``remember`` → (checkpoints, copies, comparisons) ``state`` … ``load``
 #     ``KeptModules``   (step) ``keep`` → … ``restore``, or ``forget``
 
-# What every module has, or a lazy one, and torch keeps. (Training and evaluation mode is the session's to put back.)
+# Attributes of every module, or of a lazy one, that torch manages. (The session restores training/evaluation mode.)
 _MODULES_OWN = frozenset((*vars(torch.nn.Module()), "_initialize_hook", "_load_hook"))
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, np.generic)
 _LISTED = (list, tuple, set, frozenset, deque, torch.Size)
 _NAMED = (dict, OrderedDict)
 _ITEMS_MAX = 4096
-"""A container with more is no small one."""
-# Modules of these keep what a step needs in other places.
+"""Limit on a container's items; a larger one is not treated as plain."""
+# Modules of these packages keep the state that a step needs elsewhere.
 _WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo", "torch.fx", "torch.export")
 _LARGE_BYTES = 64 << 10
 _KEPT_BYTES = 64 << 20
-"""Of larger tensors the start's values are not kept."""
+"""Limit on the bytes of a start value that is kept, to restore it later."""
 
 
 def plain_tensor(tensor: torch.Tensor) -> bool:
@@ -61,22 +60,22 @@ def plain_tensor(tensor: torch.Tensor) -> bool:
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Where these lie: a tensor that lies there too is a view of one of them."""
+    """Returns the addresses of the tensors' storages. A tensor with one of them is a view of one of these tensors."""
     return {t.untyped_storage().data_ptr() for t in tensors if plain_tensor(t)} - {0}
 
 
 def has_attributes(module: torch.nn.Module) -> bool:
-    """They are its class's, and not a wrapper's of torch's."""
+    """Returns whether the module's attributes are those of the trainer's class, not of one of torch's wrappers."""
     kind = type(module)
     if issubclass(kind, FSDPModule) and kind.__module__.startswith("torch.distributed"):
-        kind = kind.__mro__[2]  # FSDP2 puts a class of its own in front of the trainer's
+        kind = kind.__mro__[2]  # FSDP2 inserts a class of its own before the trainer's
     return not (kind.__module__.startswith(_WRAPPERS) or issubclass(kind, torch.fx.GraphModule)) and not (
         torch_private.is_compiled(module)
     )
 
 
 def is_plain(value: Any) -> bool:
-    """Numbers, strings, tensors, arrays, and small containers of them."""
+    """Returns whether the value consists of numbers, strings, tensors, arrays and small containers of them."""
     left, count = [value], 0
     while left:
         item = left.pop()
@@ -101,13 +100,13 @@ def is_plain(value: Any) -> bool:
 
 
 def put_into(old: Any, value: Any) -> Any:
-    """`value`, in what is there if that is of the same kind."""
+    """Copies `value` into `old` if that is of the same kind. Returns the result, which is `old` or a new object."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             return value.detach().clone()
         alike = isinstance(old, torch.Tensor) and (old.dtype, old.shape) == (value.dtype, value.shape)
-        # Kernels look at strides; but a view stays one.
+        # Kernels depend on strides, so these must match; but a view stays a view.
         if not (alike and old.layout is torch.strided and (old._is_view() or old.stride() == value.stride())):
             return value.detach().clone(memory_format=torch.preserve_format)
         with torch.no_grad():
@@ -148,19 +147,19 @@ class _Place(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """As it was when the process began."""
+    """A value at the start of the process."""
 
     digest: str
     skeleton: Any
     tensors: dict[str, torch.Tensor] | None
-    """None: too large."""
+    """None: too large to be kept."""
 
 
 class ModuleState:
-    """Of all stages and whole modules of one rank, by their keys.
+    """State of all stages and whole modules of one rank, by their keys.
 
-    It is told by what has changed since the process began: a new process makes the rest itself, and what is each rank's
-    own (its number, its device) stays its own.
+    It consists of the changes since the process began. A new process creates the rest itself, and values of a single
+    rank (its number, its device) are not overwritten.
     """
 
     def __init__(self) -> None:
@@ -169,7 +168,7 @@ class ModuleState:
         self._buffers: dict[str, set[str]] = {}
 
     def remember(self, modules: Mapping[str, torch.nn.Module]) -> None:
-        """(before the first step, and before any state is loaded) What a new process begins with."""
+        """(before the first step, and before any state is loaded) Records the values with which a process begins."""
         self._modules = dict(modules)
         self._begin = {path: _value(place.holder[place.name]) for path, place in self._places().items()}
         self._buffers = {
@@ -182,11 +181,11 @@ class ModuleState:
         return bool(self._modules)
 
     def names_at_begin(self, key: str) -> set[str]:
-        """Of the buffers that a module's class has made."""
+        """Returns the names of the buffers that the module's constructor created."""
         return self._buffers.get(key, set())
 
     def _places(self) -> dict[str, _Place]:
-        """By path, what is captured."""
+        """Returns the captured values' places, by path."""
         weights = memory_of(p for module in self._modules.values() for p in module.parameters())
         return {
             f"{key}.{name}": place
@@ -195,8 +194,8 @@ class ModuleState:
         }
 
     def state(self) -> dict[str, Any]:
-        """``values`` by path, ``gone`` paths, and the names of ``frozen`` parameters and of modules that are
-        ``evaluating``, by key."""
+        """Returns ``values`` by path, ``gone`` paths, and by key the names of ``frozen`` parameters and of
+        ``evaluating`` modules."""
         values = {path: place.holder[place.name] for path, place in self._places().items()}
         return {
             "values": {
@@ -216,7 +215,7 @@ class ModuleState:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Raises ServiceError for what has changed since, and was too large to be kept."""
+        """Loads a `state`. Raises ServiceError if a value has changed whose start value was too large to be kept."""
         for key, module in self._modules.items():
             frozen, evaluating = set(state["frozen"][key]), set(state["evaluating"][key])
             for name, parameter in module.named_parameters():
@@ -232,7 +231,7 @@ class ModuleState:
         for goes_into in (
             True,
             False,
-        ):  # then what has begun as one thing with another one, and is told apart
+        ):  # second pass: values that shared an object at the start and differ in the state
             for path in (*values, *as_begun):
                 at = places.get(path) or self._made_place(path)
                 if at is None:
@@ -245,12 +244,12 @@ class ModuleState:
                 ):
                     continue
                 value = values[path] if path in values else _again(self._begin[path], path)
-                # What is there may be a view of a parameter: then it is no place of its own.
+                # An existing value may be a view of a parameter: then it is no place of its own.
                 at.holder[at.name] = put_into(there if goes_into and path in places else None, value)
                 places[path] = at
 
     def _made_place(self, path: str) -> _Place | None:
-        """Of an attribute that is not there now; None: nor is its module."""
+        """Returns the place of an attribute that does not exist now; None if its module does not exist either."""
         key, _, rest = path.partition(".")
         below, _, name = rest.rpartition(".")
         buffer = below == "buffer" or below.endswith(".buffer")
@@ -306,7 +305,7 @@ def _digest(value: Any) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Of the same values, however they are laid out."""
+    """Returns whether two values are equal bit by bit, regardless of strides."""
     (mine, told), (theirs, as_told) = split(one), split(other)
     return (
         _unlaid(told) == _unlaid(as_told)
@@ -322,7 +321,7 @@ def _unlaid(skeleton: Any) -> Any:
 
 
 class _Holder:
-    """A dictionary of names, and what was bound to them."""
+    """A dictionary of names, and the values that were bound to them."""
 
     __slots__ = ("but", "holder", "mutable", "seen")
 
@@ -333,7 +332,7 @@ class _Holder:
         self.refresh()
 
     def refresh(self) -> None:
-        """(every step, each module) Mostly nothing has changed."""
+        """(every step, each module) Records the current values. The common case, no change, returns early."""
         holder, seen = self.holder, self.seen
         if (
             len(holder) == len(seen)
@@ -362,7 +361,7 @@ class _Holder:
 
 
 class _Copy:
-    """A tensor or an array, and what it was."""
+    """A tensor or an array, and a copy of its value."""
 
     __slots__ = ("looked", "value", "was")
 
@@ -378,7 +377,7 @@ class _Copy:
 
     @property
     def stands(self) -> bool:
-        """(large ones) It need not be copied again."""
+        """Returns whether a large tensor is unchanged, so that its copy can be reused."""
         large = isinstance(self.value, torch.Tensor) and self.value.nbytes >= _LARGE_BYTES
         return large and self.looked is not None and self._look() == self.looked
 
@@ -403,7 +402,7 @@ class _Copy:
 
 
 class _Contents:
-    """A container, and what was in it."""
+    """A container, and a copy of its contents."""
 
     __slots__ = ("value", "was")
 
@@ -426,13 +425,13 @@ class _Contents:
 
 
 class KeptModules:
-    """``keep()`` … ``changed``, ``restore()``; ``keep()`` again.
+    """A snapshot of modules: ``keep()`` … ``changed``, ``restore()``; ``keep()`` again.
 
-    It is done before every step, so it looks at what is there, and copies what is small or has changed since.
+    It is taken before every step. So it only copies values that are small or have changed since the last one.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], *, parameters: bool = False):
-        """`parameters`: their values as well."""
+        """`parameters`: also keeps the parameters' values."""
         self.roots = list(modules)
         self._parameters = parameters
         self._flags: list[tuple[torch.nn.Parameter, bool]] = []
@@ -442,7 +441,7 @@ class KeptModules:
         self._weights: set[int] | None = None
 
     def keep(self, besides: Iterable[torch.Tensor] = ()) -> None:
-        """`besides`: tensors whose values are kept, too."""
+        """Takes the snapshot. `besides`: further tensors whose values are kept."""
         before, self._copies = self._copies, {}
         holders, self._holders = self._holders, {}
         self._flags, self._kept, self._weights = [], {}, None
@@ -488,7 +487,7 @@ class KeptModules:
                 left.extend(value)
 
     def _views_weights(self, value: Any) -> bool:
-        """What it holds is a parameter's, which is put back by other means."""
+        """Returns whether a tensor shares memory with a parameter; parameters are restored by other means."""
         if isinstance(value, np.ndarray):
             return False
         if self._weights is None:
@@ -505,10 +504,10 @@ class KeptModules:
         self._copies[id(value)] = self._kept[id(value)] = kept
 
     def lend(self) -> None:
-        """Behind `keep`: buffers are copies until `restore`. What a forward does to them does not touch those that
-        graphs of other forwards have saved: autograd refuses a backward whose tensors were changed in place.
+        """(after `keep`) Replaces buffers by copies until `restore`. So a forward does not change in place the buffers
+        that other forwards' graphs have saved: autograd would refuse their backward.
 
-        Buffers that share memory share it as copies. Those that autograd follows stay as they are."""
+        Buffers that share memory get copies that share memory. Buffers that require gradients are not replaced."""
         memories: dict[int, torch.Tensor] = {}
         for module in self._modules():
             for name, buffer in module._buffers.items():
@@ -516,7 +515,7 @@ class KeptModules:
                     module._buffers[name] = _copy_of(buffer, memories)
 
     def forget(self) -> None:
-        """The step is done."""
+        """Discards the snapshot: the step is done."""
         self._kept = {}
 
     @property
@@ -524,7 +523,7 @@ class KeptModules:
         return any(kept.changed for kept in self._kept.values())
 
     def restore(self) -> None:
-        """All is as it was at `keep`."""
+        """Restores everything to its value at `keep`."""
         for kept in self._kept.values():
             kept.restore()
         for parameter, trained in self._flags:
@@ -533,7 +532,7 @@ class KeptModules:
         self._kept, self._flags = {}, []
 
     def _modules(self) -> Iterator[torch.nn.Module]:
-        # Every step, so not by torch's `modules()`, which makes names.
+        # Runs in every step, so not by torch's `modules()`, which builds names.
         left, seen = list(self.roots), set()
         while left:
             module = left.pop()
@@ -544,7 +543,7 @@ class KeptModules:
 
 
 def _copy_of(buffer: torch.Tensor, memories: dict[int, torch.Tensor]) -> torch.Tensor:
-    """The same view of a copy of its memory. `memories`: those copied so far, by their address."""
+    """Returns the same view of a copy of the buffer's memory. `memories`: copies so far, by the original's address."""
     memory = buffer.untyped_storage()
     address = memory.data_ptr()
     if address not in memories:
@@ -558,8 +557,8 @@ def _copy_of(buffer: torch.Tensor, memories: dict[int, torch.Tensor]) -> torch.T
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Whatever comes out of a trainer's own objects says whose it is. Raises ServiceError for what is no error of
-    this project."""
+    """Adds the object's name, `what`, to errors that the trainer's own objects raise in the block. Raises ServiceError
+    in place of an exception that is not a SwiftError."""
     try:
         yield
     except SwiftError as error:
@@ -569,7 +568,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def states_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """Raises UsageError for an optimizer that cannot tell its state."""
+    """Returns the optimizers' state_dicts. Raises UsageError for an optimizer whose state_dict() fails."""
     states = []
     for optimizer in optimizers:
         try:
@@ -584,7 +583,7 @@ def states_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Raises ServiceError if its `state_dict` is not `saved` afterwards."""
+    """Loads an optimizer's state. Raises ServiceError if its `state_dict` differs from `saved` afterwards."""
     state, groups = optimizer.state, optimizer.param_groups
     try:
         with state_left_alone():
@@ -595,7 +594,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
     if not _difference(saved, optimizer.state_dict()):
         return
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
-        # torch makes containers of the state anew, not all of them rightly (strings, named tuples).
+        # torch rebuilds containers of the state, and some of them wrongly (strings, named tuples).
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for index, parameter in enumerate(parameters):
             if index in saved["state"]:
@@ -608,11 +607,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
 
 
 def _keep_shared(optimizer: torch.optim.Optimizer, state: Any, groups: list[dict[str, Any]]) -> None:
-    """torch makes new ones of both. But a wrapper (SAM, Lookahead) shares its own with an optimizer inside of it."""
+    """Puts the loaded state and groups back into the original objects. torch replaces both, but a wrapper (SAM,
+    Lookahead) shares its own with an inner optimizer."""
     sharing = [optimizer, *(v for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer))]
     made, loaded = optimizer.state, optimizer.param_groups
     if made is not state:
-        # Into the tensors that are there: they may be views of others.
+        # Into the existing tensors: they may be views of others.
         values = {parameter: put_into(state.get(parameter), value) for parameter, value in made.items()}
         state.clear()
         state.update(values)
@@ -621,7 +621,7 @@ def _keep_shared(optimizer: torch.optim.Optimizer, state: Any, groups: list[dict
             group.clear()
             group.update(value)
         groups[:] = [*groups[: len(loaded)], *loaded[len(groups) :]]
-    for each in sharing:  # some give it on by themselves
+    for each in sharing:  # some pass it on by themselves
         if each.state is made:
             each.state = state
         if each.param_groups is loaded:
@@ -629,11 +629,11 @@ def _keep_shared(optimizer: torch.optim.Optimizer, state: Any, groups: list[dict
 
 
 def load_module(module: torch.nn.Module, saved: dict[str, Any], begun: Collection[str] | None = None) -> None:
-    """Raises ServiceError if it has other parameters. `begun`: the buffers with which a process begins."""
+    """Loads a module's state. Raises ServiceError if its parameters differ. `begun`: buffers at the process's start."""
     _make_buffers(module, saved, begun)
     for name, parameter in module.named_parameters():
         value = saved.get(name)
-        if isinstance(value, torch.Tensor) and value.dtype != parameter.dtype:  # torch would cast it
+        if isinstance(value, torch.Tensor) and value.dtype != parameter.dtype:  # torch would cast the value
             raise ServiceError(f"{name} is {value.dtype} in the state, and {parameter.dtype} in this process")
     try:
         module.load_state_dict(saved)
@@ -650,7 +650,8 @@ def load_module(module: torch.nn.Module, saved: dict[str, Any], begun: Collectio
 
 
 def _make_buffers(module: torch.nn.Module, saved: dict[str, Any], begun: Collection[str] | None) -> None:
-    """Those that a forward has made are made, those that it has not made yet go; others take the type and shape."""
+    """Creates the saved buffers that are missing and removes those that are not saved: a forward may create buffers.
+    Gives the others the saved dtype and shape."""
     own = module.state_dict()
     for name, buffer in list(module.named_buffers()):
         value = saved.get(name)
@@ -662,7 +663,7 @@ def _make_buffers(module: torch.nn.Module, saved: dict[str, Any], begun: Collect
         try:
             owner = module.get_submodule(prefix)
         except AttributeError:
-            continue  # torch says it
+            continue  # load_state_dict reports it
         if isinstance(saved[name], torch.Tensor) and last not in owner._parameters and last != "_extra_state":
             owner._buffers[last] = torch.empty_like(saved[name])
     for name in own.keys() - saved.keys():
@@ -680,7 +681,7 @@ def _form(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
 
 
 def _difference(one: Any, other: Any) -> str:
-    """A path at which the second is not the first, or empty."""
+    """Returns a path at which the two states differ, or ""."""
     (mine, words), (theirs, other_words) = split(one), split(other)
     for path, tensor in mine.items():
         again = theirs.get(path)

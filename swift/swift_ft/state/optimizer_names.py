@@ -1,6 +1,6 @@
-"""Every torch name that the journal and undo need and that torch does not promise to keep, checked at import.
+"""Private torch names that the journal and undo need. torch may change them, so they are checked at import.
 
-torch 2.13. What is missing is named, before anything is trained.
+torch 2.13. A missing one is reported before training begins.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ _NEEDED: dict[str, tuple[object, list[str]]] = {
 
 
 def missing_names() -> list[str]:
-    """The needed names that this torch does not have, dotted."""
+    """Returns the needed names that this torch lacks, dotted."""
     return [
         f"{where}.{name}"
         for where, (holder, names) in _NEEDED.items()
@@ -42,13 +42,13 @@ copy_: Callable[..., None] = torch._foreach_copy_
 
 
 def clone(tensors: Tensors) -> Tensors:
-    """A copy of each."""
+    """Returns a copy of each tensor."""
     return list(torch._foreach_clone(tensors))
 
 
 @contextmanager
 def state_left_alone() -> Iterator[None]:
-    """Optimizers that load a state take its tensors as they are, instead of casting them to their parameters' type."""
+    """Makes optimizers load a state's tensors unchanged, without a cast to their parameters' dtype."""
     base: Any = torch.optim.Optimizer
     policy = base.__dict__["_process_value_according_to_param_policy"]
 
@@ -62,7 +62,7 @@ def state_left_alone() -> Iterator[None]:
         base._process_value_according_to_param_policy = policy
 
 
-_STANDING = 1 - 2.0**-53  # 1 in every type, but its powers vanish
+_STANDING = 1 - 2.0**-53  # rounds to 1 in every dtype, but its powers vanish
 _steps: dict[torch.device, torch.Tensor] = {}
 
 
@@ -78,9 +78,9 @@ def adamw_(
     eps: float = 1.0,
     maximize: bool = False,
 ) -> None:
-    """m ← β1·m + (1 - β1)·g, v ← β2·v + (1 - β2)·g², p ← (1 - lr·decay)·p - lr·m/(√v + eps) in one pass.
+    """Computes m ← β1·m + (1 - β1)·g, v ← β2·v + (1 - β2)·g², p ← (1 - lr·decay)·p - lr·m/(√v + eps) in one pass.
 
-    There is no bias correction: the step is so far away that powers of rates under 1 are 0. (With rates over 1
+    There is no bias correction: the step number is so large that powers of rates under 1 are 0. (With rates over 1
     `p` becomes NaN.)
     """
     if p.device not in _steps:
@@ -103,27 +103,27 @@ def adamw_(
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Its elements are what lies in its memory, one after another."""
+    """Returns whether the tensor's elements are those in its memory, one after another."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Grows with every change of the tensor in place."""
+    """Returns a counter that grows with every in-place change of the tensor."""
     return tensor._version
 
 
 def pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """What torch would call before `optimizer`'s step, in its order: everybody's, then its own."""
+    """Returns the hooks that torch calls before `optimizer`'s step, in its order: global ones, then its own."""
     return [*_module._global_optimizer_pre_hooks.values(), *_own(optimizer, "_optimizer_step_pre_hooks")]
 
 
 def post_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """What torch would call after `optimizer`'s step, in its order: its own, then everybody's."""
+    """Returns the hooks that torch calls after `optimizer`'s step, in its order: its own, then global ones."""
     return [*_own(optimizer, "_optimizer_step_post_hooks"), *_module._global_optimizer_post_hooks.values()]
 
 
 def own_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Somebody has asked to be called after this optimizer's steps."""
+    """Returns whether the optimizer has step post-hooks of its own."""
     return bool(_own(optimizer, "_optimizer_step_post_hooks"))
 
 
@@ -132,6 +132,6 @@ def _own(optimizer: torch.optim.Optimizer, name: str) -> list[Callable[..., Any]
 
 
 def bare_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """The class's step without the wrapper that torch puts around it to call the hooks."""
+    """Returns the class's step without torch's wrapper that calls the hooks."""
     step = cls.step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

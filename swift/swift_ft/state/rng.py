@@ -1,10 +1,10 @@
 """Randomness from a counter, so that replay needs no history.
 
 The default generators of torch, `random` and numpy are seeded per (seed, step, stage, microbatch) before each forward
-and backward, so the bits do not depend on the schedule, on what ran before, or on who computes the microbatch.
-Activation checkpointing saves and restores torch's state around its recomputation, so it sees the same bits. What a
-trainer draws outside of the stages follows from (seed, step, dp_rank) at the step's begin and behind each call of a
-schedule: so the ranks of one pipeline draw the same there, as ranks with one `torch.manual_seed` do.
+and backward. So the bits depend neither on the schedule, nor on earlier work, nor on the rank that computes the
+microbatch. Activation checkpointing saves and restores torch's state around its recomputation, so it sees the same
+bits. Numbers that a trainer draws outside of the stages follow from (seed, step, dp_rank), at the step's begin and
+after each call of a schedule. So the ranks of one pipeline draw the same ones, as with one `torch.manual_seed`.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ import torch
 from swift_ft import torch_private
 
 _MASK = (1 << 64) - 1
-# No stage has this index: the seed of what a trainer draws outside of its stages.
+# Stage index that no stage has, for the seed of numbers drawn outside of stages.
 OUTSIDE_STAGES = 0xFFFF_FFFF
-# Beside a stage's index: what is computed there.
+# Added to a stage's index: the kind of computation.
 _BACKWARD, _WEIGHTS, _WHOLE, _ITERATOR = (kind << 33 for kind in range(1, 5))
-# Microbatches of different data-parallel ranks see different randomness.
+# Gives microbatches of different data-parallel ranks different randomness.
 _DP_RANK_BITS = 40
 
 
@@ -35,7 +35,7 @@ def _mix(value: int) -> int:
 
 
 def seed_for(seed: int, step: int, stage: int, microbatch: int) -> int:
-    """The generator seed of one forward: a 63-bit integer, different for every coordinate."""
+    """Returns the generator seed of one forward: a 63-bit integer, different for every coordinate."""
     value = _mix(seed & _MASK)
     for part in (step, stage, microbatch):
         value = _mix(value ^ (part & _MASK))
@@ -43,9 +43,9 @@ def seed_for(seed: int, step: int, stage: int, microbatch: int) -> int:
 
 
 def seed_all(seed: int, device: torch.device | None = None) -> None:
-    """Every default generator of the host, and that of `device`.
+    """Seeds every default generator of the host, and that of `device`.
 
-    numpy's takes 32 bits of the seed: more take it a long way through its code, which is in no cache after a stage has
+    numpy's gets 32 bits of the seed: with more it runs a longer code path, which is in no cache after a stage has
     computed (140 µs instead of 40).
     """
     torch_private.set_generator_seed(seed, device)
@@ -57,13 +57,13 @@ class Randomness:
     """The default generators of one rank.
 
     (engine) ``begin_step(step)`` before the trainer's step; (channel) ``forward``, ``backward``, ``weights`` of stages,
-    ``outside`` behind a schedule; (whole modules) ``whole``
+    ``outside`` after a schedule; (whole modules) ``whole``
     """
 
     def __init__(self, seed: int, dp_rank: int, device: torch.device | None):
         self._seed = seed
         self.dp_rank = dp_rank
-        """Whose batch is computed."""
+        """Data-parallel rank whose batch is computed."""
         self._device = device
         self.step = 0
         self._calls = 0
@@ -75,12 +75,12 @@ class Randomness:
         return seed_for(self._seed, step, stage, self.dp_rank << _DP_RANK_BITS | count)
 
     def begin_step(self, step: int) -> None:
-        """The trainer's own code is next."""
+        """Seeds the generators for the trainer's own code at the step's begin."""
         self.step, self._calls = step, 0
         self._set(OUTSIDE_STAGES, 0)
 
     def outside(self) -> None:
-        """A schedule has returned to it."""
+        """Seeds the generators for the trainer's own code after a schedule has returned."""
         self._calls += 1
         self._set(OUTSIDE_STAGES, self._calls)
 
@@ -91,23 +91,23 @@ class Randomness:
         self._set(stage + _BACKWARD, microbatch)
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """(a backward in two parts) The second one."""
+        """Seeds the generators for the second part of a backward that is split in two."""
         self._set(stage + _WEIGHTS, microbatch)
 
     def whole(self, module: int, count: int) -> None:
-        """The forward of that number, in this step, of that whole module."""
+        """Seeds the generators for a whole module's forward with that number in this step."""
         self._set(module + _WHOLE, count)
 
     def iterator(self, step: int, count: int) -> int:
-        """The seed of a data loader's iterator, the one of that number that was made in that step."""
+        """Returns the seed of a data loader's iterator, the one created with that number in that step."""
         return self.seed(step, _ITERATOR, count)
 
     def workers(self, step: int, count: int) -> int:
-        """The same for what an iterator's own state tells: it is the same on all data-parallel ranks."""
+        """Returns the seed for an iterator's own state: equal on all data-parallel ranks."""
         return seed_for(self._seed, step, _ITERATOR, count)
 
     def digest(self, step: int) -> str:
-        """SHA-256 of the states with which all generators begin that step."""
+        """Returns the SHA-256 of the states with which all generators begin that step."""
         with kept():
             mine = Randomness(self._seed, self.dp_rank, self._device)
             mine.begin_step(step)
@@ -115,7 +115,7 @@ class Randomness:
 
 
 def digest_of_states() -> str:
-    """SHA-256 of the default generators' states: of torch on each device, of `random`, of numpy."""
+    """Returns the SHA-256 of the default generators' states: of torch on each device, of `random`, of numpy."""
     sha = hashlib.sha256()
     for state in torch_private.generator_states():
         sha.update(state.numpy().tobytes())
@@ -126,7 +126,7 @@ def digest_of_states() -> str:
 
 
 def digests_of_states() -> dict[str, str]:
-    """The same of each generator by itself: "torch" (and "torch.cuda0", …), "random", "numpy"."""
+    """Returns one digest per generator: "torch" (and "torch.cuda0", …), "random", "numpy"."""
     words = ["torch", *(f"torch.cuda{n}" for n in range(len(torch_private.generator_states()) - 1))]
     found = {
         word: state.numpy().tobytes()
@@ -140,7 +140,7 @@ def digests_of_states() -> dict[str, str]:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """The default generators are afterwards what they were before."""
+    """Restores the default generators at the end of the block."""
     ours, theirs, tensors = random.getstate(), np.random.get_state(), torch_private.generator_states()
     try:
         yield

@@ -16,34 +16,34 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as uint8 [bytes] on the CPU: shared with it if it is contiguous there, else a copy."""
+    """Returns the tensor's bytes as uint8 [bytes] on the CPU: shared memory if it is contiguous there, else a copy."""
     flat = plain(tensor)
-    # Not view(-1): one element is contiguous whatever its stride, and keeps it.
+    # Not view(-1): a tensor of one element is contiguous with any stride, and keeps that stride.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bits, contiguous on the CPU: the tensor's own memory if it is so already, else a copy.
+    """Returns the same bits, contiguous on the CPU: the tensor's own memory if that already is, else a copy.
 
-    With its own memory it also has its own version counter, which tells of changes in place.
+    With its own memory it also has its own version counter, which shows changes in place.
     """
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of one type and shape. NaN equals itself, and 0.0 is not -0.0."""
+    """Returns whether two tensors of one dtype and shape have the same bits: NaN equals itself, 0.0 is not -0.0."""
     return torch.equal(as_bytes(one), as_bytes(other))
 
 
 def byte_view(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """The bytes of a contiguous CPU tensor, shared with it."""
+    """Returns the bytes of a contiguous CPU tensor, as shared memory."""
     return bytes_of(plain(tensor))
 
 
 def owned_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], memoryview]:
-    """(dtype, shape, bytes) of a copy that nobody else can change.
+    """Returns (dtype, shape, bytes) of a private copy.
 
-    A copy, not a reference: an activation may be a view of a receive buffer, which the next step overwrites
+    It is a copy, not a reference: an activation may be a view of a receive buffer, which the next step overwrites
     while the log client still reads.
     """
     copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -51,7 +51,7 @@ def owned_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], memoryview]
 
 
 def laid_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """With the strides that a sum of tensors like that would have: records have none, and kernels look at them."""
+    """Returns `value` with the strides that a sum of such tensors has: records have none, and kernels need them."""
     laid = torch.empty_like(like, dtype=value.dtype)
     return value if value.stride() == laid.stride() else laid.copy_(value)
 
@@ -71,7 +71,7 @@ def fill(tensor: torch.Tensor, record: Record, what: str) -> None:
 
 
 def to_tensor(record: Record) -> torch.Tensor:
-    """A new CPU tensor with a record's bits."""
+    """Returns a new CPU tensor with a record's bits."""
     tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
     byte_view(tensor)[:] = np.frombuffer(record.body, dtype=np.uint8)
     return tensor

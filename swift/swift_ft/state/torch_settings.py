@@ -1,7 +1,7 @@
-"""Settings of torch that a trainer may change in a step, and on which its bits depend from there on.
+"""Settings of torch that a trainer may change in a step, and that affect the bits of later computations.
 
-They are a part of a rank's state: a new process begins with what its script sets, a survivor that goes back has what it
-had then, and a step that is cut short leaves none changed.
+They are a part of a rank's state. A new process begins with its script's settings, a survivor that goes back restores
+the earlier ones, and a dropped step leaves none changed.
 
     (state) ``remember`` → ``begin_step`` → the step → ``end_step``, or ``begin_step`` again
 """
@@ -40,7 +40,7 @@ _SETTINGS = {
     "deterministic": _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     "num_threads": _Setting(torch.get_num_threads, torch.set_num_threads),
     "flush_denormal": _Setting(_flushes_denormals, torch.set_flush_denormal),
-    # The old name and the new ones; where they were mixed, torch will not tell the old one.
+    # The old name and the new ones; where both were used, torch raises an error for the old one.
     "float32_matmul_precision": _Setting(
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     ),
@@ -54,29 +54,29 @@ _SETTINGS = {
 
 
 class Settings:
-    """One rank's, by name."""
+    """The settings of one rank, by name."""
 
     def __init__(self) -> None:
         self._first: dict[str, Any] = {}
         self._now: dict[str, Any] = {}
 
     def remember(self) -> None:
-        """What a new process begins with."""
+        """Records the settings with which a new process begins."""
         self._first = self._now = read()
 
     def begin_step(self) -> None:
-        """As the last step has left them, or the state that was loaded."""
+        """Applies the settings that the last step has left, or those of a loaded state."""
         put(self._now)
 
     def end_step(self) -> None:
         self._now = read()
 
     def state(self) -> dict[str, Any]:
-        """What is not as in a new process."""
+        """Returns the settings that differ from those of a new process."""
         return {name: value for name, value in self._now.items() if self._first.get(name) != value}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """In force from the next step on. Raises ServiceError for settings of another version."""
+        """Loads settings for the next step. Raises ServiceError for settings of another version."""
         if unknown := sorted(set(state) - set(_SETTINGS)):
             raise ServiceError(
                 f"the state has settings of torch that this version does not know: {', '.join(unknown)}"
@@ -85,7 +85,7 @@ class Settings:
 
 
 def read() -> dict[str, Any]:
-    """All of them, as they are."""
+    """Returns all current settings."""
     settings = {}
     for name, setting in _SETTINGS.items():
         with suppress(RuntimeError):
@@ -94,7 +94,7 @@ def read() -> dict[str, Any]:
 
 
 def put(settings: Mapping[str, Any]) -> None:
-    """Those that are other ones now."""
+    """Applies the settings whose values differ from the current ones."""
     for name, value in read().items():
         if name in settings and settings[name] != value:
             _SETTINGS[name].put(settings[name])

@@ -1,24 +1,24 @@
-"""A joiner gets a replica's state, bit for bit, over the rebuilt default group.
+"""Copies a replica's state to a joining rank, bit for bit, over the rebuilt default group.
 
-(source) ``send_state``: header (also says whether the log has all that this rank has done), manifest, its share of the
+(source) ``send_state``: header (also says whether the log has all of this rank's records), manifest, its share of the
 chunks, digests of every piece of the whole state
 (joiner) ``receive_state``: manifests of all sources compared, chunks, digests of all sources compared with each other
-and with what arrived
+and with the received bytes
 
-Every source tells the digest of everything although it sends only its share, so that replicas that have drifted
-apart are found out before the joiner resumes from a mixture of them. Bytes go from the source's tensors into the
-joiner's without a copy between; small tensors are packed, and a tensor whose memory is not one contiguous run of
-bytes on the CPU goes through a copy that is.
+Every source sends the digests of the whole state although it sends only its share of the bytes. So replicas that have
+diverged are detected before the joiner resumes from a mixture of them. Bytes go from the source's tensors into the
+joiner's without an intermediate copy, with two exceptions. Small tensors are packed. A tensor whose memory is not one
+contiguous run of bytes on the CPU goes through a contiguous copy.
 
-The payload goes through the backend's point-to-point operations. With chunks of 4 MiB and more, several in flight,
-they reach a raw TCP socket's speed while a core is free for each end (`swift-ft bench replica`); a socket of our own,
-sent and digested by one thread, was slower then, and about a tenth faster with all cores taken, which is not worth
-another port to guard. Digests (XXH3, several times as fast as a socket) are computed between two waits, while the
-backend moves the chunks that are in flight.
+The payload uses the backend's point-to-point operations. With chunks of 4 MiB and more, several in flight, they reach a
+raw TCP socket's speed while a core is free for each end (`swift-ft bench replica`). A socket of our own, sent and
+digested by one thread, was slower then, and about a tenth faster with all cores busy, which does not justify another
+port to secure. Digests (XXH3, several times as fast as a socket) are computed between two waits, while the backend
+moves the chunks that are in flight.
 
-What goes wrong: a peer that dies, or a group that a notice broke open, shows as torch's RuntimeError; `check`
-raises what it raises. Both leave no operation behind that writes anywhere.
-The joiner's tensors then hold parts of the new state: it holds no version until another copy succeeds.
+Failures: a dead peer, or a group that a new-generation notification aborted, raises torch's RuntimeError; errors of
+`check` pass through. In both cases no operation remains that writes to memory.
+The joiner's tensors then hold parts of the new state: it has no valid version until another copy succeeds.
 """
 
 import itertools
@@ -47,29 +47,29 @@ from swift_ft.errors import ReplayRefused, ReplicaDiffers, UsageError
 from swift_ft.state.tensors import as_bytes, byte_view, dtype_name
 from swift_ft.state.tree import join, split, stride_told
 
-# What a state consists of, told from one replica to another, and how its bytes are cut into chunks.
+# The manifest, which describes a state to another replica, and the cutting of its bytes into chunks.
 #
 # A manifest is JSON: the state's skeleton (swift_ft.state.tree) and, in the skeleton's order, one entry per tensor.
-# Tensors that are the same memory (tied weights) are sent once. Sharded tensors (FSDP2) are entries of their local
-# shard; `placement` says in words which shard of what it is, without naming a mesh or a rank, so that replicas of one
-# shard have equal manifests and everybody else has not.
+# Tensors that share the same memory (tied weights) are sent once. Sharded tensors (FSDP2) are entries of their local
+# shard. `placement` describes the shard without naming a mesh or a rank, so that manifests are equal exactly between
+# replicas of one shard.
 
-# Bytes. From 4 MiB on a message moves at a raw socket's speed, one of 1 MiB at half of it.
+# Bytes. From 4 MiB on, a message reaches a raw socket's speed; one of 1 MiB reaches half of it.
 CHUNK_BYTES_MAX = 8 << 20
 CHUNK_BYTES_MIN = 64 << 10
-# So many times its own bytes a tensor may lie spread over.
+# Limit on the memory that a tensor's strides span, as a multiple of its elements.
 _REACH_MAX = 1 << 10
 _STRIDE_MAX = (1 << 63) - 1  # torch's
-# A state is cut so that every source has about this many chunks, as far as the two bounds allow.
+# A state is cut so that every source has about this many chunks, within the two limits above.
 _CHUNKS_PER_SOURCE = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """One tensor. `shape` is that of the local shard, `placement` is empty if the tensor is not sharded.
+    """One tensor. `shape` is that of the local shard; `placement` is empty if the tensor is not sharded.
 
-    `same_as` is the path of the earlier tensor whose memory this one is, or empty. `stride` is empty for the usual
-    strides; the bytes come in the order of the indices all the same.
+    `same_as` is the path of the earlier tensor that has the same memory, or empty. `stride` is empty for contiguous
+    strides. The bytes are sent in the order of the indices in any case.
     """
 
     path: str
@@ -107,7 +107,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
-        """Raises ValueError for what `to_bytes` does not make: nothing is allocated on a peer's word alone."""
+        """Parses a manifest. Raises ValueError for one that `to_bytes` cannot have written, before any allocation."""
         try:
             value = json.loads(data)
             entries = tuple(
@@ -147,21 +147,22 @@ def _check_entries(entries: Sequence[TensorEntry]) -> None:
 
 
 def _check_stride(entry: TensorEntry) -> None:
-    """`split` tells strides of tensors whose elements are apart; in so much memory at most (slices of bigger ones)."""
+    """Validates strides, which `split` reports for non-contiguous tensors. Their span is limited (slices of larger
+    tensors). Raises ValueError."""
     if not entry.stride:
         return
     if len(entry.stride) != len(entry.shape) or any(type(s) is not int or s < 0 for s in entry.stride):
         raise ValueError(f"{entry.path} has the strides {list(entry.stride)}")
     numel = math.prod(entry.shape)
     if not numel and max(entry.stride) <= _STRIDE_MAX:
-        return  # an empty tensor reaches nothing, whatever its strides
+        return  # an empty tensor spans no memory, whatever its strides
     reach = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride, strict=True) if size)
     if reach > _REACH_MAX * max(numel, 1):
         raise ValueError(f"{entry.path} has the strides {list(entry.stride)}")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Raises ValueError for a name that is no dtype."""
+    """Returns the dtype. Raises ValueError for an unknown name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype {name!r}")
@@ -169,14 +170,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that lies in this process, without its gradient history: itself unless sharded."""
+    """Returns the part of a tensor in this process, without its gradient history: the tensor itself unless sharded."""
     tensor = tensor.detach()
-    to_local = getattr(tensor, "to_local", None)  # asked, not imported: DTensor costs what few states need
+    to_local = getattr(tensor, "to_local", None)  # looked up by name: importing DTensor is slow
     return tensor if to_local is None else to_local().detach()
 
 
 def placement(tensor: Any) -> str:
-    """Which shard of what `local` gives; empty for a tensor that is not sharded. Raises UsageError for partial sums."""
+    """Describes the shard that `local` returns; empty for an unsharded tensor. Raises UsageError for partial sums."""
     if not hasattr(tensor, "to_local"):
         return ""
     mesh = tensor.device_mesh
@@ -207,7 +208,7 @@ def entry_of(path: str, tensor: torch.Tensor, same_as: str = "") -> TensorEntry:
 
 
 def manifest_of(state: dict[str, Any], version: int) -> tuple[Manifest, list[torch.Tensor]]:
-    """(manifest, local tensors in its order)."""
+    """Returns (manifest, local tensors in its order)."""
     tensors, skeleton = split(state)
     entries: list[TensorEntry] = []
     parts: list[torch.Tensor] = []
@@ -224,7 +225,7 @@ def manifest_of(state: dict[str, Any], version: int) -> tuple[Manifest, list[tor
 
 
 def first_difference(one: Manifest, other: Manifest) -> str:
-    """The first path at which two manifests are not equal, for the message."""
+    """Returns the first path at which two manifests differ, for the error message."""
     mine, theirs = ({entry.path: entry for entry in manifest.entries} for manifest in (one, other))
     for path, entry in mine.items():
         if theirs.get(path) != entry:
@@ -259,7 +260,7 @@ def _first_difference(one: Any, other: Any, path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [begin, end) of the tensor of that index."""
+    """Bytes [begin, end) of the tensor with that index."""
 
     tensor: int
     begin: int
@@ -268,7 +269,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one operation moves: a piece of a big tensor as it lies in memory, or many small tensors packed."""
+    """The payload of one operation: a piece of a large tensor as it lies in memory, or several small tensors packed."""
 
     index: int
     source: int  # index into the transfer's sources
@@ -280,7 +281,7 @@ class Chunk:
 
 
 def plan_chunks(sizes: Sequence[int], sources: int) -> list[Chunk]:
-    """Every byte of tensors of `sizes` bytes exactly once, over `sources` sources by turns. Deterministic."""
+    """Cuts tensors of `sizes` bytes into chunks and assigns them to the sources in turn. Deterministic."""
     limit = min(max(sum(sizes) // (sources * _CHUNKS_PER_SOURCE), CHUNK_BYTES_MIN), CHUNK_BYTES_MAX)
     chunks: list[tuple[Piece, ...]] = []
     pack: list[Piece] = []
@@ -309,7 +310,7 @@ def fits(entry: TensorEntry, destination: torch.Tensor) -> bool:
 
 
 def check_fits(entry: TensorEntry, destination: torch.Tensor, source: int, joiner: int) -> None:
-    """Raises ReplicaDiffers, in one line, if a tensor of that entry cannot be received into `destination`."""
+    """Raises ReplicaDiffers if a tensor of that entry cannot be received into `destination`."""
     if not fits(entry, destination):
         expected = entry_of(entry.path, destination)
         raise ReplicaDiffers(
@@ -317,19 +318,19 @@ def check_fits(entry: TensorEntry, destination: torch.Tensor, source: int, joine
         )
 
 
-# Where a received state goes: the joiner's own tensors, and new ones for what it has none of.
+# Destination of a received state: the joiner's own tensors, and new ones where it has none.
 
-# A new tensor of this many bytes lies in huge pages. The kernel clears pages when they are first written; one by
-# one that takes as long as receiving does (2.4 GB/s against 7 in huge pages).
+# A new tensor of this many bytes uses huge pages. The kernel clears pages when they are first written. With small
+# pages that takes as long as receiving (2.4 GB/s against 7 in huge pages).
 _HUGE_BYTES = 2 << 20
 
 
-# What is there may have another shape from step to step.
+# Tensors whose shapes may change from step to step.
 _GROWING = ("state.optimizers.", "state.objects.")
 
 
 class Destination:
-    """(joiner) ``parts``: uint8 views, one per entry, that the chunks are received into … ``finish()``.
+    """(joiner) ``parts``: uint8 views, one per entry, into which chunks are received … ``finish()``.
 
     Raises ReplicaDiffers if `into` has a tensor of another shape, type or shard than the source `source`, and
     ReplayRefused if the memory does not suffice.
@@ -344,8 +345,8 @@ class Destination:
         *,
         older_copy: bool = False,
     ):
-        """`older_copy`: `into` is nobody's state, only memory to use again. A tensor of another shape or type gets new
-        memory, whatever it is of; what is one tensor at the source is one here, and what is two is two."""
+        """`older_copy`: `into` is no live state, only memory to reuse. A tensor of another shape or dtype gets new
+        memory. Two names share a tensor here exactly if they do at the source."""
         self._older_copy = older_copy
         self._entries = manifest.entries
         self._into = into
@@ -361,12 +362,12 @@ class Destination:
             here[entry.path] = local(into[entry.path])
         if older_copy:
             here = _each_once(self._entries, here)
-        # One memory here as there: filled through the entry that it is the same as.
+        # Tied here as at the source: filled through the entry in `same_as`.
         tied = {e.path for e in self._entries if e.path in here and _same(here[e.path], here.get(e.same_as))}
         self._overlapping = _overlapping({path: tensor for path, tensor in here.items() if path not in tied})
         for entry in self._entries:
             if entry.path in here and entry.path not in self._overlapping and not _laid_alike(entry, here):
-                del here[entry.path]  # it gets a new tensor
+                del here[entry.path]  # replaced by a new tensor
         tied &= here.keys()
         direct = {path for path in here if path not in self._overlapping and _is_bytes(here[path])}
         _check_memory(entry.bytes for entry in self._entries if entry.path not in direct)
@@ -385,10 +386,10 @@ class Destination:
         self.parts = [empty if e.same_as else as_bytes(self._received[e.path]) for e in self._entries]
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """All tensors by path, the ones of `into` filled. Raises ReplicaDiffers if these share memory wrongly."""
+        """Returns all tensors by path, those of `into` filled. Raises ReplicaDiffers if these share memory wrongly."""
         for destination, value in self._copies:
             destination.copy_(value)
-        for entry in self._entries:  # what the source keeps apart may be one memory here: one value is gone
+        for entry in self._entries:  # memory shared here but not at the source loses a value
             if entry.path in self._overlapping:
                 mine, theirs = self._here[entry.path], self._received[entry.same_as or entry.path]
                 if not torch.equal(as_bytes(mine), as_bytes(theirs)):
@@ -411,7 +412,7 @@ class Destination:
         return tensors
 
     def _sharded(self, entry: TensorEntry, tensor: torch.Tensor) -> Any:
-        """A new tensor as a shard of the mesh on which a tensor of `into` is sharded the same way."""
+        """Returns a new tensor as a shard on the mesh of a tensor of `into` that is sharded the same way."""
         if not entry.placement:
             return tensor
         template: Any
@@ -431,7 +432,7 @@ class Destination:
 
 
 def _each_once(entries: Iterable[TensorEntry], here: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those that are filled: of two names of one tensor the first, here and at the source."""
+    """Returns the tensors to fill: of several names of one tensor, here or at the source, only the first."""
     once: dict[str, torch.Tensor] = {}
     filled: set[int] = set()
     for entry in entries:
@@ -442,7 +443,7 @@ def _each_once(entries: Iterable[TensorEntry], here: dict[str, torch.Tensor]) ->
 
 
 def _laid_alike(entry: TensorEntry, here: dict[str, torch.Tensor]) -> bool:
-    """Kernels choose their way by strides, so a tensor must not lie otherwise than at its source."""
+    """Returns whether the strides equal the source's: kernels choose their algorithm by strides."""
     return tuple(stride_told(here[entry.path])) == entry.stride
 
 
@@ -453,7 +454,7 @@ def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def fresh(entry: TensorEntry) -> torch.Tensor:
-    """An uninitialised CPU tensor of an entry's shape and type, for its bytes in their order."""
+    """Returns an uninitialised contiguous CPU tensor of an entry's shape and dtype."""
     dtype = torch_dtype(entry.dtype)
     if entry.bytes < _HUGE_BYTES:
         return torch.empty(entry.shape, dtype=dtype)
@@ -463,7 +464,7 @@ def fresh(entry: TensorEntry) -> torch.Tensor:
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:
-    """Whether its elements are one run of bytes that can be received into."""
+    """Returns whether the tensor's elements are one run of bytes that can be received into."""
     return (
         tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     )
@@ -474,7 +475,7 @@ def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 
 def _overlapping(tensors: dict[str, torch.Tensor]) -> set[str]:
-    """Paths of tensors whose memory, from the first element to the last, reaches into another one's."""
+    """Returns the paths of tensors whose memory, from first to last element, overlaps another one's."""
     spans = []
     for path, tensor in tensors.items():
         if tensor.numel():
@@ -502,7 +503,7 @@ def _check_memory(sizes: Iterable[int]) -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes that can be allocated without swapping; None if the system does not tell."""
+    """Returns the bytes that can be allocated without swapping; None if the system does not report them."""
     try:
         with open("/proc/meminfo") as file:
             for line in file:
@@ -513,7 +514,7 @@ def available_memory() -> int | None:
     return None
 
 
-# Operations in flight per source: the backend has the next one at hand while a chunk is digested. They hold no copies.
+# Operations in flight per source, so that the backend is busy while a chunk is digested. They hold no copies.
 _IN_FLIGHT = 8
 _DIGEST_BYTES = 16
 _HEADER_WORDS = 5
@@ -526,7 +527,7 @@ OnChunk = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """One joiner and the replicas that it copies from (global ranks). They share the chunks between them.
+    """One joiner and the replicas that it copies from (global ranks), which divide the chunks between them.
 
     A rank that takes part in several transfers carries them out in the same order as the others do.
     """
@@ -549,18 +550,18 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Received:
-    """`state` is what TrainerState.load_state_dict takes; tensors of `into` are in it, already filled."""
+    """The result of a copy. `state` fits TrainerState.load_state_dict and contains the tensors of `into`, filled."""
 
     state: dict[str, Any]
     digest: str
     bytes: int
     seconds: float
     witnesses: tuple[int, ...] = ()
-    """The sources whose logs hold all that they have done (`swift_ft.train.replay`)."""
+    """Sources whose logs have all of their records (`swift_ft.train.replay`)."""
 
 
 class DefaultGroup:
-    """The `Wire` of torch's default process group, whichever it is now."""
+    """A `Wire` over torch's current default process group."""
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
         work = dist.isend(tensors[0], to, tag=tag)
@@ -586,10 +587,10 @@ def send_state(
     wire: Wire | None = None,
     logged: bool = True,
 ) -> Sent:
-    """(each source) Sends its share of `state`, a TrainerState's state_dict. Returns when the bytes are on their way.
+    """(each source) Sends its share of `state`, a TrainerState's state_dict. Returns when all sends have completed.
 
     `check` is called between chunks, and so is `on_chunk` with (chunks sent, this source's chunks), first with 0.
-    `logged`: the log has all that this rank has done.
+    `logged`: the log has all of this rank's records.
     Raises RuntimeError (torch's) if the joiner is lost, UsageError for a state that cannot be sent.
     """
     begin = time.monotonic()
@@ -652,10 +653,10 @@ def receive_state(
 ) -> Received:
     """(joiner) Receives the state of `transfer.version` from all its sources and verifies it.
 
-    `into`: tensors by path, as swift_ft.state.tree.split names them, that are filled in place; tensors of the
-    state that it lacks are made. `check` is called between chunks, and so is `on_chunk` with (chunks arrived, all
-    chunks), first with 0. `older_copy`: `into` is only memory to use again (`Destination`).
-    Raises ReplicaDiffers if the sources differ from each other, from what arrived, or in shapes and types from
+    `into`: tensors by path, as swift_ft.state.tree.split names them, that are filled in place. Tensors of the state
+    that it lacks are created. `check` is called between chunks, and so is `on_chunk` with (chunks arrived, all chunks),
+    first with 0. `older_copy`: `into` is only memory to reuse (`Destination`).
+    Raises ReplicaDiffers if the sources differ from each other, from the received bytes, or in shapes and dtypes from
     `into`; RuntimeError (torch's) if a source is lost.
     """
     assert rank == transfer.joiner
@@ -701,7 +702,7 @@ def receive_state(
 
 
 def digest_of(state: dict[str, Any], version: int) -> str:
-    """What `Sent` and `Received` tell of a state that one source sends."""
+    """Returns the digest that `Sent` and `Received` have for a state that one source sends."""
     manifest, tensors = manifest_of(state, version)
     parts = [_NO_BYTES if e.same_as else as_bytes(t) for e, t in zip(manifest.entries, tensors, strict=True)]
     chunks = plan_chunks([entry.bytes for entry in manifest.entries], 1)
@@ -714,7 +715,8 @@ def digest_of(state: dict[str, Any], version: int) -> str:
 def _same_manifest(
     transfer: Transfer, wire: Wire, check: Callable[[], None]
 ) -> tuple[Manifest, bytes, tuple[int, ...]]:
-    """The manifest of all sources (ReplicaDiffers if they have several), and those that have logged everything."""
+    """Returns the sources' manifest, its bytes, and the sources that have logged everything. Raises ReplicaDiffers if
+    the manifests differ."""
     begun = {source: _receive_manifest(source, wire, check) for source in transfer.sources}
     texts = {source: text for source, (text, _) in begun.items()}
     manifests = {}
@@ -737,7 +739,7 @@ def _same_manifest(
 
 
 def _receive_manifest(source: int, wire: Wire, check: Callable[[], None]) -> tuple[bytes, bool]:
-    """And whether its log is whole."""
+    """Returns the manifest's bytes, and whether the source's log is complete."""
     check()
     header = torch.zeros(_HEADER_WORDS, dtype=torch.int64)
     wire.recv([header.view(torch.uint8)], source, REPLICA_HEADER).wait()
@@ -758,7 +760,7 @@ def _receive_manifest(source: int, wire: Wire, check: Callable[[], None]) -> tup
 
 
 def _camps(values: dict[int, bytes]) -> str:
-    """Which ranks agree with which: ``ranks 0, 1 and rank 2``."""
+    """Describes groups of ranks with equal values: ``ranks 0, 1 and rank 2``."""
     camps: dict[bytes, list[str]] = {}
     for rank, value in values.items():
         camps.setdefault(value, []).append(str(rank))
@@ -769,7 +771,7 @@ def _camps(values: dict[int, bytes]) -> str:
 
 
 def _room(chunk: Chunk, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Where a chunk is received: its place in the state, or a pack that is taken apart later."""
+    """Returns the memory for a chunk: its place in the state, or a buffer that is unpacked later."""
     if len(chunk.pieces) > 1:
         return torch.empty(chunk.bytes, dtype=torch.uint8)
     piece = chunk.pieces[0]
@@ -791,7 +793,7 @@ def _unpack(chunk: Chunk, packed: torch.Tensor, parts: list[torch.Tensor]) -> No
 
 
 def _digests(chunk: Chunk, parts: list[torch.Tensor]) -> bytes:
-    """One digest per piece: a difference is found out by its tensor's name."""
+    """Returns one digest per piece, so that a difference can be traced to a tensor's name."""
     return b"".join(
         xxhash.xxh3_128_digest(byte_view(parts[piece.tensor][piece.begin : piece.end]).data)
         for piece in chunk.pieces
@@ -810,7 +812,7 @@ def _compare(
     chunks: list[Chunk],
     digests: bytes,
 ) -> None:
-    """Raises ReplicaDiffers unless all sources told the digests that were computed here from what arrived."""
+    """Raises ReplicaDiffers unless all sources sent the digests that were computed here from the received bytes."""
     if not digests:
         return
     told: dict[int, bytes] = {}

@@ -1,8 +1,8 @@
 """State dicts as named tensors plus JSON, so that a checkpoint carries no pickled values.
 
-`split` takes any nesting of containers, numbers, strings, tensors and arrays apart; `join` puts it together again, with
-the same types, the same bits and the same strides. Floats survive bit for bit (JSON carries their shortest round-trip
-form); NaN and infinity too.
+`split` takes apart any nesting of containers, numbers, strings, tensors and arrays. `join` restores it with the same
+types, bits and strides. Floats survive bit for bit (JSON carries their shortest round-trip form), NaN and infinity
+included.
 """
 
 import math
@@ -46,7 +46,7 @@ class Inexpressible(UsageError):
 
 
 def split(state: Any, prefix: str = "") -> tuple[dict[str, torch.Tensor], Any]:
-    """(tensors by path, JSON value) of a state dict. Raises UsageError for a value that is neither."""
+    """Returns (tensors by path, JSON value) of a state dict. Raises UsageError for a value that is neither."""
     tensors: dict[str, torch.Tensor] = {}
     return tensors, _split(state, prefix or "state", tensors)
 
@@ -83,7 +83,7 @@ def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         items = [_split(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
         return {"deque": [items, value.maxlen]}
     if isinstance(value, set | frozenset):
-        # Two processes may walk a set in different orders.
+        # Two processes may iterate over a set in different orders.
         kind = "set" if isinstance(value, set) else "frozenset"
         return {kind: sorted((_hashable(item, path) for item in value), key=repr)}
     if isinstance(value, list | tuple):
@@ -110,14 +110,14 @@ def _name(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> 
 
 
 def stride_told(tensor: torch.Tensor) -> list[int]:
-    """Its strides, or none if they are the usual ones. (Of dimensions of one element as well: kernels look at them.)
+    """Returns the strides, or none if they are contiguous. Strides of dimensions of size 1 count: kernels use them.
 
-    Elements that share memory (`expand`) come back apart.
+    Elements that share memory (`expand`) are saved as separate ones.
     """
     if tensor.layout != torch.strided or tensor.stride() == contiguous_strides(tensor.shape):
         return []
     reach = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
-    behind = 0  # the last element of the dimensions so far
+    behind = 0  # offset of the last element of the dimensions so far
     for stride, size in reach:
         if stride <= behind:
             return []
@@ -126,7 +126,7 @@ def stride_told(tensor: torch.Tensor) -> list[int]:
 
 
 def contiguous_strides(shape: Any) -> tuple[int, ...]:
-    """As torch gives them to a new tensor."""
+    """Returns the strides that torch gives to a new tensor."""
     strides, step = [], 1
     for size in reversed(tuple(shape)):
         strides.append(step)
@@ -150,7 +150,7 @@ def _split_array(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any
 
 
 def _told(dtype: Any, path: str) -> Any:
-    """For JSON; `_numpy_type` reads it."""
+    """Returns the dtype for JSON; `_numpy_type` reads it. Raises UsageError."""
     try:
         told = dtype.descr if dtype.names else dtype.str
         if _numpy_type(told) == dtype:
@@ -167,7 +167,7 @@ def _key(key: Any, path: str) -> Any:
 
 
 def _hashable(value: Any, path: str) -> Any:
-    """A key, or an element of a set: no tensor."""
+    """Returns the JSON value of a key or of a set's element. Raises UsageError if it contains a tensor."""
     tensors: dict[str, torch.Tensor] = {}
     skeleton = _split(value, path, tensors)
     if tensors:
@@ -180,9 +180,9 @@ def _word(key: Any) -> str:
 
 
 def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state dict that `split` took apart. Raises ValueError for what `split` does not make."""
+    """Returns the state dict that `split` took apart. Raises ValueError for a skeleton that `split` cannot return."""
     if isinstance(skeleton, str):
-        return sys.intern(skeleton)  # one object for one name, as before: pickle tells
+        return sys.intern(skeleton)  # one object per name, as before: pickle's output depends on it
     if not isinstance(skeleton, dict):
         return skeleton
     if "tensor" in skeleton:
@@ -221,9 +221,9 @@ _NUMPY_TYPE = re.compile(r"[<>|=][a-zA-Z][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}\])
 
 
 def _numpy_type(told: Any) -> "np.dtype[Any]":
-    """Only what numpy says of its types itself: other texts it would read as Python. TypeError, ValueError."""
+    """Parses a dtype as numpy writes it; numpy would evaluate other texts as Python. Raises TypeError, ValueError."""
     if not isinstance(told, str):
-        if not all(isinstance(field[0], str) for field in told):  # or a pair of name and title
+        if not all(isinstance(field[0], str) for field in told):  # it may be a pair of name and title
             raise TypeError("a field has no name")
         return np.dtype([(name, _numpy_type(of), *map(tuple, shape)) for name, of, *shape in told])
     if not _NUMPY_TYPE.fullmatch(told):
@@ -239,7 +239,7 @@ _TORCH_TYPES = {
 
 
 def _dtype(name: str) -> torch.dtype:
-    """(Not looked up in torch, which imports what it is asked for.)"""
+    """Returns the dtype. (No lookup by attribute: torch imports submodules on access.)"""
     dtype = _TORCH_TYPES.get(name)
     if dtype is None:
         raise ValueError(f"no dtype {name!r}")
@@ -247,7 +247,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def leaves(skeleton: Any) -> Iterator[dict[str, Any]]:
-    """What the skeleton says of each tensor and array in it."""
+    """Yields the skeleton's description of each tensor and array in it."""
     if isinstance(skeleton, list):
         for item in skeleton:
             yield from leaves(item)
@@ -260,7 +260,7 @@ def leaves(skeleton: Any) -> Iterator[dict[str, Any]]:
 
 
 def empty_tensors(skeleton: Any) -> dict[str, torch.Tensor]:
-    """Uninitialised tensors for every tensor that the skeleton names, with its strides."""
+    """Returns an uninitialised tensor for every tensor that the skeleton names, with its strides."""
     tensors: dict[str, torch.Tensor] = {}
     for leaf in leaves(skeleton):
         if "array" in leaf:
@@ -271,7 +271,7 @@ def empty_tensors(skeleton: Any) -> dict[str, torch.Tensor]:
 
 
 def empty_like(leaf: dict[str, Any]) -> torch.Tensor:
-    """An uninitialised tensor as a skeleton tells it. Raises ValueError for what `split` does not tell."""
+    """Returns an uninitialised tensor for a skeleton's description. Raises ValueError if `split` cannot return it."""
     dtype, shape = _dtype(leaf["dtype"]), leaf["shape"]
     if "stride" not in leaf:
         return torch.empty(shape, dtype=dtype)

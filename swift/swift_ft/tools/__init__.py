@@ -1,1 +1,1 @@
-"""What operators ask: `swift-ft status`, `jobs`, `logs`, `inspect`, `export`, `doctor`, `token`. A module for each."""
+"""Operator commands, a module each: `swift-ft status`, `jobs`, `logs`, `inspect`, `export`, `doctor`, `token`."""

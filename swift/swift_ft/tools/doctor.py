@@ -1,4 +1,4 @@
-"""`swift-ft doctor`: gathers, judges, prints a table. Exit code 0: nothing fails; 3: something does; 2: usage."""
+"""`swift-ft doctor`: gathers facts, checks them, prints a table. Exit code 0: no failure; 3: failures; 2: usage."""
 
 import ctypes
 import errno
@@ -45,20 +45,20 @@ from swift_ft.tools.machine_checks import (
     exit_code,
 )
 
-# `swift-ft doctor`: is this machine fit for swift, and do the services answer?
+# `swift-ft doctor` checks whether this machine is fit for swift, and whether the services answer.
 #
-# facts    what was found, as plain data
-# gather   finds it: the only part that touches the machine
-# checks   judges it: pure functions
-# command  the command line
+#  facts    plain data (`machine_checks`)
+#  gather   collects the facts: the only part that accesses the machine
+#  checks   pure functions that judge the facts (`machine_checks`)
+#  command  the command line
 
 
-# Certificates and keys in PEM files, as far as the doctor looks at them. ValueError: it is not one.
+# Reading of PEM certificates and keys. Raises ValueError for other data.
 
 
 def read_certificate(data: bytes) -> tuple[float, float]:
-    """(valid from, valid to) in seconds since 1970; of several, the one that ends first. Raises ValueError for
-    anything else."""
+    """Returns (valid from, valid to) in seconds since 1970; of several certificates, the one that expires first. Raises
+    ValueError for other data."""
     try:
         certificates = x509.load_pem_x509_certificates(data)
     except ValueError:
@@ -77,7 +77,8 @@ def read_key(data: bytes) -> PrivateKeyTypes:
 
 
 def same_key(certificate: bytes, key: bytes) -> bool | None:
-    """None: the certificate cannot be read, which is said elsewhere."""
+    """Returns whether the key is the certificate's; None if the certificate cannot be read, which is reported
+    elsewhere."""
     try:
         mine = x509.load_pem_x509_certificates(certificate)[0].public_key()
     except ValueError:
@@ -87,7 +88,7 @@ def same_key(certificate: bytes, key: bytes) -> bool | None:
     return mine.public_bytes(*plain) == theirs.public_bytes(*plain)
 
 
-# Finds the facts: looks at this machine, writes a little into the log's directory, asks the services.
+# Gathering of facts: inspects this machine, writes a little into the log's directory, calls the services.
 
 PACKAGES = ("swift-ft", "torch", "numpy", "grpcio", "protobuf", "cryptography", "prometheus-client")
 TLS_VARIABLES = ("SWIFT_TLS_CERT", "SWIFT_TLS_KEY", "SWIFT_TLS_CA")
@@ -102,7 +103,7 @@ _CLOCK = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
 
 def software() -> Software:
-    """Versions of Python and of the packages that swift needs, and which kernels are compiled."""
+    """Returns the versions of Python and of the packages that swift needs, and the compiled kernels."""
     versions: dict[str, str] = {}
     for name in PACKAGES:
         try:
@@ -119,7 +120,7 @@ def software() -> Software:
 
 
 def machine() -> Machine:
-    """Processors, limits of this process, free bytes in /dev/shm, and whether memfd works."""
+    """Returns the number of CPUs, this process's limits, the free bytes in /dev/shm, and whether memfd works."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     try:
@@ -145,7 +146,7 @@ def machine() -> Machine:
 
 
 def filesystem_of(path: str, mounts: Iterable[str]) -> str:
-    """Of the lines of /proc/self/mountinfo, the type of the mount that `path` (absolute, resolved) is on."""
+    """Returns the file system type of `path` (absolute, resolved), from the lines of /proc/self/mountinfo."""
     best, kind = "", ""
     for line in mounts:
         before, _, after = line.partition(" - ")
@@ -160,7 +161,7 @@ def filesystem_of(path: str, mounts: Iterable[str]) -> str:
 
 
 def directory(path: Path) -> Directory:
-    """Leaves nothing behind: its file has no name any more when it is written to."""
+    """Examines the log's directory. Leaves no file behind: its test file is unlinked before it is written."""
     path = Path(os.path.abspath(path))
     nearest = path
     while not nearest.exists() and nearest != nearest.parent:
@@ -217,7 +218,8 @@ def _measured(path: Path) -> dict[str, object]:
 
 
 def _preallocates(fd: int) -> bool:
-    """Asks the kernel itself: Python's posix_fallocate writes zeros where the file system cannot."""
+    """Returns whether fallocate works. Calls it directly: Python's posix_fallocate writes zeros if it is
+    unsupported."""
     fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if fallocate is None:
         return False
@@ -226,7 +228,7 @@ def _preallocates(fd: int) -> bool:
 
 
 def _writes_direct(fd: int) -> bool:
-    """It may be opened so, and refuse the write."""
+    """Returns whether a direct write works: the open may succeed and the write fail."""
     with mmap.mmap(-1, _BLOCK_BYTES) as block:
         try:
             return os.pwrite(fd, block, 0) == _BLOCK_BYTES
@@ -247,7 +249,7 @@ def _syncs_s(fd: int) -> list[float]:
 
 
 def _append(fd: int) -> float:
-    """Bytes per second, of pieces as the log server writes them, with one sync at the end."""
+    """Returns the bytes per second of writes as the log server does them, with one sync at the end."""
     with mmap.mmap(-1, _PIECE_BYTES) as piece:
         piece[:] = os.urandom(1 << 20) * (_PIECE_BYTES >> 20)
         began = time.perf_counter()
@@ -278,7 +280,7 @@ def _in_use(path: Path) -> bool:
 
 
 def port(address: str) -> Port:
-    """Whether a server could listen at this address: binds it for a moment."""
+    """Checks whether a server could listen at this address: binds it for a moment."""
     host, number = host_and_port(address, "--listen")
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -294,10 +296,10 @@ def port(address: str) -> Port:
 
 
 def peer(kind: str, address: str, timeout_s: float) -> Peer:
-    """Asks for its health a few times. The clock is compared in the quickest round trip."""
+    """Checks a service's health a few times. The clock is compared in the fastest round trip."""
     try:
         channel = open_channel(address)
-    except UsageError as error:  # of this side: a token or a certificate, or none where one is needed
+    except UsageError as error:  # a local problem: an invalid or missing token or certificate
         return Peer(kind=kind, address=address, problem=str(error))
     trips: list[float] = []
     offset: tuple[float, float] | None = None
@@ -341,7 +343,7 @@ def peer(kind: str, address: str, timeout_s: float) -> Peer:
 
 
 def certificates(environment: Mapping[str, str], now: float) -> Sequence[Certificate]:
-    """The files that the TLS variables name: who may read them, until when they are good, whether a key fits."""
+    """Returns the files that the TLS variables name: their mode and validity, and whether the key matches."""
     named = {variable: environment[variable] for variable in TLS_VARIABLES if environment.get(variable)}
     certificates = []
     for variable, path in named.items():
@@ -376,7 +378,7 @@ def certificates(environment: Mapping[str, str], now: float) -> Sequence[Certifi
 
 
 def token(environment: Mapping[str, str], now: float) -> Token | None:
-    """What is in the file that this machine's clients would take."""
+    """Returns the token that this machine's clients would use."""
     name = environment.get(ENV_TOKEN_FILE)
     if not name:
         return None
@@ -433,7 +435,7 @@ def parser() -> Parser:
 
 
 def gathered(argv: Sequence[str]) -> tuple[Facts, Path | None]:
-    """What the command line asks for. UsageError: before anything is touched."""
+    """Parses the command line and gathers the facts. Raises UsageError before anything is accessed."""
     options = parser().parse_args(argv)
     for flag in ("listen", "server", "coordinator"):
         for address in getattr(options, flag):
@@ -463,7 +465,7 @@ def gathered(argv: Sequence[str]) -> tuple[Facts, Path | None]:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """One line each: status, check, what was found, and after a dash what to do."""
+    """Formats one line per finding: status, check, fact, and after a dash the advice."""
     width = max(len(finding.check) for finding in findings)
     lines = [
         f"{finding.status:<4}  {finding.check:<{width}}  {finding.found}"

@@ -1,4 +1,4 @@
-"""`swift-ft export`: a version of a job for those who have no swift-ft."""
+"""`swift-ft export`: writes a version of a job in a format that needs no swift-ft."""
 
 import argparse
 import sys
@@ -17,10 +17,10 @@ EXIT_USAGE, EXIT_DAMAGE = 2, 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportConfig:
-    """What the command line says, checked."""
+    """The command line, validated."""
 
     directory: Path
-    """The job's own."""
+    """Checkpoint directory of the job."""
     target: Path
     version: int | None
     ranks: int | None
@@ -70,7 +70,8 @@ def parse(argv: Sequence[str]) -> ExportConfig:
 
 
 def run(config: ExportConfig) -> None:
-    """The command, and its one line on stdout. ServiceError: no version is whole; UsageError: it cannot be written."""
+    """Runs the command; prints one line. Raises ServiceError if no version is whole, UsageError if it cannot be
+    written."""
     ranks = config.ranks or export.world_size_of(config.directory)
     if not ranks:
         raise UsageError(f"there is no checkpoint in {config.directory}")

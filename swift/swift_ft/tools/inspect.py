@@ -1,4 +1,4 @@
-"""`swift-ft inspect`: what is in the log, of a running server or of a directory."""
+"""`swift-ft inspect`: shows the contents of a log, of a running server or of a directory."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# gRPC reads this when it is imported: its own lines about a server that is not there would stand beside ours.
+# gRPC reads this at import: otherwise its own messages about an absent server would appear next to ours.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from swift_ft.cli_parser import Parser
@@ -28,7 +28,7 @@ from swift_ft.log.record import check_name
 from swift_ft.text import one_line, tell, whole_number
 from swift_ft.tools.log_contents import DirectoryLog, JobFacts, LogFacts, ServedLog, StreamFacts, export
 
-# Tables for people, in plain columns.
+# Text output: tables in plain columns.
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -60,7 +60,7 @@ _LEFT = {"job", "stream", "segment", "state", "ends", "steps"}
 
 
 def size_words(count: int) -> str:
-    """1234567 -> "1.2 MB"."""
+    """Formats a size: 1234567 -> "1.2 MB"."""
     value = float(count)
     for unit in _UNITS:
         if value < 999.95 or unit == _UNITS[-1]:
@@ -70,7 +70,7 @@ def size_words(count: int) -> str:
 
 
 def time_words(seconds: float) -> str:
-    """90.0 -> "1.5 min"."""
+    """Formats a duration: 90.0 -> "90 s"."""
     for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
@@ -78,7 +78,7 @@ def time_words(seconds: float) -> str:
 
 
 def show(facts: LogFacts, *, segments: bool) -> None:
-    """``segments``: every file, too."""
+    """Prints the facts as tables. ``segments``: lists every file, too."""
     print(one_line(_head(facts)))
     _table(JOB_COLUMNS, [_job_row(job) for job in facts.jobs])
     _table(STREAM_COLUMNS, [_stream_row(job.job, s) for job in facts.jobs for s in job.streams])
@@ -168,7 +168,7 @@ TIMEOUT_S_MAX = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectConfig:
-    """What the command line says, checked."""
+    """The command line, validated."""
 
     directory: Path | None
     server: str
@@ -205,12 +205,12 @@ class InspectConfig:
 
     @property
     def wanted(self) -> Callable[[int], bool]:
-        """Is this step to be exported?"""
+        """Predicate that selects the steps to export."""
         return lambda step: step >= self.first_step and (self.end_step is None or step < self.end_step)
 
 
 def _steps(text: str) -> tuple[int, int | None]:
-    """``N`` or ``N:M``; M is exclusive."""
+    """Parses ``N`` or ``N:M`` into (first, end); M is exclusive, None if open."""
     first, colon, end = text.partition(":")
     begin, behind = whole_number(first), whole_number(end)
     if begin is None or (end and behind is None):
@@ -267,7 +267,8 @@ def parse(argv: Sequence[str]) -> InspectConfig:
 
 
 def run(config: InspectConfig) -> int:
-    """The command: shows, exports or drops. Returns the exit code. UsageError: there is no such stream."""
+    """Runs the command: shows, exports or drops. Returns the exit code. Raises UsageError if there is no such
+    stream."""
     if config.drop_job:
         return _drop(config)
     log = DirectoryLog(config.directory) if config.directory is not None else None

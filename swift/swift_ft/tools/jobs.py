@@ -1,4 +1,4 @@
-"""`swift-ft jobs`: what jobs a coordinator has, and what each does."""
+"""`swift-ft jobs`: lists a coordinator's jobs and their states."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def lines(reply: pb.JobsReply) -> list[str]:
-    """For people."""
+    """Returns the lines of the text output."""
     if not reply.jobs:
         return ["no jobs"]
     table: list[tuple[str, ...]] = [("job", "state", "generation", "ranks", "version", "checkpoint", "")]

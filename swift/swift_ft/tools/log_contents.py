@@ -1,7 +1,8 @@
-"""Records as a safetensors file: 8 bytes of length, a JSON header, the tensors' bytes one after the other.
+"""Contents of a log, from a server or from its files; and export of records as a safetensors file.
 
-Written here, not by the library: it takes whole tensors that are in memory at once, and numpy's element types,
-which have no bfloat16 and no float8. The bytes are the log's own, so nothing can be rounded.
+A safetensors file has 8 bytes of length, a JSON header, and the tensors' bytes one after another. It is written here,
+because the library takes only whole tensors in memory and numpy's element types, which have no bfloat16 and no float8.
+The bytes are those of the log, so they are never rounded.
 """
 
 import json
@@ -49,12 +50,12 @@ from swift_ft.log.segment import (
     walk,
 )
 
-# What is told of a log, whoever tells it: a server over gRPC, or the files of a directory.
+# Facts about a log, from a server over gRPC or from the files of a directory.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentFacts:
-    """A file."""
+    """One segment file."""
 
     name: str
     first_sequence: int
@@ -66,7 +67,7 @@ class SegmentFacts:
 
 @dataclass(kw_only=True, slots=True)
 class StreamFacts:
-    """first <= durable <= appended; each is exclusive, the first sequence that is *not* there."""
+    """One stream. first <= durable <= appended; durable and appended are exclusive ends."""
 
     stream: str
     first_sequence: int
@@ -77,11 +78,11 @@ class StreamFacts:
     first_step: int | None = None
     last_step: int | None = None
     unlogged: tuple[int, int] | None = None
-    """The first and the last step that the writer has declared not to be whole."""
+    """First and last step that the writer has declared unlogged."""
     segments: list[SegmentFacts] | None = None
-    """None: a server does not tell."""
+    """None: not reported by a server."""
     problems: list[str] = field(default_factory=list)
-    """Holes and the quarantine, with their reasons."""
+    """Reasons of holes and of the quarantine."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,17 +98,17 @@ class JobFacts:
     """0: no quota."""
     alarm: str = ""
     idle_seconds: float = 0.0
-    """Since anybody wrote, read, or spoke for it (a server), or since a file changed (a directory)."""
+    """Seconds since the job was last written, read or queried (a server), or since a file changed (a directory)."""
     writers: int | None = None
-    """Streams that are open for appending. None: a directory does not tell."""
+    """Streams open for appending. None: unknown for a directory."""
     problem: str = ""
-    """Why nothing more is known."""
+    """Reason why the other fields are empty."""
     streams: list[StreamFacts] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
 class Verified:
-    """What --verify has found. ``damage`` is one line for each thing that is wrong."""
+    """Result of --verify. ``damage`` has one line for each damage."""
 
     records: int = 0
     bytes: int = 0
@@ -116,20 +117,20 @@ class Verified:
 
 @dataclass(kw_only=True, slots=True)
 class LogFacts:
-    """A whole log: its space, its jobs, and what was verified."""
+    """A whole log: its space, its jobs, and the result of the verification."""
 
     source: str
     used_bytes: int = 0
     limit_bytes: int = 0
-    """Most that may be kept, by quota or by what the disk has; 0: unknown."""
+    """Maximum of kept bytes, by quota or by the disk's space; 0: unknown."""
     alarm: str = ""
-    """Empty, or what is wrong."""
+    """Reason of an alarm; empty: none."""
     server_runs: bool | None = None
     jobs: list[JobFacts] = field(default_factory=list)
     verified: Verified | None = None
 
     def problems(self) -> list[str]:
-        """One line each."""
+        """Returns one line per problem of a job or a stream."""
         lines = [f"{job.job}: {job.problem}" for job in self.jobs if job.problem]
         return lines + [
             f"{job.job}/{stream.stream}: {problem}"
@@ -139,8 +140,8 @@ class LogFacts:
         ]
 
 
-# A log from its files. Reads only, so a server may run beside it: what is shown is what a server would find if it
-# started now, but for records that are being written.
+# Log from files. It only reads, so a server may run at the same time. It shows what a server would recover if it
+# started now, except for records that are being written.
 
 _LOOKS = 5
 _LOOK_AGAIN_S = 0.1
@@ -148,7 +149,7 @@ _LOOK_AGAIN_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A record in a file."""
+    """One record in a file."""
 
     path: Path
     scanned: ScannedRecord
@@ -158,7 +159,8 @@ class Stored:
         return self.scanned.header
 
     def read(self) -> Record:
-        """Checked down to the digest. Raises RecordCorrupt; FileNotFoundError if it was dropped meanwhile."""
+        """Reads the record and verifies its checksums and digest. Raises RecordCorrupt, or FileNotFoundError if it was
+        dropped."""
         fd = open_regular(self.path, os.O_RDONLY)
         try:
             data = os.pread(fd, self.header.frame_bytes, self.scanned.offset)
@@ -170,7 +172,7 @@ class Stored:
 
 
 class Apart(ServiceError):
-    """A log server that starts now serves nothing of this job."""
+    """The job is quarantined by a log server that starts now."""
 
     exit_code = 1
 
@@ -179,7 +181,7 @@ class Apart(ServiceError):
 
 
 class DirectoryLog:
-    """The log in a server's directory. UsageError: it is none."""
+    """The log in a server's directory. Raises UsageError if it is none."""
 
     def __init__(self, directory: Path) -> None:
         check_directory(directory)
@@ -188,12 +190,12 @@ class DirectoryLog:
         self._acked: Mapping[Of, int] = NOTHING
 
     def facts(self, job: str = "", stream: str = "", verify: bool = False) -> LogFacts:
-        """Of one job, one stream, or all. UsageError: there is none of that name."""
+        """Returns the facts of one job, one stream, or all. Raises UsageError if there is no job of that name."""
         if job:
             check_job(self.directory, job)
         facts = LogFacts(source=str(self.directory), server_runs=self.server_runs)
         facts.verified = Verified() if verify else None
-        try:  # before the files: a server that runs beside goes on
+        try:  # read before the files: a running server may append meanwhile
             self._acked = read_acked(self.directory)
         except OSError as error:
             why = f"cannot be read ({error.strerror}): what was acknowledged is unknown"
@@ -231,7 +233,8 @@ class DirectoryLog:
         return facts
 
     def _in_the_way(self) -> list[JobFacts]:
-        """(A file that somebody has put here is nobody's, unless a job of that name was here.)"""
+        """Returns jobs in whose place there is no directory. (An unrelated file is ignored, unless a job of that name
+        existed.)"""
         paths = [self.directory / name for name in in_the_way(self.directory)]
         return [
             JobFacts(job=path.name, problem=str(Apart(path, "it is not a directory")))
@@ -262,12 +265,12 @@ class DirectoryLog:
         return facts
 
     def _meta_now(self, job: str, before: JobMeta) -> JobMeta:
-        """Beside a server the manifest is read again after the files: a trim or a fence may have come between."""
+        """Reads the manifest again if a server runs: a trim or a fence may have come after the first read."""
         if self.server_runs:
             try:
                 return load_manifest(self.directory, job)
             except ServiceError:
-                pass  # it was told already
+                pass  # it was reported already
         return before
 
     @staticmethod
@@ -310,7 +313,7 @@ class DirectoryLog:
     def _segment(
         self, scan: SegmentScan, facts: StreamFacts, expected: int, trimmed: int, verified: Verified | None
     ) -> int:
-        """Adds a file's facts; gives the sequence that the next one begins with."""
+        """Adds a file's facts. Returns the first sequence expected in the next file."""
         begin = int(scan.path.stem)
         if begin > expected:
             facts.problems.append(f"records {expected} to {begin - 1} are gone")
@@ -320,7 +323,7 @@ class DirectoryLog:
             end = damage.end_sequence if damage.end_sequence is not None else damage.sequence + 1
             counts = end > facts.first_sequence and steps.get(damage.sequence, trimmed) >= trimmed
             if counts and damage.sequence not in told:
-                told.add(damage.sequence)  # a footer may say the same once more
+                told.add(damage.sequence)  # a footer may report the same damage again
                 facts.problems.append(f"{scan.path.name}: {damage.reason}")
             expected = max(expected, end)
         for record in scan.records:
@@ -344,7 +347,7 @@ class DirectoryLog:
         return max(expected, begin)
 
     def records(self, job: str, stream: str, wanted: Callable[[int], bool]) -> Iterator[tuple[str, Record]]:
-        """(stream, record) of the steps that are wanted. RecordCorrupt: one of them is damaged."""
+        """Yields (stream, record) of the wanted steps. Raises RecordCorrupt if one of them is damaged."""
         check_job(self.directory, job)
         meta = load_manifest(self.directory, job)
         for name in sorted({*meta.streams, *sub_directories(self.directory / job)}):
@@ -401,7 +404,7 @@ def _verify(stored: Stored, facts: StreamFacts, verified: Verified) -> None:
     verified.bytes += stored.header.frame_bytes
 
 
-# A log as its server tells it.
+# Log from a running server, over gRPC.
 
 _ANY_BODY_BYTES = 1 << 62
 
@@ -414,7 +417,8 @@ class ServedLog:
         self._timeout_s = timeout_s
 
     def facts(self, job: str = "", stream: str = "") -> LogFacts:
-        """Of one job, one stream, or all. UsageError: there is none of that name; LogUnavailable."""
+        """Returns the facts of one job, one stream, or all. Raises UsageError if there is no such job, or
+        LogUnavailable."""
         status = admin.status(self.address, self._timeout_s)
         facts = LogFacts(
             source=self.address,
@@ -452,7 +456,7 @@ class ServedLog:
         )
 
     def records(self, job: str, stream: str, wanted: Callable[[int], bool]) -> Iterator[tuple[str, Record]]:
-        """(stream, record) of the steps that are wanted. RecordCorrupt: one of them is damaged."""
+        """Yields (stream, record) of the wanted steps. Raises RecordCorrupt if one of them is damaged."""
         facts = self.facts(job, stream).jobs[0]
         channel = open_channel(self.address)
         stub = log_pb2_grpc.LogStub(channel)
@@ -496,7 +500,7 @@ def _stream(inventory: admin.StreamInventory) -> StreamFacts:
     )
 
 
-# The log's element types, as safetensors calls them.
+# Element types of the log -> names in safetensors.
 DTYPES: Mapping[str, str] = MappingProxyType(
     {
         "bool": "BOOL",
@@ -523,9 +527,9 @@ DTYPES: Mapping[str, str] = MappingProxyType(
 
 
 def export(path: Path, records: Iterable[tuple[str, Record]], metadata: Mapping[str, str]) -> tuple[int, int]:
-    """Writes (stream, record) pairs under names like ``s2.F/17/3/0`` (stream, step, microbatch, slot); gives their
-    number and bytes. The file is there whole or not at all. UsageError: nothing to write, an element type that
-    safetensors does not have, a place that cannot be written."""
+    """Writes (stream, record) pairs under names like ``s2.F/17/3/0`` (stream, step, microbatch, slot). Returns their
+    number and bytes. The file is written atomically. Raises UsageError if there are no records, for an element type
+    that safetensors lacks, and if the file cannot be written."""
     bodies = path.with_name(f".{path.name}.bodies")
     aside = path.with_name(f".{path.name}.new")
     header: dict[str, object] = {"__metadata__": dict(metadata)}

@@ -1,4 +1,4 @@
-"""`swift-ft logs`: where a job's log is kept, and an operator's word on its log servers."""
+"""`swift-ft logs`: shows where a job's log is kept, and changes its log servers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from swift_ft.rpc.views import state_name
 from swift_ft.tools.status import OVER, answer, client_of, exit_code_of, parser_of
 
 SILENT_S = 5.0
-"""A log server that was heard so long ago is shown as silent."""
+"""Seconds after which a log server that does not answer is shown as silent."""
 DESCRIPTION = """\
 Shows the log servers of a job, and on which of them each rank's streams are kept. A log server that is silent is given
 up by the coordinator itself (--log-lost-s) if another one is left. With --lost it is given up now; with --add there is
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command: changes the log servers if it is told to, then prints the placement. Returns the exit code.
+    """Runs the command: changes the log servers if requested, then prints the placement. Returns the exit code.
 
     Raises UsageError for flags that contradict each other, ServiceError if the coordinator does not answer.
     """
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def as_json(status: pb.StatusReply) -> dict[str, Any]:
-    """What the command prints with --json: groups, log servers, and where each rank logs."""
+    """Returns the output of --json: groups, log servers, and the log servers of each rank."""
     view, silent = status.view, _silent(status)
     return {
         "job": view.job,
@@ -77,7 +77,7 @@ def as_json(status: pb.StatusReply) -> dict[str, Any]:
 
 
 def lines(status: pb.StatusReply) -> list[str]:
-    """For people."""
+    """Returns the lines of the text output."""
     view, silent = status.view, _silent(status)
     kept: dict[str, list[str]] = {server.address: [] for server in view.log_places}
     for logs in view.log_copies:

@@ -1,69 +1,69 @@
-"""From facts to findings. Pure: every threshold is here, with its reason."""
+"""The doctor's checks: turn facts into findings. Pure; every threshold is here, with its reason."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
 
-# What the doctor found, as plain data. Nothing here judges it.
+# Facts that the doctor has gathered, as plain data, without judgement.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
     python: tuple[int, int, int]
     packages: Mapping[str, str]
-    """Distribution -> version; those that are not installed are left out."""
+    """Distribution -> version; those not installed are left out."""
     kernels: Sequence[str]
-    """Compiled libraries that are there, by level."""
+    """Compiled libraries that were found, by level."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Processors and limits of this machine, as this process sees them."""
+    """CPUs and limits of this machine, as this process sees them."""
 
     cpus: int
-    """That this process may use."""
+    """CPUs that this process may use."""
     open_files: int
-    """The limit; -1: none."""
+    """Limit of open files; -1: none."""
     locked_bytes: int
-    """How much memory may be locked; -1: no limit."""
+    """Limit of locked memory; -1: none."""
     shared_bytes: int | None
-    """Free in /dev/shm; None: there is none."""
+    """Free bytes in /dev/shm; None: it does not exist."""
     memfd: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Directory:
-    """The log's directory and the disk below it."""
+    """The log's directory and its disk."""
 
     path: str
     exists: bool = False
     parent_writable: bool = False
-    """It can be made: the nearest directory above that exists is writable."""
+    """True if it can be created: the nearest existing parent is writable."""
     problem: str = ""
-    """Why nothing could be written."""
+    """Reason why the directory cannot be written."""
     filesystem: str = ""
     free_bytes: int = 0
     size_bytes: int = 0
     direct: bool = False
     preallocates: bool = False
     syncs_s: Sequence[float] = ()
-    """Each the time of one 4 KiB write with fdatasync."""
+    """Seconds of each 4 KiB write with fdatasync."""
     append_bytes_per_s: float = 0.0
     in_use: bool = False
-    """A log server holds it."""
+    """True if a log server has locked it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Port:
     address: str
     problem: str = ""
-    """Why nobody could listen there."""
+    """Reason why no server can listen there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peer:
-    """A service that was asked for its health."""
+    """A service whose health was checked."""
 
     kind: str
     address: str
@@ -71,16 +71,16 @@ class Peer:
     serving: bool = False
     round_trips_s: Sequence[float] = ()
     version: str = ""
-    """Its version of swift-ft; empty: it did not say."""
+    """Its version of swift-ft; empty: not reported."""
     security: frozenset[str] = frozenset()
-    """How it says that it is protected: "tls", "mutual-tls", "tokens", "insecure"."""
+    """Reported protection: "tls", "mutual-tls", "tokens", "insecure"."""
     clock_offset_s: float | None = None
-    """Its wall clock minus this one's, known to half a round trip."""
+    """Its wall clock minus the local one, with an uncertainty of half a round trip."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """One file that an environment variable names for TLS: a certificate or a key."""
+    """One file that a TLS environment variable names: a certificate or a key."""
 
     variable: str
     path: str
@@ -92,31 +92,31 @@ class Certificate:
     """Permission bits of the file."""
     is_key: bool = False
     matches: bool | None = None
-    """Whether certificate and key belong together; None: there are not both."""
+    """True if certificate and key belong together; None: one of them is missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Token:
-    """What a token says of itself. Nobody here has checked its signature."""
+    """Claims of a token, whose signature was not verified."""
 
     path: str
     problem: str = ""
     job: str = ""
     roles: Sequence[str] = ()
     generation: int | None = None
-    """It is good until the job's generation is above; None: whatever it is."""
+    """Highest generation in which it is valid; None: any."""
     expires_in_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """All that was found; `machine_checks` judges it."""
+    """All gathered facts; the checks of this module judge them."""
 
     own_version: str
     software: Software
     machine: Machine
     ranks: int = 0
-    """That are to run here; 0: not said."""
+    """Number of ranks planned for this machine; 0: not given."""
     certificate_days: float = 30.0
     directory: Directory | None = None
     ports: Sequence[Port] = ()
@@ -128,13 +128,13 @@ class Facts:
 GIB = 1 << 30
 DAY_S = 86400.0
 
-# Those of pyproject.toml.
+# The versions of pyproject.toml.
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 LEAST = {"grpcio": (1, 85), "protobuf": (7, 35), "torch": (2, 12)}
 TORCH_BELOW = (2, 16)
 
 SYNC_PLAUSIBLE_S = 0.0005
-"""A disk that says in less that it has written something answers from a cache; a good one has power for it."""
+"""Seconds. A disk that syncs faster answers from a cache, which is safe only if the cache survives a power cut."""
 SYNC_SLOW_S = 0.05
 APPEND_SLOW_BYTES_PER_S = 200e6
 FREE_BYTES_MIN = 10 * GIB
@@ -144,7 +144,7 @@ SHARED_BYTES_WANTED = 1 * GIB
 ROUND_TRIP_SLOW_S = 0.01
 CLOCK_WARN_S = 1.0
 TOKEN_WARN_S = 600.0
-"""Time to see to it before ranks are refused."""
+"""Time left to renew it before ranks are refused."""
 
 IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 REMOTE = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "fuse", "fuseblk", "virtiofs"}
@@ -159,13 +159,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the table."""
+    """One line of the result table."""
 
     check: str
     status: Status
     found: str
     advice: str = ""
-    """What to do; empty if nothing is to be done."""
+    """Advice to the operator; empty if there is none."""
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -190,7 +190,7 @@ def python(facts: Facts) -> Iterator[Finding]:
 
 
 def packages(facts: Facts) -> Iterator[Finding]:
-    """Required packages: there, new enough, and not newer than what was tried."""
+    """Checks that required packages are installed, new enough, and not newer than the tested ones."""
     for name, least in LEAST.items():
         version = facts.software.packages.get(name)
         wanted = ".".join(map(str, least))
@@ -224,7 +224,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def kernels(facts: Facts) -> Iterator[Finding]:
-    """Whether undo has its compiled kernels, where torch is installed."""
+    """Checks whether the compiled kernels for undo exist, if torch is installed."""
     if "torch" not in facts.software.packages:
         return
     if facts.software.kernels:
@@ -242,7 +242,7 @@ def kernels(facts: Facts) -> Iterator[Finding]:
 
 
 def processors(facts: Facts) -> Iterator[Finding]:
-    """Whether there is a processor to spare beside the ranks."""
+    """Checks whether there is a CPU to spare in addition to the ranks."""
     cpus, ranks = facts.machine.cpus, facts.ranks
     if not ranks:
         yield Finding("processors", Status.OK, f"{cpus}")
@@ -268,7 +268,7 @@ def open_files(facts: Facts) -> Iterator[Finding]:
 
 
 def shared_memory(facts: Facts) -> Iterator[Finding]:
-    """Whether a ring fits into /dev/shm, or memfd makes up for it."""
+    """Checks whether a ring fits into /dev/shm, or memfd can replace it."""
     machine = facts.machine
     if machine.shared_bytes is None:
         room, enough = "no /dev/shm", False
@@ -288,7 +288,7 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def locked_memory(facts: Facts) -> Iterator[Finding]:
-    """Whether buffers may be pinned."""
+    """Checks whether buffers can be pinned."""
     limit = facts.machine.locked_bytes
     if limit < 0 or limit >= SHARED_BYTES_WANTED:
         yield Finding("locked memory", Status.OK, "no limit" if limit < 0 else f"limit {_size(limit)}")
@@ -305,7 +305,7 @@ def locked_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def directory(facts: Facts) -> Iterator[Finding]:
-    """Whether the log's directory can be used, and how good its file system and disk are for it."""
+    """Checks whether the log's directory can be used, and its file system and disk."""
     directory = facts.directory
     if directory is None:
         return
@@ -419,7 +419,7 @@ def ports(facts: Facts) -> Iterator[Finding]:
 
 
 def peers(facts: Facts) -> Iterator[Finding]:
-    """Whether the services answer, speak this version, are secured alike, and have the same time."""
+    """Checks whether the services answer, have this version, are secured, and have the same time."""
     for peer in facts.peers:
         where = f"{peer.kind} {peer.address}"
         if peer.problem:
@@ -478,7 +478,7 @@ def _clock(where: str, peer: Peer) -> Finding:
     uncertain_s = min(peer.round_trips_s) / 2
     offset = f"{peer.clock_offset_s:+.3f} s against here, ± {uncertain_s:.3f} s"
     if abs(peer.clock_offset_s) - uncertain_s > CLOCK_WARN_S:
-        # Leases use monotonic time: nothing breaks but the reading of logs and certificates' dates.
+        # Leases use monotonic time: a wrong clock affects only the reading of logs and the dates of certificates.
         return Finding(
             name, Status.WARN, offset, "run NTP on both: logs of the two cannot be read side by side"
         )
@@ -522,7 +522,7 @@ def _certificate(certificate: Certificate, days: float) -> Finding:
 
 
 def token(facts: Facts) -> Iterator[Finding]:
-    """Whether the token is good, for how long, and not bound to a generation."""
+    """Checks whether the token is valid, for how long, and not bound to a generation."""
     token, name = facts.token, "SWIFT_TOKEN_FILE"
     if token is None:
         return

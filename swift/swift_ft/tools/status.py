@@ -1,4 +1,4 @@
-"""`swift-ft status`: what a job does now, as its coordinator sees it."""
+"""`swift-ft status`: shows the current state of a job, as its coordinator sees it."""
 
 import argparse
 import json
@@ -15,12 +15,12 @@ from swift_ft.rpc.codec import as_json
 from swift_ft.rpc.views import inexact_words, rehearsal_words, state_name
 from swift_ft.text import show, tell
 
-# What the commands have in common that ask a coordinator about a job.
+# Shared code of the commands that query a coordinator.
 
 OVER = (pb.FINISHED, pb.FAILED, pb.STOPPED)
-"""Ranks and log servers of a job in such a state are no longer listened to."""
+"""States in which a job's ranks and log servers are no longer monitored."""
 PATIENCE_S = 10.0
-"""Somebody waits for it: a coordinator that is being started again is waited for no longer."""
+"""Seconds to wait for a coordinator that is being restarted; short, because a person waits."""
 
 
 def parser_of(prog: str, description: str, json_help: str, *, of_job: bool = True) -> Parser:
@@ -42,7 +42,7 @@ def parser_of(prog: str, description: str, json_help: str, *, of_job: bool = Tru
 
 
 def client_of(arguments: argparse.Namespace) -> CoordinatorClient:
-    """The line to the coordinator. That it does not answer is said at once, and then tried for `PATIENCE_S`."""
+    """Returns the client of the coordinator. A failed call is reported at once, and retried for `PATIENCE_S`."""
     return CoordinatorClient(arguments.coordinator, arguments.job, patience_s=PATIENCE_S, tell=say)
 
 
@@ -51,7 +51,7 @@ def say(line: str) -> None:
 
 
 def answer(what: Mapping[str, Any] | Sequence[str]) -> None:
-    """On stdout: lines for people, or fields for programs."""
+    """Prints on stdout: lines for people, or a mapping as JSON."""
     if isinstance(what, Mapping):
         print(json.dumps(what, indent=2))
     else:
@@ -59,7 +59,7 @@ def answer(what: Mapping[str, Any] | Sequence[str]) -> None:
 
 
 def exit_code_of(run: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
-    """Errors are one line."""
+    """Runs a command and returns its exit code. Errors are printed as one line."""
     try:
         return run(sys.argv[1:] if argv is None else argv)
     except SwiftError as error:
@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """The command: prints what a job does now. Returns the exit code. Raises ServiceError: nobody answers."""
+    """Runs the command: prints the job's state. Returns the exit code. Raises ServiceError if the coordinator does not
+    answer."""
     parser = parser_of("swift-ft status", DESCRIPTION, "print the coordinator's whole answer as JSON")
     arguments = parser.parse_args(argv)
     client = client_of(arguments)
@@ -90,7 +91,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def lines(status: pb.StatusReply) -> list[str]:
-    """For people."""
+    """Returns the lines of the text output."""
     view = status.view
     out = [f"job {view.job}: {state_name(view.state)}, generation {view.generation}"]
     if view.reason:
@@ -124,7 +125,7 @@ def lines(status: pb.StatusReply) -> list[str]:
 
 
 def goes_on_words(view: pb.View) -> str:
-    """The newest checkpoint, and the step with which training goes on, where that is known."""
+    """Returns the newest checkpoint, and the step at which training continues, if that is known."""
     newest = max(view.checkpoints, default=None)
     if view.state == pb.RECOVERING:
         step = f"goes on at step {view.plan.target_version}"
@@ -148,7 +149,8 @@ def _told_words(told: pb.Suspicion) -> str:
 
 
 def _late_words(late: Sequence[pb.Suspicion]) -> list[str]:
-    """Who waits for a rank that hangs is as late as that rank: so nobody is accused where several are late."""
+    """Returns a line per late rank. A rank that waits for a hanging rank is equally late, so several are not
+    accused."""
     words = [f"rank {suspicion.rank}: {suspicion.reason}" for suspicion in late]
     return words if len(late) < 2 else [*words, "one of these hangs, or something that they all wait for"]
 

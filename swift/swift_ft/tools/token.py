@@ -1,4 +1,4 @@
-"""`swift-ft token`: makes keys, and tokens signed with them; with --renew it goes on and keeps one fresh."""
+"""`swift-ft token`: creates keys, and tokens signed with them; with --renew it keeps running and renews a token."""
 
 import signal
 import sys
@@ -19,7 +19,7 @@ HOURS_MAX = 24 * 366
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenConfig:
-    """What the command line asks for, checked. Either `new_key`, or all of the others."""
+    """The command line, validated. Either `new_key`, or all other fields are set."""
 
     new_key: Path | None = None
     key: Path | None = None
@@ -30,7 +30,7 @@ class TokenConfig:
     out: Path | None = None
     renew: bool = False
     owner: Owner | None = None
-    """Of `out`."""
+    """Owner of the file `out`."""
     subject: str = ""
 
     def __post_init__(self) -> None:
@@ -130,7 +130,8 @@ def _role(word: str) -> Role:
 
 
 def run(config: TokenConfig) -> None:
-    """The command: makes a key or a token, or keeps one fresh until interrupted. UsageError: an unusable file."""
+    """Runs the command: creates a key or a token, or renews one until interrupted. Raises UsageError for an unusable
+    file."""
     if config.new_key is not None:
         signing, verifying = tokens.new_key(config.new_key)
         print(f"keep secret, mint with it: {signing}\ngive to servers (--token-keys): {verifying.parent}")
@@ -162,7 +163,8 @@ def run(config: TokenConfig) -> None:
 
 
 def _keep(renewal: Renewal, hours: float) -> None:
-    """Until SIGTERM or SIGINT. What is wrong at the start is raised; later it is said, and tried again."""
+    """Renews the token until SIGTERM or SIGINT. Errors at the start are raised; later ones are printed, and it tries
+    again."""
     stop = {signal.SIGTERM, signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, stop)
     complaints = Complaints()
@@ -178,7 +180,7 @@ def _keep(renewal: Renewal, hours: float) -> None:
 
 
 def _turn(renewal: Renewal, complaints: Complaints, hours: float) -> str:
-    """What is to be said of it, if anything."""
+    """Renews the token if it is due. Returns a line to print, or an empty string."""
     try:
         renewed = renewal.turn()
     except (UsageError, OSError) as error:

@@ -1,21 +1,21 @@
-"""Batches of data-parallel ranks whose slots are vacant, computed by those that are left.
+"""Batch redistribution: the remaining ranks compute the batches of data-parallel ranks whose slots are vacant.
 
-Before its own step a rank carries out the trainer's step once for each origin that it has adopted, up to the first
-reduction of gradients. Then it takes that step back, as a failure would, and keeps the gradients. In the reduction of
-its own step they are added in the order of origins (`swift_ft.train.reducer`). So the mean has the bits that it has
-in a full world.
+An *origin* is the data-parallel rank that a batch belongs to. Before its own step, a rank runs the trainer's step once
+for each origin that it has adopted, up to the first reduction of gradients. It rolls that step back, as after a
+failure, and keeps the gradients. The reduction of its own step sums all gradients in the order of origins
+(`swift_ft.train.reducer`). So the mean is bitwise equal to that of a full world.
 
-In a pipeline the ranks of an origin's route do so together: those of its own data-parallel rank that are left, in their
-own step, and those of a whole pipeline in the places of the others (`Assignment.redistributed`). Nobody waits in a
-circle: who adopts is in a whole pipeline, and does its own step last.
+In a pipeline, all ranks of an origin's route run this step together: the remaining ranks of that data-parallel rank, in
+their own step, and ranks of a complete pipeline in place of the missing ones (`Assignment.redistributed`). There is no
+deadlock: a rank that adopts belongs to a complete pipeline, and runs its own step last.
 
     (engine)  ``check`` once → ``arm`` in each generation
     (steps)   ``before`` every step → (reducer) ``shares`` → ``after`` it
 
-That works if a step takes from `session.dp_rank`, and from loaders made by `session.loader`, whatever belongs to one
-data-parallel rank alone. It is tried out before the first step, and in a generation with a process that is new: each
-rank computes its own gradients and those of the next data-parallel rank, and all compare what they have. Memory: a copy
-of the gradients for each origin that is adopted.
+Requirement: the step gets everything specific to one data-parallel rank from `session.dp_rank` and from loaders created
+by `session.loader`. This is verified before the first step, and in each generation with a new process: each rank
+computes its own gradients and those of the next data-parallel rank, and all ranks compare digests. Memory: one copy of
+the gradients per adopted origin.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,17 +40,17 @@ from swift_ft.train.reducer import Row, Shares, Whole, check_dense
 from swift_ft.train.step_digests import Witness
 from swift_ft.train.training_state import TrainerState
 
-# Collectives over a pipeline that lacks ranks, behind the reduction of gradients.
+# Collectives over a pipeline with missing ranks, after the reduction of gradients.
 #
-# Until its gradients are reduced, a step is carried out for each origin by all ranks of its route
-# (`swift_ft.comm.groups`), so a collective over the pipeline has all its parts. Behind that each rank does its own step
-# alone, and nobody sits in the places of those that are missing. So a rank whose pipeline lacks some takes what a whole
-# pipeline has computed, from the rank of its own stage there. Of what comes of averaged gradients and of weights (a
-# norm, tied weights) that is the same, bit for bit. Of anything else (a loss) it is another pipeline's.
+# Until its gradients are reduced, a step runs for each origin on all ranks of its route (`swift_ft.comm.groups`), so a
+# collective over the pipeline is complete. After the reduction, each rank runs its own step only, and the places of the
+# missing ranks are empty. So a rank of an incomplete pipeline takes the result of a complete pipeline, from the rank
+# that runs the same stage there. Results computed from averaged gradients and weights (a norm, tied weights) are
+# bitwise equal. Any other result (a loss) is that of the other pipeline.
 
 
 class Answers:
-    """One rank's. Trainer's thread."""
+    """Results of one rank's pipeline collectives when pipelines lack ranks. Used by the trainer's thread."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class Answers:
         differences: Differences,
         config: SessionConfig,
     ) -> None:
-        """`assignment`: of this generation. `data`: the ranks of this stage. If the job reroutes, microbatches do not
-        pass along pipelines (`swift_ft.train.rerouting`), so the representatives of the stages answer, at any time of a
-        step."""
+        """`assignment` returns this generation's. `data`: the ranks of this stage. If the job reroutes, microbatches do
+        not follow pipelines (`swift_ft.train.rerouting`), so the first rank of each stage supplies results throughout
+        the step."""
         self._slot = slot
         self._assignment = assignment
         self._data = data
@@ -70,18 +70,19 @@ class Answers:
         self._config, self._reroutes = config, config.reroutes
         self._named = False
         self.early = False
-        """(rerouting) A step is carried out for another origin, and has not called its schedule yet."""
+        """(rerouting) Set while a step runs for another origin and has not called its schedule yet."""
         self.reduced = False
-        """(adoption) The gradients of the step under way are being reduced, or are."""
+        """(adoption) Set once the reduction of the current step's gradients has begun."""
 
     @property
     def asked(self) -> bool:
-        """Some pipelines lack ranks, and nobody sits in their places any more."""
+        """Returns whether some pipelines lack ranks whose places are empty at this point of the step."""
         assignment = self._assignment()
         return (self.reduced or self._reroutes) and bool(assignment.adopted) and assignment.stage_groups > 1
 
     def into(self, results: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
-        """`run` leaves its result in `results`; so does this, on the ranks of all pipelines. Raises UsageError."""
+        """Writes the collective's result into `results` on the ranks of all pipelines; `run` does so on complete ones.
+        Raises UsageError before the schedule of another origin's step (`early`)."""
         if self.early:
             raise self._config.not_shared(
                 "and a train_step that communicates over its pipeline before it calls the schedule: for a lost rank "
@@ -101,7 +102,7 @@ class Answers:
         gives = group.index(min(have))
         if self._slot in have:
             run()
-        # Each keeps what it has itself: of other pipelines it may be something else.
+        # A rank that has run the collective keeps its own result, since other pipelines' results may differ.
         passed = [result.detach().clone() for result in results]
 
         def pass_on(collectives: Collectives) -> None:
@@ -114,32 +115,32 @@ class Answers:
                 result.detach().copy_(tensor)
 
     def trainers(self, step: int) -> None:
-        """The trainer communicates by itself: what it gets may depend on the batch."""
+        """Reports a collective that the trainer calls itself, since its result may depend on the batch."""
         if self.asked:
             self.name(
                 step, "the result of a collective of train_step behind the update was another pipeline's"
             )
 
     def name(self, step: int, words: str) -> None:
-        """The job is not exact from there on; said once."""
+        """Reports, once, that the job is not exact from this step on."""
         if not self._named:
             self._named = True
             self._differences.say(step, words)
 
 
-# Gradients of several batches at one rank, each as its own rank would have accumulated it.
+# Gradients of several batches on one rank, each accumulated as its own rank would have done.
 #
-# autograd adds to ``parameter.grad``, in the order in which backwards come. Here microbatches of several origins come
-# mixed, and not always in their order: a later one may be there first. A floating-point sum has other bits then. So
-# each origin has an accumulator of its own, and a microbatch that comes early is kept apart until its turn.
+# autograd accumulates into ``parameter.grad`` in the order of the backwards. Here microbatches of several origins are
+# interleaved and may be out of order, which changes the bits of a floating-point sum. So each origin has its own
+# accumulator, and the gradients of an early microbatch are buffered until its turn.
 
 OwnGradients = dict[torch.nn.Parameter, torch.Tensor]
 
 
 class Accumulator:
-    """Of some parameters: the sum over `microbatches`, in this order.
+    """Sum of some parameters' gradients over `microbatches`, added in this order.
 
-    ``with accumulator.adding(microbatch): …backward…`` for each of them, in any order.
+    ``with accumulator.adding(microbatch): …backward…`` once per microbatch, in any order.
     """
 
     def __init__(
@@ -150,8 +151,8 @@ class Accumulator:
         own: bool,
         begun: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """`own`: it is what ``parameter.grad`` is between two microbatches; else ``gradients``, which begin with
-        `begun`."""
+        """`own`: the sum is in ``parameter.grad`` between two microbatches. Otherwise it is in ``gradients``, which
+        start as `begun`."""
         self._parameters = list(parameters)
         self._turns = list(microbatches)
         self._own = own
@@ -160,7 +161,7 @@ class Accumulator:
 
     @contextmanager
     def adding(self, microbatch: int) -> Iterator[None]:
-        """Around what computes gradients of weights of this microbatch."""
+        """Directs the weight gradients computed inside to this microbatch's place in the sum."""
         in_turn = self._turns[:1] == [microbatch]
         if in_turn and self._own:
             yield
@@ -174,7 +175,7 @@ class Accumulator:
 
     @contextmanager
     def _instead(self, into: OwnGradients) -> Iterator[None]:
-        """What autograd adds to is this."""
+        """Replaces every ``parameter.grad`` by that of `into`, so that autograd accumulates there."""
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = into.get(parameter)
@@ -187,7 +188,7 @@ class Accumulator:
                 parameter.grad = gradient
 
     def _catch_up(self) -> None:
-        """Adds what came early and has its turn now, as autograd does."""
+        """Adds the buffered gradients of microbatches that are due now, as autograd would."""
         while self._turns and self._turns[0] in self._early:
             early = self._early.pop(self._turns.pop(0))
             if self._own:
@@ -214,14 +215,14 @@ Result = TypeVar("Result")
 
 
 class Computed(Exception):
-    """What is wanted of that origin's step is there: its gradients, which are not yet reduced, or its inputs."""
+    """Raised inside an origin's step once its result exists: its unreduced gradients, or its inputs."""
 
 
 class Adoption:
-    """One rank's. Trainer's thread."""
+    """One rank's part in batch redistribution. Used by the trainer's thread."""
 
     reroute: Callable[..., object] | None = None
-    """What carries out calls of a schedule in which ranks are missing (`swift_ft.train.rerouting`)."""
+    """Runs calls of a schedule in which ranks are missing (`swift_ft.train.rerouting`); None without rerouting."""
 
     def __init__(
         self,
@@ -235,8 +236,8 @@ class Adoption:
         witness: Witness,
         differences: Differences,
     ) -> None:
-        """`assignment`: of this generation. `groups`: those of the trainer, by name.
-        `world`: all ranks, for the session itself."""
+        """`assignment` returns this generation's. `groups`: the trainer's groups, by name.
+        `world`: the group of all ranks, for the session's own messages."""
         self._config = config
         self._wanted = config.redistributes
         self._data, self._pipeline, self._world = groups["data"], groups["pipeline"], world
@@ -249,18 +250,18 @@ class Adoption:
         self._witness = witness
         self._differences = differences
         self._begins = False
-        """A generation does, and nobody has asked yet whether all have tried it out."""
+        """Set in a new generation until the ranks have agreed whether a trial is due."""
         self._tried = False
         self._at_start = True
-        """The job has done no step yet, so that it can still be refused."""
+        """Set until the job's first step, so that the job can still be refused."""
         self.under_way = False
-        """A step that is taken back, for the gradients of one origin."""
+        """Set while a step runs for one origin; it is rolled back afterwards."""
         self._gradients: list[Gradients] = []
-        """Of this step, by adopted origin, ascending."""
+        """Gradients of each adopted origin in this step, by ascending origin."""
         state.updates.before_reduction.bind(self._before_reduction)
 
     def check(self) -> None:
-        """(all is registered) Raises UsageError for a trainer whose steps cannot be carried out for another rank."""
+        """(after registration) Raises UsageError if the trainer's steps cannot be run for another rank."""
         updates = self._state.updates
         if not self._wanted:
             return
@@ -275,11 +276,11 @@ class Adoption:
             )
 
     def arm(self, *, at_start: bool) -> None:
-        """Another generation goes on, perhaps with a process that is new. `at_start`: the job begins."""
+        """Prepares for a new generation, which may have a new process. `at_start`: the job begins."""
         self._begins, self._at_start = self._wanted, at_start
 
     def shares(self) -> Shares | None:
-        """What is reduced in this step. None: each rank has its own gradients alone."""
+        """Returns which rank contributes which gradients to this step's reduction, or None if no batch is adopted."""
         assignment = self._assignment()
         if not assignment.adopted:
             return None
@@ -290,7 +291,7 @@ class Adoption:
         return Shares(rows, group.index(self._slot), list(map(Whole, self._gradients)))
 
     def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
-        """Computes what this rank has adopted in this step. `drop` takes a step back."""
+        """Computes the gradients of the origins adopted in this step. `drop` rolls a step back."""
         self._gradients = []
         self._answers.reduced = False
         if not self._wanted or self._channel.replaying:
@@ -306,7 +307,7 @@ class Adoption:
             events.emit("adopted_step", rank=self._slot, step=step, origin=origin)
 
     def after(self) -> None:
-        """(the step is done) Raises UsageError for one that nobody could have carried out for another rank."""
+        """(after the step) Raises UsageError if the step could not have been run for another rank."""
         if self._wanted and self._state.updates.stepped > 1:
             raise self._config.not_shared(
                 "and a train_step that updates twice: only what comes before the first update is computed for a lost "
@@ -315,7 +316,8 @@ class Adoption:
             )
 
     def communicated(self, step: int, *, of_pipeline: bool) -> None:
-        """The trainer communicates over several ranks in its step. `of_pipeline`: those of stages."""
+        """Handles a collective that the trainer calls in its step. `of_pipeline`: it is over the ranks of a pipeline.
+        Raises UsageError before the reduction of another origin's step."""
         if of_pipeline:
             self._answers.trainers(step)
             return
@@ -329,7 +331,7 @@ class Adoption:
             self._answers.name(step, "a collective of train_step lacked the part of a rank that was lost")
 
     def scheduled(self) -> None:
-        """A schedule is called. Raises UsageError behind the reduction: nobody would be there for a lost rank."""
+        """(a schedule is called) Raises UsageError after the reduction, where no rank stands in for a lost one."""
         if self._wanted and self._answers.reduced and self._assignment().stage_groups > 1:
             raise self._config.not_shared(
                 "and a schedule that is called behind the update: for a lost rank only what comes before it is "
@@ -341,7 +343,7 @@ class Adoption:
 
     @property
     def repeats(self) -> bool:
-        """In this step trainers' code may run more than once, for ranks that are lost."""
+        """Returns whether this step may run trainer code more than once, on behalf of lost ranks."""
         return self._wanted and bool(self._assignment().adopted)
 
     def _before_reduction(self) -> None:
@@ -352,7 +354,7 @@ class Adoption:
     def _computed(
         self, origin: int, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
     ) -> Gradients:
-        """Parameter -> its gradient, for this origin's batch; of those that have one."""
+        """Returns parameter -> gradient for this origin's batch, for the parameters that have one."""
 
         return self._carried_out(origin, train_step, step, drop, self._gradients_now)
 
@@ -370,7 +372,7 @@ class Adoption:
         drop: Callable[[], None],
         result: Callable[[], Result],
     ) -> Result:
-        """`result` of the trainer's step for this origin, which is taken back after that."""
+        """Runs the trainer's step for this origin up to `Computed`, takes `result()` and rolls the step back."""
         own, quiet, self._witness.quiet = self._channel.origin, self._witness.quiet, True
         self._channel.rehearsing = self.under_way = True
         try:
@@ -393,9 +395,9 @@ class Adoption:
         return given
 
     def _agree_on_shapes(self) -> None:
-        """(all ranks, at the begin of a generation) While ranks are missing all pipelines learn shapes together. If one
-        rank does not know those of a schedule, all learn them again: a loss may have cut short the call in which they
-        were due, or a process is new."""
+        """(all ranks, at the start of a generation) While ranks are missing, all pipelines infer shapes together. If
+        one rank lacks those of a schedule, all infer them again: it may be a new process, or a failure may have
+        interrupted the call that infers them."""
         schedules = self._state.schedules
         self._channel.shapes.together = bool(self._assignment().vacant)
         if not (self._channel.shapes.together and schedules):
@@ -408,13 +410,13 @@ class Adoption:
                 torch_private.forget_shapes(schedule)
 
     def _try_due(self) -> bool:
-        """Some rank has not tried it out yet."""
+        """Returns whether some rank has not taken part in a trial yet. All ranks call it."""
         untried = torch.tensor([not self._tried], dtype=torch.uint8)
         self._world.run(lambda collectives: collectives.barrier(untried))
         return bool(untried)
 
     def _try_out(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
-        """Whether others can compute this rank's gradients, before anybody has to."""
+        """Checks, before it is needed, that each rank computes the next data-parallel rank's gradients bitwise."""
         assignment = self._assignment()
         own, origins = self._channel.origin, assignment.whole_origins()
         if len(origins) == 1 and own in origins:
@@ -448,12 +450,12 @@ class Adoption:
         self._tried = self._tried or takes_part
 
     def _for_others(self) -> str:
-        """What a trainer can use that others cannot carry out for a lost rank."""
+        """Returns the settings to suggest for a trainer whose steps cannot be run for another rank."""
         alone = self._assignment().stage_groups == 1 and not self._config.reroutes
         return "lost_shard='drop'" if alone else "strategy='auto' without a lost_shard, and spares"
 
     def _refuse(self, step: int, problem: str, instead: str = "") -> None:
-        """(all ranks, with the same words) Raises UsageError before the first step; later the job is named inexact."""
+        """(all ranks, with equal arguments) Raises UsageError before the first step; later reports an inexact job."""
         error = self._config.not_shared(problem, instead)
         if self._at_start:
             raise error

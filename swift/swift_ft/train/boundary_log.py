@@ -1,11 +1,11 @@
-"""What crosses the boundaries of a rank: recorded while it runs, answered from the log while it replays.
+"""Tensors that cross a rank's boundaries: recorded while it trains, read from the log while it replays.
 
-Streams are named by stage and data-parallel rank (`swift_ft.log.record`), each has one writer. A record's key is (step,
+Streams are named by stage and data-parallel rank (`swift_ft.log.record`). Each has one writer. A record's key is (step,
 microbatch, slot).
 
-A replay runs the trainer's own step. What the step receives comes out of the log; what it sends is compared
-with what was logged before ("verify") or logged where the log has a hole ("fill"): records that the dead
-process had not got out. So two ranks that replay at once feed each other through the log.
+A replay runs the trainer's own step. The step's receives are read from the log. Its sends are compared with the logged
+record ("verify"), or logged where the log has none ("fill") because the dead process had not sent it yet. So two ranks
+that replay at the same time feed each other through the log.
 """
 
 import copy
@@ -37,19 +37,19 @@ from swift_ft.train.profiling import WEIGHTS, StepProfile
 from swift_ft.train.step_digests import Witness
 from swift_ft.train.transcript import INPUT, LOSS, RESULT, SENT, TARGET
 
-# Where the time of a replay goes: what each of its ranks waited for, and which of it set the pace. No torch.
+# Time spent in a replay, by cause: what each rank waited for, and which cause set the pace. No torch.
 #
-# log        records that come out of the log
-# neighbour  records that a stage beside this one, which replays as well, has yet to write
-# line       weights on their way down, gradients on their way up, and whoever they wait for
-# compute    forwards and backwards; of the owner the rest of its steps too, for which the others wait
+# log        waiting for records from the log
+# neighbour  waiting for records that a neighbouring stage, which replays as well, has yet to write
+# line       passing weights down and gradients up the line, including waits for its other ranks
+# compute    forwards and backwards; for the owner also the rest of its steps, for which the helpers wait
 
 LOG, NEIGHBOUR, LINE, COMPUTE = "log", "neighbour", "line", "compute"
 BOTTLENECKS = (COMPUTE, LOG, NEIGHBOUR, LINE)
 
 
 class ReplayClock:
-    """Of one rank: the seconds of its trainer's thread, by what it did or waited for."""
+    """Seconds of one rank's trainer thread, by what it did or waited for (`BOTTLENECKS`)."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(BOTTLENECKS, 0.0)
@@ -66,7 +66,7 @@ class ReplayClock:
         self.seconds[COMPUTE] += seconds
 
     def read(self, waited_s: float, *, replayed_too: bool) -> None:
-        """A record has come. `replayed_too`: its writer does that step again at the same time."""
+        """Adds the wait for one record. `replayed_too`: its writer replays that step at the same time."""
         self.seconds[NEIGHBOUR if replayed_too else LOG] += waited_s
 
     def told(self) -> dict[str, float]:
@@ -76,10 +76,10 @@ class ReplayClock:
 def split(
     seconds: float, owner: Mapping[str, float], helpers: Mapping[int, Mapping[str, float]]
 ) -> dict[str, float]:
-    """The `seconds` of a replay by what set the pace.
+    """Splits the `seconds` of a replay by what set the pace.
 
-    The line waits for its busiest rank, the one that computed and waited for the log longest: its seconds of both
-    count, and what its owner does besides, alone. What is left is the line's own: even the busiest rank waited then.
+    The line waits for its busiest rank, the one with the most seconds of compute and log waits. Its seconds of both
+    count, plus the owner's unmeasured time as compute. The remainder is the line's: even the busiest rank waited then.
     """
     rest = max(0.0, seconds - sum(owner.values()))
     busiest = max([owner, *helpers.values()], key=lambda seconds_of: seconds_of[COMPUTE] + seconds_of[LOG])
@@ -93,48 +93,48 @@ def split(
 
 
 def bottleneck(shares: Mapping[str, float]) -> str:
-    """What took longest. Of equals what is first in BOTTLENECKS."""
+    """Returns the cause with the largest share; the first in `BOTTLENECKS` if several are equal."""
     return max(BOTTLENECKS, key=lambda name: shares[name])
 
 
-# How a tensor gets from the training path into the log's queue. The channel says what; here is how, by device.
+# Copying tensors from the training path into the log's queue. The channel selects the tensors, a capture copies them:
 #
 #     CopyCapture     no ring: the caller copies
-#     HostCapture     CPU: lent to the ring's copier, which reads it while the trainer goes on
+#     HostCapture     CPU: lends the tensor to the ring's copier, which reads it while the trainer goes on
 #     DeviceCapture   CUDA: a side stream copies into the ring's own memory, which is pinned
 #
-# Nothing here waits for a device on the training path::
+# The training path never waits for a device::
 #
-#     (record)  side stream waits for what the training stream was given → copies → an event behind the copy
-#     (record, later)  events that are over are asked for; what they stand for is published, in order, whole
-#     (settle)  the training stream waits for the newest event, on the device: what follows may overwrite the tensor
+#     (record)  side stream waits for the work queued on the training stream → copies → an event after the copy
+#     (record, later)  events are polled; records whose event is over are published, in order, whole
+#     (wait_copied)  the training stream waits on the device for the newest event: later work may overwrite the tensor
 #
-# Tests of the DeviceCapture run with a made-up device everywhere (`tests/unit/runtime/test_capture.py`), and with a
-# CUDA device where there is one (`tests/gpu/test_capture.py`). No session uses it: pipelines are refused on anything
-# but the CPU.
+# Tests of DeviceCapture run with a fake device everywhere (`tests/unit/runtime/test_capture.py`), and with a CUDA
+# device where there is one (`tests/gpu/test_capture.py`). No session uses it: pipelines are refused on any device but
+# the CPU.
 
 _COPIED_WITHIN_S = 60.0
 _POLL_S = 0.0005
 
 
 class Capture(Protocol):
-    """What the channel needs. Called by the trainer's thread."""
+    """Interface through which the channel logs tensors. Called by the trainer's thread."""
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
-        """Takes it into the log. ``now``: it may change after the call. ``keep``: it is never dropped."""
+        """Logs `tensor`. ``now``: it may change after the call. ``keep``: the record is never dropped."""
 
     def wait_copied(self) -> None:
-        """What was recorded may be overwritten after this. UsageError: it was, before."""
+        """Makes recorded tensors safe to overwrite. Raises UsageError if one was overwritten before."""
 
     def drop(self) -> None:
-        """As settle, of a step that is dropped: nothing is judged."""
+        """Like `wait_copied`, for a step that is dropped: does not check for overwritten tensors."""
 
 
 class _Lent(NamedTuple):
-    """A tensor that may not be copied yet."""
+    """A recorded tensor that may not have been copied yet."""
 
     end: int
-    """Position in the ring that tells that it is."""
+    """Ring position of the record's end: the tensor has been copied once the ring's copier has reached it."""
     tensor: torch.Tensor
     version: int
     stream: str
@@ -149,19 +149,19 @@ class _Lent(NamedTuple):
 
 
 class NoCapture:
-    """(a process that is no rank) Nothing is logged."""
+    """(a process that is no rank) A capture that logs no tensor."""
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
-        """It goes nowhere."""
+        """Discards the tensor."""
 
     def wait_copied(self) -> None:
-        """Nothing was lent."""
+        """Returns at once: no tensor is lent."""
 
     drop = wait_copied
 
 
 class CopyCapture:
-    """Into a writer of this process."""
+    """A capture that copies each tensor into a writer of this process."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -170,13 +170,13 @@ class CopyCapture:
         self._writer.append(stream, key, *owned_bytes(tensor), keep=keep)
 
     def wait_copied(self) -> None:
-        """Nothing was lent."""
+        """Returns at once: no tensor is lent."""
 
     drop = wait_copied
 
 
 class HostCapture:
-    """CPU tensors into the ring."""
+    """A capture that lends CPU tensors to the ring's copier."""
 
     def __init__(self, writer: Lending) -> None:
         self._writer = writer
@@ -184,7 +184,7 @@ class HostCapture:
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
         flat = plain(tensor)
-        now = now or flat.is_inference()  # nobody counts its versions
+        now = now or flat.is_inference()  # inference tensors have no version counter
         version = 0 if now else flat._version
         name, shape = dtype_name(tensor), tuple(tensor.shape)
         end = self._writer.append_at(stream, key, name, shape, flat.data_ptr(), flat.nbytes, now, keep=keep)
@@ -210,30 +210,30 @@ class Event(Protocol):
     """A point in a device's stream of work."""
 
     def query(self) -> bool:
-        """Whether the device is past it. Does not wait."""
+        """Returns whether the device has passed it. Does not wait."""
 
 
 class Device(Protocol):
-    """What is asked of a device. `Cuda`, or one that tests make up."""
+    """Streams, events and pinned memory of a device: `Cuda`, or a fake of the tests."""
 
     def pin(self, address: int, size: int) -> Callable[[], None]:
-        """Makes host memory one that the device writes by itself; the result undoes that. ServiceError."""
+        """Pins host memory for the device; returns a function that unpins it. Raises ServiceError."""
 
     def follow(self) -> None:
-        """The side stream goes on behind what the training stream was given so far."""
+        """Lets the side stream wait for all work queued on the training stream so far."""
 
     def copy(self, to: torch.Tensor, tensor: torch.Tensor) -> None:
-        """On the side stream, from the device to pinned memory. The tensor's memory is not given to others before."""
+        """Copies on the side stream, from the device to pinned memory. Keeps `tensor`'s memory allocated until then."""
 
     def mark(self) -> Event:
-        """Behind all that the side stream was given so far."""
+        """Records an event after all work queued on the side stream so far."""
 
     def hold(self, event: Event) -> None:
-        """The training stream goes on behind the event. The host does not wait."""
+        """Lets the training stream wait for the event. The host does not wait."""
 
 
 class Cuda:
-    """torch's. Streams and events of one device."""
+    """A CUDA device: torch's streams and events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -271,11 +271,11 @@ class _UnderWay(NamedTuple):
 
 
 class DeviceCapture:
-    """Tensors of a device into the ring.
+    """A capture that copies a device's tensors into the ring.
 
-    The ring's head passes a record once its event is over, and then only if it has passed all before. So a record is in
-    the ring whole or not at all here as well, and a trainer that dies leaves those out that were under way. A tensor
-    on the CPU is copied by the caller: lent to the copier, it could only be given back behind the device's.
+    The ring's head passes a record once its event is over and all records before it are complete. So a record is in
+    the ring whole or not at all, and copies under way are lost if the trainer dies. A CPU tensor is copied by the
+    caller: lent to the copier, it could be released only after the device's records before it.
     """
 
     def __init__(self, writer: Lending, device: Device) -> None:
@@ -289,7 +289,7 @@ class DeviceCapture:
         self._ring = torch.frombuffer(self._memory.data, dtype=torch.uint8)
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
-        """As `Capture.record`. The copy runs on the side stream, so the tensor is held until its event is over."""
+        """Like `Capture.record`. Copies on the side stream and holds the tensor until the copy's event is over."""
         self._publish()
         if tensor.device.type == "cpu":
             self._host.record(stream, key, tensor, now=True, keep=keep)
@@ -323,7 +323,7 @@ class DeviceCapture:
         self._writer.wait_copied()
 
     def finish(self) -> None:
-        """(the writer, off the training path) Returns when all that is under way is there. Raises ServiceError if
+        """(the writer, off the training path) Waits until all copies under way are published. Raises ServiceError if
         the device takes too long."""
         deadline = time.monotonic() + _COPIED_WITHIN_S
         self._publish()
@@ -334,7 +334,7 @@ class DeviceCapture:
             self._publish()
 
     def _publish(self) -> None:
-        """What has arrived of what is under way. Waits for nothing."""
+        """Publishes the copies that are complete. Does not wait."""
         end = -1
         while self._under_way and self._under_way[0].event.query():
             end = self._under_way.popleft().end
@@ -344,7 +344,7 @@ class DeviceCapture:
             self._lent.popleft().check()
 
     def let_go(self) -> None:
-        """(the writer is closed) Nobody writes into the ring's memory any more."""
+        """(the writer is closed) Ends all writes into the ring's memory and unpins it."""
         self._lent.clear()
         with suppress(ServiceError):  # a device that hangs ends with this process
             self.finish()
@@ -354,27 +354,27 @@ class DeviceCapture:
 
 
 def capture_for(writer: Writer, device: torch.device) -> Capture:
-    """How tensors on this device, and those on the CPU, are taken off the training path."""
+    """Returns the capture for tensors of this device and of the CPU."""
     lending = writer.lending
     if lending is None:
         return CopyCapture(writer)
     return HostCapture(lending) if device.type == "cpu" else DeviceCapture(lending, Cuda(device))
 
 
-# Failures at a layer: when a module inside of a stage has computed, and when its gradient has come back to it.
+# Fault injection at a layer: after the forward of a module inside of a stage, and before its backward.
 
 
 def watch(module: torch.nn.Module, name: str, reached: Callable[[str], None]) -> None:
-    """``reached("forward")`` once the submodule of that name has computed its output, ``reached("backward")`` once the
-    gradient of that output is known: its own backward comes next. Nothing, if the module has no such submodule: another
-    stage of the rank may have it. No bit of what is computed is another one for it."""
+    """Calls ``reached("forward")`` after the forward of the submodule of that name, and ``reached("backward")`` once
+    the gradient of its output is known, before its own backward. Has no effect if the module has no such submodule:
+    another stage of the rank may have it. Does not change the bits of any result."""
     layer = dict(module.named_modules()).get(name)
     if layer is not None:
         layer.register_forward_hook(_Reached(reached))
 
 
 class _Reached:
-    """On a module of the trainer's, who may copy it: a copy is not watched."""
+    """A forward hook of `watch`. If the trainer copies or pickles the module, the copy's hook is inactive."""
 
     def __init__(self, reached: Callable[[str], None] | None) -> None:
         self._reached = reached
@@ -399,28 +399,27 @@ class _Reached:
         return _Reached, (None,)
 
 
-# What shapes the stages of a pipeline send each other, told through the job's store.
+# Shapes of the tensors between the stages of a pipeline, exchanged through the job's store.
 #
-# torch's stages infer them in the first call of a schedule, and again where it turns from training to evaluation or
-# back, all of them in the same call: so evaluation may have batches of another size. A process that takes another
-# one's place infers them in a call in which nobody else does. So an inference is known by its *point*, the step and
-# call in which it was due: the first stage keeps the list of points, and the shapes that stages tell each other are
-# filed under them.
+# torch's stages infer them in the first call of a schedule, and again when it switches between training and
+# evaluation, all stages in the same call: so evaluation may have another batch size. A replacement process infers them
+# in a call in which no other stage does. So an inference is identified by its *point*, the step and call in which it
+# was due. The first stage keeps the list of points, and shapes are stored under their point.
 #
-#     (all, before they infer in a call)  the newest point at or before it is of this mode: that one holds
-#                                         else: the first stage makes this call one, the others wait until it has
+#     (all, before they infer in a call)  the newest point at or before it has this mode: use that point
+#                                         else: the first stage adds this call as a point, the others wait for it
 #
-# Each pipeline has points of its own. While ranks are missing none may be whole: then they infer for all of them, with
-# the batches of the ranks that are there (`Shapes.together`). Those points are known to each pipeline ever after.
+# Each pipeline has its own points. In a degraded world no pipeline may be complete: then all pipelines infer together,
+# with the batches of the ranks that are present (`Shapes.together`). Those points stay valid for every pipeline.
 
 _TIMEOUT_S = 600.0
 _SHAPE_POLL_S = 0.02
 POINTS_MAX = 1024
-"""Older ones are forgotten: no checkpoint is so old."""
+"""Points that are kept. Older ones are deleted: no checkpoint is so old."""
 
 
 class Point(NamedTuple):
-    """Where shapes were inferred. Ordered by step and call."""
+    """The step and call in which shapes were inferred. Ordered by step and call."""
 
     step: int
     call: int
@@ -428,36 +427,37 @@ class Point(NamedTuple):
 
 
 class Shapes:
-    """Of one rank; ranks of other pipelines have batches of their own.
+    """Shapes as one rank exchanges them with its pipeline; other pipelines may have other batch sizes.
 
-    (stage) ``infer`` → ``put``, ``get`` until the next one
+    (stage) ``infer`` → ``put``, ``get`` until the next inference
     """
 
     def __init__(self, store: Callable[[], Store], dp_rank: int, check: Callable[[], None]):
-        """`store`: of the generation that this rank is in. `check` raises once a newer one is published."""
+        """`store` returns the store of this rank's generation. `check` raises once a newer one is published."""
         self._store = store
         self.dp_rank = dp_rank
-        """Whose batch is computed."""
+        """Data-parallel rank whose batch is computed."""
         self._check = check
         self._point = Point(0, 0, training=True)
         self._list = ""
-        """Of points, in which this one is."""
+        """Name of the list that holds `_point`."""
         self.together = False
-        """All pipelines infer, in the same call, or none does: some of their ranks may be missing. What one of them has
-        inferred by itself does not count: who knows it would tell nobody, and who has told it may be gone."""
+        """All pipelines infer in the same call, or none does, because some of their ranks may be missing. Points of a
+        single pipeline are ignored: a rank that knows them does not publish them, and one that did may be lost."""
         self._filed: dict[str, deque[str]] = {}
         self._helps = False
         self.schedule = 0
-        """The number of the schedule that runs: each turns from training to evaluation by itself."""
+        """Index of the running schedule: each switches between training and evaluation by itself."""
 
     def for_helper(self) -> "Shapes":
-        """Of stages that another rank replays: training only, and begun in some call of the step."""
+        """Returns a copy for replaying another rank's stages: uses training points only, of any call of the step."""
         other = copy.copy(self)
         other._helps = True
         return other
 
     def infer(self, step: int, call: int, *, training: bool, first: bool) -> None:
-        """A stage is about to. `first`: it is the first one of the pipeline."""
+        """Selects the point before a stage infers; waits for the first stage to add it. `first`: the stage is the
+        pipeline's first one. Raises ServiceError after a timeout."""
         now = Point(step, call, training)
         deadline = time.monotonic() + _TIMEOUT_S
         while not self._at(now):
@@ -467,7 +467,7 @@ class Shapes:
                 self._wait(f"the first stage has inferred no shapes in call {call} of step {step}", deadline)
 
     def put(self, kind: str, one: int, other: int, value: Any) -> None:
-        """Stage `one` tells its neighbour."""
+        """Publishes `value` from stage `one` to its neighbour `other`."""
         key, link = self._key(kind, one, other), f"{kind}/{one}-{other}"
         self._store().set(key, json.dumps(value))
         filed = self._filed.setdefault(link, deque())
@@ -477,7 +477,7 @@ class Shapes:
             self._store().delete_key(filed.popleft())
 
     def get(self, kind: str, one: int, other: int) -> Any:
-        """Waits until stage `one` has put it."""
+        """Waits until stage `one` has published the value, and returns it. Raises ServiceError after a timeout."""
         key = self._key(kind, one, other)
         deadline = time.monotonic() + _TIMEOUT_S
         while not self._store().check([key]):
@@ -485,7 +485,7 @@ class Shapes:
         return json.loads(self._store().get(key))
 
     def _at(self, now: Point) -> bool:
-        """Takes the point that holds now, if there is one."""
+        """Selects the point that is valid now. Returns whether there is one."""
         lists = [self._list_of("all"), *([] if self.together else [self._list_of(self.dp_rank)])]
         points = [(point, name) for name in lists for point in self._points(name)]
         if self._helps:
@@ -516,7 +516,7 @@ class Shapes:
         return f"{self._list}/{point.step}.{point.call}.{int(point.training)}/{kind}/{one}-{other}"
 
     def _wait(self, why: str, deadline: float) -> None:
-        """Polls, so that a notice can end it."""
+        """Sleeps for one poll, so that a newer generation can end the wait. Raises ServiceError after the deadline."""
         self._check()
         if time.monotonic() > deadline:
             raise ServiceError(f"{why} in {_TIMEOUT_S:g} s")
@@ -527,25 +527,25 @@ FORWARD = "F"
 BACKWARD = "B"
 _PHASES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weights"}
 
-# A record that nobody has written for this long will not come: its writer would have been declared dead.
+# A replay gives up on a record after this time: by then its writer would have been declared dead.
 RECORD_TIMEOUT_S = 120.0
 
 
 class Channel:
-    """One rank's boundaries.
+    """The boundaries of one rank: logs what crosses them, or answers from the log in a replay.
 
     (session) ``open(writer)``; per step ``begin_step``; around a replay ``begin_replay``, ``end_replay``
     (stages) ``entered``, ``receive``, ``sent``, ``targeted``, ``computed``
     (session, for the trainer) ``collective``
-    (engine, stages, updates) ``wait_copied`` before memory is used again
+    (engine, stages, updates) ``wait_copied`` before memory is reused
 
-    What is sent to other stages is *lent* to the ring (`swift_ft.train.boundary_log`): a native thread copies it while
-    the trainer computes, and it is kept alive. That is safe because torch's own asynchronous send has lent it just
-    the same, and because everything that may overwrite it waits in `wait_copied`: the next call of the schedule
-    (receive buffers, of which an activation may be a view), the optimizer (a stage may send a view of a parameter),
-    the end of a step. A trainer that changes a tensor in place meanwhile is found by its version counter. Everything
-    else is copied at once, by the trainer's thread: external inputs and targets, which a module or a loader may change
-    in place, and are small, and results of collectives, which the trainer gets to keep.
+    A tensor sent to another stage is *lent* to the ring: a native thread copies it while the trainer computes, and it
+    is kept alive. That is safe because torch's own asynchronous send borrows it as well, and because whatever may
+    overwrite it calls `wait_copied` first: the next call of the schedule (receive buffers, of which an activation may
+    be a view), the optimizer (a stage may send a view of a parameter), the end of a step. If the trainer changes the
+    tensor in place before that, its version counter shows it. The trainer's thread copies everything else at once:
+    external inputs and targets, which are small and may be changed in place by a module or a loader, and results of
+    collectives, which the trainer keeps.
     """
 
     def __init__(
@@ -561,10 +561,9 @@ class Channel:
         groups: RecoveryGroups,
     ):
         self.groups = groups
-        """What is sent inside of one is not logged: its stages replay together, and it is sent again."""
+        """Recovery groups. Sends inside of a group are not logged: its stages replay together and send them again."""
         self.unsettled = False
-        """(staggering) The step under way may be of a state that is taken back: it is not logged."""
-        """In the step under way."""
+        """(staggering) The state of the step under way may be taken back, so the step is not logged."""
         self._rank = rank
         self._assignment = assignment
         self._origin = assignment.slots[rank].dp_rank
@@ -572,7 +571,7 @@ class Channel:
         self._device = device
         self._faults = faults
         self._in_microbatch = 0
-        """Whose forward or backward is under way, for failures."""
+        """Microbatch whose forward or backward is under way; for fault injection."""
         self.shapes = Shapes(store, self._origin, check)
         self._check_whole = check_whole  # raises RuntimeError if a collective was broken
         self._check = check  # raises Interrupted once a newer generation is published
@@ -586,25 +585,25 @@ class Channel:
         self._ordinals: dict[int, int] = {}
         self._microbatch = 0
         self.off_log = False
-        """What this rank has become is not what the log leads to: what it sends is neither compared nor logged, until
-        it has another state or the log begins anew."""
+        """This rank's state is not the one that the log reproduces. Its sends are neither compared nor logged until it
+        loads another state or the log is restarted."""
         self.finishes_cut_steps = False
-        """A notice takes nobody out of a step that computes (`swift_ft.train.lossy`): what the log does not take from
-        then on is not missed, because nothing is replayed."""
+        """A newer generation does not interrupt a step that computes (`swift_ft.train.lossy`). Records that the log
+        refuses from then on are not needed, because such a job never replays."""
         self.records_read = 0
         self.microbatches_replayed = 0
-        self._watched = False  # or it is known that nobody looks
+        self._watched = False  # True once `watch` was called, even without a witness
         self._witness: Witness | None = None
         self.rehearsing = False
-        """The step under way is taken back (`swift_ft.train.batch_redistribution`, a warm-up): nothing of it is
-        logged."""
+        """The step under way is going to be taken back, so it is not logged (`swift_ft.train.batch_redistribution`, a
+        warm-up)."""
         self.rehearsed = False
-        """(a rehearsal) What passes inside of a recovery group is read as well, as the rank has recorded it."""
+        """(a rehearsal) Messages inside of a recovery group are read as well, from this rank's own records."""
         self.giving_only: Callable[[], AbstractContextManager[None]] = nullcontext
-        """(a rehearsal) Around a collective whose result is known otherwise."""
+        """(a rehearsal) Context for a collective whose result is read from the log."""
         self.profile = StepProfile(self._rank)
         self.clock = ReplayClock()
-        """(replay) Of the trainer's thread."""
+        """(replay) Time of the trainer's thread."""
         self._replayed_too: Mapping[int, int] = {}
 
     @property
@@ -627,7 +626,7 @@ class Channel:
 
     @contextmanager
     def as_origin(self, origin: int) -> Iterator[None]:
-        """What is computed in here is of that data-parallel rank's batch."""
+        """Returns a context in which computation is for the batch of data-parallel rank `origin`."""
         own = self._origin
         self._be(origin)
         try:
@@ -639,16 +638,16 @@ class Channel:
         self._origin = self.randomness.dp_rank = self.shapes.dp_rank = origin
 
     def stream(self, stage: int, kind: str, rank: int | None = None) -> str:
-        """The name of a boundary's stream in this rank's pipeline, or in another one's."""
+        """Returns the name of a boundary's stream in this rank's pipeline, or in the pipeline of `rank`."""
         origin = self._origin if rank is None else self._assignment.slots[rank].dp_rank
         return streams.boundary(stage, kind, origin, self._assignment.dp_size)
 
     def rank_at(self, pipeline_rank: int) -> int:
-        """Of this rank's pipeline."""
+        """Returns the rank at that place in this rank's pipeline."""
         return self._assignment.at(pipeline_rank, self._origin)
 
     def watch(self, witness: Witness | None) -> None:
-        """(before anything passes) Who is shown what passes; None: nobody."""
+        """(once, before any tensor passes) Sets the witness that is shown every tensor; None for no witness."""
         if self._watched:
             raise AssertionError("Channel.watch was called before")
         self._watched, self._witness = True, witness
@@ -660,13 +659,13 @@ class Channel:
         return self._witness
 
     def open(self, writer: Writer) -> None:
-        """(once) What passes goes into this log."""
+        """(once) Logs into this writer from now on."""
         if self._opened is not None:
             raise AssertionError("Channel.open: the log is open already")
         self._opened = capture_for(writer, self._device)
 
     def keep_nothing(self) -> None:
-        """(a warm-up, once) As `open`, without a log."""
+        """(a warm-up, once) Like `open`, without a log."""
         self._opened = NoCapture()
 
     @property
@@ -676,11 +675,11 @@ class Channel:
         return self._opened
 
     def wait_copied(self) -> None:
-        """After this the memory of all that was sent may be used again."""
+        """Waits until the memory of all sent tensors may be reused."""
         self._capture.wait_copied()
 
     def drop_step(self) -> None:
-        """What the step has lent is not looked at any more: whoever does the step again compares it."""
+        """Releases the step's lent tensors without checking them: the step is done again and compared then."""
         self._capture.drop()
 
     def begin_step(self, step: int) -> None:
@@ -688,7 +687,7 @@ class Channel:
         self._ordinals = {}
         self.profile.begin()
         for cursor in self._cursors.values():
-            cursor.drop_below(step)  # what was sent to other stages is never asked for, and would stay
+            cursor.drop_below(step)  # records for other stages are never read, and would stay
 
     # --- replay ---
 
@@ -699,8 +698,9 @@ class Channel:
         collective_sources: Sequence[int],
         replayed_too: Mapping[int, int] = {},
     ) -> None:
-        """`collective_sources`: ranks whose logs have the results of the collectives that they took part in, the best
-        first. `replayed_too`: other stages that replay, and from which step on."""
+        """Reads from `reader` instead of receiving, from `from_step` on. `collective_sources`: ranks whose logs have
+        the results of the collectives that they took part in, the best first. `replayed_too`: other stages that replay
+        -> the step from which they do."""
         self._reader = reader
         self._replayed_too = replayed_too
         self._replay_from = from_step
@@ -714,8 +714,8 @@ class Channel:
         self.want(None, self._replay_from)
 
     def want(self, share: ReadFilter | None, from_step: int) -> None:
-        """(replay) From this step on, nothing of stages but this share will be asked for. What was prefetched is
-        forgotten."""
+        """(replay) Limits reads of stages' streams to this share (None: no limit) from this step on. Discards what was
+        prefetched."""
         self._share = share
         self._replay_from = from_step
         for cursor in self._cursors.values():
@@ -723,16 +723,16 @@ class Channel:
         self._cursors.clear()
 
     def read_ahead(self, names: Iterable[str]) -> None:
-        """(replay) These streams will be asked for: all are read from here on, at the same time."""
+        """(replay) Starts to prefetch these streams, all at the same time."""
         for name in names:
-            with suppress(RecordMissing):  # no server has anything of it yet
+            with suppress(RecordMissing):  # no server has a record of it yet
                 self._cursor(name, self._share if name[-1] in streams.KINDS else None)
 
     def beside(self, capture: Capture) -> "Channel":
-        """Another one, for a stage that is replayed here for its owner; what it sends goes to `capture`."""
+        """Returns a second channel, for stages that this rank replays for their owner; its sends go to `capture`."""
         other = copy.copy(self)
         other._opened = capture
-        other._witness = None  # it looks at this rank's own stages
+        other._witness = None  # the witness covers this rank's own stages only
         other._cursors = {}
         other.clock = ReplayClock()
         other.shapes = self.shapes.for_helper()
@@ -742,7 +742,7 @@ class Channel:
         return other
 
     def received(self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor) -> None:
-        """(a step that is recorded) Of what no other stream has: what another stage of the recovery group sent."""
+        """(a step that is recorded) Records what another stage of the recovery group sent: no other stream has it."""
         if self.witness is not None and self.witness.thorough and not self.replaying:
             self.note(streams.messages(self._rank), self._message_key(direction, microbatch, slot), buffer)
 
@@ -750,7 +750,7 @@ class Channel:
         return RecordKey(self._step, 2 * microbatch + (direction == BACKWARD), slot)
 
     def receive(self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor) -> None:
-        """(replay) Fills a receive buffer with what `stage` sent. Waits for a record that is still to come."""
+        """(replay) Fills a receive buffer with the record of what `stage` sent. Waits if it is not written yet."""
         stream = self.stream(stage, direction)
         too = self._step >= self._replayed_too.get(stage, self._step + 1)
         record = self._read(stream, RecordKey(self._step, microbatch, slot), self._share, replayed_too=too)
@@ -759,12 +759,12 @@ class Channel:
     def receive_inside(
         self, stage: int, direction: str, microbatch: int, slot: int, buffer: torch.Tensor
     ) -> None:
-        """(rehearsal) As `receive`, of what `received` was told of."""
+        """(rehearsal) Like `receive`, for a message that `received` has recorded."""
         record = self.recorded(streams.messages(self._rank), self._message_key(direction, microbatch, slot))
         fill(buffer, record, f"what stage {stage} sent in step {self._step}, microbatch {microbatch}")
 
     def external(self, stage: int, kind: str, microbatch: int, slot: int) -> torch.Tensor:
-        """(replay for another rank) What entered the stage from outside, as its owner has logged it."""
+        """(replay for another rank) Returns an external input or target of the stage, as its owner has logged it."""
         key = RecordKey(self._step, microbatch, slot)
         return to_tensor(self._read(self.stream(stage, kind), key, self._share)).to(self._device)
 
@@ -800,14 +800,14 @@ class Channel:
             return True
         return False
 
-    # --- what the stages tell ---
+    # --- called by the stages ---
 
     def logs(self, source: int, destination: int) -> bool:
-        """What the first stage sends to the other one in this step is logged."""
+        """Returns whether sends from stage `source` to stage `destination` are logged."""
         return self.groups.crosses(source, destination)
 
     def entered(self, stage: int, microbatch: int, external: list[torch.Tensor]) -> None:
-        """A forward begins: what enters from outside is recorded, the generator is set to its counter."""
+        """(a forward begins) Records the external inputs and sets the random generators for this microbatch."""
         self._microbatch = microbatch
         for slot, tensor in enumerate(external):
             self.saw(INPUT, stage, microbatch, slot, tensor)
@@ -815,7 +815,7 @@ class Channel:
         self.randomness.forward(stage, microbatch)
 
     def targeted(self, stage: int, target: torch.Tensor) -> None:
-        """The loss of the microbatch that was just computed is taken against `target`."""
+        """Records the target of the microbatch whose forward has just ended."""
         key = RecordKey(self._step, self._microbatch, 0)
         self.saw(TARGET, stage, self._microbatch, 0, target)
         self._record(self.stream(stage, "T"), key, target, now=True)
@@ -826,11 +826,11 @@ class Channel:
             witness.saw(kind, stage, microbatch, slot, tensor)
 
     def lost(self, stage: int, loss: torch.Tensor) -> None:
-        """What the loss function gave for the microbatch that was just computed."""
+        """Shows the witness the loss of the microbatch whose forward has just ended."""
         self.saw(LOSS, stage, self._microbatch, 0, loss)
 
     def sends(self, stage: int, direction: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
-        """As `sent`, also of what stays inside of a recovery group."""
+        """Shows a thorough witness what a stage sends, also inside of a recovery group."""
         witness = self.witness
         if witness is not None and witness.thorough:
             place = (slot << 1) + (direction == BACKWARD)
@@ -843,12 +843,12 @@ class Channel:
         self._record(self.stream(stage, direction), key, tensor, now=False)
 
     def hand_in(self, stream: str, key: RecordKey, tensor: torch.Tensor) -> None:
-        """(replay) What a helper has computed, and the log lacks."""
+        """(replay) Logs a tensor that a helper has computed and that the log lacks."""
         self._record(stream, key, tensor, now=True)
 
     @contextmanager
     def computing(self, stage: int, direction: str, microbatch: int = 0) -> Iterator[None]:
-        """Around what a stage computes for one microbatch."""
+        """Returns a context that measures what a stage computes for one microbatch."""
         self._in_microbatch = microbatch
         began = time.perf_counter()
         with self.profile.computing(stage, direction):
@@ -856,7 +856,7 @@ class Channel:
         self.clock.computed(time.perf_counter() - began)
 
     def computed(self, direction: str, microbatch: int) -> None:
-        """A microbatch has done a forward, a backward, or gradients of weights apart: the place where drills kill."""
+        """(after a forward, a backward, or a separate weight-gradient part of a microbatch) Injects a fault if due."""
         if self.replaying:
             if direction == WEIGHTS:
                 return
@@ -867,8 +867,8 @@ class Channel:
             self._faults.at(_PHASES[direction], self._step, microbatch)
 
     def fails_at_layers(self, module: torch.nn.Module) -> None:
-        """(session) A stage's or a whole module: a place inside of it where failures are injected, if they are to be.
-        A hook on the module does it, and only then."""
+        """(session) Prepares fault injection at layers inside of `module`. Registers a forward hook on each layer of
+        the module that has a planned fault, and none otherwise."""
         for name in self._faults.layers:
             watch(module, name, lambda phase, name=name: self._at_layer(phase, name))  # type: ignore[misc]
 
@@ -877,30 +877,30 @@ class Channel:
             self._faults.at(phase, self._step, self._in_microbatch, layer=layer)
 
     def inferring(self) -> None:
-        """A stage is about to learn its shapes: a place where tests kill."""
+        """(before a stage infers its shapes) Injects a fault if due."""
         self._faults.at("shapes", self._step)
 
     def settling(self, step: int) -> None:
-        """What came of that step's vote is known, and not yet looked at: a place where tests kill."""
+        """(the result of that step's vote has arrived and is not processed yet) Injects a fault if due."""
         self._faults.at("settle", step)
 
     def taking_back(self, version: int) -> None:
-        """A rank is about to go back to that version: a place where tests kill."""
+        """(before a rank goes back to that version) Injects a fault if due."""
         self._faults.at("take_back", version)
 
     def recorded(self, stream: str, key: RecordKey) -> Record:
-        """(rehearsal) What the rank has noted there. Waits for it."""
+        """(rehearsal) Returns the record that this rank has noted under `key`. Waits for it."""
         record: Record = self._read(stream, key)
         return record
 
     def note(self, stream: str, key: RecordKey, tensor: torch.Tensor) -> None:
-        """What a rehearsal reads of this rank's steps."""
+        """Records a tensor for a later rehearsal of this rank's step."""
         self._check_whole()
         if not (self.rehearsing or self.unsettled):
             self._capture.record(stream, key, tensor, now=True, keep=False)
 
     def _record(self, stream: str, key: RecordKey, tensor: torch.Tensor, now: bool) -> None:
-        """``now``: it may change after the call."""
+        """Logs `tensor`, unless the step may be taken back. ``now``: it may change after the call."""
         self._check_whole()
         if self.rehearsing or self.unsettled:
             return
@@ -914,14 +914,14 @@ class Channel:
                 if not self.finishes_cut_steps:
                     raise
 
-    # --- crossing collectives ---
+    # --- pipeline collectives ---
 
     def collective(
         self, name: str, run: Callable[[], torch.Tensor], ranks: Sequence[int] = ()
     ) -> torch.Tensor:
-        """The result of `run()`, recorded; in a replay the recorded result, and `run` is not called.
+        """Returns the result of `run()` and records it. In a replay returns the recorded result without calling `run`.
 
-        `ranks`: those that take part and get the same; empty: all."""
+        `ranks`: ranks that take part and get the same result; empty: all."""
         key = self._collective_key(ranks)
         if self._answered:
             self._gives_again(run)
@@ -936,7 +936,7 @@ class Channel:
     def collective_into(
         self, name: str, results: Sequence[torch.Tensor], run: Callable[[], None], ranks: Sequence[int]
     ) -> None:
-        """As `collective`, of a `run()` that leaves its result in `results`."""
+        """Like `collective`, for a `run()` that writes its result into `results`."""
         keys = [self._collective_key(ranks) for _ in results]
         if self._answered:
             self._gives_again(run)
@@ -951,17 +951,17 @@ class Channel:
 
     @property
     def _answered(self) -> bool:
-        """The log has what collectives gave."""
+        """Results of collectives are read from the log."""
         return self.replaying and not (self.rehearsed and not self.groups.logs)
 
     def _gives_again(self, run: Callable[[], Any]) -> None:
-        """(rehearsal) What this rank gives to the collective is compared; what it gets is in the log."""
+        """(rehearsal) Runs the collective for its inputs only, which are compared; its result is in the log."""
         if self.rehearsed:
             with self.giving_only():
                 run()
 
     def _collective_key(self, ranks: Sequence[int]) -> RecordKey:
-        """Each group of ranks counts its own: others may have fewer, or more."""
+        """Returns the record key of the next collective. Each group of ranks counts its own collectives."""
         number = 0
         if len(ranks) not in (0, len(self._assignment.slots)):
             number = 1 + zlib.crc32(",".join(map(str, sorted(ranks))).encode()) % (1 << 31)
@@ -971,10 +971,10 @@ class Channel:
 
     def _check_before_collective(self) -> None:
         self._check()
-        self._check_whole()  # what this rank gives to others is as good as what it keeps
+        self._check_whole()  # do not spread the result of a broken collective to other ranks
 
     def _result(self, name: str, ranks: Sequence[int], key: RecordKey) -> Any:
-        """(replay) As a rank that took part has logged it."""
+        """(replay) Reads the result from the log of a rank that took part. Raises ReplayRefused if none has it."""
         source = next((rank for rank in self._collective_sources if not ranks or rank in ranks), None)
         if source is None:
             raise ReplayRefused(f"no living rank has the results of collective {name!r} in step {self._step}")

@@ -1,8 +1,7 @@
-"""This rank's checkpoints: saved beside training, told to the coordinator, removed once newer ones are complete.
+"""This rank's checkpoints: saved in the background, reported to the coordinator, removed once newer ones are complete.
 
-One that cannot be written does not stop training: the one before it stays the newest complete one, and the log, of
-which nothing is trimmed, goes on from there. It is tried again until it is written, or the next one is due. Heartbeats
-say so meanwhile.
+A failed write does not stop training: the previous checkpoint stays the newest complete one, and the log is not trimmed
+beyond it. The write is retried until it succeeds or the next checkpoint is due. Heartbeats report it meanwhile.
 """
 
 import sys
@@ -18,27 +17,27 @@ from swift_ft.train.coordinator_session import Member
 from swift_ft.train.recording import Recording
 from swift_ft.train.training_state import TrainerState
 
-# Early checkpoints, in a rank: the View names a version, every rank saves it when it gets there.
+# Early checkpoints: the View names a version, and every rank saves it when it reaches it.
 #
 # (log server) is running full, or (a rank) could not log some steps → (coordinator) ``checkpoint_at`` in the View →
-# (every rank, after each step) ``due`` → a rank that is past it already says so, and the View names a later one.
+# (every rank, after each step) ``due`` → a rank past that version reports so, and the View names a later one.
 
 
 class EarlyCheckpoint:
-    """Asked by the trainer's thread after each step; waits for nothing."""
+    """Early checkpoint that the View asks for. The trainer's thread checks it after each step; it never blocks."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self._settled: int | None = None  # the agreed version that was saved, or told to be too early
+        self._settled: int | None = None  # agreed version that was saved or reported as too early
 
     def due(self, version: int) -> bool:
-        """Is this the version that all ranks save?"""
+        """Returns whether all ranks save this version."""
         view = self._member.watcher.latest
         if view is None or not view.HasField("checkpoint_at"):
             return False
         agreed = view.checkpoint_at
         if version < agreed:
-            self._settled = None  # perhaps again: after a restore
+            self._settled = None  # after a restore it may be reached again
         elif version == agreed:
             self._settled = agreed
         elif self._settled != agreed:
@@ -48,8 +47,8 @@ class EarlyCheckpoint:
 
 
 def flush_at_end(writer: Writer, rank: int, timeout_s: float) -> None:
-    """(all steps are done) So that others can be recovered without this rank; one that may drop records does not fail
-    over it. Should there be a recovery all the same, it flushes again before it reports."""
+    """(after all steps) Flushes the log, so that other ranks can be recovered without this one. A timeout is no error
+    for a writer that may drop records: in a recovery the rank flushes again before it reports."""
     try:
         writer.flush(timeout_s)
     except ServiceError as error:
@@ -59,19 +58,19 @@ def flush_at_end(writer: Writer, rank: int, timeout_s: float) -> None:
 
 
 class UnloggedSteps:
-    """Tells, after each step, what of it was not logged, and asks for the checkpoint that makes up for it.
+    """Reports after each step the records that were not logged, and requests the checkpoint that compensates for them.
 
-    Once when it begins (from there on a failure costs the steps since the newest checkpoint), and once more when a step
-    is logged whole again: with a checkpoint behind the last unlogged one, whatever comes can be replayed. Not in
-    between: as long as the log takes nothing, the next checkpoint is no better than the interval's.
+    It requests one at the first unlogged step (from there on a failure costs the steps since the newest checkpoint),
+    and one more once a step is completely logged again: after a checkpoint past the last unlogged step, every later
+    step can be replayed. In between, an early checkpoint would be no better than the regular one.
     """
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self._owed: Dropped | None = None  # the last ones, until a checkpoint behind them was asked for
+        self._owed: Dropped | None = None  # last drop, until a later checkpoint was requested
 
     def after_step(self, step: int, dropped: Dropped | None) -> None:
-        """(trainer's thread) `step` is done; `dropped`: what was not logged since the last call."""
+        """(trainer's thread, after `step`) `dropped`: records not logged since the last call."""
         owed, self._owed = self._owed, dropped
         if dropped is not None:
             first, last = dropped.steps
@@ -86,13 +85,13 @@ class UnloggedSteps:
                 bytes=dropped.bytes,
             )
         if owed is not None and step < owed.steps.last:
-            owed = None  # everybody has restored a checkpoint: that history is given up, and so is its log
+            owed = None  # all ranks have restored a checkpoint and discarded that history, with its log
         due = dropped if owed is None else owed if dropped is None else None
         if due is not None and not self._covered(due.steps.last):
             self._member.ask_checkpoint(due.steps.last, f"{due}, as the log could not keep up")
 
     def _covered(self, step: int) -> bool:
-        """A checkpoint that has this step in it is complete, or agreed on."""
+        """Returns whether a checkpoint after this step is complete or agreed on."""
         view = self._member.watcher.latest
         if view is None:
             return False
@@ -101,11 +100,13 @@ class UnloggedSteps:
 
 
 _TELL_S = 2.0
-"""How long one attempt takes to tell the coordinator of a checkpoint; another one follows it."""
+"""Seconds of one attempt to report a checkpoint to the coordinator; failed attempts are repeated."""
 
 
 class Saving:
-    """(trainer's thread) ``save`` → (background) the write, CheckpointDurable; ``save_before_ready``, ``save_first``;
+    """Checkpoints of one rank.
+
+    (trainer's thread) ``save`` → (background) the write, CheckpointDurable; ``save_before_ready``, ``save_first``;
     ``prune``; (lease thread) ``unsaved``"""
 
     def __init__(
@@ -118,26 +119,26 @@ class Saving:
         *,
         sync: bool = False,
     ):
-        """`sync`: training waits until a checkpoint is durable here."""
+        """`sync`: training waits until a checkpoint is durable on this rank."""
         self._rank = rank
         self._sync = sync
         self._recording = recording
         self._member = member
         self._state = state
         self._store = store
-        # Complete checkpoints as last seen, and below which version others are given up.
+        # Last seen: complete checkpoints, and the version below which all others are abandoned.
         self._seen: tuple[set[int], int] = (set(), 0)
-        self._generation = 0  # in which the last one was saved
-        self._version = -1  # which that was
-        # What `checkpoint_durable` is told of one that is durable, until it has heard it.
+        self._generation = 0  # of the last save
+        self._version = -1  # of the last save
+        # Arguments of `checkpoint_durable` for a durable checkpoint, until the coordinator has acknowledged it.
         self._untold: tuple[int, int, bool] | None = None
 
     def save(self, generation: int = 0) -> None:
-        """`generation`: the one whose state it is; 0: the newest."""
+        """Saves this version in the background. `generation` of the state; 0: the one this rank acts in."""
         view = self._member.watcher.wait_for(lambda _view: True, None)
         if self._state.version in view.checkpoints:
-            return  # whole at all ranks: what is written now could only spoil it
-        # Not the View's: that may be of a generation which this state has no part in.
+            return  # complete on all ranks: another write could only damage it
+        # Not the View's generation: it may be one that this state is not part of.
         self._generation = generation = generation or self._member.entered
         self._version = self._state.version
         recorded = self._begin_recording(view, generation)
@@ -145,13 +146,14 @@ class Saving:
         news = iter([True])
 
         def durable(version: int) -> bool:
-            """False: nobody answers. Soon: the next checkpoint waits for this, and training for that one."""
+            """Reports the checkpoint. Returns False if there is no answer within `_TELL_S`: the next checkpoint waits
+            for this call, and training for that checkpoint."""
             if next(news, False):
                 self._tell_saved(version)
             try:
                 self._member.client.checkpoint_durable(version, generation, recorded, patience_s=_TELL_S)
             except SwiftError as error:
-                # A version that the coordinator never hears of is not complete; the one before it stands.
+                # A version that is never reported does not count as complete; the previous one stays valid.
                 events.emit("checkpoint_untold", rank=self._rank, version=version, reason=str(error))
                 self._untold = (version, generation, recorded)
                 return not isinstance(error, ServiceError)
@@ -173,7 +175,8 @@ class Saving:
         )
 
     def _begin_recording(self, view: pb.View, generation: int) -> bool:
-        """Whether the steps from this version on are recorded. In a recovery they are not: they may be done again."""
+        """Returns whether the steps from this version on are recorded for a rehearsal. In a recovery they are not,
+        because they may be repeated."""
         return view.state in (pb.FORMING, pb.RUNNING) and self._recording.begins_at(
             self._state.version, view, generation
         )
@@ -191,14 +194,14 @@ class Saving:
         )
 
     def save_last(self) -> None:
-        """The version at which the run ends, unless this generation has saved it."""
+        """Saves the version at which the run ends, unless this generation has saved it."""
         if (self._version, self._generation) != (self._state.version, self._member.entered):
             self.save()
 
     def save_first(self) -> None:
-        """Returns when the coordinator has it: a loss in the first step needs it. Raises UsageError: all
-        ranks end with one exit code, whichever of them cannot write. ServiceError if the coordinator stays away; Fenced
-        if another process holds the rank."""
+        """Saves the first checkpoint and waits until the coordinator has it, since a failure in the first step needs
+        it. Raises UsageError if it cannot be written, so that all ranks end with the same exit code; ServiceError if
+        the coordinator does not answer; Fenced if another process holds the rank."""
         self._store.set_aside(self._await_held)
         try:
             self.save()
@@ -208,20 +211,20 @@ class Saving:
         self.tell_untold()
 
     def _await_held(self) -> None:
-        """Returns once the coordinator says that this process holds its rank. Raises Fenced, or Interrupted by a newer
-        generation."""
+        """Waits until the coordinator confirms that this process holds its rank. Raises Fenced, or Interrupted by a
+        newer generation."""
         while not self._member.say(self._member.check_held):
             self._member.check()
 
     def tell_untold(self) -> None:
-        """(the store has settled) The coordinator hears of the last one, if it was away so long that nobody tells it
-        any more. Raises ServiceError if it stays away, and what it refuses it with: Fenced, UsageError."""
+        """(no write is in progress) Reports the last checkpoint if earlier attempts got no answer. Raises ServiceError
+        if there is still none, or the coordinator's refusal: Fenced, UsageError."""
         if self._untold is not None:
             self._member.client.checkpoint_durable(*self._untold)
             self._untold = None
 
     def unsaved(self) -> pb.UnsavedCheckpoint | None:
-        """What could not be written yet."""
+        """Returns the checkpoint that could not be written yet, or None."""
         unsaved = self._store.unsaved
         if unsaved is None:
             return None
@@ -230,14 +233,14 @@ class Saving:
         )
 
     def save_before_ready(self, generation: int) -> None:
-        """Returns when the coordinator has it. Raises ReplayRefused if it cannot be written."""
+        """Saves this version and waits until the coordinator has it. Raises ReplayRefused if it cannot be written."""
         try:
             self.save(generation)
             self._store.wait()
         except ServiceError as error:
             raise ReplayRefused(f"no checkpoint of version {self._state.version}: {error}") from None
         version = self._state.version
-        # If that went wrong before.
+        # Repeated in case the report in `save` has failed.
         self._member.client.checkpoint_durable(version, generation)
 
     def prune(self) -> None:

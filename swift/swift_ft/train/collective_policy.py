@@ -1,11 +1,11 @@
-"""What a trainer communicates by itself, over the default group and over those of the session.
+"""Policy for the trainer's own communication, over the default group and over those of the session.
 
-    outside of train_step    refused: a process that replaces a lost rank comes there alone
-    in train_step            one result for all ranks: recorded, and answered from the log in a replay, as the session's
-                             own collectives are; anything else (point-to-point, scatter, objects): refused
-    behind session.run       let through
+    outside of train_step    refused: a process that replaces a lost rank gets there alone
+    in train_step            one result for all ranks: recorded, and answered from the log in a replay, like the
+                             session's own collectives; anything else (point-to-point, scatter, objects): refused
+    after session.run        allowed
 
-A replay has nobody to communicate with. What is neither answered nor refused would wait for ever.
+A replay has no peers. A communication that is neither answered nor refused would wait forever.
 """
 
 import os
@@ -26,12 +26,12 @@ _INSTEAD = "session.all_reduce, dist.all_reduce, dist.broadcast or dist.all_gath
 
 
 class Gate:
-    """In front of the groups that a trainer may use.
+    """Check of all communication over the groups that a trainer may use.
 
-    It is made before the groups, which are made before all that communicates over them: what is to know of it is
-    bound afterwards, once, and nothing passes before.
+    It is created before the groups, which are created before the parts that communicate over them. So these parts are
+    bound later, once, and no communication is possible before.
 
-    (session) ``bind`` → ``around`` the trainer's function, ``passing`` around what torch or the session communicates
+    (session) ``bind`` → ``around`` the trainer's function, ``passing`` around communication of torch or the session
     in it
     (groups) ``collective``, ``message``, ``used``, ``messaged``, ``reducing``; (schedules) ``scheduled``; (torch,
     before it pickles) ``pickles``; (default group) ``new_group``
@@ -42,10 +42,10 @@ class Gate:
         self._in_step = False
         self._passing = False
         self.over = False
-        """`session.run` has returned."""
+        """Set once `session.run` has returned."""
 
     def bind(self, channel: Channel, updates: Updates, adoption: Adoption) -> None:
-        """What results are recorded by, and what learns that a step has communicated."""
+        """Binds the parts that record results and that are notified of a step's communication."""
         if self._bound is not None:
             raise AssertionError("Gate.bind was called before")
         self._bound = channel, updates, adoption
@@ -58,7 +58,7 @@ class Gate:
         return self._bound
 
     def around(self, train_step: Callable[[int], object]) -> Callable[[int], object]:
-        """The trainer's function, as a step in which what it communicates is looked at."""
+        """Returns the trainer's function wrapped so that its communication is checked."""
 
         def step(number: int) -> object:
             rank = os.getpid()
@@ -68,7 +68,7 @@ class Gate:
                 except Exception:
                     if os.getpid() == rank:
                         raise
-                    # A child that the step has forked is no rank: its end is none of the job's.
+                    # A child that the step has forked is no rank: its end does not concern the job.
                     with suppress(Exception):
                         sys.excepthook(*sys.exc_info())
                     raise SystemExit(1) from None
@@ -104,9 +104,10 @@ class Gate:
         *,
         alike: bool,
     ) -> bool:
-        """True: `results` hold what `run` gives. False: it is to be carried out as ever. Raises UsageError.
+        """Runs and records a collective, or answers it from the log; `results` hold its result. Returns False if the
+        caller is to run it itself. Raises UsageError if it is refused.
 
-        `alike`: all ranks of the group get the same.
+        `alike`: all ranks of the group get the same result.
         """
         if self._passing or self.over:
             return False
@@ -123,26 +124,26 @@ class Gate:
         return True
 
     def used(self, group: Group) -> None:
-        """Torch, or the trainer, carries out a collective over it."""
+        """Notifies the parts of a collective that torch or the trainer runs over `group`."""
         channel, updates, adoption = self._parts()
         updates.communicates()
         if len(group.ranks) > 1 and self._in_step and not channel.replaying:
             adoption.communicated(channel.step, of_pipeline=group.is_pipeline)
 
     def messaged(self) -> None:
-        """Torch sends or receives."""
+        """Notifies the updates that torch sends or receives."""
         self._parts()[1].communicates()
 
     def scheduled(self) -> None:
-        """A schedule is called. Raises UsageError where it cannot be."""
+        """(a schedule is called) Raises UsageError where that is not possible."""
         self._parts()[2].scheduled()
 
     def reducing(self) -> None:
-        """A reduction that torch has asked for is under way."""
+        """Notifies the updates that torch has started a reduction."""
         self._parts()[1].reducing()
 
     def message(self, name: str) -> None:
-        """Raises UsageError for one of the trainer's own."""
+        """Raises UsageError for a point-to-point message of the trainer's own."""
         if self._passing or self.over:
             return
         self._check_place(name)
@@ -152,7 +153,7 @@ class Gate:
         )
 
     def pickles(self) -> None:
-        """An object collective begins. Raises UsageError in a step."""
+        """(an object collective begins) Raises UsageError in a step."""
         if self._in_step:
             raise UsageError(
                 "a collective of Python objects in train_step: a replay would unpickle what it reads from the log, "
@@ -166,7 +167,7 @@ class Gate:
         )
 
     def check_in_step(self, name: str) -> None:
-        """Raises UsageError for what makes sense nowhere else."""
+        """Raises UsageError outside of a step, for a call that is only valid in one."""
         if not self._in_step:
             raise UsageError(f"{name} outside of train_step: call it in the step that is to be the last one")
 
@@ -181,9 +182,9 @@ class Gate:
 def groups_behind(
     gate: Gate, rank: int, ranks_of: Mapping[str, tuple[int, ...]], backend: Backend
 ) -> dict[str, ReconfigurableGroup]:
-    """The groups that a trainer, and torch, communicate over, by name. All that passes is known to the step; the
-    trainer's own is decided on in those that it is told to use. DDP's reducer must not see an error: its group swallows
-    them."""
+    """Returns the groups over which the trainer and torch communicate, by name. The step is notified of all
+    communication; the trainer's own is checked in "world" and "pipeline", the groups meant for it. DDP's reducer must
+    not see an error, so its group ("data") swallows them."""
     return {
         name: ReconfigurableGroup(
             name,

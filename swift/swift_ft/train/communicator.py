@@ -1,4 +1,4 @@
-"""Communicator: process groups for a script of its own, which survive the loss of members.
+"""Communicator: process groups for a script's own recovery, which survive the loss of members.
 
 ::
 
@@ -6,14 +6,13 @@
         while working:
             try:
                 dist.all_reduce(tensor)          # any collective of torch.distributed
-            except RuntimeError:                 # somebody was lost, or has revoked the groups
-                communicator.revoke()            # those who noticed nothing leave what they wait in
+            except RuntimeError:                 # a member was lost, or has revoked the groups
+                communicator.revoke()            # members that saw no error leave their blocked operations
                 communicator.shrink()            # the survivors go on, with new rank numbers
 
-The words are those of ULFM, MPI's User-Level Failure Mitigation. What members decide together (`agree`, `shrink`,
-`grow`) is decided at the coordinator (`services/swift_ft_services/coordinator/communicators.py`), so it is the same
-for all of them. A `swift_ft.Session` does all this by itself; this class is for scripts that want to say what follows
-a loss.
+The terms are those of ULFM, MPI's User-Level Failure Mitigation. Joint decisions (`agree`, `shrink`, `grow`) are taken
+at the coordinator (`services/swift_ft_services/coordinator/communicators.py`), so they are equal at all members. A
+`swift_ft.Session` does all this by itself; this class is for scripts that decide themselves how to handle a loss.
 """
 
 import os
@@ -50,9 +49,9 @@ class Failure(NamedTuple):
     """A member of this generation that was lost, or has left."""
 
     rank: int
-    """Its number in this generation."""
+    """The member's rank in this generation."""
     slot: int
-    """Its number in the job that was started."""
+    """The member's number in the job as started."""
 
 
 class Communicator:
@@ -62,12 +61,12 @@ class Communicator:
     the communicator's, with these numbers. An operation that a loss or a `revoke` has ended raises RuntimeError.
     Members may see different errors, but `agree` returns the same to all.
 
-    A loss ends every operation in the groups of the lost member, so no member waits for it for ever. Groups without the
+    A loss ends every operation in the groups of the lost member, so no member waits for it forever. Groups without the
     lost member (`group`) are not disturbed.
     """
 
     def __init__(self, place: Place) -> None:
-        """Joins, and returns once all members are connected. Use `from_env`. Raises UsageError in a warm-up."""
+        """Joins the job, and returns once all members are connected. Use `from_env`. Raises UsageError in a warm-up."""
         if warm_up.is_warming_up():
             raise UsageError("a script with a swift_ft.Communicator cannot be warmed up: leave --warm-up out")
         self.slot = place.rank
@@ -82,11 +81,11 @@ class Communicator:
         """Label -> the groups of this generation."""
         self._store: CoordinatorStore | None = None
         self._number = 0
-        """Of the next decision."""
+        """Number of the next decision."""
         self._acknowledged: set[int] = set()
         self._closed, self._process = threading.Event(), os.getpid()
         self._saying: list[threading.Thread] = []
-        """Who tell the coordinator of a revoke."""
+        """Threads that report a revoke to the coordinator."""
         try:
             self._member.join(
                 place.world_size, _CONFIG, {"torch": torch.__version__}, _Notices(self._interrupt)
@@ -99,7 +98,7 @@ class Communicator:
 
     @classmethod
     def from_env(cls) -> "Communicator":
-        """The communicator of a process that `swift-ft run` has started. Blocks until all members have joined.
+        """Creates the communicator of a process that `swift-ft run` has started. Blocks until all members have joined.
 
         In a process that replaces a lost member it blocks until the others call `grow`. If they end without it, it
         raises SystemExit(0). Raises UsageError if `swift-ft run` has not started this process.
@@ -108,7 +107,7 @@ class Communicator:
         events.configure(f"rank{place.rank}")
         return cls(place)
 
-    # --- who is there ---
+    # --- membership ---
 
     @property
     def rank(self) -> int:
@@ -127,17 +126,17 @@ class Communicator:
 
     @property
     def generation(self) -> int:
-        """The number of the generation. Each `shrink`, and each `grow` that admits a member, makes a new one."""
+        """The number of the generation. Each `shrink`, and each `grow` that admits a member, begins a new one."""
         return self._generation
 
     @property
     def revoked(self) -> str:
-        """Which member has revoked all groups of this generation, and why. Empty if none has."""
+        """The member that has revoked all groups of this generation, and its reason. Empty if none has."""
         view = self._member.watcher.latest
         return view.revoked.get("", "") if view is not None and view.generation == self._generation else ""
 
     def failures(self) -> tuple[Failure, ...]:
-        """The members of this generation that were lost or have left, as far as this process knows, by rank."""
+        """Returns the members of this generation that were lost or have left, as far as this process knows, by rank."""
         view = self._member.watcher.latest
         if view is None or view.generation != self._generation:
             return ()
@@ -149,10 +148,10 @@ class Communicator:
         self._acknowledged.update(failure.slot for failure in failures)
         return failures
 
-    # --- what follows a loss ---
+    # --- after a loss ---
 
     def revoke(self, reason: str = "revoked", group: ReconfigurableGroup | None = None) -> None:
-        """Ends every operation in the groups of this generation, at all members. One member alone may call it. It waits
+        """Ends every operation in the groups of this generation, at all members. A single member may call it. It waits
         neither for the others nor for the coordinator.
 
         Until `shrink`, every further operation in these groups raises RuntimeError. `agree`, `shrink` and `grow` still
@@ -167,8 +166,8 @@ class Communicator:
         self._break(self._generation, lambda made: label in ("", made.group.label))
 
     def agree(self, value: int = 1) -> int:
-        """(called by every member) The bitwise AND of all members' values. All members get the same result, even if
-        some are lost meanwhile. `value`: 0 to 2**63 - 1.
+        """(called by every member) Returns the bitwise AND of all members' values. All members get the same result,
+        even if some are lost meanwhile. `value`: 0 to 2**63 - 1.
 
         Raises MembersLost if a member was lost and not all others have acknowledged that. Then all members get this
         error, with the agreed `value` in it. Raises UsageError if the members have called different methods.
@@ -183,25 +182,25 @@ class Communicator:
         return decision.value
 
     def shrink(self) -> None:
-        """(called by every member that is left) Begins a generation of the members that are left, with new rank numbers
-        in the order of the old ones. If another member is lost meanwhile, it shrinks again before it returns.
+        """(called by every remaining member) Begins a generation of the remaining members, with new rank numbers in the
+        order of the old ones. If another member is lost meanwhile, it shrinks again before it returns.
         """
         self._decide(pb.SHRINK)
         self._enter()
 
     def grow(self) -> bool:
         """(called by every member) Admits the processes that wait for a slot. Returns True if there were any: then a
-        generation with them has begun."""
+        generation that includes them has begun."""
         if self._decide(pb.GROW) is not None:
             return False
         self._enter()
         return True
 
     def group(self, ranks: Sequence[int]) -> ReconfigurableGroup:
-        """(called by each of `ranks`) A group of some members for torch.distributed. It has connections of its own,
-        so the loss of a member outside of it does not disturb it. It ends with this generation. `ranks`: of this
-        generation, this one among them. Raises UsageError for ranks that are none of this generation, or without
-        this one.
+        """(called by each of `ranks`) Returns a group of some members for torch.distributed. It has its own
+        connections, so the loss of a member outside of it does not disturb it. It ends with this generation. `ranks`:
+        ranks of this generation, this one among them. Raises UsageError for ranks outside of this generation, or
+        without this one.
         """
         chosen = tuple(sorted(set(ranks)))
         if not chosen or chosen[0] < 0 or chosen[-1] >= self.size or self.rank not in chosen:
@@ -228,7 +227,7 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A member that leaves with an error is lost for the others."""
+        """Leaves the job. A member that leaves with an error counts as lost for the others."""
         if error is None:
             self.close()
         else:
@@ -237,20 +236,20 @@ class Communicator:
     # --- ---
 
     def _interrupt(self, generation: int) -> None:
-        """(notice thread)"""
+        """(notice thread) Breaks all groups of generations before this one."""
         self._break(generation - 1, lambda _made: True)
 
     def _say_revoked(self, generation: int, reason: str, label: str) -> None:
         try:
             self._member.client.revoke(generation, reason, label)
-        except SwiftError as error:  # it is fenced, or the coordinator is away: the next decision says so
+        except SwiftError as error:  # it is fenced, or the coordinator is away: the next decision reports it
             events.emit("revoke_untold", rank=self.slot, reason=str(error))
-        except ValueError:  # gRPC says so of a channel that is closed
+        except ValueError:  # gRPC raises it for a closed channel
             if not self._closed.is_set():
                 raise
 
     def _saw(self, view: pb.View) -> None:
-        """(watcher thread)"""
+        """(watcher thread) Breaks the groups that the View reports as revoked or as having lost a member."""
         lost = set(view.lost) - set(view.left)
         self._break(
             view.generation,
@@ -260,7 +259,7 @@ class Communicator:
         )
 
     def _break(self, generation: int, hits: Callable[["_Group"], bool]) -> None:
-        """(any thread) Frees whoever waits in one of these groups, of this generation or an older one."""
+        """(any thread) Frees threads that wait in groups that `hits` selects, of this generation or an older one."""
         with self._lock:
             groups = self._groups.values() if self._generation <= generation else ()
             broken = [made for made in groups if hits(made)]
@@ -273,7 +272,7 @@ class Communicator:
         return any(ids.get(seat.slot) == seat.member for seat in view.taking_part)
 
     def _enter(self) -> None:
-        """Builds the newest generation, and another one if that fails, until all have built the same one."""
+        """Builds the newest generation; if that fails, the next one, until all members have built the same one."""
         while True:
             view = self._await(lambda view: view.generation > self._generation and self._takes_part(view))
             with self._lock:
@@ -292,7 +291,7 @@ class Communicator:
                 return
 
     def _build(self) -> bool:
-        """The group of all. False: another generation follows."""
+        """Builds the group of all members. Returns False if another generation follows."""
         why = ""
         try:
             world = self._connect("world", range(self.size))
@@ -308,7 +307,7 @@ class Communicator:
         return True
 
     def _connect(self, label: str, ranks: Sequence[int]) -> "_Group":
-        """Raises RuntimeError: a member was lost meanwhile, or does not answer."""
+        """Connects a group. Raises RuntimeError if a member was lost meanwhile, or does not answer."""
         assert self._store is not None
         fabric = self._backend.open()
         own = ranks.index(self.rank)
@@ -317,7 +316,7 @@ class Communicator:
         with self._lock:
             self._groups[label] = made
         latest = self._member.watcher.latest
-        if latest is not None:  # what came before it was there to be broken
+        if latest is not None:  # it may have come before the group existed, and not broken it
             self._saw(latest)
         store = PrefixStore(f"g{self._generation}/{label}", self._store)
         with self._store.building(len(ranks)):
@@ -328,10 +327,10 @@ class Communicator:
         return made
 
     def _decide(self, kind: "pb.VoteKind.ValueType", value: int = 0, reason: str = "") -> pb.Decision | None:
-        """What all have decided. None: another generation, of which this member is a part."""
+        """Returns the joint decision of all members, or None if a generation with this member has begun instead."""
         generation, number = self._generation, self._number
         self._number += 1
-        waits = False  # at first: the View has the answer sooner
+        waits = False  # at first: the View brings the answer sooner
         while True:
             self._member.client.vote(
                 generation, number, kind, value, sorted(self._acknowledged), reason, waits=waits
@@ -341,7 +340,7 @@ class Communicator:
                     lambda view: view.generation > generation or _decision(view, number) is not None, RESAY_S
                 )
             except ServiceError:
-                waits = True  # said again, with patience: the coordinator may have been started again
+                waits = True  # repeats patiently: the coordinator may have restarted
                 continue
             if view.generation > generation:
                 return None
@@ -354,7 +353,8 @@ class Communicator:
             return decision
 
     def _await(self, wanted: Callable[[pb.View], bool], timeout_s: float | None = None) -> pb.View:
-        """Raises Fenced, JobFailed, SystemExit (the job is over without this process); ServiceError after the time."""
+        """Waits for a View that satisfies `wanted`. Raises Fenced, JobFailed, SystemExit (the job has ended without
+        this process), and ServiceError after the timeout."""
         view = self._member.watcher.wait_for(
             lambda view: wanted(view) or self._is_over(view) or self._member.fenced, timeout_s
         )
@@ -372,11 +372,11 @@ class Communicator:
         return view.state in (pb.FAILED, pb.FINISHED, pb.STOPPED)
 
     def _end(self) -> None:
-        if os.getpid() != self._process:  # forked by the member, and none itself
+        if os.getpid() != self._process:  # a forked child process, which is no member
             return
         self._closed.set()
         self._member.close()
-        # One that is in a call while the interpreter ends would end the process by SIGABRT.
+        # A thread inside a call at interpreter exit would end the process by SIGABRT.
         for said in self._saying:
             said.join(timeout=5.0)
         with self._lock:
@@ -391,7 +391,7 @@ class Communicator:
 
 
 class _Notices(NamedTuple):
-    """What `Member` wants of whoever holds a rank: here, notices alone."""
+    """The `Holder` of a communicator's rank: it takes notices only."""
 
     interrupt: Callable[[int], None]
 
@@ -403,7 +403,7 @@ class _Notices(NamedTuple):
 
 
 class _Group:
-    """A group and what connects it."""
+    """A group and its connections."""
 
     def __init__(self, fabric: Fabric, group: ReconfigurableGroup, slots: tuple[int, ...]) -> None:
         self.group = group
@@ -413,7 +413,7 @@ class _Group:
         self._aborting: threading.Thread | None = None
 
     def abort(self) -> None:
-        """(any thread) Frees whoever waits in it, now and in what a schedule may be starting."""
+        """(any thread) Frees threads that wait in the group, now and in operations that are just being started."""
         if self._aborting is None:
             self._aborting = threading.Thread(target=self._abort, name="swift-abort", daemon=True)
             self._aborting.start()
@@ -430,7 +430,7 @@ class _Group:
 
 
 def _label(ranks: Sequence[int]) -> str:
-    """The same at all of them; no longer than the coordinator takes."""
+    """Returns a label that is equal at all members, and no longer than the coordinator accepts."""
     label = f"ranks[{','.join(map(str, ranks))}]"
     return label if len(label) <= LABEL_MAX else f"ranks#{xxhash.xxh3_128_hexdigest(label.encode())}"
 

@@ -1,4 +1,4 @@
-"""The settings of a session, what must be equal on all ranks, and what `swift-ft run` passes to a rank."""
+"""Settings of a session, values that must be equal on all ranks, and a rank's environment from `swift-ft run`."""
 
 import os
 import platform
@@ -27,13 +27,13 @@ from swift_ft.state import MODES as CHECKPOINT_MODES
 from swift_ft.state import kernels
 from swift_ft.text import check_job
 
-# What must be equal on all ranks for their bits to be equal.
+# Values that must be equal on all ranks for bit-identical results.
 #
 # Measured: another thread count, CPU capability, oneDNN limit or torch build gives other bits; a fresh process
-# with the same values gives the same ones. oneDNN and MKL choose their kernels by the CPU's model besides, and the C
-# library its `exp` and `sin`. The coordinator compares the values at join and names what differs.
+# with the same values gives the same ones. oneDNN and MKL also choose their kernels by the CPU's model, and so does the
+# C library for `exp` and `sin`. The coordinator compares the values at join and names the differing ones.
 
-# What libraries read to choose their kernels, or how exact these are.
+# Environment variables by which libraries choose their kernels, or the precision of these.
 ENVIRONMENT = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
@@ -52,12 +52,13 @@ ENVIRONMENT = (
     "GLIBC_TUNABLES",
 )
 _MODEL = ("vendor_id", "cpu family", "model", "model name", "stepping")
-# ARM's.
+# The fields of an ARM CPU.
 _ARM = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision")
 
 
 def determinism_fingerprint(undo: str) -> dict[str, str]:
-    """`undo`: how half-applied updates are taken back. Only an arithmetic undo's bits depend on what computes it."""
+    """Returns the values to compare. `undo` is the undo mode: only arithmetic undo's bits depend on its
+    implementation."""
     computed = "kernels.cpp" if kernels.library() is not None else "torch"
     return {
         **({"undo": computed} if undo == "arithmetic" else {}),
@@ -76,7 +77,7 @@ def determinism_fingerprint(undo: str) -> dict[str, str]:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Vendor, family, model and stepping of the CPUs here; more than one if they are not all alike."""
+    """Returns vendor, family, model and stepping of this machine's CPUs; several, joined by "; ", if they differ."""
     try:
         text = cpuinfo.read_text()
     except OSError:
@@ -94,7 +95,7 @@ def _halves(line: str) -> tuple[str, str, str]:
     return line.partition(":")
 
 
-# The settings of a session, and those that must be equal on all ranks of a job.
+# Settings of a session, and the subset that must be equal on all ranks of a job.
 
 UPDATES = ("after_backward", "wait_free")
 UNDOS = ("exact", "arithmetic", "preimage")
@@ -110,7 +111,7 @@ _ADAPTIVE = {
     "adaptive_memory": 1.0,
     "staggered": False,
 }
-"""Settings of strategy "adaptive", as they are if nothing is said."""
+"""Settings of strategy "adaptive", with their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,55 +119,55 @@ class SessionConfig:
     """Settings of one rank's session; those in `agreed` must be equal on all ranks."""
 
     seed: int = 0
-    """The root of all randomness in steps: of torch, `random` and numpy, inside the stages and outside."""
+    """Root of all randomness in steps: of torch, `random` and numpy, inside and outside of the stages."""
     checkpoint_every: int = 100
     """Optimizer steps between two checkpoints. The log holds the steps since the newest complete one."""
     checkpoint_mode: str = "async"
-    """When training goes on after a checkpoint: "async" (once the state is copied in memory; the copy is written beside
-    training), or "sync" (once this rank's part is durable)."""
+    """When training goes on after a checkpoint: "async" (once the state is copied in memory; the copy is written while
+    training goes on), or "sync" (once this rank's part is durable)."""
     strategy: str = "auto"
     """How a lost rank's state is restored: "auto" (from a replica, else from the log, else all ranks from the
-    checkpoint), "replica", "replay", "checkpoint", "shrink" (the others go on without the lost rank, until another
-    process comes for it; jobs without shards; docs/strategies.md), "adaptive" (as "shrink", for pipelines with
-    replicas: the peers of a lost rank share its microbatches), "rollback" (as "shrink", but the
-    step that was interrupted is always taken back and done again), "lossy-forward" (for replicas of a whole model: as
-    "shrink", but a step that was interrupted in the reduction of its gradients is finished with those that are left;
-    not exact: `allow_inexact`), "snapshot" (all ranks go back to the newest copies of their states in host memory:
-    each rank keeps its own and another one's), "reinit" (as "checkpoint", but the training function begins again in
-    every process: `swift_ft.reinit`)."""
+    checkpoint), "replica", "replay", "checkpoint", "shrink" (the others go on without the lost rank, until a
+    replacement arrives; jobs without shards; docs/strategies.md), "adaptive" (as "shrink", for pipelines with replicas:
+    the peers of a lost rank share its microbatches), "rollback" (as "shrink", but the interrupted step is always taken
+    back and done again), "lossy-forward" (for replicas of a whole model: as "shrink", but a step that was interrupted
+    in the reduction of its gradients is finished with the remaining ranks' gradients; not exact: `allow_inexact`),
+    "snapshot" (all ranks go back to the newest copies of their states in host memory: each rank keeps its own and
+    another rank's), "reinit" (as "checkpoint", but the training function begins again in every process:
+    `swift_ft.reinit`)."""
     lost_shard: str = ""
-    """With "shrink" and "rollback", and with "auto" if no process takes a lost rank's place (empty: then the job ends
-    or waits): what becomes of the batches of a lost rank. "redistribute" (the default of the first two): the others
-    compute them, and the job stays exact. "reroute" (with "auto", for pipelines): its peers share them, as with
-    "adaptive". "quickest" (with "auto"): "reroute" for pipelines, else "redistribute". "drop": nobody does; the mean is
-    over those that are left, the learning rate stays what it is, and the job is not exact (`allow_inexact`). With
-    "lossy-forward" they are always dropped."""
+    """How a lost rank's batches are handled, with "shrink" and "rollback", and with "auto" if no process takes the lost
+    rank's place (empty: then the job ends or waits). "redistribute" (the default of the first two): the others compute
+    them, and the job stays exact. "reroute" (with "auto", for pipelines): the lost rank's peers share them, as with
+    "adaptive". "quickest" (with "auto"): "reroute" for pipelines, else "redistribute". "drop": no rank computes them;
+    the mean is over the remaining ranks, the learning rate stays unchanged, and the job is not exact (`allow_inexact`).
+    With "lossy-forward" they are always dropped."""
     exact_gradients: bool = True
-    """With "adaptive": gradients of other ranks' microbatches are kept apart and added in the order of origins. False:
-    they are added to a rank's own, which saves memory and messages, and is not exact (`allow_inexact`).
-    """
+    """With "adaptive": gradients of other ranks' microbatches are kept separately and added in the order of origins
+    (data-parallel ranks). False: they are added to a rank's own, which saves memory and messages, and is not exact
+    (`allow_inexact`)."""
     split_backward: bool = True
-    """With "adaptive": while ranks are missing, gradients of weights are computed after those of inputs, where nobody
-    waits for them, if a trial in the first step gives the same bits. It costs a step at the start."""
+    """With "adaptive": while ranks are missing, weight gradients are computed after input gradients, in gaps where no
+    rank waits for them, if a trial in the first step gives the same bits. The trial costs one step at the start."""
     adaptive_memory: float = 1.0
-    """With "adaptive": how many times the activations that the schedule holds at a time a rank may hold while others
-    are missing. From 2 on there are hardly any gaps in which it waits."""
+    """With "adaptive": a rank may hold this many times the activations that the schedule holds at a time, while other
+    ranks are missing. From 2 on it hardly ever waits."""
     staggered: bool = False
-    """With "adaptive": a rank begins the next step once its own stage has stepped. What it needs of other stages (the
-    vote over the step, the norm of `Session.clip_grad_norm_`) it learns in the next step; if that demands clipping, the
-    step is taken back and done again. It keeps up to two copies of its state (docs/adaptive.md)."""
+    """With "adaptive": a rank begins the next step once its own stage has stepped. The results of other stages (the
+    vote over the step, the norm of `Session.clip_grad_norm_`) arrive in the next step; if the norm demands clipping,
+    the step is taken back and done again. Each rank keeps up to two copies of its state (docs/adaptive.md)."""
     snapshot_every: int = 0
     """Optimizer steps between two copies of the state in host memory, for strategy="snapshot" (0: 10), and for "auto",
-    which goes back to them where that takes less time than a replay (0: there are none)."""
+    which goes back to them where that takes less time than a replay (0: no copies)."""
     allow_inexact: bool = False
-    """Strategies may be used that do not lead to the bits of a run that never failed."""
+    """Allows strategies whose results differ in bits from a run without failures."""
     groups: str = ""
-    """Recovery groups, such as "0-1,2-3": runs of stages that fail and recover together. Only what passes between
-    groups is logged. Empty: every rank is a group by itself."""
+    """Recovery groups, such as "0-1,2-3": runs of stages that fail and recover together. Only tensors that pass between
+    groups are logged. Empty: every rank is its own group."""
     replicas: int = 1
-    """The number D of data-parallel replicas of every stage. rank = (pipeline rank * D + replica) * shards + shard."""
+    """Number D of data-parallel replicas of every stage. rank = (pipeline rank * D + replica) * shards + shard."""
     shards: int = 1
-    """The number of ranks that share one replica's state (FSDP2 on `session.mesh`)."""
+    """Number of ranks that share one replica's state (FSDP2 on `session.mesh`)."""
     updates: str = "after_backward"
     """When the optimizer updates a bucket of parameters: "after_backward", or "wait_free" (as soon as it is
     reduced)."""
@@ -174,51 +175,51 @@ class SessionConfig:
     """How a wait-free step is taken back: "exact" (keeps up to 3 bytes per parameter), "arithmetic" (keeps nothing, not
     exact), "preimage" (keeps a copy of the buckets in flight)."""
     reduction: str = "auto"
-    """The order in which gradients are summed: "fast" (the backend's), "ordered" (by `dp_rank`), "auto" (ordered from 3
+    """Order in which gradients are summed: "fast" (the backend's), "ordered" (by `dp_rank`), "auto" (ordered from 3
     ranks on)."""
     bucket_bytes: int = 25 << 20
     """Bytes of gradients that are reduced and applied together."""
     measure_undo: bool = False
-    """Keep copies that show the true error of an arithmetic undo (for drills)."""
+    """Keeps copies that show the true error of an arithmetic undo (for drills)."""
     codec: str = "none"
-    """The codec of this rank's log streams: "none", "lz4" (for zeros after ReLU) or "bitshuffle" (for floats)."""
+    """Codec of this rank's log streams: "none", "lz4" (for zeros after ReLU) or "bitshuffle" (for floats)."""
     log_fsync: str = ""
     """When a record of this rank counts as durable: "always" (after fdatasync), "interval" or "never" (after the
     write). Empty: the log server's own setting."""
     log_queue_bytes: int = 256 << 20
-    """Bytes of shared memory for records that the log has not acknowledged. A larger record is refused."""
+    """Bytes of shared memory for unacknowledged log records. A larger record is refused."""
     log_when_full: str = "block"
-    """What happens when that memory is full: "block" (training waits for the log), or "drop" (training never waits).
+    """Behaviour when that memory is full: "block" (training waits for the log), or "drop" (training never waits).
     With "drop", steps that were not logged are declared so, and a checkpoint is made soon. A failure before it is
     complete costs the steps since the previous one."""
     helpers: int = 3
-    """At most this many other ranks help to replay each lost stage, if trainers call `Session.help_replay`. A recovery
-    group is replayed in copies: at most this many besides its own, each with as many ranks as the group has."""
+    """Maximum number of other ranks that help to replay each lost stage, if trainers call `Session.help_replay`. A
+    recovery group is replayed in copies: at most this many in addition to its own, each with as many ranks as the group
+    has."""
     last_checkpoint: bool = True
-    """Save a checkpoint of the version at which the run ends. With it the job can be started again with more steps, and
-    a rank that is lost after the end can be restored. False: the trainer saves the end by itself."""
+    """Saves a checkpoint of the version at which the run ends. With it the job can be started again with more steps,
+    and a rank that is lost after the end can be restored. False: the trainer saves its final state itself."""
     rehearse: str = "off"
-    """When recoveries are rehearsed: a process that is no rank does some of a rank's steps again, from a checkpoint and
-    the log, and compares them with what the rank has done. "start" (each rank twice, after its first checkpoints),
-    "always" (then one rank after the other, as long as the job runs), "off". `Session.from_env` takes "start" if
-    `swift-ft run` keeps a spare, else "off". What differs is named, and the job is not exact from there on
-    (docs/rehearsals.md)."""
+    """When recoveries are rehearsed: a process that holds no rank repeats some of a rank's steps, from a checkpoint and
+    the log, and compares them with the rank's results. "start" (each rank twice, after its first checkpoints), "always"
+    (then one rank after the other, as long as the job runs), "off". `Session.from_env` takes "start" if `swift-ft run`
+    keeps a spare, else "off". Differences are named, and the job is not exact from there on (docs/rehearsals.md)."""
     require_exact: bool = False
-    """The job fails once it is known to be not exact, in place of going on."""
+    """Fails the job once it is known to be not exact, instead of going on."""
     non_finite_loss: str = "warn"
-    """What happens if a loss is nan or infinite: "warn" (a message at the first one), "fail" (the job ends, and may be
+    """Reaction to a loss that is nan or infinite: "warn" (a message at the first one), "fail" (the job ends, and may be
     started again from its newest checkpoint), "ignore"."""
     metrics_listen: str = ""
-    """HOST:PORT (loopback) where this rank shows Prometheus metrics. A port other than 0 is raised by the local rank.
-    Empty: the value of SWIFT_METRICS_LISTEN; without that, metrics are off."""
+    """HOST:PORT (loopback) on which this rank serves Prometheus metrics. The local rank is added to a port other than
+    0. Empty: the value of SWIFT_METRICS_LISTEN; without that, metrics are off."""
     suspicion_timeout_s: float = 30.0
-    """How long a rank waits for a failure to be announced after a communication error. If the coordinator answers and
-    announces none by then, the error is raised as the trainer's own. Time in which it does not answer does not
-    count."""
+    """Seconds that a rank waits for a failure to be announced after a communication error. If the coordinator answers
+    and announces none by then, the error is raised as the trainer's own. Time in which the coordinator does not answer
+    does not count."""
 
     replay_stall_s: float = 180.0
-    """A replay that makes no progress for this long is given up, and a checkpoint is restored. (The trainer then waits
-    for something that the session does not know.)"""
+    """Seconds without progress after which a replay is given up and a checkpoint restored. (The trainer then waits for
+    something that the session does not know.)"""
 
     def __post_init__(self) -> None:
         if self.checkpoint_every < 1:
@@ -330,36 +331,37 @@ class SessionConfig:
 
     @property
     def steps_to_snapshot(self) -> int:
-        """Steps between two snapshots; 0: none is taken."""
+        """Steps between two snapshots; 0 if none are taken."""
         return self.snapshot_every or (SNAPSHOT_EVERY if self.strategy == "snapshot" else 0)
 
     @property
     def shrinks(self) -> bool:
-        """The job goes on without a rank that is lost; with "auto", if no other process takes its place."""
+        """True if the job goes on without a lost rank; with "auto", if no other process takes its place."""
         return shrinks(self.strategy) or (self.strategy == "auto" and bool(self.lost_shard))
 
     @property
     def redistributes(self) -> bool:
-        """The batches of a lost rank are computed by others."""
+        """True if other ranks compute the batches of a lost rank."""
         return self.shrinks and not self.drops and self.replicas > 1
 
     @property
     def reroutes(self) -> bool:
-        """Microbatches of a lost rank are shared by its peers, in the step of all."""
+        """True if a lost rank's peers share its microbatches, within the common step."""
         return reroutes(self.strategy, self.lost_shard)
 
     @property
     def drops(self) -> bool:
-        """Nobody computes the batches of a lost rank."""
+        """True if no rank computes the batches of a lost rank."""
         return self.finishes_cut_steps or (self.shrinks and self.lost_shard == "drop")
 
     @property
     def finishes_cut_steps(self) -> bool:
-        """A step whose reduction a loss cuts short is finished with the gradients of those that are left."""
+        """True if a step whose reduction a loss cuts short is finished with the remaining ranks' gradients."""
         return self.strategy == "lossy-forward"
 
     def not_shared(self, problem: str, instead: str = "") -> UsageError:
-        """The job's way to do what a lost rank would have done does not go with this. `instead`: what does."""
+        """Returns the error for a setting that does not go with `lost_shard` or the strategy. `instead` names an
+        alternative."""
         way, usual = "lost_shard='redistribute'", "use lost_shard='drop'"
         if self.reroutes:
             way, usual = "lost_shard='reroute'", "use lost_shard='redistribute'"
@@ -371,7 +373,7 @@ class SessionConfig:
         return "drop" if self.drops else "reroute" if self.reroutes else "redistribute"
 
     def agreed(self) -> dict[str, str]:
-        """The settings that must be equal on all ranks, as text: the coordinator compares them at each join."""
+        """Returns the settings that must be equal on all ranks, as text. The coordinator compares them at each join."""
         return {
             "seed": str(self.seed),
             "checkpoint_every": str(self.checkpoint_every),
@@ -397,10 +399,10 @@ ENV_CHECKPOINT_DIR = "SWIFT_CHECKPOINT_DIR"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Which process of which job this is, from its environment variables."""
+    """Identity of this process and its job, from its environment variables."""
 
     rank: int
-    """The number of its slot."""
+    """Number of the process's slot."""
     world_size: int
     coordinator: str
     """host:port"""
@@ -414,15 +416,15 @@ class Launched:
 
     place: Place
     assignment: Assignment
-    """Of the full world: no slot is vacant."""
+    """Assignment of the full world: no slot is vacant."""
     config: SessionConfig
-    """As the number of ranks decides it."""
+    """Settings, with choices that depend on the number of ranks resolved."""
     checkpoint_dir: str
     """The job's own folder in the directory of `--checkpoint-dir`, which jobs may share."""
 
 
 def place_from_environment() -> Place:
-    """Raises UsageError: this process was not started by ``swift-ft run``."""
+    """Reads the environment. Raises UsageError if this process was not started by ``swift-ft run``."""
     try:
         place = Place(
             rank=int(os.environ["RANK"]),
@@ -433,13 +435,13 @@ def place_from_environment() -> Place:
         )
     except KeyError as error:
         raise UsageError(f"{error.args[0]} is not set; start the trainer with `swift-ft run`") from None
-    check_job(place.job)  # it becomes a part of a path
+    check_job(place.job)  # it becomes part of a path
     return place
 
 
 def from_environment(config: SessionConfig) -> Launched:
-    """Reads the environment. Raises UsageError: this process was not started by ``swift-ft run``, or `config` does not
-    fit the number of ranks."""
+    """Reads the environment. Raises UsageError if this process was not started by ``swift-ft run``, or if `config` does
+    not fit the number of ranks."""
     place = place_from_environment()
     checkpoints = os.environ.get(ENV_CHECKPOINT_DIR, "")
     if not checkpoints:

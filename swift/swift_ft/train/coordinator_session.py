@@ -1,7 +1,7 @@
-"""This process as the holder of a rank: join, lease, and the notices that end a step.
+"""Session of this process with the coordinator: it joins as a rank, renews the lease, and reacts to new generations.
 
-Two threads beside the trainer's: one renews the lease, one watches the coordinator's View. When the View says
-that this rank must stop, the watcher frees the trainer's thread from wherever it waits.
+It adds two threads to the trainer's: one renews the lease, one watches the coordinator's View. When the View requires
+this rank to stop, the watcher interrupts the trainer's thread wherever it waits.
 """
 
 import os
@@ -21,33 +21,33 @@ from swift_ft.planner import RankMeasured
 from swift_ft.rpc.client import CoordinatorClient, Unanswered
 
 ENV_RUN = "SWIFT_RUN"
-"""The launcher that started this process."""
+"""Environment variable: identity of the launcher that started this process."""
 ENV_HAS_RUN = "SWIFT_HAS_RUN"
-"""Set: so has the job, as that launcher knows."""
+"""Environment variable: set if that launcher knows that the job has already run."""
 ENV_FROM_JOB = "SWIFT_FROM_JOB"
 ENV_FROM_VERSION = "SWIFT_FROM_VERSION"
-"""The checkpoint with which the job is to begin."""
+"""Environment variables: job and version of the checkpoint that the job is to start from."""
 _MEASURED_EVERY_S = 2.0
 _FREEING_S = 5.0
 RESAY_S = 0.5
-"""How long a statement to the coordinator stands before it is said again, unless heartbeats are further apart."""
+"""Seconds after which a report to the coordinator is repeated; the heartbeat interval if that is longer."""
 
 
 class Holder(Protocol):
-    """Who holds the rank by this line (the engine). Called by the lease's and the watcher's threads."""
+    """User of this session (the engine). Called by the lease thread and the watcher thread."""
 
     def interrupt(self, generation: int) -> None:
-        """A newer generation is published: the trainer's thread is to be freed from whatever it waits in."""
+        """Interrupts the trainer's thread in any wait, because a newer generation is published."""
 
     def measured(self) -> RankMeasured | None:
-        """What this rank has measured of its steps."""
+        """Returns this rank's step measurements, or None if there are none yet."""
 
     def unsaved(self) -> pb.UnsavedCheckpoint | None:
-        """A checkpoint that this rank could not write yet."""
+        """Returns the checkpoint that this rank could not write yet, or None."""
 
 
 class _Nobody:
-    """Between two holders."""
+    """Null `Holder` that stands in between two sessions of this process."""
 
     def interrupt(self, generation: int) -> None:
         pass
@@ -60,7 +60,7 @@ class _Nobody:
 
 
 class Member:
-    """The line to the coordinator.
+    """This rank's session with the coordinator.
 
     (main thread) ``join`` → ``latest`` … ``enter(generation)`` once it acts on a generation … ``check()``
     (watcher thread) on a newer generation: ``holder.interrupt(generation)``, which must free the main thread
@@ -73,19 +73,19 @@ class Member:
         )
         self.version = 0  # for heartbeats
         self.replay: Callable[[], pb.ReplayProgress] | None = None
-        """While this rank replays: how far it is."""
+        """Returns the progress of this rank's replay; None while it does not replay."""
         self._entered = 0
         self._noticed = 0
         self._fenced = ""
         self._wanted: tuple[int, str] | None = (
-            None  # an early checkpoint, until the coordinator has heard of it
+            None  # a request for an early checkpoint, until the coordinator has received it
         )
         self._wanting = threading.Lock()
         self._measured_at = 0.0
         self._said_unknown = False
         self._resay_s = RESAY_S
         self.lease: dict[str, Any] = {}
-        """What the sidecar needs to keep it while no thread of ours can run; since `join`."""
+        """Parameters with which the sidecar renews the lease while this process cannot run; set by `join`."""
         self._closed = threading.Event()
         self._heart: threading.Thread | None = None
         self._freeing: threading.Thread | None = None
@@ -97,9 +97,9 @@ class Member:
         fingerprint: Mapping[str, str],
         holder: Holder,
     ) -> None:
-        """Becomes the holder of the rank; raises JoinRefused. Lease and notices run from here on.
+        """Joins as the rank and starts the lease and watcher threads. Raises JoinRefused.
 
-        Who holds it already goes on with another `holder`; raises UsageError if that has other settings.
+        If this process has joined already, only replaces the `holder`. Raises UsageError if its settings differ.
         """
         if self._heart is not None:
             self._go_on_with(holder, config)
@@ -135,14 +135,14 @@ class Member:
 
     @property
     def joined(self) -> bool:
-        """It holds the rank already, for a session that was there before."""
+        """Returns whether this process holds the rank already, from an earlier session."""
         return self._heart is not None
 
     def let_go(self) -> None:
-        """Its holder is gone; another one follows (`join`). Until then nobody is freed, and nothing is measured."""
+        """Detaches the holder. Until the next `join`, no thread is interrupted and no measurement is sent."""
         self._holder, self.replay = _Nobody(), None
         if self._freeing is not None:
-            self._freeing.join(_FREEING_S)  # it has the old one until it sees that there is nothing to free
+            self._freeing.join(_FREEING_S)  # it refers to the old holder until its interrupt ends
 
     def _go_on_with(self, holder: Holder, config: Mapping[str, str]) -> None:
         other = sorted(
@@ -157,13 +157,13 @@ class Member:
         self.version, self.replay = 0, None
 
     def _check_known(self) -> None:
-        """Raises UnknownJob: what this process has come for is not there, and must not begin anew in its place."""
+        """Raises UnknownJob if the coordinator has lost the job, which must not be started anew in its place."""
         try:
             self.client.status()
         except UnknownJob:
             raise UnknownJob(self.client.forgotten) from None
         except SwiftError:
-            return  # `join` says it
+            return  # `join` reports it
 
     # --- watcher thread and lease thread ---
 
@@ -176,7 +176,7 @@ class Member:
         if view.generation > self._noticed or stop:
             self._noticed = max(self._noticed, view.generation + (1 if stop else 0))
             events.emit("notice", rank=self.identity.rank, generation=view.generation, reason=view.reason)
-            # A thread of its own: the watcher must stay able to see the next View.
+            # Runs in its own thread, so that the watcher can receive the next View.
             self._freeing = threading.Thread(
                 target=self._holder.interrupt, args=(self._noticed,), daemon=True
             )
@@ -186,7 +186,7 @@ class Member:
         pause_s = interval_s
         while not self._closed.wait(pause_s):
             pause_s = self.client.renewed_at + interval_s - time.monotonic()
-            if pause_s > 0:  # a Report or a Ready was as good as this beat
+            if pause_s > 0:  # a Report or a Ready has renewed the lease
                 continue
             pause_s = interval_s
             try:
@@ -203,7 +203,7 @@ class Member:
                 self._holder.interrupt(self._noticed)
                 return
             except (ServiceError, UnknownJob) as error:
-                # Training does not need the coordinator; the next beat tries again.
+                # Training does not need the coordinator; the next heartbeat retries.
                 events.emit("heartbeat_unanswered", rank=self.identity.rank, reason=str(error))
                 if isinstance(error, UnknownJob):
                     self._say_unknown(error)
@@ -225,14 +225,14 @@ class Member:
         if wanted is None or latest is None:
             return
         self.client.ask_checkpoint(latest.generation, *wanted)
-        # Said in a generation that is over, it was not heard: it is said again.
+        # The coordinator ignores a request made in an old generation, so it is sent again.
         now = self.watcher.latest
         with self._wanting:
             if self._wanted is wanted and now is not None and now.generation == latest.generation:
                 self._wanted = None
 
     def say_measured(self) -> None:
-        """Raises Fenced; whatever else keeps the coordinator from hearing it is no reason for anything."""
+        """Sends this rank's measurements to the coordinator. Raises Fenced; other errors are only logged."""
         self._measured_at = time.monotonic()
         try:
             measured = self._holder.measured()
@@ -246,39 +246,39 @@ class Member:
     # --- main thread ---
 
     def replaces_another(self) -> bool:
-        """(before it joins) The job is past its beginning, as far as anybody answers."""
+        """(before `join`) Returns whether the job has begun already; False if the coordinator does not answer."""
         try:
             return self.client.status().view.state != pb.FORMING
         except SwiftError:
             return False
 
     def ask_checkpoint(self, after_version: int, reason: str) -> None:
-        """All ranks are to save a version above `after_version` soon. Returns at once: it is said with the next
-        heartbeat, and again until it is heard."""
+        """Requests that all ranks soon save a version above `after_version`. Returns at once: the request is sent with
+        the next heartbeat and repeated until the coordinator has received it."""
         with self._wanting:
             self._wanted = (after_version, reason)
 
     def check_held(self) -> None:
-        """Asks the coordinator. Raises Fenced if another process holds the rank, ServiceError if nobody answers."""
+        """Sends a heartbeat. Raises Fenced if another process holds the rank, ServiceError if there is no answer."""
         self.client.heartbeat(self.version, unsaved=self._holder.unsaved())
 
     @property
     def fenced(self) -> bool:
-        """(any thread) This process does not hold its rank any more, as far as it knows."""
+        """(any thread) Returns whether this process knows that it has lost its rank."""
         return bool(self._fenced)
 
     @property
     def entered(self) -> int:
-        """The generation that this rank acts in."""
+        """Returns the generation that this rank acts in."""
         return self._entered
 
     @property
     def noticed(self) -> bool:
-        """A notice has come that this rank has not acted on yet."""
+        """Returns whether a newer generation or a stop was announced that this rank has not acted on yet."""
         return self._noticed > self._entered
 
     def check(self) -> None:
-        """Raises Interrupted on a newer generation, Fenced or JobFailed if there is nothing to go on with."""
+        """Raises Interrupted on a newer generation, and Fenced or JobFailed if this rank cannot continue."""
         if not self.noticed:
             return
         if self._fenced:
@@ -289,7 +289,8 @@ class Member:
         raise Interrupted(f"generation {self._noticed} supersedes {self._entered}")
 
     def say(self, statement: Callable[[], None]) -> bool:
-        """Whether the coordinator has heard it: if nobody answers, it is to be said again. A refusal is raised."""
+        """Calls `statement` and returns whether the coordinator answered; if not, the caller repeats it. Raises its
+        refusal."""
         try:
             statement()
         except Unanswered as error:
@@ -298,17 +299,17 @@ class Member:
         return True
 
     def await_change(self, view: pb.View) -> None:
-        """Returns when the View has moved on, or when it is time to say again what this rank has said."""
+        """Waits until the View has changed, or until it is time to repeat this rank's last report."""
         try:
             self.watcher.wait_for(
                 lambda newer: (newer.generation, newer.revision) != (view.generation, view.revision),
                 self._resay_s,
             )
         except ServiceError:
-            return  # not moved on: the caller looks again
+            return  # unchanged: the caller looks again
 
     def enter(self, generation: int) -> None:
-        """From here on this rank acts on `generation`; a newer one interrupts it again."""
+        """Records that this rank acts on `generation` from here on; a newer one interrupts it again."""
         self._entered = max(self._entered, generation)
 
     def close(self) -> None:
@@ -319,12 +320,12 @@ class Member:
 
 
 def own_servers(view: pb.View, rank: int) -> dict[str, int]:
-    """Those that keep what the rank writes -> their numbers. One that was given up and has come again has another
-    number under the same address: Views may be skipped, so nobody need have seen it go."""
+    """Returns address -> number of the log servers that store the rank's records. A server that was given up and has
+    returned has a new number at the same address, so the change shows even if a View in between was skipped."""
     numbers = {place.address: n for n, place in enumerate(view.log_places) if not place.lost}
     return {s: numbers[s] for logs in view.log_copies if logs.rank == rank for s in logs.servers}
 
 
 def is_filled(view: pb.View) -> bool:
-    """Every slot has a member, or is vacant."""
+    """Returns whether every slot has a member or is vacant."""
     return len(view.members) + len(view.vacant) == view.world_size

@@ -1,20 +1,20 @@
-"""One rank's life: steps, and what comes between them when a rank is lost.
+"""Main loop of one rank: steps, and the recovery between them when a rank is lost.
 
     FORMING      build groups, save version 0, Ready
     RUNNING      steps; every K steps a checkpoint, and at the version that the View names
-    (notice)     the step in flight is dropped; one that waits in the commit vote is held until there is a plan
+    (notice)     the step in flight is dropped; a step that waits in the commit vote is held until there is a plan
     PLANNING     log flushed under the new generation, Report
     RECOVERING   groups rebuilt; roll forward, undo, copy, restore and replay as the plan says; Ready
-    RUNNING      on, at the plan's target version
+    RUNNING      from the plan's target version
 
-The loop is here, and the vote, which may have to recover from within a step. The rest is in parts::
+This module has the loop and the vote, which may have to recover from within a step. The rest is in parts::
 
-    membership     which generation this rank is in, with whom, and its groups      `swift_ft.train.generation`
-    log            what this rank writes, and where                                 `swift_ft.train.log_session`
+    membership     this rank's generation, its members and its groups               `swift_ft.train.generation`
+    log            the records that this rank writes, and their servers             `swift_ft.train.log_session`
     steps          one step, done or dropped                                        `swift_ft.train.step`
     recovery       the report, and the way to RUNNING by the plan                   `swift_ft.train.engine`
-    failures       what an error means                                              `swift_ft.train.failures`
-    ending         the last version, and nobody through before all are              `swift_ft.train.step`
+    failures       the classification of errors                                     `swift_ft.train.failures`
+    ending         the last version; no rank returns before all have finished       `swift_ft.train.step`
 """
 
 import time
@@ -48,10 +48,10 @@ from swift_ft.train.step_digests import Witness
 from swift_ft.train.training_state import TrainerState
 from swift_ft.train.verification import Audit, write_digests, write_every_version
 
-# The beginning of a job: version 0, as the trainer has made it, or a checkpoint of another job.
+# Start of a job: version 0, as the trainer has created it, or a checkpoint of another job.
 #
-# Either is this job's first checkpoint: whatever is lost from here on leads back to that. Of the other job's directory
-# nothing is written, and nothing is needed any more once this returns.
+# Either is this job's first checkpoint, to which every later loss can go back. The other job's directory is only read,
+# and is no longer needed once this returns.
 
 
 def begin_at_version_0(
@@ -61,7 +61,8 @@ def begin_at_version_0(
     store: CheckpointStore,
     saving: Saving,
 ) -> None:
-    """(every rank, FORMING) Returns when the coordinator knows of the first checkpoint."""
+    """(every rank, FORMING) Loads or aligns the first version and saves it. Returns when the coordinator has
+    acknowledged that checkpoint."""
     state.align()
     if view.from_job:
         _take(view.from_job, view.from_version, rank, state, store.of_job(view.from_job))
@@ -71,7 +72,8 @@ def begin_at_version_0(
 
 
 def _take(job: str, version: int, rank: int, state: TrainerState, theirs: CheckpointStore) -> None:
-    """Raises UsageError: it is not there, or another trainer's. ServiceError: it cannot be read."""
+    """Loads another job's checkpoint. Raises UsageError if it is missing or another trainer's, ServiceError if it is
+    unreadable."""
     if not theirs.directory.is_dir():
         raise UsageError(
             f"--from-job {job}: there is no {theirs.directory}; --checkpoint-dir must be the one that job {job} has had"
@@ -84,22 +86,22 @@ def _take(job: str, version: int, rank: int, state: TrainerState, theirs: Checkp
         state.load_state_dict(saved)
     except Exception as error:
         raise UsageError(f"--from-job {job}: its version {version} is not this trainer's: {error}") from error
-    state.stopped = None  # that was the other job's
+    state.stopped = None  # it belongs to the other job
     events.emit("began_from", rank=rank, job=job, version=version)
 
 
-# This rank's part in a recovery: what it reports before there is a plan, and what it does by the plan.
+# This rank's part in a recovery: its report before there is a plan, and its actions by the plan.
 #
-#     PLANNING     ``report``: the log flushed under the new generation, the versions that this rank can give
+#     PLANNING     ``report``: the log flushed under the new generation, the versions that this rank can offer
 #     RECOVERING   ``rejoin``: undo, copy, restore and replay as the plan says; Ready; until RUNNING
-#     FORMING      ``rejoin``: version 0 saved, or what the job begins with loaded; Ready; until RUNNING
+#     FORMING      ``rejoin``: version 0 saved, or the checkpoint that the job begins with loaded; Ready; until RUNNING
 #
-# How a rank gets to the plan's version is `swift_ft.train.replay`, and each strategy's part in it
-# `swift_ft.train.strategies`.
+# `swift_ft.train.replay` brings a rank to the plan's version, `swift_ft.train.strategies` has each strategy's part in
+# it.
 
 
 class RankRecovery:
-    """Trainer's thread."""
+    """A rank's side of the recovery protocol. Used by the trainer's thread only."""
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class RankRecovery:
         self._staggering = staggering
 
     def report(self, view: pb.View) -> None:
-        """(PLANNING) What this rank has to offer. Said again by the caller until the View moves on."""
+        """(PLANNING) Reports this rank's recovery offer. The caller repeats it until the View moves on."""
         if self._log.opened:
             self._restorer.site.flushed = self._log.enter(view) is None
         standing = self._staggering.standing(self._state.standing())
@@ -155,12 +157,12 @@ class RankRecovery:
             events.emit("reported", rank=self._rank, generation=generation, **standing.words())
 
     def rejoin(self, view: pb.View, published: PublishedPlan | None, step: Callable[[], None]) -> None:
-        """From groups that are built to RUNNING. `published`: None where the job begins. `step` does one step of the
+        """Goes from rebuilt groups to RUNNING. `published` is None where the job begins. `step` does one step of the
         trainer."""
         self._member.check()
         if view.state == pb.FORMING:
             begin_at_version_0(view, self._rank, self._state, self._store, self._saving)
-            self._log.writer.await_ready()  # so that the first steps do not only lie in its ring
+            self._log.writer.await_ready()  # so that the first steps' records do not stay in the writer's ring
         else:
             assert published is not None
             self._follow(published, step)
@@ -172,7 +174,7 @@ class RankRecovery:
             write_digests(self._state, self._rank, recovered_in=view.generation)
         self._await_running(view, self._ready_of(view.generation))
         self._state.lived = True
-        self._state.updates.hold_next = True  # whoever is new here does not know what the others need
+        self._state.updates.hold_next = True  # a new rank does not know which holds the others need
         if published is not None and published.plan.saves_once_running and version not in view.checkpoints:
             self._saving.save()
         events.emit("resumed", rank=self._rank, generation=view.generation, version=version)
@@ -201,10 +203,10 @@ class RankRecovery:
         )
 
     def _await_running(self, view: pb.View, say_ready: Callable[[], None]) -> None:
-        """Until all others are ready as well. It is said once for each change of the View, and every `RESAY_S`."""
+        """Returns when all other ranks are ready too. Repeats Ready at each change of the View, and every `RESAY_S`."""
         while True:
             self._member.check()
-            # `view` may be an old one by now: what is awaited is a change of the newest.
+            # `view` may be outdated by now: wait for a change of the newest one.
             latest = self._member.watcher.latest or view
             if latest.state == pb.RUNNING and latest.generation == view.generation:
                 return
@@ -214,11 +216,11 @@ class RankRecovery:
 
 
 class StepDropped(Exception):
-    """The plan drops the step that waited in the vote. The new generation's groups are built already."""
+    """Raised if the plan drops the step that waited in the vote. The new generation's groups are built already."""
 
 
 class Engine:
-    """One rank's life, from join to the end of the run."""
+    """One rank's life cycle, from join to the end of the run."""
 
     def __init__(
         self,
@@ -240,8 +242,8 @@ class Engine:
         staggering: Staggering,
         recording: Recording,
     ):
-        """`assignment`: of the full world, in which `rank` is the number of a slot. `audit`: None if there are no
-        replicas to compare with. `world`: all ranks, for the session itself."""
+        """`assignment` is that of the full world; `rank` is the number of a slot in it. `audit` is None without
+        replicas to compare. `world`: the group of all ranks, for the session itself."""
         self._rank = rank
         self._member = member
         self._communicator = communicator
@@ -345,37 +347,37 @@ class Engine:
         )
 
     def _saving_or_end(self, version: int, every: int) -> bool:
-        """That version is saved, or the run ends with it, as far as is known here."""
+        """Returns whether that version is saved or ends the run, as far as this rank knows."""
         view = self._member.watcher.latest
         early = view is not None and view.HasField("checkpoint_at") and view.checkpoint_at == version
         return early or version % every == 0 or version >= self.ending.last(self._num_steps)
 
     def help_replay(self, make_module: MakeModule) -> None:
-        """This rank can build any stage."""
+        """Lets this rank replay stages for others: `make_module` builds any stage."""
         self._restorer.make_module = make_module
 
-    # --- what the lease's and the watcher's threads, and metrics, ask (`swift_ft.train.coordinator_session.Holder`) ---
+    # --- called by the lease and watcher threads, and by metrics (`swift_ft.train.coordinator_session.Holder`) ---
 
     def progress(self) -> dict[str, float]:
-        """(any thread) What this rank has done so far, by the names of `metrics.Progress`."""
+        """(any thread) Returns this rank's progress so far, by the field names of `metrics.Progress`."""
         return progress(self.membership.generation, self._state.version, self.vote_seconds, self.log)
 
     def measured(self) -> RankMeasured | None:
-        """(lease thread)"""
+        """(lease thread) Returns the rank's current measurements for the planner, or None if there are none."""
         return self._measures.now(self.log.stats)
 
     def unsaved(self) -> pb.UnsavedCheckpoint | None:
-        """(lease thread) A checkpoint that could not be written yet."""
+        """(lease thread) Returns the checkpoint that could not be written yet, or None."""
         return self._saving.unsaved()
 
     def interrupt(self, generation: int) -> None:
-        """(notice thread) Frees the trainer's thread from whatever it waits in."""
+        """(notice thread) Frees the trainer's thread from any blocking operation."""
         self.membership.interrupt(generation)
 
     # --- the loop ---
 
     def run(self, train_step: TrainStep, num_steps: int) -> None:
-        """Steps until `num_steps` are done, through every recovery. Returns when all ranks are there."""
+        """Runs steps until `num_steps` are done, through every recovery. Returns when all ranks have finished."""
         self._adoption.check()
         if self.membership.view.state == pb.FINISHED:
             self.ending.come_back(self.membership.view, num_steps)
@@ -401,7 +403,7 @@ class Engine:
             except StepDropped:
                 self._steps.drop()
                 continue
-            except Exception as error:  # noqa: BLE001  (a lost peer shows as any error; the others are raised again)
+            except Exception as error:  # noqa: BLE001  (a lost peer can raise any error; others are raised again)
                 self._failures.handle(self._staggering.blamed(error), self.membership.generation)
             self._freed()
             self._recording.abandon()
@@ -411,7 +413,7 @@ class Engine:
             self.membership.form()
 
     def _rejoin(self, train_step: TrainStep) -> None:
-        """From groups that are built to RUNNING."""
+        """Goes from rebuilt groups to RUNNING."""
         self._steps.rolled_forward = False
         view, published = self.membership.view, self.membership.plan
         self._recovery.rejoin(view, published, lambda: self._steps.run(train_step))
@@ -425,15 +427,15 @@ class Engine:
         events.emit("freed", rank=self._rank, generation=latest.generation if latest is not None else 0)
 
     def vote(self) -> None:
-        """(inside optimizer.step, or at the end of a step that is held) Returns if this rank's update is to be applied,
-        or stays applied.
+        """(inside optimizer.step, or at the end of a held step) Returns if this rank's update is to be applied, or
+        stays applied.
 
-        A barrier of all ranks, which nobody enters before its gradients are all reduced. If it fails, this rank
-        cannot know whether others are through it. So it does not unwind: it takes part in the recovery
-        from here, with the trainer's step on the stack, and finishes the step if the plan says roll forward.
-        Raises StepDropped if the plan says anything else. A step that goes on without its vote does not wait here
-        (`swift_ft.train.staggering`). (Where steps that are cut short are finished together, it
-        raises what has broken the vote instead: `swift_ft.train.lossy`.)
+        The vote is a barrier of all ranks. A rank enters it only after all its gradients are reduced. If it fails, this
+        rank cannot know whether others have passed it, so it does not unwind: it takes part in the recovery from here,
+        with the trainer's step on the stack, and finishes the step if the plan says roll forward. Raises StepDropped if
+        the plan says anything else. A step that runs ahead of its vote does not wait here
+        (`swift_ft.train.staggering`). If the ranks finish steps that were cut short together, it raises the error that
+        broke the vote (`swift_ft.train.lossy`).
         """
         self._staggering.wait_vote()
         began = time.monotonic()
@@ -441,7 +443,7 @@ class Engine:
         self._communicator.check_whole()
         self._lines.write(self._state.version)
         updates, step = self._state.updates, self._state.version
-        updates.voting = not updates.ahead  # only now: what DDP has made of a broken reduction is no vote
+        updates.voting = not updates.ahead  # only now: an error of a broken DDP reduction is not a vote
         stage_group = self.membership.slot.stage_group
         stage_groups, waits = self.membership.assignment.stage_groups, self._staggering.waits()
         ballot = updates.ballot(stage_group, stage_groups, lines=self._lines.in_use, waits=waits)
@@ -462,9 +464,9 @@ class Engine:
             self.held_over(error)
 
     def held_over(self, error: Exception) -> bool:
-        """(inside of the trainer's step) From an error to the groups of a newer generation, in which the step is
-        finished. Returns whether that takes those that are left together. Raises the error if it is no failure's
-        consequence, StepDropped if the plan drops the step.
+        """(inside of the trainer's step) Goes from an error to the groups of a newer generation, in which the step is
+        finished. Returns whether the plan has the remaining ranks finish it together. Raises the error if no failure
+        caused it, StepDropped if the plan drops the step.
         """
         self._failures.handle(error, self.membership.generation)
         self._freed()
@@ -484,7 +486,8 @@ class Engine:
         return any(ranks.policy.together for ranks in published.plan.ranks)
 
     def close(self) -> None:
-        """What is not acknowledged by the log is given up. The line to the coordinator stays if it was handed on."""
+        """Closes the parts. Unacknowledged log records are dropped. The coordinator connection stays open if it was
+        handed on."""
         self.log.close()
         self._store.close()
         self._lines.close()

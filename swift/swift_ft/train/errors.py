@@ -5,18 +5,18 @@ from typing import Generic, ParamSpec, TypeVar
 
 from swift_ft.rpc.client import CoordinatorClient
 
-# Something that a recovery does not know of has been found: the job is not exact from there on.
+# A difference shows state that a recovery does not restore: the job is not exact from there on.
 
 
 class Differences:
-    """Told by whoever compares (`swift_ft.train.step_digests`, `swift_ft.train.batch_redistribution`). Trainer's
-    thread only."""
+    """Reports differences to the coordinator, for the parts that compare (`swift_ft.train.step_digests`,
+    `swift_ft.train.batch_redistribution`). Used by the trainer's thread only."""
 
     def __init__(self, client: CoordinatorClient) -> None:
         self._client = client
 
     def say(self, step: int, words: str) -> None:
-        """Durable when this returns."""
+        """Reports a difference. It is durable at the coordinator when this returns."""
         self._client.differs(step, words)
 
 
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 class Hook(Generic[P, R]):
-    """A call that is bound once, by whoever puts the parts together, and never missing in silence.
+    """A callback that is bound once, by the code that assembles the parts. A missing binding is an error.
 
     ::
 
@@ -33,8 +33,8 @@ class Hook(Generic[P, R]):
         (session)   updates.vote.bind(engine.vote)
         (the part)  self.vote()
 
-    An `AssertionError` names the hook that is called unbound, or bound twice: a session that is put together wrongly
-    must not train.
+    Raises `AssertionError` with the hook's name if it is called unbound or bound twice, since a wrongly assembled
+    session must not train.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,8 +1,8 @@
-"""Errors that end a step: what each means, and a trainer's own, which an operator may let be tried again.
+"""Classifies errors that end a step: a failure's consequence, a step to repeat, or the end of the job.
 
-What an error that ends a step means: a failure's consequence, a step to be done again, or the end of the job.
+An operator may allow retries of a trainer's own exceptions.
 
-A rank accuses nobody. It says what broke, and waits for the coordinator's notice of a newer generation.
+A rank accuses no other rank. It reports the broken connection and waits for a newer generation of the coordinator.
 """
 
 import math
@@ -19,16 +19,16 @@ from swift_ft.comm.process_groups import Interrupted, ProcessGroups
 from swift_ft.errors import LogError, LogUnavailable, ReplayRefused, SwiftError, UsageError, is_difference
 from swift_ft.train.coordinator_session import RESAY_S, Member
 
-# A trainer's own exception in a step: the end of the job, unless its operator lets the step be done again.
+# A trainer's own exception in a step ends the job, unless the operator allows the step to be repeated.
 #
-# `swift-ft run --retry-exceptions N`: so often, at most, for one step. A step that raises the same exception twice
-# would do so a third time, so that ends the job at once.
+# `swift-ft run --retry-exceptions N` allows N retries per step. A step that raises the same exception twice would raise
+# it a third time, so the second one ends the job.
 
 ENV_RETRIES = "SWIFT_RETRY_EXCEPTIONS"
 
 
 class Retries:
-    """Of one process: what its steps have raised."""
+    """Exceptions that the steps of one process have raised, and their retries."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -39,7 +39,7 @@ class Retries:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around the trainer's function: what comes out of it is its own."""
+        """Encloses the trainer's function: exceptions from it are the trainer's own."""
         if step > self._step:
             self._step, self._raised = step, []
         self._newest = None
@@ -50,7 +50,8 @@ class Retries:
             raise
 
     def again(self, error: Exception) -> str:
-        """Why the step is done again; empty: it is not. The error is printed, as nobody else sees it."""
+        """Returns the reason to repeat the step, or "" if it is not repeated. Prints the error, which would otherwise
+        be lost."""
         if not self._allowed or error is not self._newest or isinstance(error, SwiftError):
             return ""
         words = words_of(error)
@@ -69,11 +70,11 @@ class Retries:
 
 _NOTICE_POLL_S = 0.005
 _FAIL_S = 5.0
-"""How long a rank that ends with an error tries to tell the coordinator."""
+"""Seconds for which a rank that ends with an error tries to report it to the coordinator."""
 
 
 class Failures:
-    """One rank's. Trainer's thread."""
+    """Error handling of one rank. Used by the trainer's thread."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Failures:
         retries: Retries,
         suspicion_timeout_s: float,
     ) -> None:
-        """`suspicion_timeout_s`: an error after which no newer generation has come for so long ends the job, if the
+        """`suspicion_timeout_s`: seconds after which an error without a newer generation ends the job, if the
         coordinator answers."""
         self._rank = rank
         self._member = member
@@ -92,9 +93,9 @@ class Failures:
         self._suspicion_timeout_s = suspicion_timeout_s
 
     def handle(self, error: Exception, generation: int) -> None:
-        """Returns if the error is a failure's consequence (a newer generation is there); else raises it.
+        """Returns if the error is a failure's consequence (a newer generation is published); otherwise raises it.
 
-        `generation`: in which it was raised.
+        `generation` in which it was raised.
         """
         let_go(error)
         if self._member.noticed:
@@ -105,10 +106,10 @@ class Failures:
         elif (
             self._communicator.lost_peer(error)
             or isinstance(error, LogUnavailable)
-            or self._communicator.broken is not None  # the trainer may have stumbled over what came of it
+            or self._communicator.broken is not None  # the trainer's error may be a consequence
         ):
-            # Not ours to decide: the coordinator hears of a death from a launcher or from the lease, and if there is
-            # none, all go on together in another generation.
+            # The coordinator decides: it learns of a death from a launcher or from the lease. If there was none, all
+            # ranks continue together in a new generation.
             self.await_notice(error, generation)
         elif isinstance(error, Misspeculated):
             self.await_notice(error, generation, str(error))
@@ -118,10 +119,10 @@ class Failures:
             self._fail(error)
 
     def await_notice(self, error: Exception, suspected_in: int = 0, again: str = "") -> None:
-        """Returns once a newer generation is there. Raises Fenced or JobFailed; the error itself if none comes.
+        """Returns once a newer generation is published. Raises Fenced or JobFailed, or the error itself if none comes.
 
-        `suspected_in`: the generation whose connections broke, which the coordinator is to know. `again`: it was not
-        that, but the trainer's own error, after which the step is to be done again.
+        `suspected_in`: generation whose connections broke; it is reported to the coordinator. `again`: reason to repeat
+        the step if the error was not a broken connection but the trainer's own.
         """
         words = again or words_of(error)
         self._await_notice(
@@ -132,7 +133,7 @@ class Failures:
         )
 
     def _await_notice(self, error: Exception, statement: Callable[[], None] | None) -> None:
-        """`statement`: what the coordinator is to know; it is said again and again."""
+        """Waits for a newer generation. `statement` is the report to the coordinator, repeated meanwhile."""
         deadline = time.monotonic() + self._suspicion_timeout_s
         said_at = -math.inf
         while not self._member.noticed:
@@ -148,8 +149,8 @@ class Failures:
             return
 
     def _say(self, statement: Callable[[], None], deadline: float) -> float:
-        """Until when a notice may come then. A coordinator that is away cannot send one: a loss waits for it, and the
-        time in which it has not answered does not count."""
+        """Makes the report and returns the new deadline for a newer generation. Time in which the coordinator does not
+        answer does not count, since it cannot publish one then."""
         began = time.monotonic()
         if not self._member.say(statement):
             return math.inf
@@ -157,12 +158,12 @@ class Failures:
         return min(deadline + now - began, now + self._suspicion_timeout_s)
 
     def _fail(self, error: Exception) -> None:
-        """The job ends. Bad input is told by the exit code: the launcher stops the job with the same one."""
+        """Ends the job and raises the error. A UsageError is not reported: the launcher takes it from the exit code."""
         if not isinstance(error, UsageError):
             try:
                 self._member.client.fail(words_of(error)[:400] + advice_on(error), patience_s=_FAIL_S)
             except (
                 SwiftError
-            ) as untold:  # the launcher tells of our end, and its author is to see the error itself
+            ) as untold:  # the launcher reports this exit; the author must see the error itself
                 events.emit("failure_untold", rank=self._rank, reason=str(untold))
         raise error

@@ -1,14 +1,18 @@
-"""Failures with coordinates: the part that a rank makes happen itself.
+"""Fault injection at exact coordinates: the part that runs inside a rank.
 
 The environment variable ``SWIFT_FAULTS`` holds a JSON list of ``{"id", "rank", "step", "microbatch", "phase", "layer",
-"bucket", "kind", "for_s", "hold", "beside"}`` (`swift_ft.fault_grammar`). At its coordinates a rank does what the kind
-says. "kill", which is the default: it sends SIGKILL to itself, and the kernel ends it in the middle of what it does,
-as a lost machine would. "stop": SIGSTOP. "hang": its thread waits for ``for_s`` seconds, or for ever. "pause": nothing,
-but for what "hold" says. A failure fires once per job: ``<id>.fired`` in ``SWIFT_FAULTS_DIR`` is made first.
-With the phase "flip" it lives, and a bit of the replica's state that it receives is flipped on arrival.
-With ``hold`` the rank makes ``<id>.reached`` and waits for ``<id>.go``, so that whoever has started it can prepare the
-log, or do at this place what a rank cannot. With ``beside`` it dies once these ranks have come as far as well, of which
-each makes ``<id>.rank<n>``: a loss that is to find replicas half-way must not come before they are.
+"bucket", "kind", "for_s", "hold", "beside"}`` (`swift_ft.fault_grammar`). At its coordinates a rank acts by kind:
+
+    "kill" (default)  sends SIGKILL to itself, so that it ends in the middle of its work, like a lost machine
+    "stop"            sends SIGSTOP to itself
+    "hang"            its thread waits for ``for_s`` seconds, or forever
+    "pause"           only does what "hold" requires
+
+A fault fires once per job: ``<id>.fired`` in ``SWIFT_FAULTS_DIR`` is created first. In the phase "flip" the rank lives,
+and a bit of the replica's state that it receives is flipped on arrival. With ``hold`` the rank creates ``<id>.reached``
+and waits for ``<id>.go``, so that its parent can prepare the log or act from outside at this point. With ``beside`` it
+fires once these ranks have also got as far, each of which creates ``<id>.rank<n>``: a failure that is to hit replicas
+halfway through a phase must not come before they are there.
 """
 
 import json
@@ -26,7 +30,7 @@ from swift_ft.errors import ServiceError
 from swift_ft.fault_grammar import ENV_FAULTS, ENV_FAULTS_DIR
 
 _WHOLE_STEP = ("optimizer", "idle", "reduce", "update", "finish", "save", "settle", "take_back")
-"""Phases that belong to no microbatch."""
+"""Phases without a microbatch."""
 _HOLD_TIMEOUT_S = 30.0
 _OTHERS_TIMEOUT_S = 2.0
 _BESIDE_TIMEOUT_S = 10.0
@@ -34,7 +38,7 @@ _BESIDE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One item of the list, as the module's docstring has it."""
+    """One item of ``SWIFT_FAULTS``; see the module's docstring."""
 
     id: str
     rank: int
@@ -50,7 +54,7 @@ class Fault:
 
 
 class FaultInjector:
-    """The faults of one rank. Without any (every real run) a check is one look at an empty list."""
+    """Faults of one rank. Without any (every real run) a check only looks at an empty list."""
 
     def __init__(self, rank: int):
         self._rank = rank
@@ -77,13 +81,14 @@ class FaultInjector:
         self._waited_for: set[str] = set()
         self._any_in_replay = any(fault.phase == "replay" for fault in self._faults)
         self.layers = sorted({fault.layer for fault in self._mine if fault.layer})
-        """Names of modules at which this rank is to fail."""
+        """Names of the modules at which this rank has faults."""
 
     def at(
         self, phase: str, step: int, microbatch: int = 0, *, layer: str = "", bucket: int | None = None
     ) -> None:
-        """Does not return if this rank is to die at these coordinates and has not yet. `layer`: inside of a phase, at
-        that module. `bucket`: inside of a phase, at that bucket; without either, at the place of the phase itself."""
+        """Fires the faults at these coordinates that have not fired yet; does not return if the rank is killed.
+        `layer`: at that module inside the phase. `bucket`: at that bucket inside the phase. Without either: at the
+        phase itself."""
         for fault in self._beside:
             if fault.phase == phase and fault.step in (None, step) and not layer and bucket is None:
                 (self._directory / f"{fault.id}.rank{self._rank}").touch(0o600)
@@ -97,13 +102,14 @@ class FaultInjector:
                 self._fire(fault, step)
 
     def behind_bucket(self, phase: str, step: int, bucket: int, *, is_middle: bool) -> None:
-        """`at`, for a phase that goes from bucket to bucket: behind this one, which `is_middle` of them or not."""
+        """Does as `at` after a bucket, in a phase that iterates over buckets. `is_middle`: it is the middle bucket,
+        where faults without a bucket fire."""
         self.at(phase, step, bucket=bucket)
         if is_middle:
             self.at(phase, step)
 
     def due(self, phase: str, step: int) -> bool:
-        """Whether this rank is to fail in this phase of the step, half-way through its buckets."""
+        """Returns whether this rank has an unfired fault in this phase of the step, halfway through its buckets."""
         return any(
             fault.phase == phase
             and fault.step in (None, step)
@@ -113,7 +119,7 @@ class FaultInjector:
         )
 
     def replaying(self, step: int, microbatch: int) -> None:
-        """(a rank that replays) Tells the others that a replay runs, and dies in it if it is told to."""
+        """(a rank that replays) Signals the others that a replay is running, and fires a fault of phase "replay"."""
         if not self._any_in_replay:
             return
         (self._directory / "replaying").touch(0o600)
@@ -121,29 +127,31 @@ class FaultInjector:
         self._hold_for_others(step, microbatch)
 
     def copying(self, done: int, total: int) -> None:
-        """(a rank that sends or receives a replica's state) `done` of `total` chunks are through."""
+        """(a rank that sends or receives a replica's state) Fires a fault of phase "copy" once half of the chunks are
+        transferred."""
         for fault in self._mine:
             if fault.phase == "copy" and 2 * done >= total:
                 self._fire(fault, fault.step or 0)
 
     def flip_in_copy(self, data: torch.Tensor) -> None:
-        """(a rank that receives a replica's state) Flips a bit of `data`, a chunk that has arrived, if told to."""
+        """(a rank that receives a replica's state) Flips a bit of the received chunk `data` for a fault of phase
+        "flip"."""
         for fault in self._mine:
             if fault.phase == "flip" and data.numel() and self._is_first(fault):
                 data.view(torch.uint8)[data.nbytes // 2] ^= 1
                 events.emit("corrupted", rank=self._rank, id=fault.id, byte=data.nbytes // 2, bit=0)
 
     def while_others_replay(self, step: int) -> None:
-        """(a rank that waits) Dies if it is told to die in a replay and one is running."""
+        """(a rank that waits) Fires a fault of phase "replay" if a replay is running."""
         if any(fault.phase == "replay" for fault in self._mine) and (self._directory / "replaying").exists():
             for fault in self._mine:
                 if fault.phase == "replay":
                     self._fire(fault, step)
 
     def _hold_for_others(self, step: int, microbatch: int) -> None:
-        """A replay takes milliseconds: it stands still until those that are to die in it have seen it.
+        """Pauses a replay, which takes milliseconds, until the ranks that are to fail during it have noticed it.
 
-        They look every half second. One that does not live (it is replaced just now) is not waited for longer.
+        They poll every half second. The wait is bounded, because such a rank may be dead (just being replaced).
         """
         deadline = time.monotonic() + _OTHERS_TIMEOUT_S
         for fault in self._faults:
@@ -155,14 +163,14 @@ class FaultInjector:
                 time.sleep(0.005)
 
     def _wait_beside(self, fault: Fault) -> None:
-        """Not for ever: one may wait for what we have not sent."""
+        """Waits until the ranks of ``beside`` have got as far. Bounded, since one may wait for this rank's message."""
         deadline = time.monotonic() + _BESIDE_TIMEOUT_S
         for rank in fault.beside:
             while not (self._directory / f"{fault.id}.rank{rank}").exists() and time.monotonic() < deadline:
                 time.sleep(0.005)
 
     def _is_first(self, fault: Fault) -> bool:
-        """Whether it has not fired in this job; from now on it has."""
+        """Marks the fault as fired. Returns False if it has fired in this job before."""
         try:
             descriptor = os.open(
                 self._directory / f"{fault.id}.fired", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600

@@ -1,10 +1,10 @@
-"""The generation that this rank is in, and with whom: from a View of the coordinator's to groups that are built.
+"""The generation that this rank is in, and its members: from the coordinator's View to process groups.
 
-    (trainer's thread) ``form`` → the generation's groups are there, and its `view`, `plan` and `assignment`
+    (trainer's thread) ``form`` → the generation's groups are built; `view`, `plan` and `assignment` are set
     (notice thread)    ``interrupt``: a newer generation is published
 
-A member decides nothing alone. What it says in a state it says again until the View moves on: the coordinator may have
-been restarted.
+A member makes no decision alone. It repeats its report in a state until the View changes, because the coordinator may
+have been restarted.
 """
 
 import threading
@@ -20,11 +20,11 @@ from swift_ft.train.failures import Failures
 from swift_ft.train.log_session import OwnLog
 
 _ANY = -1
-"""Instead of an origin: the route of the stages' representatives."""
+"""Key, in place of an origin, of the route of the stages' representatives."""
 
 
 class Membership:
-    """One rank's way through the generations."""
+    """Membership of one rank in successive generations."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Membership:
         redistributes: bool,
         reroutes: bool,
     ) -> None:
-        """`assignment`: of the full world. `report(view)`: tells the planner what this rank has to offer.
-        `redistributes`: the batches of vacant slots are computed by others; `reroutes`: microbatch by microbatch."""
+        """`assignment` of the full world. `report(view)` sends this rank's recovery offer to the planner.
+        `redistributes`: other ranks compute the batches of vacant slots; `reroutes`: microbatch by microbatch."""
         self._rank = rank
         self._member = member
         self._communicator = communicator
@@ -50,34 +50,34 @@ class Membership:
         self._redistributes = redistributes
         self._reroutes = reroutes
         self.assignment = assignment
-        """Of the generation whose groups are built; before there is one, of the full world."""
+        """Assignment of the generation whose groups are built; before the first, that of the full world."""
         self.slot = assignment.slots[rank]
-        """The place that this process holds; it has the same one in every generation."""
+        """Slot that this process holds, the same in every generation."""
         self._view: pb.View | None = None
         self.plan: PublishedPlan | None = None
-        """By which the ranks came into this generation; None: the job begins."""
+        """Plan that led to this generation; None at the start of the job."""
         self._entering = threading.Lock()
 
     @property
     def generation(self) -> int:
-        """Whose groups are built; 0 before the first."""
+        """Returns the generation whose groups are built; 0 before the first."""
         return 0 if self._view is None else self._view.generation
 
     @property
     def view(self) -> pb.View:
-        """By which the groups were built; the newest one may have moved on."""
+        """Returns the View that the groups were built from, which may be older than the newest."""
         assert self._view is not None, "no generation was formed yet"
         return self._view
 
     @property
     def hosts(self) -> dict[int, str]:
-        """Where the rank of each slot runs, as its member has said; empty: not known."""
+        """Returns rank -> host as reported by its member; "" if unknown."""
         return {member.rank: member.host for member in self.view.members}
 
     def form(self) -> None:
         """Blocks until this rank is in a generation whose groups are built (FORMING or RECOVERING).
 
-        If the job has finished there is nobody to be in a group with: the View says FINISHED then.
+        If the job has finished, it has no peers: the View's state is FINISHED then.
         """
         while True:
             view = self._member.watcher.wait_for(lambda _view: True, None)
@@ -91,7 +91,7 @@ class Membership:
                 elif view.state == pb.FINISHED:
                     self._view = view
                     self._communicator.stand_alone()
-                    return  # this process has come for one that was lost after the end
+                    return  # this process replaces one that was lost after the end
                 elif view.state in (pb.FORMING, pb.RECOVERING) and is_filled(view):
                     self._build(view)
                     return
@@ -111,22 +111,22 @@ class Membership:
         self._view, self.plan, self.assignment = view, of_view(view), assignment
 
     def _routes(self, assignment: Assignment) -> dict[int, tuple[int, ...]]:
-        """Of the pipelines that this rank sits in, its own first; none if all are whole.
+        """Returns origin -> ranks of the pipelines that this rank is in, its own first; empty if all are complete.
 
-        Where microbatches are rerouted there is one of the stages' representatives, and others are alone."""
+        With rerouting, the stages' representatives form one route, and each other rank has a route of its own."""
         if assignment.stage_groups == 1 or not assignment.adopted:
             return {}
         if self._reroutes:
             first = assignment.representatives()
-            # Nothing passes along a pipeline of somebody who is no representative
+            # A rank that is no representative runs no pipeline collective itself
             # (`swift_ft.train.batch_redistribution`).
             return {_ANY: first} if self._rank in first else {_ANY - 1 - self._rank: (self._rank,)}
         origins = (self.slot.dp_rank, *assignment.adopted_by(self._rank))
         return {origin: assignment.pipeline(origin) for origin in origins}
 
     def interrupt(self, generation: int) -> None:
-        """(notice thread) Frees the trainer's thread from whatever it waits in."""
-        with self._entering:  # a notice that was acted on meanwhile must not stop the new generation
+        """(notice thread) Interrupts the trainer's thread in any wait."""
+        with self._entering:  # an interrupt that is already handled must not stop the new generation
             if self._member.noticed:
                 self._log.interrupt()
         self._communicator.interrupt(generation, lambda: not self._member.noticed)

@@ -1,8 +1,8 @@
 """Tensors along a line of ranks: weights down from the owner, gradients up to it, bucket by bucket.
 
 Each rank passes a bucket on while the next one arrives, so a line of d ranks takes hardly longer than one hop: for G
-bytes in buckets of b, (G + (d - 2) b) / B each way, B being the bandwidth between two ranks. Up and down together
-are 2 G bytes in and out of a rank, as a ring all-reduce has (2 (d - 1) / d G), whatever the order of additions.
+bytes in buckets of b, (G + (d - 2) b) / B each way, B being the bandwidth between two ranks. Both ways together move
+2 G bytes in and out of a rank, about as many as a ring all-reduce (2 (d - 1) / d G), with a fixed order of additions.
 """
 
 import json
@@ -19,34 +19,34 @@ from swift_ft.errors import ReplayRefused
 from swift_ft.state.tensors import as_bytes, dtype_name
 from swift_ft.state.transfer import torch_dtype
 
-# What stages' modules must be like on a helper: weights and buffers by name, and how they stand in a step.
+# Layout and modes that a helper's modules must share with the owner's.
 
 
 def together(stages: Sequence[Any]) -> torch.nn.Module:
-    """The modules of a rank's stages as one, whose names begin with the stage's."""
+    """Returns one module of all modules of a rank's stages, with names that begin with the stage's."""
     return torch.nn.ModuleDict({f"stage{stage.stage_index}": stage.submod for stage in stages})
 
 
 def tied(modules: Sequence[torch.nn.Module]) -> bool:
-    """One of them has a parameter of another."""
+    """Returns whether two of the modules share a parameter."""
     each = [id(parameter) for module in modules for parameter in module.parameters()]
     return len(set(each)) < len(each)
 
 
 def parameters_and_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers: all that a forward reads and a step changes."""
+    """Returns names and tensors of the parameters, then of the buffers: all that a forward reads and a step changes."""
     return [*module.named_parameters(), *module.named_buffers()]
 
 
 def module_layout(module: torch.nn.Module) -> list[list[Any]]:
-    """Name, type, shape and strides of every tensor, as JSON. Kernels choose their way by strides."""
+    """Returns name, dtype, shape and strides of every tensor, as JSON. (Kernels select their algorithm by strides.)"""
     return [
         [name, dtype_name(t), list(t.shape), list(t.stride())] for name, t in parameters_and_buffers(module)
     ]
 
 
 def layout_difference(wanted: list[list[Any]], module: torch.nn.Module) -> str:
-    """What the module has otherwise; empty: nothing."""
+    """Returns the first difference of the module's layout from `wanted`, in words; empty if they are equal."""
     here = module_layout(module)
     for one, other in zip(wanted, here, strict=False):
         if one != other:
@@ -62,7 +62,8 @@ def _words(entry: list[Any]) -> str:
 
 
 def module_modes(module: torch.nn.Module) -> dict[str, Any]:
-    """What a trainer may change between two steps: frozen parameters, parts in evaluation mode, autocast."""
+    """Returns the modes that a trainer may change between steps: frozen parameters, submodules in evaluation mode,
+    autocast."""
     return {
         "frozen": [index for index, p in enumerate(module.parameters()) if not p.requires_grad],
         "evaluating": [index for index, part in enumerate(module.modules()) if not part.training],
@@ -75,7 +76,7 @@ def module_modes(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def set_module_modes(module: torch.nn.Module, as_there: dict[str, Any]) -> torch.autocast:
-    """Makes it so here; the result is for the `with` around the computation."""
+    """Applies the result of `module_modes` to a module. Returns the autocast context for the computation."""
     frozen, evaluating = set(as_there["frozen"]), set(as_there["evaluating"])
     for index, parameter in enumerate(module.parameters()):
         parameter.requires_grad_(index not in frozen)
@@ -89,21 +90,20 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# The gradients of single additions, kept apart so that they can be added in the order in which one process would.
+# Collection of single gradient addends, so that they can be added in the order of a single process.
 #
 # Floating point addition is not associative: gradients have the same bits only if the same numbers are added to `.grad`
-# in the same order. What autograd adds is not one number for each microbatch: a parameter that is used in several
-# blocks with reentrant activation checkpointing is added to several times in one backward. So it is not the gradient
-# of a microbatch that is kept but every single addend, taken in the hook that autograd calls behind each of its
-# additions. The weights' part of a split backward calls no hook: torch's pipelining sets `.grad` itself, and there it
-# is taken.
+# in the same order. Autograd may add several numbers per microbatch: a parameter that is used in several blocks with
+# reentrant activation checkpointing is added to several times in one backward. So every single addend is kept instead
+# of a microbatch's gradient, taken in the hook that autograd calls after each of its additions. The weights' part of a
+# split backward calls no hook: torch's pipelining sets `.grad` itself, and the addend is taken from that assignment.
 
 Strides = list[list[int] | None]
-"""Of each parameter's gradient; None: it has none."""
+"""Strides of each parameter's gradient; None for a parameter without one."""
 
 
 class Addends:
-    """What is added to the gradients of `parameters` from here to `close`, in its order; `.grad` stays None."""
+    """Addends of the gradients of `parameters`, in order, from construction to `close`. `.grad` stays None."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]):
         self.of: list[list[torch.Tensor]] = [[] for _ in parameters]
@@ -124,7 +124,8 @@ class Addends:
 
     @contextmanager
     def weighing(self) -> Iterator[None]:
-        """Around the second part of a split backward. Raises ReplayRefused if two parameters share a gradient."""
+        """Returns the context for the weights' part of a split backward. Raises ReplayRefused at its end if two
+        parameters share a gradient."""
         before = [len(addends) for addends in self.of]
         with _Setting(self._index, self.of):
             yield
@@ -134,7 +135,7 @@ class Addends:
             for addend in addends[had:]
             if addend.numel()
         ]
-        if len(set(new)) < len(new):  # what torch adds to one of them, it then adds to the other as well
+        if len(set(new)) < len(new):  # an addition to one of them would also change the other
             raise ReplayRefused("a split backward gives two parameters one gradient in the same memory")
 
     def close(self) -> None:
@@ -144,15 +145,15 @@ class Addends:
 
 
 class OwnGradients:
-    """(a rank of the line, each step) from here to `taken`, what its microbatches add to the parameters' gradients."""
+    """(a rank of the line, each step) Addends of its microbatches' gradients, from construction to `taken`."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, first: bool):
-        """`first` in the line: its additions are the first ones, and autograd's own sum has the right bits."""
+        """`first` in the line: its additions come first, so autograd's own sum has the right bits and is used."""
         self._parameters = parameters
         self._apart = None if first else Addends(parameters)
 
     def taken(self) -> list[list[torch.Tensor]]:
-        """What is to be added for each parameter, in order; `.grad` is None again."""
+        """Returns the addends of each parameter, in order, and resets `.grad` to None."""
         self.close()
         if self._apart is not None:
             return self._apart.of
@@ -162,7 +163,7 @@ class OwnGradients:
         return sums
 
     def weighing(self) -> AbstractContextManager[None]:
-        """Around the second part of a split backward."""
+        """Returns the context for the weights' part of a split backward."""
         return nullcontext() if self._apart is None else self._apart.weighing()
 
     def close(self) -> None:
@@ -171,7 +172,7 @@ class OwnGradients:
 
 
 class _Setting(TorchFunctionMode):
-    """`parameter.grad = addend` keeps the addend, and `.grad` None: so the next one is not added to it."""
+    """A mode in which `parameter.grad = addend` collects the addend and leaves `.grad` None."""
 
     def __init__(self, index: dict[int, int], of: list[list[torch.Tensor]]):
         super().__init__()
@@ -190,7 +191,8 @@ _SET_GRADIENT: Any = cast(Any, torch.Tensor.grad).__set__
 
 
 def added_in_order(total: torch.Tensor | None, addends: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """As autograd does it: the first gradient is taken as it is (0 + -0.0 would be 0.0), others are added in place."""
+    """Adds as autograd does: takes the first addend as it is (0 + -0.0 would be 0.0), adds the others in place. Returns
+    None if there is no addend and no `total`."""
     for addend in addends:
         if total is None:
             total = addend
@@ -200,14 +202,14 @@ def added_in_order(total: torch.Tensor | None, addends: Sequence[torch.Tensor]) 
 
 
 def first_strides(addends: Sequence[Sequence[torch.Tensor]]) -> Strides:
-    """Of the first addend to each parameter, which the sum keeps: autograd lays it out like the parameter, a split
-    backward leaves it as it was computed."""
+    """Returns the strides of each parameter's first addend, which its sum keeps. Autograd lays it out like the
+    parameter; a split backward leaves it as computed."""
     return [list(addend[0].stride()) if addend else None for addend in addends]
 
 
 def laid_out(total: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """In memory of its own: what sums over a gradient (a norm) goes by its layout, and so do the sum's bits. Raises
-    ReplayRefused for a layout whose elements share memory."""
+    """Returns a copy of `total` with these strides, because the bits of a sum over a gradient (a norm) depend on its
+    layout. Raises ReplayRefused for strides with which elements share memory."""
     room = torch.empty_strided(total.shape, list(strides), dtype=total.dtype, device=total.device)
     try:
         return room.copy_(total)
@@ -216,26 +218,26 @@ def laid_out(total: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 
 
 BUCKET_BYTES = 4 << 20
-# Transfers under way at once, each way.
+# Maximum number of transfers under way at a time, in each direction.
 _IN_FLIGHT = 4
 _NOTE_BYTES_MAX = 1 << 28
 
 
 class Post:
-    """Sends without waiting, and keeps what is under way alive."""
+    """Sender and receiver of tensors and notes. Sends do not wait; their tensors are kept alive until they arrive."""
 
     def __init__(self, wire: Wire):
         self._wire = wire
         self._sends: deque[tuple[torch.Tensor, Pending]] = deque()
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, *, at_most: int = 0) -> None:
-        """`at_most`: so many may be under way behind it; 0: any number."""
+        """Starts to send a tensor. `at_most`: waits until no more sends than this are under way; 0: does not wait."""
         self._sends.append((tensor, self._wire.send([tensor], to, tag)))
         while at_most and len(self._sends) > at_most:
             self._sends.popleft()[1].wait()
 
     def wait_sent(self) -> None:
-        """Waits until all that was sent has arrived."""
+        """Waits until all sent tensors have arrived. Raises RuntimeError if a send fails."""
         while self._sends:
             self._sends.popleft()[1].wait()
 
@@ -243,7 +245,7 @@ class Post:
         return self._wire.recv([tensor], source, tag)
 
     def note(self, to: int, value: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """JSON, and tensors whose types and shapes it tells."""
+        """Sends a JSON value and the bytes of tensors; the value must describe their dtypes and shapes."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         payload = torch.cat([as_bytes(t) for t in tensors]) if tensors else torch.empty(0, dtype=torch.uint8)
         self.send(torch.tensor([data.numel(), payload.numel()]), to, NOTE)
@@ -252,7 +254,8 @@ class Post:
             self.send(payload, to, NOTE_PAYLOAD)
 
     def read(self, source: int) -> tuple[Any, torch.Tensor]:
-        """A note and the bytes of its tensors. Waits until it comes. Raises ReplayRefused for bytes that are none."""
+        """Waits for a note; returns its value and the bytes of its tensors. Raises ReplayRefused for an invalid
+        header."""
         sizes = torch.zeros(2, dtype=torch.int64)
         self.receive(sizes, source, NOTE).wait()
         length, size = sizes.tolist()
@@ -271,7 +274,7 @@ class Post:
 def taken_apart(
     payload: torch.Tensor, like: Sequence[tuple[torch.dtype, Sequence[int]]]
 ) -> list[torch.Tensor]:
-    """The tensors of a note, of these types and shapes."""
+    """Returns the tensors in a note's payload. `like`: their dtypes and shapes."""
     parts, at = [], 0
     for dtype, shape in like:
         tensor = torch.empty(list(shape), dtype=dtype)
@@ -283,7 +286,8 @@ def taken_apart(
 
 
 def buckets(tensors: Sequence[torch.Tensor], size: int) -> list[list[int]]:
-    """Indices of `tensors` in runs of one type, of at most `size` bytes unless one tensor has more."""
+    """Returns the indices of `tensors` in consecutive buckets of one dtype each, of at most `size` bytes unless a
+    single tensor has more."""
     in_buckets: list[list[int]] = []
     held = 0
     for index, tensor in enumerate(tensors):
@@ -296,7 +300,7 @@ def buckets(tensors: Sequence[torch.Tensor], size: int) -> list[list[int]]:
 
 
 class GradientChain:
-    """This rank's place in the line `ranks`, whose last one is the owner."""
+    """This rank's place in the line `ranks`. The last rank of the line is the owner."""
 
     def __init__(
         self,
@@ -306,16 +310,16 @@ class GradientChain:
         check: Callable[[], None],
         bucket_bytes: int = BUCKET_BYTES,
     ):
-        """`check` is called between buckets: it raises what ends the wait for a line that is gone."""
+        """`check` is called between buckets and raises if the transfer is to be ended, as when a rank is lost."""
         at = list(ranks).index(own)
         self._post = post
         self._check = check
         self._bucket_bytes = bucket_bytes
-        self._before = ranks[at - 1] if at else None  # whose microbatches come before this rank's
+        self._before = ranks[at - 1] if at else None  # its microbatches come before this rank's
         self._behind = ranks[at + 1] if at + 1 < len(ranks) else None
 
     def pass_down(self, tensors: Sequence[torch.Tensor]) -> None:
-        """(owner) Gives its tensors to all; (helper) takes them in. They have the same shapes and types on all."""
+        """Copies the owner's tensors to all helpers, in place. Shapes and dtypes are the same on all ranks."""
         runs = buckets(tensors, self._bucket_bytes)
         arriving = self._arrivals(tensors, runs, self._behind, WEIGHTS)
         for number, run in enumerate(runs):
@@ -331,7 +335,8 @@ class GradientChain:
     def _arrivals(
         self, tensors: Sequence[torch.Tensor], runs: Sequence[Sequence[int]], source: int | None, tag: int
     ) -> Iterator[torch.Tensor]:
-        """What comes from `source`, run by run; empty ones are not sent. Some are waited for ahead."""
+        """Yields the tensor of each run from `source`, in order. Empty runs are not sent. Posts several receives
+        ahead."""
         arriving: deque[tuple[torch.Tensor, Pending | None]] = deque()
         for number in range(len(runs) + _IN_FLIGHT):
             if number < len(runs):
@@ -349,9 +354,10 @@ class GradientChain:
     def pass_up(
         self, parameters: Sequence[torch.Tensor], addends: list[list[torch.Tensor]]
     ) -> list[torch.Tensor | None]:
-        """Adds this rank's addends to what comes from before it, and passes it on. (owner) The sums.
+        """Adds this rank's addends to the sums of the ranks before it, and passes them on. Returns the sums on the
+        owner.
 
-        `addends` of each parameter, in their order; they are used up. A parameter that nobody has used has no sum.
+        `addends`: of each parameter, in order; they are consumed. The sum is None for a parameter that no rank used.
         """
         there = self._present(parameters, addends)
         runs = buckets(parameters, self._bucket_bytes)
@@ -370,7 +376,8 @@ class GradientChain:
         return sums
 
     def _present(self, parameters: Sequence[torch.Tensor], addends: list[list[torch.Tensor]]) -> list[bool]:
-        """Which have a gradient from before; and tells the next one which have one now."""
+        """Returns which parameters have a sum from the ranks before, and sends the next rank the mask of those that
+        have one now. Raises ReplayRefused for an addend that is sparse or of another dtype than its parameter."""
         for parameter, mine in zip(parameters, addends, strict=True):
             if any(addend.layout is not torch.strided or addend.dtype != parameter.dtype for addend in mine):
                 raise ReplayRefused(
@@ -395,7 +402,7 @@ class GradientChain:
     ) -> None:
         assert self._behind is not None
         present = [index for index in run if sums[index] is not None]
-        if present != incoming:  # else the sums lie in the room that they came in
+        if present != incoming:  # otherwise the sums are in `room`, where they arrived
             room = torch.cat([_flat(total) for total in sums if total is not None])
         if room.numel():
             self._post.send(room, self._behind, GRADIENTS + number, at_most=_IN_FLIGHT)
@@ -409,7 +416,7 @@ def _room(tensors: Sequence[torch.Tensor], run: Sequence[int]) -> torch.Tensor:
 
 
 def _packed(tensors: Sequence[torch.Tensor], run: Sequence[int]) -> torch.Tensor:
-    """By way of bytes: not every type of element can be joined."""
+    """Returns one flat tensor of a run's tensors. Joins them as bytes, because `cat` does not support every dtype."""
     return torch.cat([as_bytes(tensors[index]) for index in run]).view(tensors[run[0]].dtype)
 
 
@@ -418,6 +425,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(room: torch.Tensor, tensors: Sequence[torch.Tensor], run: Sequence[int]) -> list[torch.Tensor]:
-    """Views of the room in the shapes of the tensors."""
+    """Returns views of `room` with the shapes of the run's tensors."""
     pieces = torch.split(room, [tensors[index].numel() for index in run]) if run else ()
     return [piece.view(tensors[index].shape) for piece, index in zip(pieces, run, strict=True)]

@@ -1,15 +1,15 @@
-"""Gradients of batches that several ranks compute, summed while they compute them.
+"""Sums gradients of batches that several ranks compute, while they compute them.
 
-The peers of a lost rank share its microbatches. A floating-point sum over microbatches has the bits of the lost rank
-only in its order: microbatch after microbatch. If each peer kept its gradients until all are there, it would keep a
-copy for each microbatch that it has adopted. So each of the k peers keeps a k-th part of the sum. Whoever has computed
-a microbatch sends each peer its part of the gradients, and each adds what has its turn.
+The peers of a lost rank share its microbatches. A floating-point sum over microbatches has the lost rank's bits only if
+it is added in the same order, one microbatch after the other. Collecting all gradients first would cost each peer a
+copy per adopted microbatch. So each of the k peers keeps one k-th of the sum. The rank that computes a microbatch sends
+each peer its part of the gradients, and each peer adds the parts in order.
 
-    (trainer's thread)  ``give`` what a microbatch has, once it is there … ``wait``; ``abandon`` in any case
+    (trainer's thread)  ``give`` each microbatch's gradients once computed … ``wait``; ``abandon`` in any case
     (group's runner)    sends, receives, adds
 
-A rank holds its part of each sum, its parts of the next two microbatches, and what it has computed and others have not
-taken yet. That is as much for many microbatches as for few, if the schedule limits how far a rank is ahead of others.
+A rank holds its part of each sum, its parts of the next two microbatches, and its own gradients that are not sent yet.
+This is independent of the number of microbatches if the schedule limits how far a rank is ahead of others.
 """
 
 import threading
@@ -27,7 +27,7 @@ from swift_ft.train.reducer import check_dense
 Parameter = torch.nn.Parameter
 
 _ARRIVING = 2
-"""Microbatches on their way at a time: two peers send meanwhile, and the others keep what they have computed."""
+"""Microbatches in transfer at a time: two peers send, and the others keep their computed gradients."""
 
 
 class Turn(NamedTuple):
@@ -37,11 +37,11 @@ class Turn(NamedTuple):
     origin: int
     microbatch: int
     owner: int
-    """The place, in the group, of the rank that computes it."""
+    """Place, in the group, of the rank that computes the microbatch."""
 
 
 class Numbers:
-    """Those of some parameters of one dtype, in a row, of which each of `count` ranks has a part."""
+    """Flattened elements of some parameters of one dtype, partitioned over `count` ranks."""
 
     def __init__(self, parameters: Iterable[Parameter], count: int) -> None:
         self.parameters = list(parameters)
@@ -49,24 +49,24 @@ class Numbers:
         *begins, self._end = accumulate((p.numel() for p in self.parameters), initial=0)
         self._begins = dict(zip(self.parameters, begins, strict=True))
         self._flags = {p: number - len(self.parameters) for number, p in enumerate(self.parameters)}
-        """Where in a part it says whether there is a gradient."""
+        """Parameter -> index, in a part, of the flag that says whether it has a gradient."""
         self._size = -(-self._end // count)
 
     def of(self, parameter: Parameter, place: int) -> tuple[slice, slice]:
-        """Which of the parameter's numbers are in the part of this place, and where in the part they are."""
+        """Returns the slice of the parameter's elements that this place has, and their slice in its part."""
         begin, (low, high) = self._begins[parameter], self._bounds(place)
         first = max(begin, low)
         last = max(min(begin + parameter.numel(), high), first)
         return slice(first - begin, last - begin), slice(first - low, last - low)
 
     def length(self, place: int) -> int:
-        """Of what `part` gives."""
+        """Returns the length of this place's `part`."""
         low, high = self._bounds(place)
         return high - low + len(self.parameters)
 
     def part(self, gradients: Mapping[Parameter, torch.Tensor], place: int) -> torch.Tensor:
-        """What this place is to add [length]: its numbers, and for each parameter 1 if it has a gradient. Without one
-        autograd adds nothing, and -0.0 is what changes no bit (0.0 makes 0.0 of -0.0)."""
+        """Returns this place's part of the gradients [length]: its elements, then per parameter 1 if it has a gradient.
+        Elements without a gradient are -0.0, which changes no bit of a sum (0.0 turns -0.0 into 0.0)."""
         part = torch.empty(self.length(place), dtype=self.dtype)
         for parameter, flag in self._flags.items():
             theirs, here = self.of(parameter, place)
@@ -76,7 +76,7 @@ class Numbers:
         return part
 
     def is_given(self, part: torch.Tensor, parameter: Parameter) -> bool:
-        """Whether one of the microbatches that are summed in `part` has a gradient of it."""
+        """Returns whether one of the microbatches summed in `part` has a gradient of the parameter."""
         return bool(part[self._flags[parameter]])
 
     def _bounds(self, place: int) -> tuple[int, int]:
@@ -84,22 +84,23 @@ class Numbers:
 
 
 class PartOfSum:
-    """A rank's part of the sum over an origin's microbatches. See `reducer.Contribution`."""
+    """`reducer.Contribution` with a rank's part of the sum over an origin's microbatches."""
 
     def __init__(self, place: int, sums: Iterable[tuple[Numbers, torch.Tensor]]) -> None:
-        """`sums`: of `Numbers.part`, over all microbatches."""
+        """`sums` of `Numbers.part` over all microbatches."""
         self._place = place
         self._sums = {p: (numbers, total) for numbers, total in sums for p in numbers.parameters}
 
     def has(self, parameter: Parameter) -> bool:
-        """Some microbatch has a gradient of it. None has one of a parameter that is frozen."""
+        """Returns whether some microbatch has a gradient of the parameter; False for a frozen one."""
         if parameter not in self._sums:
             return False
         numbers, total = self._sums[parameter]
         return numbers.is_given(total, parameter)
 
     def numbers(self, parameter: Parameter) -> torch.Tensor:
-        """-0.0 where others have the sum; 0.0 where there is none, as the origin's own rank would have it."""
+        """Returns the sum's elements of this place, -0.0 for those of other places. Zeros for a parameter without a
+        gradient, as on the origin's own rank."""
         if parameter not in self._sums:
             return torch.zeros(parameter.numel(), dtype=parameter.dtype)
         numbers, total = self._sums[parameter]
@@ -110,7 +111,7 @@ class PartOfSum:
 
 
 class SharedSums:
-    """One rank's, of one call of a schedule."""
+    """Sums of one call of a schedule, on one rank."""
 
     def __init__(
         self,
@@ -120,24 +121,24 @@ class SharedSums:
         turns: Sequence[Turn],
         parameters: Mapping[int, Iterable[Parameter]],
     ) -> None:
-        """(all ranks of the group) Returns at once. `group`: nothing else passes over it meanwhile; this rank is at
-        `place` of `count`. `turns`: the same at all, those of an origin at a stage ascending. `parameters`: of each
-        stage."""
+        """(all ranks of the group) Starts the exchange and returns at once. `group` must have no other traffic
+        meanwhile; this rank is at `place` of `count`. `turns`: equal on all ranks, ascending within each origin and
+        stage. `parameters` of each stage."""
         self._place, self._count, self._turns = place, count, turns
         self._numbers = {stage: _by_dtype(of_stage, count) for stage, of_stage in parameters.items()}
         self._changed = threading.Condition()
         self._computed: dict[Turn, list[list[torch.Tensor]]] = {}
-        """By dtype: the part of each place."""
+        """Computed turn -> by dtype, the part of each place."""
         self._abandoned = False
         self._sums: dict[tuple[int, int], list[torch.Tensor]] = {}
         """(stage, origin) -> this rank's part, by dtype."""
         self._bytes = 0
         self.bytes_max = 0
-        """That this rank held at a time."""
+        """Maximum bytes that this rank held at a time."""
         self._task = group.submit(self._run)
 
     def give(self, turn: Turn, gradients: Mapping[Parameter, torch.Tensor]) -> None:
-        """This rank has computed it. Raises UsageError for a sparse gradient."""
+        """Adds a microbatch that this rank has computed. Raises UsageError for a sparse gradient."""
         check_dense(gradients.values())
         places = range(self._count)
         parts = [[row.part(gradients, place) for place in places] for row in self._numbers[turn.stage]]
@@ -147,17 +148,17 @@ class SharedSums:
             self._changed.notify()
 
     def wait(self) -> None:
-        """Returns when all is summed. Raises RuntimeError if a peer is lost."""
+        """Waits until all turns are summed. Raises RuntimeError if a peer is lost."""
         self._task.wait()
 
     def abandon(self) -> None:
-        """No more is given: who waits for it need not."""
+        """Ends the runner's wait for further `give` calls, because none will follow."""
         with self._changed:
             self._abandoned = True
             self._changed.notify()
 
     def part(self, origin: int) -> PartOfSum:
-        """Of all stages, once `wait` has returned."""
+        """Returns this rank's part of the origin's sum over all stages. Valid once `wait` has returned."""
         return PartOfSum(
             self._place,
             (
@@ -180,7 +181,7 @@ class SharedSums:
             self._add(*arriving.popleft())
 
     def _exchanged(self, turn: Turn, collectives: Collectives) -> "list[_Exchange]":
-        """By dtype. Under way."""
+        """Starts the exchange of a turn; one per dtype."""
         mine = self._taken(turn) if turn.owner == self._place else None
         exchanges = []
         for number, row in enumerate(self._numbers[turn.stage]):
@@ -223,7 +224,7 @@ class SharedSums:
 
 
 class _Exchange(NamedTuple):
-    """Of one turn and dtype."""
+    """Exchange in progress, of one turn and dtype."""
 
     pending: Pending
     mine: torch.Tensor

@@ -1,10 +1,10 @@
-"""The log that this rank writes: the servers that keep it, and whether all that the rank has done is in it.
+"""The log that this rank writes: the servers that store it, and whether it is complete.
 
     (FORMING, RECOVERING) ``open``, before the generation's groups are built
-    (PLANNING)            ``enter``: under the new generation, on the servers that it names, flushed
+    (PLANNING)            ``enter``: switches to the new generation and its servers, and flushes
     (notice thread)       ``interrupt`` ends the waits in it
 
-Before it is opened, nothing was written.
+Until ``open``, no record is written.
 """
 
 from swift_ft import events
@@ -20,13 +20,13 @@ FLUSH_TIMEOUT_S = 60.0
 
 
 def log_totals(writer: Writer) -> dict[str, int]:
-    """What was logged so far, and what of it was found equal to what the log had."""
+    """Returns the totals logged so far: records, bytes, and records found equal to those already in the log."""
     stats = writer.stats
     return {"records": stats.records, "bytes": stats.bytes, "verified": stats.verified}
 
 
 class OwnLog:
-    """One rank's. Trainer's thread, but for `interrupt`, `stats` and `queued_bytes`."""
+    """Log of one rank. Used by the trainer's thread, except `interrupt`, `stats` and `queued_bytes`."""
 
     def __init__(self, rank: int, config: SessionConfig, member: Member, channel: Channel) -> None:
         self._rank = rank
@@ -34,10 +34,10 @@ class OwnLog:
         self._member = member
         self._channel = channel
         self._writer: Writer | None = None
-        self._servers: dict[str, int] = {}  # with their numbers
+        self._servers: dict[str, int] = {}  # address -> number
         self._refusal: SwiftError | None = None
         self.servers_of_job: list[str] = []
-        """All that the View named last."""
+        """All log servers named by the last View."""
 
     @property
     def opened(self) -> bool:
@@ -45,29 +45,29 @@ class OwnLog:
 
     @property
     def writer(self) -> Writer:
-        """Of a log that was opened."""
+        """Returns the writer of an opened log."""
         assert self._writer is not None, "the log is opened with the first generation's groups"
         return self._writer
 
     @property
     def servers(self) -> list[str]:
-        """Those that keep what this rank writes."""
+        """Returns the servers that store this rank's records."""
         return list(self._servers)
 
     @property
     def stats(self) -> WriterStats:
-        """(any thread)"""
+        """(any thread) Returns the writer's statistics; zeros before the log is opened."""
         writer = self._writer
         return WriterStats() if writer is None else writer.stats
 
     @property
     def queued_bytes(self) -> int:
-        """(any thread) What the log has not acknowledged yet."""
+        """(any thread) Returns the bytes that the log has not acknowledged yet."""
         writer = self._writer
         return 0 if writer is None else writer.queued_bytes
 
     def open(self, view: pb.View) -> None:
-        """Before this generation's first step; a log that is open stays so."""
+        """Opens the log, before this generation's first step; an open one only follows the View in FORMING."""
         self.servers_of_job = list(view.log_servers)
         if self._writer is None:
             self._place(view)
@@ -84,15 +84,15 @@ class OwnLog:
             )
             self._channel.open(self._writer)
         elif view.state == pb.FORMING:
-            # Somebody was lost before the job has run: nothing is logged yet.
+            # A rank was lost before the first step: the log is still empty.
             emptied = self._place(view)
             self._writer.set_generation(view.generation, self.servers, emptied)
 
     def enter(self, view: pb.View) -> SwiftError | None:
-        """All that was written is acknowledged under the new generation; or why it is not.
+        """Waits until all records are acknowledged under the new generation. Returns the reason if they are not.
 
-        The coordinator asks the log itself what it has, and plans without the rest. If it is still so when training
-        goes on, this rank refuses then (`why_incomplete`); its state is not lost over it.
+        The coordinator queries the log for its contents and plans without the missing records. If the log is still
+        incomplete when training resumes, this rank refuses then (`why_incomplete`); it keeps its state.
         """
         emptied = self._place(view)
         trouble: SwiftError | None = None
@@ -101,24 +101,24 @@ class OwnLog:
             self.writer.flush(FLUSH_TIMEOUT_S)
         except (ServiceError, LogError, ReplayRefused) as error:
             trouble = error
-        incomplete = self.why_incomplete()  # also if there is another reason: it is told only once
+        incomplete = self.why_incomplete()  # called in any case, since the writer reports it only once
         trouble = trouble or incomplete
         if trouble is not None:
             events.emit("log_incomplete", rank=self._rank, generation=view.generation, reason=str(trouble))
         return trouble
 
     def why_incomplete(self) -> SwiftError | None:
-        """Why the log lacks, or contradicts, what this rank has done."""
+        """Returns the error if the log lacks, or contradicts, records of this rank; otherwise None."""
         self._refusal = self._refusal or self.writer.unlogged.refusal()
         return self._refusal
 
     def done_again(self) -> None:
-        """What it lacked or contradicted was given up, and is logged anew."""
+        """Clears the refusal, because the affected steps were discarded and are logged again."""
         self.writer.unlogged.refusal()
         self._refusal = None
 
     def _place(self, view: pb.View) -> list[str]:
-        """Takes the servers that the View names for what this rank writes. Gives those that were emptied since."""
+        """Takes this rank's log servers from the View. Returns those that were emptied since (new number)."""
         before = self._servers
         self._servers = own_servers(view, self._rank)
         if self._servers != before:
@@ -132,11 +132,11 @@ class OwnLog:
         return [server for server, number in self._servers.items() if before.get(server, number) != number]
 
     def interrupt(self) -> None:
-        """(notice thread) Frees the trainer's thread if it waits for the log."""
+        """(notice thread) Interrupts the trainer's thread if it waits for the log."""
         if self._writer is not None:
             self._writer.interrupt()
 
     def close(self) -> None:
-        """What is not acknowledged is given up."""
+        """Closes the log at once and discards records that are not acknowledged."""
         if self._writer is not None:
             self._writer.close(0.0)

@@ -1,18 +1,18 @@
-"""A step that a loss cuts short in the reduction of its gradients, and that is finished with those that are left.
+"""Strategy "lossy-forward": finishes a step that a failure interrupts in the reduction of its gradients.
 
-Strategy "lossy-forward". The step is not unwound: it stays on the trainer's stack while this rank takes part in the
-recovery, as it does in the commit vote (`Engine.vote`)::
+The remaining ranks finish it. The step is not unwound: it stays on the trainer's stack while this rank takes part in
+the recovery, as in the commit vote (`Engine.vote`)::
 
-    (a reduction, or the vote) ``through`` → a notice → ``held_over`` (the engine): reported, planned, groups built
-        → the plan drops the step                              raised from there
-        → all that are left have all averages                  nothing more is needed: the step is finished
-        → they are all in the step                             ``_agree``, then the rest of it, with them
+    (a reduction, or the vote) ``through`` → new generation → ``held_over`` (the engine): report, plan, groups built
+        → the plan drops the step                              raises
+        → all remaining ranks have all averages                the step is finished: no more communication
+        → all remaining ranks are in the step                  ``_agree``, then the rest of the step, with them
 
-What ranks agree on is `swift_ft.train.lossy`. An average is kept until the step ends: whoever lacks it gets it from
-there, and not from gradients that the trainer may have clipped since. Memory: a copy of the gradients.
+An average is kept until the step ends. A rank that lacks it receives this copy, because the trainer may have clipped
+the gradients since. Memory: a copy of the gradients.
 
-A bucket's contributors are the data-parallel ranks of the generation in which it was averaged, and its divisor is their
-number. A step that was cut short tells both of every bucket (event "lossy_step").
+A bucket's contributors are the data-parallel ranks of the generation in which it was averaged. Its divisor is their
+number. An interrupted step reports both for every bucket (event "lossy_step").
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,35 +29,35 @@ from swift_ft.state.journal import Journal
 from swift_ft.train.errors import Hook
 from swift_ft.train.reducer import Reducer, UpdateBucket
 
-# Which buckets of a step that a loss has cut short are averaged already, and who gives them to whom.
+# Agreement on the averaged buckets of an interrupted step, and on the ranks that send them to others.
 #
-# A bucket is averaged in one generation, over the ranks that were in it. Some of them have the result, and the loss has
-# come before others had it. Whoever is left agrees on these (strategy "lossy-forward"):
+# A bucket is averaged in one generation, over that generation's ranks. After a failure, some ranks may have the result
+# and others not. The remaining ranks agree for each bucket:
 #
-#     somebody has it    it stays: all that lack it get the same bits from one who has it
-#     nobody has it      it is averaged anew, over those that are left
+#     some rank has it   the average stands: ranks that lack it receive the same bits from one that has it
+#     no rank has it     the bucket is averaged again, over the remaining ranks
 #
-# So a bucket that was averaged in one generation is averaged in no later one, as long as somebody has it.
+# So a bucket averaged in one generation is not averaged again in a later one while any rank has the result.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """An average that some have and others lack."""
+    """A bucket's average that some ranks have and others lack."""
 
     bucket: int
     generation: int
-    """In which it was averaged: over its ranks, by their number."""
+    """Generation over whose ranks the bucket was averaged."""
     source: int
-    """The place of the one that gives it."""
+    """Place of the rank that sends the average."""
     to: frozenset[int]
-    """The places of those that lack it."""
+    """Places of the ranks that lack it."""
 
 
 def given(held: Sequence[Sequence[int]]) -> list[Given]:
-    """`held`: of each rank that is left, by its place, the generation in which each bucket was averaged, or 0.
+    """Returns the averages to send. `held` [places][buckets]: generation in which the bucket was averaged, or 0.
 
-    Whoever gives is the first that has it. ValueError: no such step can be, and nothing that is done now would lead to
-    one state.
+    The source is the first rank that has the average. Raises ValueError if `held` is inconsistent, so that the ranks
+    cannot reach a common state.
     """
     if len({len(generations) for generations in held}) != 1:
         raise ValueError("ranks of one step have other buckets")
@@ -74,50 +74,51 @@ def given(held: Sequence[Sequence[int]]) -> list[Given]:
 
 
 class World(NamedTuple):
-    """Of a generation, as far as averages are concerned."""
+    """Ranks over which a generation averages gradients."""
 
     generation: int
     contributors: tuple[int, ...]
     """Data-parallel ranks, ascending."""
     divisor: int
     place: int
-    """Of this rank, among them."""
+    """This rank's index among the contributors."""
 
     @classmethod
     def of(cls, generation: int, assignment: Assignment, slot: int) -> Self:
-        """As the rank in this slot sees it."""
+        """Returns the world of the rank in this slot."""
         group, slots = assignment.group(slot), assignment.slots
         divisor = assignment.contributions(slots[slot].stage_group)
         return cls(generation, tuple(slots[each].dp_rank for each in group), divisor, group.index(slot))
 
 
 class CutStep:
-    """One rank's. Trainer's thread."""
+    """One rank's part in finishing interrupted steps. Used by the trainer's thread."""
 
     def __init__(self, wanted: bool, rank: int, reducer: Reducer | None, world: Callable[[], World]) -> None:
-        """`wanted`: steps that are cut short are finished. `world`: of this generation."""
+        """`wanted`: interrupted steps are finished. `world` returns this generation's."""
         self.wanted = wanted and reducer is not None
         self._rank = rank
         self._reducer = reducer
         self._world = world
         self.held_over: Hook[[Exception], bool] = Hook("CutStep.held_over")
-        """(engine) From the error that a loss has left to groups of a newer generation. Returns whether the step is to
-        be finished together; False: whoever is left has all averages. Raises if it is not to be finished."""
+        """(engine) Recovers from the error of a failure until a newer generation's groups are built. Returns True if
+        the ranks are to finish the step together, False if all remaining ranks have all averages. Raises if the plan
+        drops the step."""
         self.given_up: Hook[[], None] = Hook("CutStep.given_up")
-        """(updates) Of what was under way, nothing is."""
+        """(updates) Called after the agreement: no reduction is in progress any more."""
         self._worlds: dict[int, World] = {}
-        """Those in which this step was reduced, by their generations."""
+        """Worlds in which this step's buckets were reduced, by generation."""
         self.buckets: Sequence[UpdateBucket] = ()
-        """(updates) Those of the step under way."""
+        """(updates) Buckets of the current step."""
         self._disagree = False
-        """The ranks of this generation may have other averages."""
+        """Set while ranks of this generation may hold different sets of averages."""
         self._own = False
         self.was_cut = False
         self.waits = False
-        """This rank holds the step over, with all its gradients or a part of them averaged."""
+        """Set while this rank holds an interrupted step, with some or all of its gradients averaged."""
 
     def begin(self) -> None:
-        """Another step begins."""
+        """Resets for a new step, and releases the kept averages of the last one."""
         for bucket in self.buckets:
             if bucket.average is not None and self._reducer is not None:
                 self._reducer.reuse(bucket.average)
@@ -126,7 +127,7 @@ class CutStep:
         self._disagree = self._own = self.was_cut = self.waits = False
 
     def check(self, journals: Sequence[Journal]) -> None:
-        """(all is registered) Raises UsageError for optimizers whose steps cannot be finished so."""
+        """(after registration) Raises UsageError for optimizers whose interrupted steps cannot be finished."""
         if not self.wanted:
             return
         if len(journals) > 1:
@@ -141,7 +142,7 @@ class CutStep:
             )
 
     def check_recut(self) -> None:
-        """(the optimizer has other parameters) Raises UsageError behind the reduction of its gradients."""
+        """(the optimizer's parameters have changed) Raises UsageError after the reduction of its gradients."""
         if any(bucket.averaged_in for bucket in self.buckets):
             raise UsageError(
                 "strategy='lossy-forward' and an optimizer that is given other parameters behind the reduction of its "
@@ -149,7 +150,7 @@ class CutStep:
             )
 
     def check_step(self, stepped: int) -> None:
-        """(the trainer's step has returned) Raises UsageError for one that cannot be finished so."""
+        """(the trainer's step has returned) Raises UsageError if it could not have been finished if interrupted."""
         if self.wanted and stepped > 1:
             raise UsageError(
                 "strategy='lossy-forward' and a train_step that updates twice: a step that was cut short is finished "
@@ -157,8 +158,8 @@ class CutStep:
             )
 
     def through(self, work: Callable[[], None]) -> bool:
-        """Does what needs all ranks, and does it again with those that are left. False: it is not needed any more, as
-        all of them have all averages."""
+        """Runs `work`, which needs all ranks, and repeats it with the remaining ranks after a failure. Returns False if
+        it is no longer needed, because all of them have all averages."""
         while True:
             try:
                 if self._disagree:
@@ -180,13 +181,13 @@ class CutStep:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Around what needs no other rank: an error in it is no loss's."""
+        """Encloses local work: an error in it is not the consequence of a rank's failure."""
         self._own = True
         yield
         self._own = False
 
     def launch(self, bucket: UpdateBucket, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Starts the average of the bucket, unless it is averaged already. `parameters`: those of it to average."""
+        """Starts averaging the bucket's `parameters`, unless the bucket is averaged already."""
         assert self._reducer is not None
         if bucket.averaged_in or not parameters:
             return
@@ -197,7 +198,7 @@ class CutStep:
             bucket.launched_in = world.generation
 
     def finish(self, bucket: UpdateBucket) -> None:
-        """Waits for the bucket's average, which is in its gradients then."""
+        """Waits until the bucket's average is in its gradients."""
         assert self._reducer is not None
         if bucket.reduction is not None:
             self._reducer.finish(bucket.reduction, kept=self.wanted)
@@ -207,7 +208,7 @@ class CutStep:
         bucket.averaged.update(bucket.parameters)
 
     def tell(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """(the step is finished) What became of a step that was cut short; parameters in their optimizer's order."""
+        """(after the step) Emits "lossy_step" if it was interrupted; parameters are numbered in optimizer order."""
         if not self.was_cut:
             return
         parameters = [
@@ -228,10 +229,11 @@ class CutStep:
     # --- ---
 
     def _agree(self) -> None:
-        """(all that are left) Everybody has the averages that anybody has. Raises RuntimeError if another is lost."""
+        """(all remaining ranks) Sends every average that a rank has to those that lack it. Raises RuntimeError if
+        another rank is lost."""
         assert self._reducer is not None
         for bucket in self.buckets:
-            # It was begun in a generation that is over; its end may have come before the notice.
+            # The reduction began in an earlier generation, but may have ended before the interrupt.
             if bucket.reduction is not None and bucket.reduction.succeeded:
                 self.finish(bucket)
             bucket.reduction = None
@@ -239,7 +241,7 @@ class CutStep:
         held = [of_one.tolist() for of_one in self._reducer.gathered(own)]
         for gift in given(held):
             bucket = self.buckets[gift.bucket]
-            # Who has it already must not lose it to a broadcast that is cut short in its turn.
+            # A rank that has the average must not lose it if this broadcast is interrupted as well.
             average = bucket.average if gift.source == self._world().place else None
             average = self._reducer.given(bucket.parameters, average, gift.source)
             if not bucket.averaged_in:

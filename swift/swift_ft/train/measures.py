@@ -1,4 +1,4 @@
-"""What a rank tells of itself while it trains, in numbers: to its metrics, and to the coordinator."""
+"""Measurements that a rank publishes while it trains, in its metrics and to the coordinator."""
 
 from dataclasses import asdict
 
@@ -10,7 +10,7 @@ from swift_ft.train.log_session import OwnLog
 
 
 def progress(generation: int, version: int, vote_seconds: float, log: OwnLog) -> dict[str, float]:
-    """By the names of `metrics.Progress`."""
+    """Returns the rank's counters by the field names of `metrics.Progress`."""
     return {
         "generation": generation,
         "version": version,
@@ -21,17 +21,17 @@ def progress(generation: int, version: int, vote_seconds: float, log: OwnLog) ->
 
 
 class Measures:
-    """(lease thread) ``now``, every few seconds."""
+    """Measurements for the coordinator: (lease thread) ``now``, every few seconds."""
 
     def __init__(self, channel: Channel, store: CheckpointStore) -> None:
         self._channel = channel
         self._store = store
-        self._held_up = (0.0, 0)  # by the log, when it was looked at last
+        self._held_up = (0.0, 0)  # by the log, at the last call of `now`
         self.gradient_bytes: dict[int, int] = {}
-        """Of each stage; set by the trainer's thread before its first step."""
+        """Stage -> bytes of its gradients; set by the trainer's thread before its first step."""
 
     def now(self, stats: WriterStats) -> RankMeasured | None:
-        """What the rank's steps take. `stats`: of its log."""
+        """Returns the rank's step measurements, or None if there are none yet. `stats` of its log."""
         held_up = (stats.blocked_seconds, stats.dropped_records)
         full, self._held_up = held_up > self._held_up, held_up
         return self._channel.profile.measured(

@@ -1,6 +1,6 @@
-"""A rank's metrics: what its events tell, and what its writer and engine count anyway.
+"""Metrics of a rank, derived from its events and from the counters of its writer and engine.
 
-(session) ``start`` if a place to show them was named → ``close``. Everything counts from the start of the process.
+(session) ``serve_metrics`` if an address is configured → its result, to stop. Counts start with the process.
 """
 
 import json
@@ -28,7 +28,8 @@ from swift_ft.metrics import (
 )
 
 ENV_METRICS_DIR = "SWIFT_METRICS_DIR"
-"""Where each rank writes JOB-rankN.json once it shows metrics, as Prometheus' file_sd_configs reads it."""
+"""Environment variable: directory in which each rank that serves metrics writes JOB-rankN.json, a target file for
+Prometheus' file_sd_configs."""
 
 FAMILIES = (
     Family("swift_trainer_info", INFO, "Job and rank, as labels."),
@@ -74,7 +75,7 @@ FAMILIES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What the engine counts itself."""
+    """Counters kept by the engine and the log writer."""
 
     generation: float = 0
     version: float = 0
@@ -90,12 +91,12 @@ class Progress:
 
     @classmethod
     def of(cls, counts: Mapping[str, float]) -> Self:
-        """What of these is shown."""
+        """Returns the counts that are fields of this class, and ignores others."""
         return cls(**{known.name: counts[known.name] for known in fields(cls) if known.name in counts})
 
 
 class TrainerMetrics:
-    """What `swift_ft.metrics.Exposition` shows of one rank."""
+    """Metrics of one rank, for `swift_ft.metrics.Exposition`."""
 
     def __init__(self, job: str, rank: int, progress: Callable[[], Progress]) -> None:
         self._info = {"job": job, "rank": str(rank)}
@@ -107,11 +108,11 @@ class TrainerMetrics:
         self._step_began: float | None = None
         self._noticed: float | None = None
         self._replay_left: tuple[int, float | None] = (0, 0.0)
-        """Steps and seconds."""
+        """Steps and seconds; seconds are None while unknown."""
         self.stop = events.listen(self.heard)
 
     def heard(self, event: str, values: Mapping[str, Any]) -> None:
-        """(any thread of the rank) An event."""
+        """(any thread of the rank) Updates the metrics with an event."""
         now = events.now()
         with self._lock:
             if event in ("replay_end", "notice"):
@@ -132,12 +133,12 @@ class TrainerMetrics:
                     self._noticed = now
                 case "resumed" if values["generation"] > 1:  # the first one forms the job
                     self._recoveries += 1
-                    if self._noticed is not None:  # a replacement has had no notice
+                    if self._noticed is not None:  # a replacement has seen no notice event
                         self._recovery_s.observe(now - self._noticed)
                         self._noticed = None
 
     def samples(self) -> Samples:
-        """The value of every metric now, by name. Called by the thread that serves them."""
+        """Returns the current value of every metric, by name. Called by the thread that serves them."""
         done = self._progress()
         with self._lock:
             return {
@@ -173,7 +174,7 @@ def serve_metrics(
 ) -> Callable[[], None]:
     """Serves this rank's metrics on port + local_rank (0: any free port). Returns a function that stops the server.
 
-    If the port is taken, the rank trains without metrics, and the event ``metrics_not_shown`` says so.
+    If the port is taken, the rank trains without metrics and emits the event ``metrics_not_shown``.
     """
     where = metrics_address(listen, insecure=False, flag="SWIFT_METRICS_LISTEN")
     assert where is not None

@@ -1,6 +1,6 @@
-"""What the session computes over several ranks in a step: sums and the norm of gradients. Each result is logged.
+"""Collectives that the session runs in a step: sums and the norm of gradients. Each result is logged.
 
-Legend: a *crossing* collective goes over the boundaries of stages, so that a replay has nobody to carry it out with.
+Legend: a *crossing* collective spans several stages of the pipeline, so a replay has no peers to run it with.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from swift_ft.train.updates import Updates
 
 
 class Crossing:
-    """Carried out in a step by the ranks of the session's groups; answered from the log in a replay."""
+    """Pipeline collectives: run in a step over the session's groups, and answered from the log in a replay."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Crossing:
         self._groups = groups
 
     def all_reduce(self, tensor: torch.Tensor, name: str, ranks: Sequence[int] | None) -> torch.Tensor:
-        """As `Session.all_reduce`."""
+        """See `Session.all_reduce`."""
         group = self._groups["pipeline"]
         if ranks is not None:
             group = group.part(ranks)
@@ -50,7 +50,7 @@ class Crossing:
             return laid_like(total, tensor)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """As `Session.reduce_gradients`."""
+        """See `Session.reduce_gradients`."""
         self._updates.check_whole()
         if optimizer is None and len(self._updates.optimizers) > 1:
             raise UsageError(
@@ -61,7 +61,7 @@ class Crossing:
         self._updates.reduce(optimizer)
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """As `Session.unscale_`."""
+        """See `Session.unscale_`."""
         if self._updates.wait_free:
             raise wait_free.no_scaler()
         if not any(scaler is value for value in self._registered.values()):
@@ -84,7 +84,7 @@ class Crossing:
             return torch.stack(self._groups["pipeline"].gathered(told)).amax(0)
 
         with self._updates.spoiling():
-            if self._updates.ahead:  # as if no other stage had found any
+            if self._updates.ahead:  # assumes that no other stage has found any
                 self._staggering.found_infinite(own)
                 return
             total, some, others = self._channel.collective("unscale_", anywhere).unbind()
@@ -104,7 +104,7 @@ class Crossing:
         norm_type: float,
         uncounted: Iterable[torch.nn.Parameter],
     ) -> torch.Tensor:
-        """As `Session.clip_grad_norm_`."""
+        """See `Session.clip_grad_norm_`."""
         self._updates.check_whole()
         self._updates.communicates()
         if self._updates.wait_free:
@@ -133,7 +133,7 @@ class Crossing:
                 part = torch.maximum(part, of_shards) if infinite else part + of_shards
             return norm_of(self._groups["pipeline"].gathered(part), norm_type)
 
-        if self._updates.ahead:  # as if it did not clip
+        if self._updates.ahead:  # assumes that the norm does not clip
             with self._updates.spoiling():
                 return self._staggering.norm(own_part(), norm_type, max_norm)
         with self._updates.spoiling():

@@ -1,9 +1,9 @@
-"""What each step of a rank takes: the seconds of its stages, what it sends, what it gives to the log.
+"""Profile of a rank's steps: seconds per stage, bytes sent, bytes logged.
 
-Always on: a stage's microbatch costs two readings of the clock more, which is nothing. What the recent steps took is
-said to the coordinator every few seconds (`swift_ft.planner.types`), for `swift-ft plan` and for the planner
-of recoveries. With ``SWIFT_PROFILE=1`` every step ends with an event ``profiled`` as well, of which the drill's
-report is made. Seconds are on the wall clock, without any wait for a neighbour or the log.
+Always on: its cost is two readings of the clock per microbatch of a stage, which is negligible. The measurements of
+recent steps go to the coordinator every few seconds (`swift_ft.planner.types`), for `swift-ft plan` and for the
+recovery planner. With ``SWIFT_PROFILE=1`` every step also emits an event ``profiled``, the source of the drill's
+report. Seconds are wall-clock time without waits for a neighbor or the log.
 """
 
 import os
@@ -23,12 +23,12 @@ from swift_ft.state.checkpoint_store import Saved
 ENV_PROFILE = "SWIFT_PROFILE"
 STEPS_KEPT = 16
 WARM_STEPS = 2
-"""The first steps of a process allocate memory and infer shapes: they are left out."""
+"""First steps of a process, which allocate memory and infer shapes; they are not counted."""
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
 
 class _Stopwatch:
-    """Around what a stage computes for one microbatch, in one direction."""
+    """Context manager that times a stage's computation of one microbatch in one direction."""
 
     __slots__ = ("_began", "_busy", "_profile", "seconds", "times")
 
@@ -54,7 +54,7 @@ class _Stopwatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """One that is done."""
+    """Measurements of one completed step."""
 
     step: int
     step_s: float
@@ -67,7 +67,9 @@ class _Step:
 
 
 class StepProfile:
-    """(engine) ``begin``; (stages, channel) ``computing``, ``settled``, ``sent``, ``beside``, ``logged``, ``read``;
+    """Measurements of one rank's steps.
+
+    (engine) ``begin``; (stages, channel) ``computing``, ``settled``, ``sent``, ``beside``, ``logged``, ``read``;
     (engine) ``end``; (lease thread) ``measured``.
     """
 
@@ -86,7 +88,7 @@ class StepProfile:
         self._done = 0
         self._recent: deque[_Step] = deque(maxlen=STEPS_KEPT)
         self._replaying = False
-        self._replayed = (0.0, 0.0)  # of the last replay: bytes out of the log, seconds of waiting for them
+        self._replayed = (0.0, 0.0)  # last replay: bytes read from the log, seconds waiting for them
 
     def begin(self) -> None:
         for watch in self._watches.values():
@@ -99,37 +101,37 @@ class StepProfile:
         self._began = self.settled_at = time.perf_counter()
 
     def computing(self, stage: int, direction: str) -> _Stopwatch:
-        """Around what a stage computes for one microbatch."""
+        """Returns the context manager that times a stage's computation of one microbatch."""
         watch = self._watches.get((stage, direction))
         if watch is None:
             watch = self._watches[stage, direction] = _Stopwatch(self)
         return watch
 
     def settled(self) -> None:
-        """Nobody else is waited for from here on: what follows up to the end of the step is the update."""
+        """Marks the last wait for another rank: the time from here to the end of the step counts as the update."""
         self.settled_at = time.perf_counter()
 
     def sent(self, stage: int, destination: int, size: int) -> None:
-        """A stage gives so many bytes to another one, whether they are logged or not."""
+        """Counts bytes that a stage sends to another one, whether they are logged or not."""
         self._sent[stage, destination] += size
 
     def beside(self, size: int) -> None:
-        """So many bytes are logged that no stage sends, or would be if there were groups to log for."""
+        """Counts logged bytes that are no stage's message, or that would be logged if there were recovery groups."""
         self._other += size
 
     def logged(self, stream: str, size: int) -> None:
-        """A record of so many raw bytes was given to the log."""
+        """Counts a record of `size` raw bytes passed to the log."""
         self._logged[stream] += size
 
     def read(self, size: int, waited_s: float) -> None:
-        """(replay) So many bytes came out of the log, after so long a wait."""
+        """(replay) Counts bytes read from the log, and the seconds waited for them."""
         self._read[0] += size
         self._read[1] += waited_s
 
     def end(self, step: int, *, replay: bool) -> None:
-        """The step is done: it counts as a recent one, or (`replay`) as what a recovery has read from the log."""
+        """Completes the step: adds it to the recent ones or, if `replay`, its reads to those of the replay."""
         now = time.perf_counter()
-        # Between its microbatches a step waits for others. What its thread does itself there counts as well.
+        # Between its microbatches a step waits for other ranks. CPU time of its own thread there counts as update.
         update_s = max(now - self.settled_at, time.thread_time() - self._busy - self.computed_busy_s)
         with self._lock:
             if replay:
@@ -167,8 +169,8 @@ class StepProfile:
         )
 
     def backwards(self) -> dict[int, tuple[float, float]]:
-        """Stage -> what its backwards have taken in this step so far, and how much of that was for gradients of weights
-        that were computed apart."""
+        """Returns stage -> (seconds of its backwards in this step so far, part of these in separate weight-gradient
+        passes)."""
         taken: dict[int, tuple[float, float]] = {}
         for (stage, kind), watch in self._watches.items():
             if kind != FORWARD:
@@ -177,14 +179,14 @@ class StepProfile:
         return taken
 
     def stage_seconds(self) -> dict[int, tuple[float, float]]:
-        """Stage -> what a microbatch took there in recent steps: its forward, and its whole backward. Empty: nothing is
-        known yet."""
+        """Returns stage -> (forward seconds, full backward seconds) per microbatch in recent steps. Empty if there are
+        none yet."""
         measured = self.measured({}, None, None)
         stages = measured.stages if measured is not None else ()
         return {stage.stage: (stage.forward_s, stage.backward_s) for stage in stages}
 
     def message_bytes(self) -> int:
-        """What a stage of this rank gives to another one's in a microbatch, at most. 0: nothing is known yet."""
+        """Returns the maximum bytes that a stage of this rank sends to another rank per microbatch; 0 if unknown."""
         measured = self.measured({}, None, None)
         if measured is None or not measured.microbatches:
             return 0
@@ -200,9 +202,9 @@ class StepProfile:
         *,
         log_full: bool = False,
     ) -> RankMeasured | None:
-        """(any thread) What recent steps took; None: there was none yet.
+        """(any thread) Returns the medians of recent steps, or None if there are none yet.
 
-        `gradient_bytes` of each stage, the newest checkpoint and the log's pace are known elsewhere.
+        The caller supplies `gradient_bytes` of each stage, the newest checkpoint and the log's write rate.
         """
         with self._lock:
             recent, (read_bytes, read_wait_s) = list(self._recent), self._replayed

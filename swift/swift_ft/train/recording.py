@@ -1,11 +1,11 @@
-"""A rank records some of its steps, so that a rehearsal can be compared with them (`swift_ft.train.rehearsal`).
+"""Recording of some of a rank's steps, with which a rehearsal is compared (`swift_ft.train.rehearsal`).
 
-The first steps after a checkpoint are recorded while the View says that this rank is still to be rehearsed: what a
-thorough witness sees of them, and what collectives gave (`swift_ft.train.tape`). Both go into this rank's log when the
-step is done, and are trimmed with it.
+The first steps after a checkpoint are recorded while the View says that this rank is still to be rehearsed: the
+observations of a thorough witness, and the results of collectives (`swift_ft.train.tape`). Both go into this rank's log
+when the step is done, and are trimmed with it.
 
     (at a checkpoint) ``begins_at(version)`` → (each step) ``begin``, ``state_told`` → ``end``, or ``drop``
-    (a new generation) ``abandon``: what comes now may be done otherwise than what was recorded
+    (a new generation) ``abandon``: later steps may run differently from the recorded ones
 
 Streams: `swift_ft.log.record`. The key's microbatch is the generation that recorded a transcript or results.
 """
@@ -41,15 +41,15 @@ from swift_ft.train.transcript import (
     from_json,
 )
 
-# What a script computes by itself in a step that is recorded: functions of torch's that change a tensor in place,
-# called without gradients and outside of modules. So an average of weights is kept, or a statistic. A loss does not
-# show whether it is captured, so the results of these calls are compared as well (`swift_ft.train.step_digests`), by
-# the line of the script that has made them.
+# The script's own computations in a recorded step: torch functions that change a tensor in place, called without
+# gradients and outside of modules, as for an average of weights or a statistic. A loss does not show whether such state
+# is captured, so the results of these calls are compared too (`swift_ft.train.step_digests`), by the script's line that
+# has called them.
 
 
 class ScriptCalls(TorchFunctionMode):
-    """``begin`` … ``end``: a step. ``enters``, ``leaves``: a module, in which it is no mode meanwhile: each function
-    that a model calls would take twice its time."""
+    """``begin`` … ``end``: a step. ``enters``, ``leaves``: a module, in which the mode is lifted, because it would
+    double the time of each function that a model calls."""
 
     def __init__(self, witness: Witness) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ class ScriptCalls(TorchFunctionMode):
         self._lifted = False
 
     def begin(self) -> None:
-        self._inside, self._lifted = 0, False  # a forward that has raised an error has not left
-        if not torch_private.has_compiled():  # a mode would be compiled, too
+        self._inside, self._lifted = 0, False  # a forward that raised an error did not call `leaves`
+        if not torch_private.has_compiled():  # else the mode would be compiled too
             torch_private.push_mode(self)
 
     def end(self) -> None:
@@ -95,7 +95,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def _line() -> str:
-    """Of the script, or of a library that it uses; empty: it is the session's doing."""
+    """Returns the line of the script, or of a library that it uses; empty if the session itself made the call."""
     frame: Any = sys._getframe(2)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "contextlib"):
         frame = frame.f_back
@@ -105,23 +105,23 @@ def _line() -> str:
 
 
 STEPS = 4
-"""So many steps after a checkpoint are rehearsed, and the state that the next one begins with."""
+"""Steps after a checkpoint that are rehearsed, in addition to the state with which the next one begins."""
 TIMES_AT_START = 2
-"""So often each rank is rehearsed at the start: at its first checkpoint there is not much yet that a new process could
-lack."""
+"""Rehearsals of each rank at the start. One is not enough: at the first checkpoint there is little state yet that a new
+process could lack."""
 
 _ITEMS_MAX = 1000
-"""Of a longer list no single item is named."""
+"""Length of a list up to which differing items are named."""
 
 Record = Callable[[str, RecordKey, torch.Tensor], None]
 Names = Callable[[], Mapping[torch.nn.Parameter, str]]
 
 
 class ThoroughWatch:
-    """What a witness sees in a thorough step besides what passes the channel."""
+    """Hooks through which a witness sees more in a thorough step than the channel's tensors."""
 
     def __init__(self, witness: Witness, stages: Sequence[Any], names: Names) -> None:
-        """`stages`: of this rank, as far as they are made. `names`: of their parameters."""
+        """`stages`: this rank's, as far as they are created. `names`: names of their parameters."""
         self._witness = witness
         self._stages = stages
         self._names = names
@@ -138,7 +138,7 @@ class ThoroughWatch:
             self.also(stage, stage.submod, str(key) if key else "")
 
     def also(self, stage: Any, module: torch.nn.Module, name: str) -> None:
-        """(the step has begun) This module as well, and those inside. `stage`: to which it belongs, if to any."""
+        """(the step has begun) Watches this module and those inside. `stage`: the stage that it belongs to, if any."""
         for of_part, part in _plain_modules(module, name):
             if part not in self._watched:
                 self._watched.add(part)
@@ -161,12 +161,12 @@ class ThoroughWatch:
         self._watched.clear()
 
     def state(self, parts: Mapping[str, Any]) -> None:
-        """The state that the step begins with, by the names that a message gives its parts."""
+        """Notes the state with which the step begins, by part names for messages."""
         for name, digest in told_digests(parts, whole=self._witness.whole):
             self._witness.note(Seen(STATE, 0, 0, 0, name), digest)
 
     def gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """They are complete, and about to be reduced, or applied where nothing is reduced."""
+        """Notes complete gradients, before they are reduced, or applied where no reduction takes place."""
         for parameter in parameters if self._witness.thorough else ():
             name = self._named.get(parameter)
             if parameter.grad is not None and name is not None:
@@ -175,8 +175,8 @@ class ThoroughWatch:
 
 
 class _ModuleHook:
-    """torch's, for one step; see `ThoroughWatch`. In a copy of the module that a trainer makes meanwhile it does
-    nothing."""
+    """Module hook for one step; see `ThoroughWatch`. It is inactive in copies of the module that a trainer creates
+    meanwhile."""
 
     def __init__(
         self, witness: Witness | None, calls: ScriptCalls | None, stage: Any, kind: str, name: str
@@ -204,7 +204,8 @@ class _ModuleHook:
 
 
 def _plain_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """Those whose forward Python carries out. What is compiled is one thing: hooks in it would be compiled, too."""
+    """Yields modules whose forward runs in Python. A compiled module is left out with all of its parts: hooks in it
+    would be compiled too."""
     if torch_private.is_compiled(module):
         return
     yield name, module
@@ -213,7 +214,7 @@ def _plain_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[st
 
 
 class Recording:
-    """One rank's. Trainer's thread."""
+    """Recorder of one rank's steps. Used by the trainer's thread only."""
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class Recording:
         record: Record,
         held: Callable[[], bool],
     ) -> None:
-        """`record` takes a tensor into the log. `held`: as `Updates.held`."""
+        """`record` writes a tensor to the log. `held`: see `Updates.held`."""
         self._held = held
         self._rank = rank
         self._config = config
@@ -238,7 +239,7 @@ class Recording:
         self._under_way = False
 
     def begins_at(self, version: int, view: pb.View | None, generation: int) -> bool:
-        """A checkpoint of this version is saved: whether the steps from here on are recorded."""
+        """Called when a checkpoint of this version is saved. Returns whether the steps from here on are recorded."""
         self._from, self._generation = None, generation
         if view is not None and self._wanted(version, view):
             self._from = version
@@ -258,26 +259,26 @@ class Recording:
 
     @property
     def under_way(self) -> bool:
-        """The step under way is recorded."""
+        """Returns whether the step under way is recorded."""
         return self._under_way
 
     def begin(self, step: int) -> None:
-        """(behind `Witness.begin`)"""
+        """(after `Witness.begin`) Begins recording, if the step is one to record."""
         self._under_way = self._from is not None and self._from <= step <= self._from + STEPS
         if self._under_way:
             self._watch.begin()
             self._tape.record(all_of_it=step == self._from)
 
     def state_told(self, step: int, parts: Callable[[], Mapping[str, Any]]) -> None:
-        """(the step's state is kept, nothing was done yet)"""
+        """(the step's state is kept, and no work is done yet) Notes the initial state."""
         if not self._under_way:
             return
         self._watch.state(parts())
         if self._from is not None and step == self._from + STEPS:
-            self.end(step)  # the state is all that is compared of it
+            self.end(step)  # only the state of this step is compared
 
     def end(self, step: int) -> None:
-        """The step is done: what was seen of it goes into the log."""
+        """Ends the step: writes its observations to the log."""
         if not self._under_way:
             return
         given, gotten = self._tape.drain()
@@ -288,7 +289,7 @@ class Recording:
             self._record(results(self._rank), RecordKey(step, self._generation, slot), tensor)
 
     def drop(self) -> None:
-        """The step is taken back."""
+        """Drops the recording of a step that is taken back."""
         if self._under_way:
             self._stop()
 
@@ -299,8 +300,8 @@ class Recording:
 
 
 def encoded(transcript: Transcript, gotten: Results, *, held: bool) -> torch.Tensor:
-    """uint8, of JSON: the transcript in its order, and which collectives' results there are, in the order in which
-    they are recorded. `held`: as `Updates.held`."""
+    """Encodes as uint8 JSON: the transcript in its order, and the collectives whose results are recorded, in the order
+    of their records. `held`: see `Updates.held`."""
     said = {
         "held": held,
         "seen": as_json(transcript),
@@ -310,15 +311,15 @@ def encoded(transcript: Transcript, gotten: Results, *, held: bool) -> torch.Ten
 
 
 def decoded(record: Any) -> tuple[Transcript, list[tuple[str, int, int]], bool]:
-    """(transcript; group, number in it and number of tensors of each collective whose results were recorded; held)."""
+    """Decodes `encoded`: (transcript; group, number in it and number of tensors of each recorded collective; held)."""
     said = json.loads(to_tensor(record).numpy().tobytes())
     gotten = [(group, number, count) for group, number, count in said["results"]]
     return from_json(said["seen"]), gotten, said["held"]
 
 
 def told_digests(parts: Mapping[str, Any], *, whole: bool = False) -> Iterator[tuple[str, bytes]]:
-    """(name, digest) of whatever is in a state: tensors one by one, other values as far as dictionaries go. `whole`: as
-    `digest_of`."""
+    """Yields (name, digest) of each part of a state: tensors one by one, other values down to nested dictionaries and
+    short lists. `whole`: see `digest_of`."""
     for name, value in parts.items():
         tensors, skeleton = split(value, name)
         yield from ((path, digest_of(tensor, whole=whole)) for path, tensor in tensors.items())

@@ -1,4 +1,4 @@
-"""A bucket of one optimizer's parameters, on its way to being applied."""
+"""Averages gradients over the data-parallel ranks of a stage, bucket by bucket."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,57 +12,56 @@ from swift_ft.comm.message_collectives import operation
 from swift_ft.errors import UsageError
 from swift_ft.state.journal import Journal
 
-# Averages gradients over the data-parallel ranks of a stage, bucket by bucket, into copies.
-#
 # A collective that fails leaves its buffer partly reduced on some ranks (tests/integration/test_groups.py). So a
-# bucket is reduced in a flat copy, and gradients are written only after the collective has ended well here. Whether
-# it has ended well everywhere is for the commit vote to say.
+# bucket is reduced in a flat copy, and gradients are written only after the collective has succeeded on this rank.
+# The commit vote decides whether it has succeeded on all ranks.
 #
 # Where ranks have adopted the batches of others (`swift_ft.train.batch_redistribution`), gradients are summed in the
-# order of origins, whoever has them.
+# order of origins (the data-parallel ranks of the batches), independent of the ranks that hold them.
 #
-# Two ways to sum: *ordered* by data-parallel rank (`swift_ft.comm`), whose bits depend on no layout, and
-# *fast*, the backend's all_reduce, whose order of additions is the backend's (the same for the same layout).
+# Two ways to sum: *ordered* by data-parallel rank (`swift_ft.comm`), with bits independent of the layout, and
+# *fast*, the backend's all_reduce, in the backend's order of additions (equal for equal layouts).
 
 Bucket = Sequence[torch.nn.Parameter]
 
 
 def is_ordered(reduction: str, dp_size: int) -> bool:
-    """ "auto" adds in the order of data-parallel ranks from three on: a sum of two has one order only."""
+    """Returns whether sums are ordered. "auto" is ordered from three ranks on: a sum of two has only one order."""
     return reduction == "ordered" or (reduction == "auto" and dp_size > 2)
 
 
 class Row(NamedTuple):
-    """What a rank has gradients of."""
+    """Batch, or part of a batch, whose gradients a rank holds."""
 
     origin: int
     part: int | None = None
-    """None: of the origin's whole batch, as its own rank has it. Else one of the parts of which it is the sum, in their
-    order; not divided yet."""
+    """None: the origin's whole batch, as on its own rank. Otherwise the index of one of the parts whose sum, in this
+    order, gives the batch; not divided yet."""
 
 
 class Contribution(Protocol):
-    """What a rank has in one row."""
+    """Gradients that a rank contributes in one row."""
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether there is a gradient of it in the origin's batch."""
+        """Returns whether the parameter has a gradient in the origin's batch."""
 
     def numbers(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """As many as the parameter has. -0.0, which changes no bit, where other parts of the origin have them."""
+        """Returns the parameter's gradient, with its number of elements. It is -0.0, which changes no bit of a sum,
+        if only other parts of the origin have a gradient."""
 
 
 class Whole:
-    """All gradients of an origin's batch. See `Contribution`."""
+    """`Contribution` with all gradients of an origin's batch."""
 
     def __init__(self, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
         self._gradients = gradients
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
-        """As `Contribution.has`."""
+        """See `Contribution.has`."""
         return parameter in self._gradients
 
     def numbers(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """0.0 for a parameter without a gradient, as between ranks."""
+        """Returns the gradient; zeros for a parameter without one, as in a reduction between ranks."""
         gradient = self._gradients.get(parameter)
         return (
             torch.zeros(parameter.numel(), dtype=parameter.dtype) if gradient is None else gradient.detach()
@@ -70,20 +69,20 @@ class Whole:
 
 
 class Shares(NamedTuple):
-    """Who has which gradients, where some slots are vacant."""
+    """Distribution of gradients over the ranks of a group when some slots are vacant."""
 
     rows: Sequence[Sequence[Row]]
-    """Of each rank of the group, by its place: its own batch first."""
+    """Rows of each rank of the group, by its place; the rank's own batch is the first."""
     place: int
-    """This rank's."""
+    """This rank's place in the group."""
     gradients: Sequence[Contribution]
-    """This rank's of each row behind its own batch."""
+    """This rank's contributions to its rows after the first."""
     scale: int = 1
-    """What the sum of an origin's microbatches is divided by."""
+    """Divisor of the sum of an origin's microbatches."""
 
 
 class Reduction:
-    """One bucket's gradients under way."""
+    """Asynchronous reduction of one bucket's gradients."""
 
     def __init__(
         self,
@@ -94,8 +93,8 @@ class Reduction:
         ordered: bool,
         shares: Shares | None,
     ):
-        """`flat`: what this rank has, in rows. `shares`: which rows each place of the group has. None: each has one, in
-        the order of ranks."""
+        """`flat` [rows, n]: this rank's contributions. `shares`: the rows of each place of the group. None: one row
+        per rank, in the order of ranks."""
         self.contributions = contributions
         self.bucket = bucket
         self.flat = flat
@@ -113,7 +112,7 @@ class Reduction:
 
     @property
     def done(self) -> bool:
-        """It has ended, well or not."""
+        """Returns whether the reduction has ended, successfully or not."""
         return self._task.done
 
     @property
@@ -125,7 +124,7 @@ class Reduction:
 
 
 class Reducer:
-    """Reductions over one data group, launched in the same order on all data-parallel ranks."""
+    """Reductions over one data-parallel group, launched in the same order on all its ranks."""
 
     def __init__(
         self,
@@ -135,21 +134,21 @@ class Reducer:
         ordered: bool,
         shares: Callable[[], Shares | None],
     ):
-        """`contributions`: what a sum is divided by, of this generation (`Assignment.contributions`). `shares`: what
-        ranks have adopted; None: nobody has."""
+        """`contributions` returns the divisor of a sum in this generation (`Assignment.contributions`). `shares`
+        returns the distribution of adopted batches, or None if there are none."""
         self._shares = shares
         self._group = group
         self._ordered = ordered
         self._contributions = contributions
         self._buffers: dict[tuple[torch.dtype, int, int], list[torch.Tensor]] = {}
         self.seconds = 0.0
-        """Time of the trainer's thread in reductions."""
+        """Seconds that the trainer's thread has spent in reductions."""
 
     def launch(self, bucket: Bucket) -> Reduction:
-        """Starts the average of the bucket's gradients. Raises RuntimeError if a peer is gone."""
+        """Starts averaging the bucket's gradients. Raises RuntimeError if a peer is gone."""
         began = time.monotonic()
-        # Unused parameters have no gradient. Those that some data-parallel rank has used are averaged with zeros; those
-        # that nobody has used stay without one, or the optimizer would decay them.
+        # Unused parameters have no gradient. A parameter that some data-parallel rank has used is averaged with zeros.
+        # One that no rank has used keeps no gradient, or the optimizer would decay it.
         used = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         check_dense(grads)
@@ -157,7 +156,7 @@ class Reducer:
         sizes = _sizes(bucket)
         shares = self._shares()
         rows = 1 if shares is None else 1 + len(shares.gradients)
-        # Fresh memory of a bucket's size is dear (the kernel clears it page by page), so it is kept.
+        # New memory of a bucket's size is slow (the kernel clears it page by page), so buffers are reused.
         kept = self._buffers.get((used.dtype, rows, sum(sizes)))
         flat = kept.pop() if kept else torch.empty(rows, sum(sizes), dtype=used.dtype)
         torch.cat(parts, out=flat[0])
@@ -168,23 +167,23 @@ class Reducer:
         return reduction
 
     def finish(self, reduction: Reduction, *, kept: bool = False) -> None:
-        """Waits, then writes the averages into the gradients, which nothing has touched before. `kept`: they stay in
-        `Reduction.flat` as well, until `reuse`."""
+        """Waits, then writes the averages into the gradients, which are unchanged until then. `kept`: the averages also
+        stay in `Reduction.flat` until `reuse`. Raises the reduction's error."""
         began = time.monotonic()
         reduction.wait()
         self._write(reduction.bucket, reduction.flat, reduction.contributions)
-        # Not after an error: an operation may still write into it.
+        # After an error the buffer is not reused: an operation may still write into it.
         if not kept:
             self.reuse(reduction.flat)
         self.seconds += time.monotonic() - began
 
     def reuse(self, flat: torch.Tensor) -> None:
-        """Nobody looks at this buffer any more."""
+        """Releases this buffer for later reductions."""
         self._buffers.setdefault((flat.dtype, *flat.shape), []).append(flat)
 
     def given(self, bucket: Bucket, average: torch.Tensor | None, source: int) -> torch.Tensor:
-        """(all ranks) The averages that the rank at place `source` has kept of this bucket, bit for bit. `average`:
-        these, at that rank. Raises RuntimeError if a peer is gone."""
+        """(all ranks) Broadcasts the averages of this bucket kept by the rank at place `source` and returns them.
+        `average`: these averages on that rank, None elsewhere. Raises RuntimeError if a peer is gone."""
         if average is None:
             average = torch.empty(1, sum(_sizes(bucket)), dtype=bucket[0].dtype)
         row = average[0]
@@ -192,15 +191,15 @@ class Reducer:
         return average
 
     def write_average(self, bucket: Bucket, average: torch.Tensor) -> None:
-        """Writes averages that were kept into the gradients."""
+        """Writes kept averages into the gradients."""
         self._write(bucket, average, None)
 
     def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """(all ranks) Of each rank, by its place."""
+        """(all ranks) Returns each rank's tensor, by its place."""
         return self._group.gathered(tensor)
 
     def _write(self, bucket: Bucket, flat: torch.Tensor, divisor: int | None) -> None:
-        """`divisor`: None if what is there is divided already."""
+        """Writes the first row of `flat` into the gradients. `divisor`: None if the row is divided already."""
         *parts, used = torch.split(flat[0], _sizes(bucket))
         targets, values = [], []
         for parameter, part, users in zip(bucket, parts, used.tolist(), strict=True):
@@ -217,7 +216,7 @@ class Reducer:
                 torch._foreach_copy_(targets, values)
 
     def mean(self, value: torch.Tensor | float) -> torch.Tensor | float:
-        """Of a number that every data-parallel rank has, added in the order of data-parallel ranks."""
+        """(all ranks) Returns the mean of a number over the data-parallel ranks, summed in their order."""
         number = torch.as_tensor(value, dtype=None if isinstance(value, torch.Tensor) else torch.float64)
         total = number.detach().clone().reshape(1)
         add = operation(None)
@@ -226,7 +225,7 @@ class Reducer:
         return average if isinstance(value, torch.Tensor) else float(average)
 
     def broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Gives all data-parallel ranks the first one's values, bit for bit."""
+        """Overwrites `tensors` on all data-parallel ranks with the first rank's values, bit for bit."""
 
         def run(collectives: Collectives) -> None:
             for tensor in tensors:
@@ -236,7 +235,7 @@ class Reducer:
 
 
 def check_dense(gradients: Iterable[torch.Tensor]) -> None:
-    """Raises UsageError."""
+    """Raises UsageError if a gradient is sparse."""
     if any(gradient.layout is not torch.strided for gradient in gradients):
         raise UsageError(
             "a sparse gradient cannot be averaged over replicas: give the embedding sparse=False (and Adam in the "
@@ -245,12 +244,12 @@ def check_dense(gradients: Iterable[torch.Tensor]) -> None:
 
 
 def _sizes(bucket: Bucket) -> list[int]:
-    """Of what a flat copy has of each gradient; and how many ranks have used which."""
+    """Returns the sizes of a flat copy's sections: one per gradient, then one for the counts of ranks that used it."""
     return [*(parameter.numel() for parameter in bucket), len(bucket)]
 
 
 def parts_of(bucket: Bucket, contribution: Contribution) -> list[torch.Tensor]:
-    """As `Reducer.launch` makes them of a rank's own batch."""
+    """Returns a contribution's sections of a flat copy, in the layout of `Reducer.launch`."""
     used = torch.tensor([contribution.has(p) for p in bucket], dtype=bucket[0].dtype)
     return [*(contribution.numbers(p).reshape(-1) for p in bucket), used]
 
@@ -258,17 +257,17 @@ def parts_of(bucket: Bucket, contribution: Contribution) -> list[torch.Tensor]:
 def sum_by_origin(
     collectives: Collectives, rows: torch.Tensor, whose: Sequence[Sequence[Row]], scale: int = 1
 ) -> None:
-    """Writes into the first row what `summed_by_origin` gives."""
+    """Writes the result of `summed_by_origin` into the first row."""
     rows[0].copy_(summed_by_origin(collectives, rows, whose, scale))
 
 
 def summed_by_origin(
     collectives: Collectives, rows: torch.Tensor, whose: Sequence[Sequence[Row]], scale: int = 1
 ) -> torch.Tensor:
-    """The sum over all origins, in their order, from the first on [n]. An origin that is in parts is summed first, in
-    their order, and divided by `scale`, as its own rank would have done it.
+    """Returns the sum [n] over all origins, added in ascending order. An origin in parts is first summed over its
+    parts, in their order, and divided by `scale`, as its own rank would have done.
 
-    `rows` [of this rank, n]; `whose`: of each member, by its place, what its rows are. Each member sums a part of the n
+    `rows` [rows of this rank, n]; `whose`: the rows of each member, by its place. Each member sums a slice of the n
     numbers, as in `Messages.all_reduce`, so the bits are those of a full world.
     """
     places = len(whose)
@@ -291,7 +290,7 @@ def summed_by_origin(
 
 
 def _of_origin(parts: Mapping[int | None, torch.Tensor], scale: int) -> torch.Tensor:
-    """The gradients of one origin's batch; may overwrite them."""
+    """Returns the gradients of one origin's batch. May overwrite `parts`."""
     if None in parts:
         return parts[None]
     first, *others = (parts[part] for part in sorted(part for part in parts if part is not None))
@@ -301,26 +300,26 @@ def _of_origin(parts: Mapping[int | None, torch.Tensor], scale: int) -> torch.Te
 
 
 class UpdateBucket:
-    """What one step has of it."""
+    """State of one bucket of an optimizer's parameters in one step, from its reduction to its update."""
 
     def __init__(self, journal: Journal, index: int, averaged: Iterable[torch.nn.Parameter] = ()):
-        """`averaged`: whose gradients are averages already."""
+        """`averaged`: parameters whose gradients are averages already."""
         self.journal = journal
         self.index = index
         self.parameters = journal.buckets[index]
         self.reduction: Reduction | None = None
         self.averaged = set(self.parameters).intersection(averaged)
-        """Whose gradients are averages, and the optimizer has not stepped since."""
+        """Parameters whose gradients are averages, with no optimizer step since."""
         self.launched_in = 0
-        """(a step that may be cut short) The generation in which its reduction was begun."""
+        """(lossy-forward) Generation in which the bucket's reduction was started."""
         self.averaged_in = 0
-        """(a step that may be cut short) The generation over whose ranks it was averaged; 0: it was not yet."""
+        """(lossy-forward) Generation over whose ranks the bucket was averaged; 0: not averaged yet."""
         self.average: torch.Tensor | None = None
-        """(the same) What came of it, whatever the trainer has made of its gradients since."""
+        """(lossy-forward) The averages, unaffected by later changes of the gradients."""
         self.awaited: set[torch.nn.Parameter] = set()
 
     def begin(self) -> None:
-        """A step does."""
+        """Resets the bucket for a new step."""
         self.reduction = None
         self.averaged = set()
         self.launched_in = self.averaged_in = 0

@@ -1,15 +1,13 @@
-"""A rehearsal: a process that is no rank recovers as a rank would, and compares what it computes with what that rank
-has done.
+"""Rehearsal: a process that holds no rank recovers as a given rank would, and compares its results with that rank's.
 
-It loads the rank's checkpoint and does the steps behind it as a replay does: what the rank received comes out of the
-log, and so does what collectives gave it. First it drops one step in its middle, at a place that the job's seed draws,
-as a survivor of a failure would (where there are other ranks: nothing else cuts a step short). What it computes is
-compared as it goes, in the order of the computation, with what the rank recorded (`swift_ft.train.recording`): so the
-first difference is the one that is named. There is state, then, that neither a checkpoint nor a dropped step leads
-back, and a recovery of this rank would have other bits.
+It loads the rank's checkpoint and replays the next steps: the tensors that the rank received, and the results of its
+collectives, come from the log. In a world of several ranks it first drops one step halfway, at a place drawn from the
+job's seed, as a survivor of a failure would (a rank without peers is never interrupted). It compares its results, in
+the order of the computation, with those that the rank recorded (`swift_ft.train.recording`), and reports the first
+difference. A difference means that some state is restored neither by a checkpoint nor by dropping a step, and that a
+recovery of this rank would not be exact.
 
-With replicas, the averages of gradients are recorded of the first step alone. The next one is compared up to its
-reduction.
+With replicas, averaged gradients are recorded for the first step only. The next step is compared up to its reduction.
 """
 
 import random
@@ -44,20 +42,20 @@ from swift_ft.train.tape import Results, Tape
 from swift_ft.train.training_state import TrainerState
 from swift_ft.train.transcript import GIVEN, RESULT, SENT, Seen, Transcript
 
-# A process that runs the training script as a rank would, and is not that rank: a spare that is warmed up
-# (`swift_ft.train.rehearsal`), or a rehearsal (`swift_ft.train.rehearsal`).
+# A shadow: a process that runs the training script as a rank would, without holding the rank. It is either a spare
+# that warms up (`Warming`) or a rehearsal (`Rehearsal`).
 #
-#     (session is made)  ``stand_in``: groups in which this process answers for all others, and the shapes that the
-#                        job's stages have told each other
-#     (trainer)          makes its stages and optimizers, as ever
-#     (session.run)      ``run``: what the process is for; it ends with `swift_ft.Reinitialize`
+#     (session created)  ``stand_in``: groups in which this process answers for all others, and the shapes that the
+#                        job's stages have exchanged
+#     (trainer)          creates its stages and optimizers as usual
+#     (session.run)      ``run``: the warm-up or the rehearsal; it ends with `swift_ft.Reinitialize`
 #
-# The job does not notice: nothing is joined, written or logged. Of the coordinator only what everybody may see is
-# asked, and what ranks have told each other about shapes.
+# The job is not affected: a shadow joins no job, writes no file and logs no record. It only reads the coordinator's
+# public view and the shapes that ranks have exchanged.
 
 
 class Shadow(ABC):
-    """Of a process that runs the script as rank `rank` would, and is not that rank."""
+    """Session side of a process that runs the script as rank `rank` would, without holding that rank."""
 
     def __init__(
         self,
@@ -77,10 +75,11 @@ class Shadow(ABC):
         self._store = store
         self._witness = witness
         self._view: pb.View | None = None
-        """As the job was looked at last."""
+        """The job's View when it was last read."""
 
     def stand_in(self) -> None:
-        """Raises ServiceError: the job is not running, or no coordinator answers."""
+        """Attaches groups that only this process is in, and turns logging off. Raises ServiceError if the job is not
+        running or no coordinator answers."""
         warm_up.this_run().moved = self._moved
         self._view = self._running()
         self._stand_in(self._view)
@@ -91,7 +90,7 @@ class Shadow(ABC):
 
     @abstractmethod
     def run(self, train_step: TrainStep, num_steps: int) -> NoReturn:
-        """Raises `Reinitialize`, or why it cannot be done."""
+        """Runs the warm-up or rehearsal. Raises `Reinitialize` at its end, or the error that prevents it."""
 
     def _running(self) -> pb.View:
         view = self._client.status().view
@@ -100,7 +99,7 @@ class Shadow(ABC):
         return view
 
     def _moved(self, error: Exception) -> bool:
-        """The job has, since it was looked at, and the error may come of that."""
+        """Returns whether the job has moved on since `_view` was read, which may explain `error`."""
         before = self._view
         if isinstance(error, RecordTrimmed):
             return True
@@ -117,8 +116,8 @@ class Shadow(ABC):
         return named and list(now.checkpoints) != list(before.checkpoints)
 
     def _sources(self, view: pb.View, *, inside_too: bool = False) -> dict[str, list[str]]:
-        """Stream -> the servers that keep it, of what this rank's stages read. `inside_too`: what passes inside of its
-        recovery group is recorded. Raises UsageError: it is not logged."""
+        """Returns stream -> log servers for the streams that this rank's stages read. `inside_too`: traffic inside its
+        recovery group is recorded. Otherwise raises UsageError for a neighbor whose tensors are not logged."""
         servers = {rank: list(own_servers(view, rank)) for rank in range(view.world_size)}
         sources = {collectives(self._rank): servers[self._rank]}
         groups = self._channel.groups = RecoveryGroups.parse(view.groups)
@@ -137,13 +136,13 @@ class Shadow(ABC):
         return sources
 
 
-# A spare computes one forward and backward of a rank's stage before it is needed (`swift_ft.warm_up`): the rank's
-# newest checkpoint, then one step of the trainer's, whose inputs come from the log, until all gradients are there;
-# then the optimizers' steps.
+# A spare computes one forward and backward of a rank's stage before it is needed (`swift_ft.warm_up`): it loads the
+# rank's newest checkpoint, runs one step of the trainer on logged inputs until all gradients are computed, and then
+# steps the optimizers.
 
 
 class Warming(Shadow):
-    """See `Shadow`."""
+    """A spare's warm-up: one step of the rank, from its newest checkpoint."""
 
     def run(self, train_step: TrainStep, num_steps: int) -> NoReturn:
         run = warm_up.this_run()
@@ -171,7 +170,7 @@ class Warming(Shadow):
         raise reinitialization.over()
 
     def _gradients(self) -> bytes:
-        """A digest of them all. Raises UsageError: there are none."""
+        """Returns a digest of all gradients. Raises UsageError if there are none."""
         digest, there = xxhash.xxh3_128(), False
         for stage in self._state.stages:
             for parameter in stage.submod.parameters():
@@ -192,7 +191,7 @@ class Warming(Shadow):
             train_step(step)
         except Rehearsed:
             pass
-        spoiled = self._state.updates.spoiled  # which the trainer may have caught
+        spoiled = self._state.updates.spoiled  # the trainer may have caught this error
         if spoiled is not None and not isinstance(spoiled, Rehearsed):
             raise spoiled
 
@@ -204,10 +203,10 @@ class Warming(Shadow):
 
 
 class Rehearsal(Shadow):
-    """See `Shadow`."""
+    """A rehearsal: replays up to `STEPS` steps of the rank and compares them with its recordings."""
 
     def __init__(self, *shadow: Any, watch: ThoroughWatch, tape: Tape, seed: int, stall_s: float) -> None:
-        """`seed`: the job's. `stall_s`: a step that stands still for so long is given up."""
+        """`seed`: the job's seed. `stall_s`: seconds without progress after which a step is abandoned."""
         super().__init__(*shadow)
         self._stall_s = stall_s
         self._tape = tape
@@ -240,7 +239,7 @@ class Rehearsal(Shadow):
         except Exception:
             if not self._difference:
                 raise
-        # The process ends, so nothing is closed: a child that a step has forked comes this way, too, where gRPC hangs.
+        # The reader stays open, since the process ends: closing it would hang in a child that a step has forked (gRPC).
         run.difference = self._difference
         raise reinitialization.over()
 
@@ -256,7 +255,7 @@ class Rehearsal(Shadow):
         self._channel.begin_replay(reader, version, (self._rank,))
 
     def _recorded(self, step: int) -> tuple[Transcript, Results]:
-        """What the rank has recorded of the step; waits until it has."""
+        """Returns the rank's recording of the step. Waits until it is in the log."""
         key = RecordKey(step, self._generation, 0)
         transcript, there, held = decoded(self._channel.recorded(transcripts(self._rank), key))
         self._state.updates.hold_next = held
@@ -283,7 +282,7 @@ class Rehearsal(Shadow):
         self._tape.stop()
 
     def _drop_one(self, train_step: TrainStep, step: int) -> None:
-        """A failure cuts ranks short where they communicate."""
+        """Interrupts one run of the step at a communication, where a failure would, and rolls it back."""
         transcript, gotten = self._recorded(step)
         places = [seen for seen in transcript if seen.kind in (SENT, GIVEN, RESULT)]
         if not places:
@@ -303,14 +302,14 @@ class Rehearsal(Shadow):
         partial = self._state.updates.partial
         self._channel.drop_step()
         self._state.drop_step()
-        self._stand_in(self._running())  # groups that were broken
+        self._stand_in(self._running())  # the interruption has broken the groups
         if begun or not self._state.present:
             self._load(step)
         elif partial:
             self._state.undo()
 
     def _compute(self, train_step: TrainStep, step: int) -> None:
-        """All that the step needs is in the log, so it waits for nothing but what the script waits for by itself."""
+        """Runs the step. Its inputs are all in the log, so only the script's own waits can stall it."""
         run = warm_up.this_run()
         with Standstill(
             self._stall_s,
@@ -326,7 +325,8 @@ class Rehearsal(Shadow):
             raise Interrupted("process group: a rehearsal cuts the step short here")
 
     def _do_steps(self, train_step: TrainStep, first: int, last: int) -> int:
-        """So many were compared. The state with which step `last` begins is, too, if the rank begins it."""
+        """Replays steps `first` to `last` - 1 and returns how many were compared. If all `STEPS` were, also compares
+        the state with which step `last` begins."""
         for step in range(first, last):
             self._begin_step(step, *self._recorded(step))
             try:
@@ -350,4 +350,4 @@ class Rehearsal(Shadow):
 
 
 def _let_pass(_: Seen) -> None:
-    """Nothing is cut short."""
+    """Default of `Witness.passing`: does not interrupt the step."""

@@ -1,8 +1,8 @@
-"""Gets a rank to the plan's version.
+"""Brings a rank to the plan's version.
 
-own way   what its strategy does without any other rank (`swift_ft.train.strategies`)
-copies    whoever copies receives from its sources, which have gone their own way by then
-replay    if that is below the plan's target: the steps up to it, out of the log
+own way   the part of its strategy that needs no other rank (`swift_ft.train.strategies`)
+copies    a rank that copies receives from its sources, which have gone their own way by then
+replay    if the version reached is below the plan's target: the steps up to the target, from the log
 """
 
 import os
@@ -49,17 +49,16 @@ from swift_ft.train.staggering import Staggering
 from swift_ft.train.strategies import TABLE, Copied, Site
 from swift_ft.train.training_state import TrainerState
 
-# Which steps a rank has not logged that was copied from a replica, so that it does not do them again. No I/O.
+# Gaps in the log of a rank that was copied from a replica and so does not repeat the copied steps. No I/O.
 #
-# It goes on behind what its streams hold already: what its predecessor had not sent any more when it was killed stays
-# missing, and so does the rest of a step that it has dropped itself, while the replica has finished it. So whoever was
-# copied looks, and declares these steps (`swift_ft.log.record`).
+# Two kinds of records stay missing from its streams: those that its predecessor had not sent when it was killed, and
+# the rest of a step that it dropped itself while the replica finished it. So after a copy the rank looks for such steps
+# and declares them (`swift_ft.log.record`).
 #
-# A stream is written in order, so what the log has of it is whole, or declared, below its last step. Of that step,
-# and of those behind it, nothing in the log says how many records there ought to be; but a replica's process lives,
-# has flushed, and does the same with other batches: what it has logged is what there ought to be. A replica whose
-# flush has failed, or that was copied itself and has not looked yet, is no witness: it says so with its copy
-# (`swift_ft.state.transfer`).
+# A stream is written in order, so below its last step it is complete or declared. The log does not say how many records
+# that last step and later ones should have. A replica does: its process is alive, has flushed, and logs the same keys
+# for other batches. A replica whose flush has failed, or that was copied itself and has not looked for gaps yet, is no
+# witness; it says so with its copy (`swift_ft.state.transfer`).
 
 Keys = Collection[RecordKey]
 
@@ -67,19 +66,19 @@ Keys = Collection[RecordKey]
 def gaps(
     own: Mapping[str, Sequence[Keys]], alike: Iterable[Mapping[str, Keys]], steps: Steps
 ) -> dict[str, Steps]:
-    """Stream -> the steps among `steps` that it lacks and does not declare; the streams that lack none are not named.
+    """Returns stream -> the range of `steps` that it lacks and does not declare; complete streams are left out.
 
-    ``own``: by stream, what each server has of it. ``alike``: of each replica that has flushed, what it has logged, by
-    the name of our own stream; a stream that cannot be read is left out. The next one is taken only where those before
-    it cannot tell. Both from the first of `steps` on. Where no replica can tell, a step that is the last one there, or
-    lies behind it, counts as missing.
+    ``own``: by stream, the keys that each server has. ``alike``: for each replica that has flushed, the keys it has
+    logged, by the name of our own stream; a stream that cannot be read is left out. The next replica is consumed only
+    where those before it cannot tell. Both begin with the first of `steps`. If no replica can tell, the stream's last
+    step and all later ones count as missing.
     """
     replicas = _Replicas(alike, steps.first)
     if not any(map(any, own.values())) and not any(replica.ends is not None for replica in replicas):
         return {}  # a trainer that logs nothing
     gap_of: dict[str, Steps] = {}
     for stream, copies in own.items():
-        # A server that has come meanwhile begins with nothing: the coordinator knows from where on it is whole.
+        # A server that joined later has an empty stream: the coordinator knows from which step on it is complete.
         held = [copy for copy in copies if copy] or [()]
         lacking = sorted({step for copy in held for step in _lacking(stream, copy, replicas, steps)})
         if lacking:
@@ -88,7 +87,7 @@ def gaps(
 
 
 def _add(gap_of: dict[str, Steps], stream: str, steps: Steps, copies: Sequence[Keys]) -> None:
-    """One copy may hold the mark that another one lacks. It is not written again: a key has one sequence."""
+    """Adds `steps`, extended backwards until no copy has the mark of that range: a key is never written twice."""
     while any(mark(steps) in copy for copy in copies) and steps.first > 0:
         steps = Steps(steps.first - 1, steps.last)
     if not any(mark(steps) in copy for copy in copies):
@@ -120,12 +119,12 @@ class _Stream:
         self.begins, self.ends = min(self.keys, default=None), max(self.keys, default=None)
 
     def lacks(self, step: int) -> bool:
-        """It is declared."""
+        """Returns whether the step is declared as missing."""
         return any(marked.first <= step <= marked.last for marked in self._marked)
 
 
 class _Replica:
-    """What one of them has logged, as far as that can be relied on."""
+    """The keys that one replica has logged, as far as they are reliable. `first`: the first step that was read."""
 
     def __init__(self, logged: Mapping[str, Keys], first: int) -> None:
         self._first = first
@@ -135,13 +134,13 @@ class _Replica:
         self._whole = all(s.begins == first for s in written)
 
     def of(self, stream: str, step: int) -> set[RecordKey] | None:
-        """The keys of its step. None: it cannot tell, as its log begins later (a server was lost), does not go so far,
-        has a gap there, or is damaged."""
+        """Returns the keys of that step. None if the replica cannot tell: its log begins later (a server was lost),
+        ends earlier, has a gap there, or is damaged."""
         logged = self._streams.get(stream)
         if logged is None or logged.lacks(step) or self.ends is None or step > self.ends:
             return None
         begins = logged.begins
-        if begins is None:  # it never writes it, or what it has written is gone
+        if begins is None:  # the replica never writes this stream, or its records are lost
             return set() if self._whole else None
         if step < begins or (step == begins != self._first):
             return None
@@ -149,7 +148,7 @@ class _Replica:
 
 
 class _Replicas:
-    """Asked one after the other, as they are needed."""
+    """The replicas, read lazily one after the other."""
 
     def __init__(self, alike: Iterable[Mapping[str, Keys]], first: int) -> None:
         self._coming = (_Replica(logged, first) for logged in alike)
@@ -162,18 +161,18 @@ class _Replicas:
             yield replica
 
     def of(self, stream: str, step: int) -> set[RecordKey] | None:
-        """As the first one that can tell."""
+        """Returns the keys of the first replica that can tell, or None."""
         return next((keys for replica in self if (keys := replica.of(stream, step)) is not None), None)
 
 
-# What this rank's streams hold of steps that it does again, or that it has not done itself.
+# Records in this rank's streams of steps that it repeats, or that it has not done itself.
 
 
 class Servers:
-    """(a context) What log servers hold, asked in one recovery by one reader.
+    """(a context) The contents of the log servers, queried during one recovery by one reader.
 
-    Each is asked once which streams there are, as most of a rank's hold nothing: in a job without pipelines, all of
-    them. A question for each took longer than all else behind a copy.
+    Each server is asked once for its streams, because most streams of a rank are empty: in a job without pipelines, all
+    of them. One query per stream took longer than everything else after a copy.
     """
 
     def __init__(self, member: Member) -> None:
@@ -185,7 +184,7 @@ class Servers:
         return self
 
     def digests(self, server: str, stream: str, from_step: int) -> dict[RecordKey, bytes]:
-        """As `LogReader.digests` of that server."""
+        """Returns `LogReader.digests` of that server; without a query if the server has no such records."""
         if self._reader is None:
             self._reader = LogReader([server], self._member.client.job)
         if server not in self._holdings:
@@ -201,7 +200,10 @@ class Servers:
 
 
 class OwnStreams:
-    """(restorer) ``expect`` before it does steps that may be logged already, ``declare_gaps`` behind a copy."""
+    """The streams that this rank writes.
+
+    (restorer) ``expect`` before steps that may be logged already, ``declare_gaps`` after a copy
+    """
 
     def __init__(self, rank: int, member: Member, channel: Channel, state: TrainerState) -> None:
         self._rank = rank
@@ -210,13 +212,14 @@ class OwnStreams:
         self._state = state
 
     def expect(self, servers: Servers, writer: Writer, log_servers: list[str], from_version: int) -> None:
-        """What this rank's streams hold already, on each server, is compared, and not logged there again."""
+        """Makes the writer compare records that a server has already, instead of logging them there again. Raises
+        RecordCorrupt if a stream is damaged on all servers."""
         for stream in self._own_streams():
             self._expect(servers, writer, stream, log_servers, from_version)
 
     def declare_gaps(self, servers: Servers, writer: Writer, log_servers: list[str], copied: Copied) -> None:
-        """What this rank has not logged of the steps that it has not done again: what the process that held it before
-        had not got out, or the rest of a step that it has dropped and the replica has finished."""
+        """Declares the steps below the copied version whose records this rank lacks: those that its predecessor had not
+        sent, or the rest of a step that it dropped and the replica finished. Asks for a checkpoint above them."""
         view = self._member.watcher.latest
         base = max(view.checkpoints, default=0) if view is not None else 0
         if view is None or base >= copied.version:
@@ -237,8 +240,8 @@ class OwnStreams:
                 last_step=hole.last,
                 streams=sorted(lacking_of),
             )
-            writer.declare()  # before anybody waits for these records: others may replay at this moment
-        # Marks that are there already count as well: who has put them there may have got no further.
+            writer.declare()  # at once: other ranks may be replaying and waiting for these records
+        # Existing marks count as well: the process that wrote them may have died before it asked for a checkpoint.
         marks = (key for held in own for logged in held.values() for key in logged)
         touching = [
             marked for marked in map(declared, marks) if marked is not None and marked.first <= steps.last
@@ -264,14 +267,14 @@ class OwnStreams:
             sound |= held
         if damaged and len(damaged) == len(log_servers):
             raise next(iter(damaged.values()))
-        for server in damaged:  # nothing is written over what may be there
+        for server in damaged:  # records that may still exist there are not written again
             writer.expect(stream, sound, server)
 
     def _held(
         self, servers: Servers, server: str, streams: list[str], from_step: int
     ) -> dict[str, dict[RecordKey, bytes]]:
-        """By stream, what a server has of it, where that is not damaged. Raises LogUnavailable: a server that does not
-        answer may still have records."""
+        """Returns the digests that a server has, by stream; damaged streams are left out. Raises LogUnavailable if the
+        server does not answer, because it may still have records."""
         held: dict[str, dict[RecordKey, bytes]] = {}
         for stream in streams:
             self._member.check()
@@ -282,7 +285,7 @@ class OwnStreams:
     def _logged_alike(
         self, servers: Servers, view: pb.View, ranks: tuple[int, ...], from_step: int
     ) -> Iterator[dict[str, set[RecordKey]]]:
-        """What each replica has logged, on the servers of its that answer, by the names of this rank's streams."""
+        """Yields the keys that each replica has logged on those of its servers that answer, by this rank's stream."""
         for rank in ranks:
             logged: dict[str, set[RecordKey]] = {}
             theirs = self._streams_of(rank)
@@ -304,7 +307,7 @@ class OwnStreams:
         return self._streams_of(self._rank)
 
     def _streams_of(self, rank: int) -> list[str]:
-        """What a rank of the same stages writes."""
+        """Returns the streams that a rank of the same stages writes."""
         boundaries = [
             self._channel.stream(index, kind, rank)
             for index in dict.fromkeys(stage.stage_index for stage in self._state.stages)
@@ -317,15 +320,16 @@ def _spanned(several: Collection[Steps]) -> Steps:
     return Steps(min(steps.first for steps in several), max(steps.last for steps in several))
 
 
-# How far a replay is, and how long it will still take: for the trace, and for the coordinator, whom operators ask.
+# Progress of a replay and its remaining time: for the trace, and for operators who ask the coordinator.
 
 SAID_EVERY_S = 0.5
+"""Minimum time between two progress events."""
 STEPS_MIN = 2
-"""So many steps tell a pace; the first of them does not count, in which shapes are inferred."""
+"""Steps after which the pace is known. The first step is not measured, because shapes are inferred in it."""
 
 
 class Pace:
-    """(trainer's thread) ``at`` behind every step; (any thread) ``progress``."""
+    """Pace of a replay: (trainer's thread) ``at`` after every step; (any thread) ``progress``."""
 
     def __init__(
         self,
@@ -335,13 +339,13 @@ class Pace:
         predicted_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`predicted_s`: of the plan, for all steps."""
+        """`predicted_s`: the plan's prediction for all steps."""
         self._rank, self._first, self._target = rank, first, target
         self._predicted_s = predicted_s
         self._clock = clock
         self._began = self._warm_at = clock()
         self._last = (first, self._began)
-        """The newest version, and since when."""
+        """The newest version and the time when it was reached."""
         self._say()
 
     def at(self, version: int) -> None:
@@ -357,7 +361,7 @@ class Pace:
         return pb.ReplayProgress(version=version, target=self._target, seconds_left=self.seconds_left())
 
     def seconds_left(self) -> float | None:
-        """None: no pace yet, and no prediction."""
+        """Returns the estimated remaining time. None if there is no pace yet and no prediction."""
         (version, at), now = self._last, self._clock()
         done = version - self._first
         if done >= STEPS_MIN:
@@ -380,20 +384,20 @@ class Pace:
         )
 
 
-# A replay that stands still is ended with its reason.
+# Detection of a stalled replay, which is refused with the reason.
 #
-# What a replay may wait for is in the log or refused (`swift_ft.train.collective_policy`). A trainer can still wait
-# by means of its own: a socket, a lock, a file that another rank writes. That is seen from outside, by a thread
-# beside the trainer's: no record was read, no microbatch computed, no step ended, and the trainer's thread has used
-# no processor, for so long. Then the rank refuses this way, and all restore a checkpoint. If its thread does not come
-# free by that, the process ends itself, and is replaced.
+# Everything that a replay may wait for is in the log or is refused (`swift_ft.train.collective_policy`). A trainer can
+# still wait by means of its own: a socket, a lock, a file that another rank writes. A separate thread detects that: for
+# the limit, no record was read, no microbatch computed, no step ended, and the trainer's thread used hardly any CPU
+# time. Then the rank refuses the replay, and all ranks restore a checkpoint. If that does not free the trainer's
+# thread, the process kills itself and is replaced.
 
 _BUSY = 0.1
-"""A thread that uses this share of the time is computing, whatever it does."""
+"""Share of the time from which on a thread counts as computing."""
 _LOOKS = 20
-"""In the time that it may stand still."""
+"""Checks within the stall limit."""
 FREED_WITHIN_S = 20.0
-"""A newer generation frees whoever waits in what is the session's."""
+"""Seconds in which a newer generation must free a trainer's thread that waits in the session's own code."""
 _ASK_AGAIN_S = 0.5
 _NOT_THE_TRAINERS = (
     str(Path(__file__).parents[1]),
@@ -403,15 +407,15 @@ _NOT_THE_TRAINERS = (
 
 
 class Stillness:
-    """Since when nothing has moved. No clock of its own."""
+    """Time since the last progress of a replay. Has no clock of its own."""
 
     def __init__(self, limit_s: float, now: float, progress: Hashable, busy_s: float) -> None:
         self._limit_s = limit_s
         self._since, self._progress, self._busy_s = now, progress, busy_s
 
     def observe(self, now: float, progress: Hashable, busy_s: float) -> bool:
-        """It has stood still for the limit. `progress`: anything that changes where it goes on; `busy_s`: processor
-        time of its thread so far."""
+        """Returns whether the replay has stalled for the limit. `progress`: any value that changes with progress;
+        `busy_s`: CPU time of its thread so far."""
         waited_s = now - self._since
         if progress != self._progress:
             self._since, self._progress, self._busy_s = now, progress, busy_s
@@ -423,7 +427,7 @@ class Stillness:
 
 
 class Standstill:
-    """Around a replay: ``with Standstill(...):`` on the trainer's thread."""
+    """(a context) Watches a replay for a stall: ``with Standstill(...):`` on the trainer's thread."""
 
     def __init__(
         self,
@@ -432,7 +436,7 @@ class Standstill:
         refuse: Callable[[str], None],
         noticed: Callable[[], bool],
     ) -> None:
-        """`refuse(why)` tells the coordinator; `noticed`: it has answered with a newer generation."""
+        """`refuse(why)` reports to the coordinator; `noticed()`: it has answered with a newer generation."""
         self._limit_s = limit_s
         self._progress = progress
         self._refuse = refuse
@@ -477,7 +481,7 @@ class Standstill:
 
 
 def _place_of(thread: int) -> str:
-    """Where in the trainer's own code a thread is."""
+    """Returns the thread's position in the trainer's own code, as words; empty if there is none."""
     frame = sys._current_frames().get(thread)
     calls = traceback.extract_stack(frame) if frame is not None else []
     for call in reversed(calls):
@@ -487,7 +491,7 @@ def _place_of(thread: int) -> str:
 
 
 class Restorer:
-    """What one rank does in RECOVERING, besides building its groups."""
+    """One rank's part of a recovery (state RECOVERING), except building its groups."""
 
     def __init__(
         self,
@@ -502,7 +506,7 @@ class Restorer:
         snapshots: Snapshots,
         staggering: Staggering,
     ):
-        """`stall_s`: a replay that stands still for so long is refused."""
+        """`stall_s`: a replay without progress for this time is refused."""
         self._world = world
         self._stall_s = stall_s
         self._rank = rank
@@ -522,20 +526,20 @@ class Restorer:
         )
         self._own = OwnStreams(rank, member, channel, state)
         self.make_module: MakeModule | None = None
-        """From the trainer: how the module of any stage is made."""
+        """The trainer's function that builds the module of any stage."""
 
     @property
     def can_help(self) -> bool:
-        """In another rank's replay. (A replacement that reports has not made its stage yet: it says no.)"""
+        """This rank can help in another rank's replay. False for a replacement, which reports before it has a stage."""
         return self.make_module is not None and not why_no_help(self._state)
 
     def follow(
         self, published: PublishedPlan, writer: Writer, log_servers: list[str], step: Callable[[], None]
     ) -> None:
-        """Returns with the state at the plan's target; `step` does one step of the trainer. `log_servers`: those that
-        keep what this rank writes.
+        """Brings the state to the plan's target. `step` runs one step of the trainer. `log_servers`: servers that keep
+        what this rank writes.
 
-        Raises ReplayRefused if it cannot be done as planned, Interrupted if a newer generation comes.
+        Raises ReplayRefused if the plan cannot be carried out, Interrupted if a newer generation is published.
         """
         plan, site = published.plan, self.site
         mine = plan.of(self._rank)
@@ -543,10 +547,10 @@ class Restorer:
         shared = plan.help_of(self._rank)
         sharing = self._asked(shared, published.generation)
         TABLE[mine.strategy].restore(site, mine)
-        # Of older steps nothing comes again, and they may be trimmed: a sidecar's successor shall not ask for them.
+        # Older steps are not repeated and may be trimmed: a sidecar's successor must not ask for them.
         writer.forget_below(mine.from_version)
         if plan.gives_up_log:
-            # The coordinator has emptied the job's streams; what comes now is logged anew.
+            # The coordinator has emptied the job's streams; the log begins anew.
             writer.restart(published.generation)
             self._channel.off_log = False
         if plan.restores:
@@ -555,7 +559,7 @@ class Restorer:
             TABLE[copy.strategy].copy(site, copy)
         with Servers(self._member) as servers:
             if not plan.gives_up_log and (plan.was_logged(self._rank) or not self._state.lived):
-                # By a process that held the rank before, or by this one, which has forgotten it.
+                # Logged by an earlier process of this rank, or by this one before it lost its state.
                 self._own.expect(servers, writer, log_servers, mine.from_version)
             if site.copied is not None:
                 self._own.declare_gaps(servers, writer, log_servers, site.copied)
@@ -570,7 +574,7 @@ class Restorer:
             )
 
     def _asked(self, shared: Help | None, generation: int) -> Owner | None:
-        """(an owner) Its helpers build the stage while it gets its state. None: nobody helps this rank."""
+        """(an owner) Asks its helpers to build the stage while it restores its state. None: no rank helps this one."""
         if shared is None or shared.owner != self._rank:
             return None
         if why := why_alone(self._state):
@@ -661,7 +665,7 @@ class Restorer:
         )
 
     def _replayed_too(self, plan: Plan) -> dict[int, int]:
-        """Stages of other ranks -> the version from which they are replayed as well."""
+        """Returns stages of other ranks that are replayed as well -> the version from which they are."""
         homes = self._state.stages[0].stage_index_to_group_rank
         ranks = {stage: self._channel.rank_at(home) for stage, home in homes.items()}
         begun = plan.replayed_from

@@ -1,8 +1,8 @@
-"""A survivor that computes microbatches of stages that are not its own.
+"""A survivor that computes microbatches of another rank's stages (helper).
 
-Its own modules, optimizer and loader stay where they are, in memory, and are not touched: the stages are built beside
-them, without an optimizer. If memory does not suffice for both, this rank does not help. A digest of the whole state,
-taken before and after, says that it is what it was.
+Its own modules, optimizer and loader stay in memory untouched: the other stages are built in addition to them, without
+an optimizer. If memory does not suffice for both, this rank does not help. A digest of the whole state, taken before
+and after, verifies that it did not change.
 """
 
 import json
@@ -52,18 +52,19 @@ from swift_ft.train.shared_replay import (
 from swift_ft.train.stage import LoggedPipelineStage, logged_loss
 from swift_ft.train.training_state import TrainerState
 
-# Some actions of a rank's step, walked over the rank's stages: what they receive and send is the log's business.
+# Execution of some actions of a rank's step on the rank's stages. Receives and sends go through the log.
 
 Inputs = Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]
-"""(stage, microbatch) -> what enters it from outside."""
+"""(stage, microbatch) -> external arguments and keyword arguments of the stage."""
 Target = Callable[[int], torch.Tensor]
+"""Microbatch -> target of its loss."""
 
 
 class ActionExecutor(torch_private.Schedule):
-    """A schedule that is given its actions.
+    """A schedule that executes a given list of actions.
 
-    It calls what torch's own runtime calls, in the same order for each microbatch, and hands what passes between two
-    adjacent stages of the rank from one to the other, as that does in V-schedules. Gradients are not scaled.
+    Makes the same calls as torch's own runtime, in the same order for each microbatch. Passes tensors between two
+    adjacent stages of the rank directly, as torch does in V-schedules. Does not scale gradients.
     """
 
     def __init__(self, stages: Sequence[Any], microbatches: int, loss_fn: Any):
@@ -79,8 +80,8 @@ class ActionExecutor(torch_private.Schedule):
         target: Target,
         weighing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> dict[int, torch.Tensor]:
-        """The losses by microbatch, if the last stage is among them. Weights' gradients of split backwards are computed
-        inside of `weighing()`."""
+        """Executes `actions`. Returns the losses by microbatch, empty without the last stage. Computes the weight
+        gradients of split backwards inside of `weighing()`."""
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
@@ -104,13 +105,13 @@ class ActionExecutor(torch_private.Schedule):
         return {mb: loss.detach() for mb, loss in losses.items() if isinstance(loss, torch.Tensor)}
 
     def _begin(self, actions: Sequence[StepAction]) -> None:
-        """Shapes are known, nothing is computed yet."""
+        """Hook after shapes are known and before the first action."""
 
     def _end(self) -> None:
-        """All is computed."""
+        """Hook after the last action."""
 
     def _infer(self, mb: int, outside: "Once") -> None:
-        """Shapes, as every process does it before its first forward."""
+        """Infers shapes, as every process does before its first forward."""
         of = {stage.stage_index: outside.ahead(stage.stage_index, mb) for stage in self._stages}
         args = next((of[stage.stage_index][0] for stage in self._stages if stage.is_first), ())
         _, kwargs = of[self._stages[0].stage_index]
@@ -141,7 +142,7 @@ class ActionExecutor(torch_private.Schedule):
             before.set_local_bwd_input(stage.get_local_bwd_output(mb), mb)
 
     def _beside(self, stage: Any) -> tuple[Any, Any]:
-        """The stages before and behind it, where they are on this rank."""
+        """Returns the stages before and after it, each None if it is not on this rank."""
         return self._by_index.get(stage.stage_index - 1), self._by_index.get(stage.stage_index + 1)
 
     def step(self, *_args: Any, **_kwargs: Any) -> None:
@@ -151,7 +152,7 @@ class ActionExecutor(torch_private.Schedule):
 
 
 class Once:
-    """What enters from outside: each is read once, though shapes are inferred from the first before it is used."""
+    """Cache of external inputs and targets: each is read once, also those of which shapes are inferred ahead of use."""
 
     def __init__(self, inputs: Inputs, target: Target):
         self._inputs, self._target = inputs, target
@@ -174,27 +175,28 @@ class Once:
         return self._target(mb) if target is None else target
 
 
-# What a helper does with the tensors that its stage sends: the log has them already, or the owner gets them.
+# Sends of a helper's stage: compared with the log if it has them already, otherwise passed to the owner.
 
 
 class VerifyingCapture:
-    """A `Capture` (swift_ft.train.boundary_log) that writes nothing.
+    """A `Capture` (swift_ft.train.boundary_log) that compares sends with the log instead of writing them.
 
-    ``record``: compares with `logged`, by stream the digests that the log has; what it lacks is kept, until the owner
-    is given it (`lacking`): a stream has one writer. What a stage takes in from outside is the owner's to record.
+    `logged`: by stream, the digests that the log has. A tensor that the log lacks is kept in `lacking` and passed to
+    the owner, because a stream has one writer. External inputs are ignored: the owner records them.
     """
 
     def __init__(self, logged: Mapping[str, Mapping[RecordKey, bytes]]):
         self._logged = logged
         self.compares = True
-        """False: the owner is off the log, so nothing is compared, and nothing that the log lacks belongs there."""
+        """False if the owner is off the log: its sends are neither compared nor added to the log."""
         self.verified = 0
         self.bytes: Counter[str] = Counter()
-        """By stream, of what was compared since somebody has cleared it."""
+        """Bytes compared since the last `clear`, by stream."""
         self.lacking: list[tuple[str, RecordKey, torch.Tensor]] = []
+        """Sends that the log lacks."""
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
-        """Compares a tensor with the log's digest, or keeps it for the owner. Raises Divergence: other bits."""
+        """Compares a tensor with the log's digest, or keeps it for the owner. Raises Divergence if the bits differ."""
         if stream not in self._logged or not self.compares:
             return
         had = self._logged[stream].get(key)
@@ -209,20 +211,20 @@ class VerifyingCapture:
         self.bytes[stream] += tensor.nbytes
 
     def wait_copied(self) -> None:
-        """Nothing was lent."""
+        """Returns at once: no tensor is lent."""
 
     drop = wait_copied
 
 
 # A copy of a recovery group: helpers that compute the same microbatches of neighbouring stages, as a small pipeline.
 #
-# A helper gets activations from the helper of the stage before and gradients from that of the stage behind, over the
-# group of all ranks; what crosses the recovery group's ends comes out of the log. Receives are posted for the whole
-# step at once and sends are not waited for, so nobody is held up by anything but what it computes with.
+# A helper gets activations from the helper of the previous stage and gradients from that of the next stage, over the
+# group of all ranks. Tensors that cross the recovery group's ends come from the log. Receives are posted for the whole
+# step at once and sends are not awaited, so a helper waits only for the tensors that it computes with.
 
 
 class CopyPipeline:
-    """A helper's place in its copy: `ranks`, by stage."""
+    """A helper's place in its copy. `ranks`: the copy's helpers, by stage."""
 
     def __init__(self, wire: Wire, rank: int, ranks: Sequence[int]):
         place = list(ranks).index(rank)
@@ -231,10 +233,11 @@ class CopyPipeline:
         self._before = ranks[place - 1] if place else None
         self._behind = ranks[place + 1] if place + 1 < len(ranks) else None
         self.alone = len(ranks) == 1
-        """No copy of several."""
+        """The copy has one helper only."""
 
     def receive(self, ops: Sequence[dist.P2POp], *, forward: bool) -> list[Pending]:
-        """`ops`: what the owner would do, who has other neighbours."""
+        """Posts receives from the neighbouring helper. `ops`: torch's receives, whose tensors are the buffers; their
+        peers are the owner's neighbours and are ignored."""
         peer = self._before if forward else self._behind
         return [self._post.receive(op.tensor.detach(), *_way(peer, forward)) for op in ops]
 
@@ -244,11 +247,11 @@ class CopyPipeline:
             self._post.send(op.tensor.detach().contiguous(), *_way(peer, forward))
 
     def compare(self, given: Sequence[int]) -> None:
-        """Raises ReplayRefused unless all helpers of the copy were given the same."""
+        """Compares this helper's work with the others'. Raises ReplayRefused unless all of the copy have the same."""
         self._together.compare(given)
 
     def wait_sent(self) -> None:
-        """Waits until all that was sent has arrived. Raises Broken if it does not."""
+        """Waits until all sent tensors have arrived. Raises Broken if a send fails."""
         try:
             self._post.wait_sent()
         except RuntimeError as error:
@@ -261,7 +264,7 @@ def _way(peer: int | None, forward: bool) -> tuple[int, int]:
 
 
 class InCopy(ActionExecutor):
-    """A walk over a stage whose neighbours other helpers of the copy walk over. (Where `inner` is alone: a walk.)"""
+    """An executor of a stage whose neighbours run on other helpers of the copy (if `inner.alone`: a plain executor)."""
 
     def __init__(self, stages: Sequence[Any], microbatches: int, loss_fn: Any, inner: CopyPipeline):
         super().__init__(stages, microbatches, loss_fn)
@@ -299,7 +302,7 @@ class InCopy(ActionExecutor):
 
 
 def wait_for(arriving: Sequence[Pending]) -> None:
-    """An error of the transport is no error of the module's. Raises Broken for it."""
+    """Waits for receives. Raises Broken for a transport error, so that it does not count as one of the module's."""
     try:
         for pending in arriving:
             pending.wait()
@@ -308,12 +311,13 @@ def wait_for(arriving: Sequence[Pending]) -> None:
 
 
 _EVERY_STEP = 1 << 62
+"""A `below_step` above every step."""
 
 MakeModule = Callable[[int], torch.nn.Module]
 
 
 class Helper:
-    """(restorer) ``run`` returns once the owner needs no more help, this rank's state as it was."""
+    """(restorer) A rank's help in one replay: ``run`` returns once the owner needs it no more, the state unchanged."""
 
     def __init__(
         self,
@@ -333,7 +337,9 @@ class Helper:
         self._check = check
 
     def run(self, owner: int, published: PublishedPlan, job: str) -> None:
-        """Raises ReplayRefused if what was computed is not what was logged; Interrupted by a notice."""
+        """Builds the owner's stages and computes their microbatches until the owner ends it. Raises ReplayRefused if
+        the owner's step cannot be repeated or this rank's own state has changed, Divergence if a send differs from the
+        log, Interrupted once a newer generation is published."""
         before = state_digest(self._state)
         asked, _ = self._post.read(owner)
         if asked is None:
@@ -369,12 +375,12 @@ class Helper:
             )
 
     def _build(self, asked: dict[str, Any]) -> tuple[list[torch.nn.Module], str]:
-        """The stages' modules, or why this rank does not help."""
+        """Returns the stages' modules, or an empty list and the reason why this rank does not help."""
         own = {tensor.data_ptr() for tensor in split(self._state.state_dict())[0].values() if tensor.numel()}
         try:
-            with kept():  # a trainer's module may be made from a seed that it sets
+            with kept():  # the trainer's function may seed the random generators
                 modules = [self._make_module(index) for index in asked["stages"]]
-        except Exception as error:  # noqa: BLE001  (the trainer's code, which training goes on without)
+        except Exception as error:  # noqa: BLE001  (the trainer's code: training goes on without this help)
             return [], f"a stage's module was not made: {type(error).__name__}: {error}"
         if tied(modules):
             return [], "the modules that were made share a parameter"
@@ -386,7 +392,7 @@ class Helper:
         if own & {tensor.data_ptr() for _, tensor in parameters_and_buffers(module) if tensor.numel()}:
             return [], "the module that was made shares memory with this rank's own stage"
         weights = sum(tensor.nbytes for _, tensor in parameters_and_buffers(module))
-        # Who keeps single gradients is the second of three at least: the first lets autograd add.
+        # Only helpers after the first keep single gradients. The line then has three ranks or more: a third each.
         share = -(-asked["microbatches"] // 3)
         needed = memory_needed(weights, share)
         free = available_memory()
@@ -396,7 +402,7 @@ class Helper:
 
 
 class _Work:
-    """The stages of a rank, replayed for it."""
+    """Replay of the owner's stages on this helper, from the first step to the owner's last note."""
 
     def __init__(
         self,
@@ -434,7 +440,7 @@ class _Work:
         self._steps = self._verified = self._told = 0
 
     def _stage(self, module: torch.nn.Module, index: int, of: int, state: TrainerState) -> Any:
-        """Placed like its owner's: so are its neighbours, and which of them are on one rank."""
+        """Returns the stage with the owner's placement, so it has the same neighbours, on the same ranks."""
         own = state.stages[0]
         stage: Any = LoggedPipelineStage(module, index, of, own.device, group=own.group)
         stage.stage_index_to_group_rank = dict(own.stage_index_to_group_rank)
@@ -445,7 +451,7 @@ class _Work:
     def run(self, owner: int, reader: LogReader) -> None:
         for stream in self._streams():
             self._logged[stream] = {}
-            with suppress(RecordMissing):  # the owner had logged nothing yet
+            with suppress(RecordMissing):  # the owner had not logged a record yet
                 self._logged[stream] = reader.digests(stream, self._from, cancelled=self._called_off)
         self._channel.begin_replay(reader, self._from, ())
         self._channel.want(self._share, self._from)
@@ -454,7 +460,7 @@ class _Work:
             self._step(owner, note)
 
     def _called_off(self) -> bool:
-        """No; or raises Interrupted."""
+        """Returns False, or raises Interrupted."""
         self._check()
         return False
 
@@ -466,7 +472,7 @@ class _Work:
         return told
 
     def _streams(self) -> Iterator[str]:
-        """What the stages send to other ranks."""
+        """Yields the streams of what the stages send to other ranks."""
         here = {stage.stage_index for stage in self._stages}
         for index in sorted(here):
             for kind, beside in ((FORWARD, index + 1), (BACKWARD, index - 1)):
@@ -492,7 +498,8 @@ class _Work:
         self._steps += 1
 
     def _compute(self, note: dict[str, Any]) -> tuple[dict[int, torch.Tensor], list[list[torch.Tensor]]]:
-        """Losses by microbatch, and what each parameter's gradient is to be added."""
+        """Returns the losses by microbatch, and the addends of each parameter's gradient. Raises ReplayRefused for an
+        error of the module's."""
         parameters = list(self._module.parameters())
         ambient = set_module_modes(self._module, note)
         gradients = OwnGradients(parameters, first=self._first)
@@ -506,7 +513,7 @@ class _Work:
                 )
         except (SwiftError, Interrupted, Broken):
             raise
-        except Exception as error:  # the owner's did no such thing
+        except Exception as error:  # the owner's step did not raise
             raise ReplayRefused(f"microbatches of stages {self._indices}: {error}") from error
         finally:
             gradients.close()
@@ -557,7 +564,7 @@ class _Work:
 
 
 def state_digest(state: TrainerState) -> str:
-    """XXH3 over names, types, shapes and bytes of everything that a checkpoint would hold."""
+    """Returns the XXH3 digest of names, types, shapes and bytes of everything that a checkpoint would hold."""
     tensors, rest = split(state.state_dict())
     digest = xxhash.xxh3_128(json.dumps(rest).encode())
     for name in sorted(tensors):

@@ -1,8 +1,8 @@
-"""One call of a schedule in which some ranks are missing: its ranks compute microbatches of other origins among theirs.
+"""One call of a schedule in a degraded world: its ranks compute microbatches of other origins among their own.
 
-torch's schedules give each stage one rank. So the call is carried out here: each rank walks its own list of actions
-(`swift_ft.train.rerouted_call`), sends what it has computed to whoever computes the next part, and keeps the
-gradients of other origins apart (`swift_ft.train.gradient_sums`).
+torch's schedules give each stage one rank, so this module carries the call out itself. Each rank executes its own list
+of actions, sends its results to the rank that computes the next part, and keeps the gradients of other origins separate
+(`swift_ft.train.gradient_sums`).
 """
 
 import copy
@@ -40,7 +40,7 @@ from swift_ft.train.boundary_log import Channel
 from swift_ft.train.gradient_sums import SharedSums, Turn
 from swift_ft.train.reducer import Contribution, Row, Shares, Whole
 
-# A call of a torch schedule, carried out by somebody else: the private names of schedules and stages that this takes.
+# Private names of torch's schedules and stages that are needed to carry out a call in a schedule's place.
 #
 # `torch_private` has the rest.
 
@@ -55,8 +55,8 @@ torch_private.require(
 
 
 def activations_held(schedule: Any) -> tuple[int, ...] | None:
-    """By pipeline rank: of how many microbatches, over its stages, activations are held at a time, at most. None:
-    nobody knows."""
+    """Returns the maximum number of activations held at a time, over its stages, for each pipeline rank. None if it is
+    not known for this schedule."""
     count = torch_private.schedule_microbatches(schedule)
     if type(schedule) is _schedules.Schedule1F1B:
         return tuple(min(count, schedule._num_stages - rank) for rank in range(schedule._num_stages))
@@ -79,7 +79,8 @@ def _most_held(actions: Iterable[tuple[int, str, int]]) -> int:
 
 
 def instead_of_calls(schedule: Any, call: Any) -> None:
-    """What the schedule would do with its microbatches, ``call(schedule, its own way, arguments by name)`` does."""
+    """Makes the schedule run ``call(schedule, inner, arguments)`` instead of its own execution of microbatches. `inner`
+    is that execution as a function without arguments; `arguments` are by name."""
     inner = schedule._step_microbatches
     signature = inspect.signature(inner)
 
@@ -90,13 +91,13 @@ def instead_of_calls(schedule: Any, call: Any) -> None:
 
 
 def split_inputs(schedule: Any, call: dict[str, Any]) -> None:
-    """In a call with these arguments: `arg_mbs` and `kwarg_mbs` have an entry for each microbatch from then on."""
+    """Sets `arg_mbs` and `kwarg_mbs` of a call's arguments to lists with one entry for each microbatch."""
     given = [call.get(key) for key in ("arg_mbs", "kwarg_mbs", "target_mbs", "losses")]
     call["arg_mbs"], call["kwarg_mbs"] = schedule._check_inputs(*given)
 
 
 def initialize_stages(schedule: Any, call: dict[str, Any]) -> None:
-    """What every schedule does first in a call with these arguments: in the first one shapes are learnt."""
+    """Does what every schedule does first in a call with these arguments; infers shapes in the first call."""
     split_inputs(schedule, call)
     arg_mbs, kwarg_mbs = call["arg_mbs"], call["kwarg_mbs"]
     targets = call.get("target_mbs")
@@ -107,14 +108,15 @@ def initialize_stages(schedule: Any, call: dict[str, Any]) -> None:
 
 
 def skips_stages(stage: Any) -> bool:
-    """It gets tensors from others than the stage before it, or sends some to others than the one behind it."""
+    """Returns whether the stage receives from a stage other than the previous one, or sends to one other than the
+    next."""
     sources = {info.source for info in stage.args_recv_info.get(0, ()) if not info.is_root_arg}
     sent = {to for stages in stage.act_send_info.values() for to in stages if to is not None}
     return bool(sources - {stage.stage_index - 1} or sent - {stage.stage_index + 1})
 
 
 def compute_loss(schedule: Any, output: Any, target: Any, loss_kwargs: Any) -> Any:
-    """Of one microbatch; None if the schedule has no loss function."""
+    """Returns the loss of one microbatch; None if the schedule has no loss function."""
     if schedule._loss_fn is None:
         return None
     loss = (loss_kwargs,) if loss_kwargs is not None else ()
@@ -122,19 +124,20 @@ def compute_loss(schedule: Any, output: Any, target: Any, loss_kwargs: Any) -> A
 
 
 def give_losses(schedule: Any, own: list[Any], call: dict[str, Any]) -> None:
-    """The losses of this rank's own microbatches, in their order, where a trainer expects them."""
+    """Stores the losses of this rank's own microbatches, in their order, where the trainer expects them."""
     schedule._internal_losses[:] = own
     schedule._update_losses(torch_private.schedule_stages(schedule), call.get("losses"))
 
 
 def free_chunk(stage: Any) -> int:
-    """The first number of a microbatch that no schedule of the stage uses."""
+    """Returns the first microbatch number that no schedule of the stage uses."""
     return 1 + max((*stage.args_recv_info, *stage.grad_recv_info), default=-1)
 
 
 @contextmanager
 def more_chunks(stage: Any, chunks: Iterable[int]) -> Iterator[None]:
-    """In here there are receive buffers for these numbers of microbatches as well, like those of the first one."""
+    """Returns a context in which the stage also has receive buffers for these microbatch numbers, shaped like those of
+    microbatch 0."""
     before, chunks = stage.chunks, list(chunks)
     for infos in (stage.args_recv_info, stage.grad_recv_info):
         for chunk in chunks:
@@ -157,18 +160,17 @@ def _alike(info: Any) -> Any:
     return other
 
 
-# Who computes what, in which order, in a call of a schedule that lacks ranks.
+# Distribution and order of the computation in a call of a schedule in a degraded world.
 #
-# A `Call` says what is to be done, `Seconds` what each part of it takes; `plan` puts it in an order
-# (`swift_ft.planner.canonical_plans`). Every rank makes the same plan from the same numbers, or has one that was made
-# ahead (`swift_ft.train.rerouting`).
+# A `Call` describes the work and `Seconds` the time of each part; `plan` orders it (`swift_ft.planner.schedule`). Every
+# rank makes the same plan from the same numbers, or uses one that was made ahead (`swift_ft.train.rerouting`).
 
 Orders = Mapping[int, tuple[Action, ...]]
-"""By slot: what it does, one after the other."""
+"""Slot -> its actions in execution order."""
 
 
 class Routes(NamedTuple):
-    """Who computes what in a call, and when."""
+    """The rank and the order of each computation in a call."""
 
     work: Work
     orders: Orders
@@ -177,23 +179,23 @@ class Routes(NamedTuple):
         return self.work.owners[stage, origin][microbatch]
 
     def microbatches_of(self, slot: int, stage: int, origin: int) -> list[int]:
-        """That this rank computes, ascending."""
+        """Returns the origin's microbatches that this rank computes at the stage, ascending."""
         return [mb for mb, owner in enumerate(self.work.owners[stage, origin]) if owner == slot]
 
     def is_shared(self, stage: int, origin: int) -> bool:
-        """Several ranks compute the origin's microbatches there."""
+        """Returns whether several ranks compute the origin's microbatches at the stage."""
         return len(set(self.work.owners[stage, origin])) > 1
 
     def sharers(self, slot: int, own: int) -> list[int]:
-        """The ranks of this one's stages, ascending. `own`: its own origin."""
+        """Returns the ranks that compute at this rank's stages, ascending. `own`: its own origin."""
         stage = self._stages(slot, own)[0]
         return sorted(
             {owner for origin in range(self.work.origins) for owner in self.work.owners[stage, origin]}
         )
 
     def share_of(self, slot: int, own: int) -> list[Row]:
-        """What a rank has gradients of besides those of its own batch: of batches that it has adopted alone, and a part
-        of each that its peers have adopted with it."""
+        """Returns the rows of gradients that a rank has in addition to its own batch's: one for each batch that it has
+        adopted alone, and one for its part of each batch that it shares with peers."""
         stage, place = self._stages(slot, own)[0], self.sharers(slot, own).index(slot)
         rows = []
         for origin in range(self.work.origins):
@@ -204,8 +206,8 @@ class Routes(NamedTuple):
         return rows
 
     def turns(self, slot: int, own: int) -> list[Turn]:
-        """In which the peers of a rank sum what they share: about as they compute it, and each origin's microbatches
-        ascending."""
+        """Returns the order in which a rank and its peers sum shared gradients: about the order of computation, with
+        each origin's microbatches ascending."""
         sharers, stages = self.sharers(slot, own), self._stages(slot, own)
         ends = {
             (action.stage, action.origin, action.microbatch): (number + 1) / len(self.orders[each])
@@ -225,34 +227,36 @@ class Routes(NamedTuple):
         return [turn for _, turn in sorted(turns)]
 
     def _stages(self, slot: int, own: int) -> list[int]:
-        """Of this rank. At each of them it computes the same microbatches."""
+        """Returns the stages of this rank. It computes the same microbatches at each of them."""
         owners = self.work.owners
         return [stage for stage, origin in owners if origin == own and slot in owners[stage, own]]
 
 
 class Seconds(NamedTuple):
-    """What parts of a step take, in any unit."""
+    """Durations of the parts of a step, in any unit."""
 
     stages: tuple[tuple[float, float, float], ...]
-    """By stage, of a microbatch: the forward, and the two parts of the backward (for inputs, for weights)."""
+    """For each stage, durations per microbatch: forward, backward for inputs, backward for weights."""
     transfer: float = 0.0
-    """From one stage's rank to the next one's."""
+    """Duration of a message from one stage's rank to the next one's."""
 
 
 def equal_seconds(stages: int) -> Seconds:
-    """If nobody has measured anything."""
+    """Returns the default without measurements: equal stages, a backward twice as long as a forward."""
     return Seconds(tuple(_in_parts(1.0, 2.0, _weights_share(stage, stages)) for stage in range(stages)))
 
 
 def seconds_of(told: Sequence[torch.Tensor], transfers: Sequence[float] = ()) -> Seconds:
-    """From what ranks have measured: [stages, 3] of each (forward, whole backward, the share of weights in it), with
-    nan for what it does not know; and what messages between neighbours took. The median of those that know, in units
-    of the mean forward. Of equal stages if nobody knows what one of them takes."""
+    """Returns the medians of all ranks' measurements, in units of the mean forward.
+
+    `told`: for each rank, [stages, 3] of forward, whole backward and the share of weights in it; nan where unknown.
+    `transfers`: durations of messages between neighbours. If a stage's times are unknown to all, assumes equal stages.
+    """
     medians = torch.stack(list(told)).nanmedian(dim=0).values
     taken, stages = medians[:, :2], len(medians)
     if not bool(torch.isfinite(taken).all() and (taken > 0).all()):
         return equal_seconds(stages)
-    # One rounding, whatever the processor: all ranks plan by the same numbers.
+    # fsum rounds once, on every CPU alike: all ranks plan by the same numbers.
     mean = math.fsum(taken[:, 0].tolist()) / stages
     known = sorted(seconds for seconds in transfers if 0 <= seconds < math.inf)
     return Seconds(
@@ -267,8 +271,8 @@ def seconds_of(told: Sequence[torch.Tensor], transfers: Sequence[float] = ()) ->
 
 
 def _weights_share(stage: int, stages: int) -> float:
-    """Of a backward, if nobody has measured it. Of the first stage it is all: there torch computes the whole backward
-    with the weights."""
+    """Returns the assumed share of weights in a backward that was not measured. It is 1 for the first stage, where
+    torch computes the whole backward in the weights' part."""
     return 1.0 if stage == 0 and stages > 1 else 0.5
 
 
@@ -278,21 +282,21 @@ def _in_parts(forward: float, backward: float, share: float) -> tuple[float, flo
 
 
 class Call(NamedTuple):
-    """What is to be done in a call, before anybody has put it in an order. The same at all ranks."""
+    """The work of a call before it is ordered. Equal at all ranks."""
 
     owners: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
     """((stage, origin), the slot that computes each of its microbatches)."""
     stages: int
     microbatches: int
     split: bool
-    """Backwards are."""
+    """Backwards are split into parts for inputs and for weights."""
     cap: tuple[tuple[int, int], ...] | None
-    """(slot, how many activations it may hold at a time). None: any number."""
+    """(slot, maximum number of activations held at a time). None: no limit."""
     staggered: bool
-    """What counts is the time between two steps that overlap."""
+    """Steps overlap, so plans are compared by the time between two steps."""
 
     def work(self, seconds: Seconds) -> Work:
-        """Raises ValueError if some microbatch is computed by nobody."""
+        """Returns the planner's description of this call. Raises ValueError if a microbatch has no owner."""
         forward, inputs, weights = zip(*seconds.stages, strict=True)
         return Work(
             stages=self.stages,
@@ -308,10 +312,10 @@ class Call(NamedTuple):
 
 
 def call_of(assignment: Assignment, schedule: Any, *, split: bool, memory: float, staggered: bool) -> Call:
-    """Of this schedule in this generation.
+    """Returns the call of this schedule under this assignment.
 
-    `split`: backwards are split, also if the schedule's are whole. `memory`: how many times the activations that a rank
-    holds in the schedule it may hold, at most.
+    `split`: backwards are split, even if the schedule's are whole. `memory`: limit on the activations that a rank
+    holds, as a multiple of those that it holds in the schedule.
     """
     stages = torch_private.schedule_stages(schedule)
     groups = dict(stages[0].stage_index_to_group_rank)
@@ -334,41 +338,41 @@ def call_of(assignment: Assignment, schedule: Any, *, split: bool, memory: float
 
 @lru_cache(maxsize=8)
 def plan(call: Call, seconds: Seconds) -> Routes:
-    """As `planned`, once for each."""
+    """Caches `planned`."""
     return planned(call, seconds)
 
 
 def planned(call: Call, seconds: Seconds) -> Routes:
-    """The quickest order that is found. Raises ValueError as `Call.work`."""
+    """Returns the routes of the fastest order found. Raises ValueError like `Call.work`."""
     work = call.work(seconds)
     steps = [plan_step(work), *(found_steps(work) if call.staggered else ())]
     if seconds != equal_seconds(call.stages):
-        # The rules are no exact method: now and then they find more where all stages are alike.
+        # The planner is a heuristic: sometimes it finds a faster order from equal stage times.
         steps.append(plan_step(call.work(equal_seconds(call.stages))))
     return Routes(work, min(steps, key=lambda step: period(work, step, staggered=call.staggered)).orders())
 
 
 _SLOTS = 16
-"""Tensors that one stage sends to the next, at most."""
+"""Maximum number of tensors that one stage sends to the next."""
 MESSAGES_MAX = (COLLECTIVES - REROUTED) // (2 * _SLOTS)
-"""Stages x origins x microbatches, at most."""
+"""Maximum of stages x origins x microbatches."""
 
 
 class Inputs(NamedTuple):
-    """What enters an origin's call of the schedule from outside, at one stage group: by microbatch."""
+    """External inputs of an origin's call of the schedule, at one stage group; sequences are by microbatch."""
 
     args: Sequence[Any]
     kwargs: Sequence[Any]
     targets: Sequence[Any] | None
     loss_kwargs: Mapping[str, Any] | None = None
     gradients: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({})
-    """What is there before the call: zeros, or what the trainer has computed by itself."""
+    """Gradients that exist before the call: zeros, or computed by the trainer itself."""
 
 
 class ReroutedCall:
-    """One, at one rank. Trainer's thread.
+    """One rerouted call at one rank. Used on the trainer's thread.
 
-    ``run()``, and then `shares`: what belongs to other origins. Raises RuntimeError if a peer is lost.
+    ``run()``, then `shares` for the gradients of other origins. Raises RuntimeError if a peer is lost.
     """
 
     def __init__(
@@ -383,8 +387,8 @@ class ReroutedCall:
         apart: bool,
         not_shared: Callable[[str], UsageError],
     ) -> None:
-        """`quiet`: a context in which nobody is shown what passes. `apart`: gradients of other origins are kept so.
-        `not_shared`: as `SessionConfig.not_shared`."""
+        """`quiet`: returns a context in which the witness is shown no tensors. `apart`: gradients of other origins are
+        kept separate. `not_shared`: `SessionConfig.not_shared`."""
         self._routes = routes
         self._slot = slot
         self._own = origin
@@ -394,7 +398,7 @@ class ReroutedCall:
         self._not_shared = not_shared
         self._apart = apart
         self._accumulators: dict[tuple[int, int], Accumulator] = {}
-        """(stage, origin) -> the gradients of a batch that this rank computes alone."""
+        """(stage, origin) -> gradients of a batch that this rank computes alone."""
         self._sums: SharedSums | None = None
         self._turns: dict[tuple[int, int, int], Turn] = {}
         """(stage, origin, microbatch) -> its turn in `_sums`."""
@@ -402,15 +406,16 @@ class ReroutedCall:
         self._inputs: Mapping[int, Inputs] = {}
         self._sends: list[Any] = []
         self._chunks: dict[tuple[int, int], int] = {}
-        """(origin, microbatch) -> the number under which stages keep what they have of it."""
+        """(origin, microbatch) -> the microbatch number under which the stages keep its tensors."""
         self._scale = 1
-        """What gradients are divided by under the schedule that was called: a trainer may have several."""
+        """Divisor of gradients under the schedule that was called. A trainer may have several schedules."""
         self._losses: dict[tuple[int, int], Any] = {}
+        """(origin, microbatch) -> loss."""
         self._outputs: dict[int, Any] = {}
-        """Of the last stage, by microbatch of this rank's own."""
+        """Microbatch of this rank's own batch -> output of the last stage."""
 
     def run(self, schedule: Any, call: dict[str, Any], inputs: Mapping[int, Inputs]) -> None:
-        """`call`: the arguments of this rank's own call, by name; `inputs`: of other origins."""
+        """Carries out the call. `call`: arguments of this rank's own call, by name; `inputs`: of other origins."""
         routes, count = self._routes, self._routes.work.microbatches
         self._scale = torch_private.schedule_grad_scale(schedule)
         initialize_stages(schedule, call)
@@ -448,12 +453,13 @@ class ReroutedCall:
             stage.perform_reduce_grad(self._scale)
 
     def computed(self, origin: int) -> list[int]:
-        """The microbatches of another origin that this rank computes, ascending."""
+        """Returns the microbatches of another origin that this rank computes, ascending."""
         orders = self._routes.orders.get(self._slot, ())
         return sorted({action.microbatch for action in orders if action.origin == origin})
 
     def shares(self, slots: Sequence[int], origins: Sequence[int]) -> Shares:
-        """`slots`, `origins`: of the ranks of the data group, by their places. After `run`."""
+        """(after `run`) Returns this rank's contributions and the rows of all ranks. `slots`, `origins`: of the ranks
+        of the data group, by place."""
         rows = [
             [Row(origin), *self._routes.share_of(slot, origin)]
             for slot, origin in zip(slots, origins, strict=True)
@@ -462,12 +468,12 @@ class ReroutedCall:
         return Shares(rows, place, self.contributions(rows[place][1:]), self._scale)
 
     def contributions(self, rows: Sequence[Row]) -> list[Contribution]:
-        """What this rank has in each of its rows."""
+        """Returns this rank's contribution to each of its rows."""
         return [self._contribution(row.origin) for row in rows]
 
     @property
     def bytes_max(self) -> int:
-        """Of other origins' gradients, that this rank held at a time."""
+        """Maximum bytes of other origins' gradients that this rank held at a time."""
         whole = sum(
             gradient.nbytes
             for (_, origin), accumulator in self._accumulators.items()
@@ -503,7 +509,8 @@ class ReroutedCall:
 
     @contextmanager
     def _with_chunks(self, stages: Collection[Any], order: Iterable[Action]) -> Iterator[None]:
-        """In here each stage has room for what it has of each microbatch. Numbers of other schedules stay theirs."""
+        """Returns a context in which each stage has buffers for the other origins' microbatches of `order`, under
+        numbers that no schedule uses."""
         others = sorted({(a.origin, a.microbatch) for a in order if a.origin != self._own})
         first = max(free_chunk(stage) for stage in stages)
         self._chunks = {each: number for number, each in enumerate(others, first)}
@@ -526,7 +533,7 @@ class ReroutedCall:
         if origin == self._own:
             yield
             return
-        # What a forward changes in its modules (buffers, counters) is the origin's own, whose rank is not there.
+        # A forward's changes to its modules (buffers, counters) belong to the origin, so they are undone here.
         self._modules.keep()
         self._modules.lend()
         try:
@@ -546,7 +553,7 @@ class ReroutedCall:
         return tag
 
     def _receive(self, stage: Any, action: Action) -> list[Any]:
-        """What the action needs of another rank, under way."""
+        """Posts the receives that the action needs from another rank, and returns them."""
         forward = action.kind == FORWARD
         if action.kind == BACKWARD_WEIGHT or (stage.is_first if forward else stage.is_last):
             return []
@@ -622,7 +629,7 @@ class ReroutedCall:
         return self._routes.owner(stage, action.origin, action.microbatch) == self._slot
 
     def _into(self, stage: Any, action: Action) -> AbstractContextManager[None]:
-        """Where gradients of weights of this microbatch go."""
+        """Returns the context that directs this microbatch's weight gradients to their accumulator."""
         if action.kind == BACKWARD_INPUT or (not self._apart and action.origin != self._own):
             return nullcontext()
         turn = self._turns.get((action.stage, action.origin, action.microbatch))
@@ -637,7 +644,7 @@ class ReroutedCall:
 
     @contextmanager
     def _giving(self, stage: Any, turn: Turn) -> Iterator[None]:
-        """Around what computes the gradients of a microbatch that is summed with those of peers."""
+        """Returns the context that collects a microbatch's weight gradients for the sum with those of peers."""
         assert self._sums is not None
         begun = self._inputs[turn.origin].gradients if turn.microbatch == 0 else {}
         accumulator = Accumulator(stage.submod.parameters(), [turn.microbatch], own=False, begun=begun)

@@ -1,12 +1,12 @@
-"""Microbatches of data-parallel ranks whose slots are vacant, computed by the peers of their stages among their own.
+"""Rerouting: the microbatches of vacant slots are computed by the peers of their stages, among their own.
 
-Before its own step a rank carries the trainer's step out once for each origin that it computes some of, up to the call
-of the schedule: then it knows what enters it from outside. It takes that step back. In its own step the schedule's call
-is a `ReroutedCall`: the ranks of all pipelines compute all microbatches together. Gradients of other origins are kept
-apart, and are added in the order of origins and microbatches (`swift_ft.train.reducer`): the bits are those of a full
-world.
+An *origin* is the data-parallel rank of a batch. Before its own step a rank runs the trainer's step once for each
+other origin of which it computes microbatches, up to the call of the schedule, to get that call's external inputs. It
+takes that step back. In its own step the schedule's call is a `ReroutedCall`: the ranks of all pipelines compute all
+microbatches together. Gradients of other origins are kept separate, and are added in the order of origins and
+microbatches (`swift_ft.train.reducer`): the bits are those of a full world.
 
-Whether a trainer's step can be carried out for another origin is tried out as for `Adoption`, in a full world.
+A trial in a full world checks that a trainer's step can be run for another origin, as for `Adoption`.
 """
 
 import json
@@ -50,12 +50,11 @@ from swift_ft.train.rerouted_call import (
 )
 from swift_ft.train.shared_replay import StepAction, unordered
 
-# Which calls of schedules can be carried out without some ranks (`swift_ft.train.rerouting`), as far as it shows before
-# they are called.
+# Checks, before any call, that a schedule's calls can be carried out in a degraded world.
 
 
 def problem_of(schedule: Any, dp_size: int, *, exact_gradients: bool) -> str:
-    """Why calls of this schedule cannot be; empty: they can. `dp_size`: of the full world."""
+    """Returns why calls of this schedule cannot be rerouted; empty if they can. `dp_size`: of the full world."""
     actions = torch_private.schedule_actions(schedule)
     if actions is None:
         return "nobody knows what it computes in which order"
@@ -67,41 +66,41 @@ def problem_of(schedule: Any, dp_size: int, *, exact_gradients: bool) -> str:
     if len(set(parameters)) < len(parameters):
         return "two stages of a rank share a parameter, whose gradients cannot be kept apart by microbatch"
     if exact_gradients and any(parameter.is_complex() for parameter in parameters):
-        # torch adds 1 * b to a: a number that changes no bit of what it is added to does not exist then.
+        # torch adds 1 * b to a, so no complex number can be added without changing bits of the other addend.
         return "a parameter is complex: sums of complex gradients in parts have other zeros"
     messages = held[0].num_stages * dp_size * count
     return "" if messages <= MESSAGES_MAX else f"{messages} messages of a step cannot be told apart"
 
 
 def hooked_parameter(stages: Sequence[Any]) -> str:
-    """The name of one with a hook that is called when a gradient has been added up; empty: there is none. A lost rank's
-    peers add those of their microbatches apart from each other."""
+    """Returns the name of a parameter with a hook on accumulated gradients; empty if there is none. Rerouting cannot
+    call such a hook correctly: a lost rank's peers accumulate the gradients of their microbatches separately."""
     named = (pair for stage in stages for pair in stage.submod.named_parameters())
     return next((name for name, parameter in named if torch_private.told_of_sums(parameter)), "")
 
 
-# What a message between neighbouring stages takes, measured between two steps.
+# Measurement of the transfer time between neighbouring stages, between two steps.
 #
-# The ranks of each pipeline send each other a message as large as those that their stages send, there and back: first
-# those of even stage groups to the next ones, then those of odd ones. The shortest of several rounds counts.
+# The ranks of each pipeline exchange a message of the size that their stages send, there and back: first the even
+# stage groups with the next ones, then the odd ones. The shortest of several rounds counts.
 
 ROUNDS = 3
-"""The first one may have to wait for the other rank."""
+"""Round trips of a measurement. In the first one the other rank may not be ready yet."""
 FIRST_MEASURED = 4
-"""The step before which they are for the first time: some steps are measured by then."""
+"""The step before which transfers are measured first: the times of some steps are known by then."""
 
 
 def measures(step: int) -> bool:
-    """Before this step all ranks measure, and plan ahead: steps 4, 16, 64 and so on."""
+    """Returns whether all ranks measure and plan ahead before this step: steps 4, 16, 64 and so on."""
     return step >= FIRST_MEASURED and step & (step - 1) == 0 and step.bit_length() % 2 == 1
 
 
 def transfer_s(
     world: ReconfigurableGroup, assignment: Assignment, slot: int, sizes: Mapping[int, int]
 ) -> float:
-    """(all ranks of a full world) Seconds one way, to the rank of the next stage group; nan for the last group's ranks,
-    and where no size is known. `sizes`: stage group -> bytes of a message to the next one; the same at all ranks.
-    Raises RuntimeError if a rank is lost."""
+    """(all ranks of a full world) Returns the seconds of a message to the rank of the next stage group, one way; nan
+    for the last group's ranks, and where no size is known. `sizes`: stage group -> bytes of a message to the next one,
+    the same at all ranks. Raises RuntimeError if a rank is lost."""
     group, origin = assignment.slots[slot].stage_group, assignment.slots[slot].dp_rank
     taken = math.nan
     for parity in (0, 1):
@@ -132,55 +131,56 @@ def _answer(world: ReconfigurableGroup, other: int, size: int) -> None:
         world.send([buffer], other, PROBE).wait()
 
 
-# Plans for the loss that may come next, made before it comes.
+# Plans for the next loss of a rank, made ahead of it.
 #
-# To put a step in an order takes milliseconds in a small job and seconds in a large one (docs/adaptive.md), and after a
-# loss all would wait for it. So each rank makes one plan while it trains, in a thread of its own: for the loss of the
-# rank that follows it. Together they have one for every loss. After a loss whoever has the plan sends it to all.
+# Ordering a step takes milliseconds in a small job and seconds in a large one (docs/adaptive.md), and after a loss all
+# ranks would wait for it. So while it trains each rank plans, in a separate thread, for the loss of the rank that
+# follows it. Together the ranks have a plan for every loss. After a loss the rank that has the plan sends it to all.
 #
-#     (trainer's thread)  ``begin`` of a generation → ``agree`` if it lacks ranks → ``prepare`` → ``routes`` in each
+#     (trainer's thread)  ``begin`` of a generation → ``agree`` in a degraded world → ``prepare`` → ``routes`` in each
 #                         call; ``go_on`` before each step
 #
-# The thread takes turns with the trainer's own: while it plans, Python code of the trainer takes longer. So it plans
-# seldom (`transfers.measures`), and not again for what takes about as long as before.
+# The thread shares the interpreter lock with the trainer's: while it plans, the trainer's Python code is slower. So it
+# plans seldom (`measures`), and does not repeat a plan while the stage times are about the same.
 #
-# Two ranks that are lost at once, or the loss of a rank whose plan is lost with it, are planned for when it happens.
+# Two simultaneous losses, and a loss whose plan is lost with the rank that had it, are planned for when they happen.
 
 KEPT = 8
-"""Plans that a rank keeps, at most. It makes one for each schedule of the trainer and each loss."""
+"""Maximum number of plans that a rank keeps. It makes one for each schedule of the trainer and each loss."""
 _KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
 class PlansAhead:
-    """One rank's."""
+    """One rank's plans for possible losses."""
 
     def __init__(self, slot: int, world: ReconfigurableGroup) -> None:
         self._slot = slot
         self._world = world
         self._kept: dict[Call, tuple[Seconds | None, Orders]] = {}
-        """That this rank has, the newest last; it may be alone with one. None: another one has made it."""
+        """Plans that this rank has, the newest last; other ranks may lack them. Seconds are None if another rank made
+        the plan."""
         self._agreed: dict[Call, Orders] = {}
-        """That all ranks of this generation have."""
+        """Plans that all ranks of this generation have."""
         self._made: SimpleQueue[tuple[Call, Seconds, Orders]] = SimpleQueue()
-        """By the thread."""
+        """Plans that the thread has finished."""
         self._thread: threading.Thread | None = None
         self._due: tuple[Assignment, Callable[[Assignment], Sequence[Call]], Seconds] | None = None
-        """What the thread is to be begun for, once it has done something else."""
+        """Arguments of `prepare` for which no thread is started yet."""
 
     def begin(self) -> None:
-        """Another generation does: whatever its ranks have agreed on before, a process that is new has not."""
+        """(a generation begins) Discards the plans agreed on before: a new process does not have them."""
         self._agreed, self._due = {}, None
 
     def prepare(
         self, assignment: Assignment, calls: Callable[[Assignment], Sequence[Call]], seconds: Seconds
     ) -> None:
-        """Plans for the loss of the rank that follows, from here on or later (`go_on`). `calls`: of the trainer's
-        schedules, in a world."""
+        """Starts to plan for the loss of the following rank, or leaves that to `go_on`. `calls`: returns the calls of
+        the trainer's schedules under an assignment."""
         self._due = assignment, calls, seconds
         self.go_on()
 
     def go_on(self) -> None:
-        """(before a step) Begins what is due."""
+        """(before a step) Starts the thread if a plan is due and the thread is idle."""
         if self._due is None or (self._thread is not None and self._thread.is_alive()):
             return
         (assignment, calls, seconds), self._due = self._due, None
@@ -198,11 +198,12 @@ class PlansAhead:
             self._thread.start()
 
     def agree(self, calls: Sequence[Call]) -> bool:
-        """(all ranks, with the same calls) Everybody gets what somebody has. Whether that is all of them."""
+        """(all ranks, with the same calls) Sends each plan that some rank has to all ranks. Returns whether all calls
+        have a plan now."""
         self._take_made()
         calls = calls[:KEPT]
         mine = {call: packed(self._kept[call][1]) for call in calls if call in self._kept}
-        own = torch.zeros(KEPT, 2, dtype=torch.int64)  # of one size, whatever a rank knows of
+        own = torch.zeros(KEPT, 2, dtype=torch.int64)  # the same size on all ranks
         for row, call in enumerate(calls):
             own[row, 0] = _digest(call)
             own[row, 1] = len(mine[call]) if call in mine else 0
@@ -221,14 +222,14 @@ class PlansAhead:
         return len(self._agreed) == len(set(calls))
 
     def routes(self, call: Call, seconds: Seconds) -> Routes:
-        """By the plan that all have agreed on, or else by one that is made now."""
+        """Returns the routes of the plan that all ranks have, or of one that is made now."""
         orders = self._agreed.get(call)
         return plan(call, seconds) if orders is None else Routes(call.work(seconds), orders)
 
     # --- ---
 
     def _plan(self, lost: int, calls: Sequence[Call], seconds: Seconds) -> None:
-        """(a thread)"""
+        """(the planning thread) Plans each call and queues the plans."""
         for call in calls:
             began = time.thread_time()
             self._made.put((call, seconds, planned(call, seconds).orders))
@@ -250,14 +251,15 @@ class PlansAhead:
 
 
 def next_lost(assignment: Assignment, slot: int) -> int | None:
-    """The rank whose loss this one plans for: the next one that has a peer. None: there is none."""
+    """Returns the rank whose loss this one plans for: the next one, cyclically, that has a peer. None without one."""
     there = assignment.occupied
     behind = there[there.index(slot) + 1 :] + there[: there.index(slot)]
     return next((other for other in behind if len(assignment.group(other)) > 1), None)
 
 
 def alike(one: Seconds, other: Seconds) -> bool:
-    """Nothing takes a fifth of a forward more or less than there: a plan by the one is as good by the other."""
+    """Returns whether no part differs by more than a fifth of a mean forward, so that a plan for one serves the
+    other."""
     pairs = zip([*_flat(one), one.transfer], [*_flat(other), other.transfer], strict=True)
     return all(abs(before - now) <= 0.2 for before, now in pairs)
 
@@ -267,7 +269,7 @@ def _flat(seconds: Seconds) -> list[float]:
 
 
 def packed(orders: Orders) -> torch.Tensor:
-    """As whole numbers: for each slot its number, that of its actions, and four for each action."""
+    """Encodes orders as int32: for each slot its number, the number of its actions, and four numbers per action."""
     numbers: list[int] = []
     for slot, actions in orders.items():
         numbers += (slot, len(actions))
@@ -277,7 +279,7 @@ def packed(orders: Orders) -> torch.Tensor:
 
 
 def unpacked(numbers: torch.Tensor) -> Orders:
-    """What `packed` was given."""
+    """Decodes the result of `packed`."""
     orders: dict[int, tuple[Action, ...]] = {}
     rest = iter(numbers.tolist())
     for slot in rest:
@@ -293,36 +295,37 @@ def _broadcast(numbers: torch.Tensor, root: int, collectives: Collectives) -> No
 
 
 def _digest(call: Call) -> int:
-    """Equal calls, at all ranks, have equal ones."""
+    """Returns a digest that is equal for equal calls, also between ranks."""
     return xxhash.xxh3_64_intdigest(repr(tuple(call)).encode()) >> 1
 
 
-# A step that lacks ranks, tried out while all are there: what it would compute is compared with what a full world has.
+# Trial of a degraded step in a full world: its results are compared with those of the full world.
 #
-# One slot of each stage group is taken for vacant. The peers of its stage compute its microbatches among their own
-# (`swift_ft.train.rerouting`), and it does nothing. What they have of its gradients is summed as it would be then, and
-# must be what it has computed by itself; what they have of their own must be what it was without that.
+# One slot of each stage group counts as vacant. The peers of its stage compute its microbatches among their own, and
+# its rank is idle. Their parts of its gradients are summed as in a degraded world, and must equal those that it has
+# computed itself. Their own gradients must equal those of a step without rerouting.
 #
-# So a trainer is refused in its first step if something that belongs to a batch reaches a module or the loss by another
-# way than the arguments of `schedule.step` (an attribute, a closure), or if a forward depends on earlier ones.
+# So a trainer is refused in its first step if a part of a batch reaches a module or the loss in another way than as an
+# argument of `schedule.step` (an attribute, a closure), or if a forward depends on earlier ones.
 
 _WORDS_BYTES = 200
-"""Of what a rank tells of a difference."""
+"""Maximum size of a rank's description of a difference."""
 
 
 class Left(NamedTuple):
-    """By a call of a schedule, at one rank."""
+    """Results that a call of a schedule leaves at one rank."""
 
     gradients: OwnGradients
-    """Copies."""
+    """Copies of the gradients."""
     digests: Mapping[str, bytes]
-    """Of all else that it leaves to the trainer, by what it is."""
+    """Description -> digest of every other result: buffers, losses, outputs, states of registered objects."""
 
 
 def left_by(
     schedule: Any, call: Mapping[str, Any], stages: Sequence[Any], objects: Mapping[str, Any]
 ) -> Left:
-    """`call`: its arguments, by name. `stages`: this rank's. `objects`: what the trainer has registered, by name."""
+    """Collects the results of a call. `call`: its arguments, by name. `stages`: of this rank. `objects`: the trainer's
+    registered objects, by name."""
     parameters = chain.from_iterable(stage.submod.parameters() for stage in stages)
     gradients = {p: p.grad.detach().clone() for p in parameters if p.grad is not None and p.requires_grad}
     digests = {
@@ -344,8 +347,8 @@ def left_by(
 
 
 def with_vacancies(assignment: Assignment) -> Assignment:
-    """Of each stage group one slot is vacant, of neighbouring ones those of different origins. Raises ValueError if it
-    is not a full world."""
+    """Returns the assignment with one vacant slot in each stage group, of different origins in neighbouring groups.
+    Raises ValueError if `assignment` is not a full world."""
     groups = enumerate(assignment.groups())
     vacant = {assignment.at(group, group % assignment.dp_size) for group, _ in groups}
     return assignment.held_by(
@@ -354,7 +357,7 @@ def with_vacancies(assignment: Assignment) -> Assignment:
 
 
 def trial_difference(stages: Sequence[Any], one: Left, other: Left) -> str:
-    """The first thing that is not the same, bit for bit; empty: all is."""
+    """Returns a description of the first result that differs in any bit; empty if all are equal."""
     for stage in stages:
         for name, parameter in stage.submod.named_parameters():
             if _differ(one.gradients.get(parameter), other.gradients.get(parameter)):
@@ -370,8 +373,8 @@ def summed(
     mine: Sequence[Contribution],
     scale: int,
 ) -> OwnGradients:
-    """(all ranks of a stage group) The gradients of the one origin to which all rows belong. `rows`: of each rank, by
-    its place; `mine`: this rank's, by row. `scale`: what a sum over microbatches is divided by."""
+    """(all ranks of a stage group) Returns the summed gradients of the one origin to which all rows belong. `rows`: of
+    each rank, by its place; `mine`: this rank's, by row. `scale`: divisor of a sum over microbatches."""
     given: OwnGradients = {}
     parameters = dict.fromkeys(p for stage in stages for p in stage.submod.parameters() if p.requires_grad)
     for parameter in parameters:
@@ -393,7 +396,7 @@ def summed(
 
 
 def all_told(group: ReconfigurableGroup, words: str) -> list[str]:
-    """(all ranks) What each has said, by its place."""
+    """(all ranks) Returns the words of each rank, by its place, each cut to `_WORDS_BYTES`."""
     said = words.encode()[:_WORDS_BYTES].ljust(_WORDS_BYTES)
     heard = group.gathered(torch.frombuffer(bytearray(said), dtype=torch.uint8))
     return [bytes(tensor.tolist()).decode(errors="replace").strip() for tensor in heard]
@@ -406,7 +409,7 @@ def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _bits(value: Any) -> bytes:
-    """Of all the bits of its tensors."""
+    """Returns a digest of dtypes, shapes and bits of all tensors in `value`."""
     state = xxhash.xxh3_128()
     for leaf in torch.utils._pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
@@ -424,51 +427,51 @@ _ONE_CALL = (
 
 
 class Rerouting(Adoption):
-    """One rank's. Trainer's thread."""
+    """The `Adoption` of one rank in a job with pipelines. Used on the trainer's thread."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._capturing = False
         self._captured: Inputs | None = None
         self._inputs: dict[int, Inputs] = {}
-        """By origin: what enters this rank's stages from outside, in the step under way."""
+        """Other origin -> external inputs of this rank's stages in the step under way."""
         self._call: ReroutedCall | None = None
-        """Of the step under way."""
+        """Rerouted call of the step under way."""
         self._calls = 0
-        """Of the schedule, in the step under way."""
+        """Training calls of schedules in the step under way."""
         self._splits: bool | None = None
-        """All ranks get the same bits from split backwards. None: it is not known here."""
+        """Split backwards give the same bits as the schedule at all ranks. None: unknown in this process."""
         self._trying = False
-        """Whether they do."""
+        """The call under way is the trial of split backwards."""
         self._seconds: Seconds | None = None
-        """That stages take, as all have told at the beginning of this generation."""
+        """Stage times that all ranks agreed on at the beginning of this generation."""
         self._transfer = math.nan
-        """Seconds of a message to the next stage's rank, when it was measured last."""
+        """Seconds of a message to the next stage's rank, by the latest measurement."""
         self._plans = PlansAhead(self._slot, self._world)
         self._weights_share: dict[int, float] = {}
-        """Stage -> of the time that a split backward takes, what gradients of weights take."""
+        """Stage -> share of the weight gradients in the time of a split backward."""
         self._stops = False
-        """A step ends with its call of the schedule, and is taken back."""
+        """The step under way ends after its training call of the schedule, and is taken back."""
         self._evaluates = False
-        """In such a step the schedule was called before that for something else."""
+        """In such a step, the schedule was called for evaluation before its training call."""
         self._schedule: Any = None
-        """Whose call the step under way trains by. A trainer may have several."""
+        """Schedule of the latest training call. A trainer may have several schedules."""
         self._looks_again = False
-        """The first step may have hung hooks upon parameters."""
+        """Check parameters for hooks again after the first step, which may register some."""
         self._left: Left | None = None
-        """By that call."""
+        """Results of the call in such a step."""
         self._pretended: Assignment | None = None
-        """In this step, slots of this one are taken for vacant."""
+        """(trial) Assignment with vacant slots that is used instead of the real one."""
         self._made: list[tuple[int, int]] | None = None
-        """Of gradients, as the schedule has left them: which, and of which version. None: nobody need look."""
+        """(id, version) of each gradient after the schedule's call, to detect changes. None: no check is needed."""
 
     def arm(self, *, at_start: bool) -> None:
-        """As `Adoption.arm`."""
+        """Extends `Adoption.arm`."""
         super().arm(at_start=at_start)
         self._looks_again = at_start and self._wanted
 
     def check(self) -> None:
-        """As `Adoption.check`."""
+        """Extends `Adoption.check`. Raises UsageError for a schedule whose calls cannot be rerouted."""
         if not self._state.schedules:
             raise self._config.not_shared("without a pipeline schedule: microbatches are shared")
         for schedule in self._state.schedules:
@@ -478,7 +481,7 @@ class Rerouting(Adoption):
         super().check()
 
     def shares(self) -> Shares | None:
-        """As `Adoption.shares`."""
+        """Implements `Adoption.shares`."""
         assignment = self._assignment()
         if not assignment.adopted:
             return None
@@ -493,7 +496,7 @@ class Rerouting(Adoption):
         return self._call.shares(slots, origins)
 
     def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
-        """As `Adoption.before`: learns what enters the schedule of the origins of which this rank computes some."""
+        """Implements `Adoption.before`: gets the schedule's external inputs for the origins that this rank adopts."""
         self._call, self._inputs, self._calls, self._made = None, {}, 0, None
         self._answers.reduced = False
         if self._channel.replaying:
@@ -514,13 +517,13 @@ class Rerouting(Adoption):
         step: int,
         drop: Callable[[], None],
     ) -> dict[int, Inputs]:
-        """Of each origin of which this rank computes some."""
+        """Returns the inputs of each other origin of which this rank computes microbatches."""
         group, inputs = assignment.slots[self._slot].stage_group, dict[int, Inputs]()
         self._capturing = True
         try:
             for origin in assignment.adopted_by(self._slot):
                 taken = self._carried_out(origin, train_step, step, drop, self._taken)
-                # Gradients that were there before are a part of those of the first microbatch.
+                # Gradients from before the call count as a part of the first microbatch's.
                 begins = assignment.owner(group, origin, 0) == self._slot
                 inputs[origin] = taken if begins else taken._replace(gradients={})
             return inputs
@@ -542,7 +545,7 @@ class Rerouting(Adoption):
         return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
 
     def after(self) -> None:
-        """As `Adoption.after`."""
+        """Extends `Adoption.after`. Raises UsageError if the step has called the schedule more than once."""
         super().after()
         if self._calls > 1:
             raise self._config.not_shared(_ONE_CALL)
@@ -551,7 +554,7 @@ class Rerouting(Adoption):
             self._check_hooks(self._channel.step)
 
     def _begin(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
-        """The first step of a generation."""
+        """(first step of a generation) Runs trials if due, and agrees on stage times and plans."""
         self._begins, self._seconds = False, None
         self._plans.begin()
         self._agree_on_shapes()
@@ -561,13 +564,13 @@ class Rerouting(Adoption):
                 self._try_all(train_step, step, drop)
             self._prepare(self._told_seconds())
             return
-        # A process that has come while ranks are missing cannot try it out. Its peers run the same stages, and have.
+        # A process that joins a degraded world cannot run the trial. Its peers, with the same stages, have run it.
         own = torch.tensor([self._tried], dtype=torch.uint8)
         if not any(map(bool, self._data.gathered(own))):
             self._differences.say(
                 step, "nobody was left to try out whether one rank can compute another's batches"
             )
-        # A process that has come meanwhile does not know.
+        # A process that has joined since the trial does not know its result.
         (whole, split) = (_WHOLE, _SPLIT) if self._splits is not None else (0, 0)
         known = torch.tensor([split if self._splits else whole], dtype=torch.uint8)
         self._splits = max(int(each) for each in self._world.gathered(known)) == _SPLIT
@@ -585,7 +588,7 @@ class Rerouting(Adoption):
         self._prepare(self._seconds)
 
     def _try_all(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
-        """(all ranks, nobody is missing) A loss may cut this short. Who has not tried it before then still has not."""
+        """(all ranks of a full world) Runs all trials. If a loss interrupts them, `_tried` keeps its value."""
         tried, self._tried = self._tried, False
         passed = tried
         try:
@@ -598,7 +601,7 @@ class Rerouting(Adoption):
             self._tried = passed
 
     def _check_hooks(self, step: int) -> None:
-        """A sum that is as large as a threshold comes long after the first step, so no trial finds this."""
+        """Refuses hooks on accumulated gradients. A trial would miss a hook that acts only on later steps' sums."""
         name = hooked_parameter(self._state.stages if self._config.exact_gradients else ())
         if not name:
             return
@@ -614,12 +617,13 @@ class Rerouting(Adoption):
         self._differences.say(step, str(error))
 
     def _stage_count(self) -> int:
-        """Of the schedule. (An assignment of this process counts each stage group as one.)"""
+        """Returns the schedule's number of stages. (This process's assignment counts each stage group as one.)"""
         (schedule, *_) = self._state.schedules
         return int(torch_private.schedule_stages(schedule)[0].num_stages)
 
     def _told_seconds(self) -> Seconds:
-        """(all ranks) What each stage takes, from what all have measured. The same at each: they plan by it."""
+        """(all ranks) Returns the stage times from the measurements of all ranks. Equal at all ranks, which plan by
+        them."""
         own = torch.full((self._stage_count() + 1, 3), math.nan, dtype=torch.float64)
         for stage, taken in self._channel.profile.stage_seconds().items():
             share = self._weights_share.get(stage, math.nan)
@@ -629,7 +633,7 @@ class Rerouting(Adoption):
         return seconds_of([rows[:-1] for rows in told], [float(rows[-1, 0]) for rows in told])
 
     def _measure_transfers(self) -> None:
-        """(all ranks, none is missing) What a message to the next stage's rank takes."""
+        """(all ranks of a full world) Measures the time of a message to the next stage's rank."""
         assignment = self._assignment()
         own = torch.tensor([self._channel.profile.message_bytes()], dtype=torch.int64)
         told = dict(zip(assignment.occupied, map(int, self._world.gathered(own)), strict=True))
@@ -638,16 +642,16 @@ class Rerouting(Adoption):
         self._transfer = transfer_s(self._world, assignment, self._slot, known)
 
     def _prepare(self, seconds: Seconds) -> None:
-        """While ranks train, they plan for the loss that may come next."""
+        """Starts planning for the next loss, while the ranks train."""
         self._plans.prepare(self._assignment(), self._calls_of, seconds)
 
     def _try_to_split(
         self, in_torchs_way: Left, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
     ) -> None:
-        """Backwards are split, in steps that lack ranks, if that gives each rank the same bits as the schedule does.
+        """Checks that split backwards give each rank the same bits as the schedule; degraded steps then use them.
 
-        It does as a rule. It does not for parameters that are used in a sum or twice (`x @ (a + b)`), of which torch
-        2.13 computes wrong gradients when it splits, and where a stage has hooks that are not called then.
+        They usually do. Exceptions are parameters that are used in a sum or twice (`x @ (a + b)`), for which torch 2.13
+        computes wrong gradients in a split backward, and stages with hooks that a split backward does not call.
         """
         equal, must = False, next(filter(torch_private.splits_backward, self._state.schedules), None)
         if self._config.split_backward or must is not None:
@@ -656,7 +660,7 @@ class Rerouting(Adoption):
                 left = self._left_by_call(train_step, step, drop)
             finally:
                 self._trying, self._call = False, None
-            taken = self._channel.profile.backwards()  # of this call alone
+            taken = self._channel.profile.backwards()  # times of this call only
             self._weights_share = {stage: part / whole for stage, (whole, part) in taken.items() if part > 0}
             equal = not trial_difference(self._state.stages, in_torchs_way, left)
         told = torch.tensor([equal], dtype=torch.uint8)
@@ -671,18 +675,18 @@ class Rerouting(Adoption):
     def _try_vacancies(
         self, in_torchs_way: Left, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
     ) -> None:
-        """Whether a step that lacks ranks would have the same bits (`swift_ft.train.rerouting`)."""
+        """Checks that a degraded step would have the same bits. Refuses the trainer if not."""
         assignment, stages = self._assignment(), self._state.stages
         if assignment.vacant:
-            return  # nobody's batch is to be computed by others, or it would be adopted
+            return  # vacant but not adopted: other ranks never compute a lost rank's batch
         if not self._config.exact_gradients:
-            return  # other bits are allowed, and there may be no memory to keep gradients apart
-        # Those that are taken for vacant do not call the schedule, so all have to know.
+            return  # other bits are allowed, and memory may not suffice to keep gradients separate
+        # Ranks whose slots count as vacant do not call the schedule, so all ranks must decide alike.
         evaluates = self._world.gathered(torch.tensor([self._evaluates], dtype=torch.uint8))
         if any(bool(each) for each in evaluates):
             if self._at_start:
                 raise self._config.not_shared(_ONE_CALL)
-            return  # a recovery has led to such a step, and nobody is missing
+            return  # a recovery has led to such a step, and the world is full
         pretended = with_vacancies(assignment)
         routes, here = self._routes_of(pretended, self._schedule), self._slot in pretended.members
         group = assignment.group(self._slot)
@@ -719,8 +723,8 @@ class Rerouting(Adoption):
         step: int,
         drop: Callable[[], None],
     ) -> tuple[Left, list[Contribution], int]:
-        """What a call leaves in this world, in which this rank is there; what it has in each of these rows; and the
-        bytes that it held of them."""
+        """Runs a call in the pretended world. Returns its results, this rank's contribution to each of `rows`, and the
+        maximum bytes of other origins' gradients that it held."""
         self._inputs = self._inputs_of(pretended, train_step, step, drop)
         self._pretended = pretended
         try:
@@ -732,7 +736,8 @@ class Rerouting(Adoption):
         return left, call.contributions(rows), call.bytes_max
 
     def _left_by_call(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> Left:
-        """What the call of the schedule leaves, in a step of this rank's own that is taken back."""
+        """Runs a step of this rank's own batch up to the end of the schedule's call, takes it back, and returns the
+        results of the call."""
         self._stops, self._evaluates = True, False
         try:
             return self._carried_out(self._channel.origin, train_step, step, drop, self._what_is_left)
@@ -752,8 +757,8 @@ class Rerouting(Adoption):
         return taken
 
     def reroute(self, schedule: Any, inner: Callable[[], Any], arguments: dict[str, Any]) -> Any:
-        """(the schedule is called) Raises Computed once what is wanted of the call is there, UsageError for a call
-        that others cannot carry out."""
+        """(the schedule is called) Carries the call out. Raises Computed to end a step that is only run up to or
+        through this call, UsageError for a call that other ranks cannot carry out."""
         self._answers.early = False
         entering = [value for name, value in arguments.items() if name != "losses"]
         tensors = (leaf for leaf in pytree.tree_leaves(entering) if isinstance(leaf, torch.Tensor))
@@ -808,7 +813,7 @@ class Rerouting(Adoption):
             self._answers.name(
                 self._channel.step, "gradients of a lost rank's microbatches were added to other ranks' own"
             )
-        rehearsing, self._channel.rehearsing = self._channel.rehearsing, True  # nothing is replayed of it
+        rehearsing, self._channel.rehearsing = self._channel.rehearsing, True  # never replayed, so not logged
         try:
             self._call.run(schedule, arguments, self._inputs)
         finally:
@@ -831,7 +836,7 @@ class Rerouting(Adoption):
         return self._plans.routes(self._call_of(assignment, schedule), seconds)
 
     def _calls_of(self, assignment: Assignment) -> list[Call]:
-        """Of each schedule that trains."""
+        """Returns the call of each schedule that trains."""
         return [
             self._call_of(assignment, schedule)
             for schedule in self._state.schedules
@@ -848,7 +853,7 @@ class Rerouting(Adoption):
         )
 
     def _in_torchs_way(self, schedule: Any, inner: Callable[[], Any]) -> Any:
-        """Nobody is missing."""
+        """Runs the call as torch does, in a world where no batch is adopted."""
         given = inner()
         if any(rerouted_call.skips_stages(stage) for stage in torch_private.schedule_stages(schedule)):
             raise self._config.not_shared(

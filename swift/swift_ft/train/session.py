@@ -1,4 +1,4 @@
-"""The session: what a trainer sees of swift.
+"""The session: the interface through which a trainer uses swift.
 
 (every rank) ``Session.from_env()`` joins the job and builds its process group → the trainer makes stages,
 schedule, optimizer with it → ``run(train_step, num_steps)``. Launched by ``swift-ft run``.
@@ -58,14 +58,14 @@ from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Losses, Updates
 from swift_ft.train.verification import Audit
 
-# The trainer's stages, whole modules and schedules, as a session takes them in.
+# Registers the trainer's stages, whole modules and schedules with a session.
 #
-# Each is refused here if a recovery could not give it its state back; else it is told to the parts that must know of
-# it: the channel logs its boundaries, the updates average its gradients, the state keeps what it holds.
+# Refuses anything whose state a recovery could not restore. The rest is passed on to the parts that need it: the
+# channel logs its boundaries, the updates average its gradients, the state keeps its contents.
 
 
 class ModelParts:
-    """Of one rank; the calls are those of `Session`, which say what they do."""
+    """Registry of one rank's stages, modules and schedules; implements the calls of `Session` of the same names."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ModelParts:
         device: torch.device,
         options: dict[str, Any],
     ) -> LoggedPipelineStage:
-        """`options`: torch's. Raises UsageError."""
+        """Creates and registers a logged stage. `options` go to torch's PipelineStage. Raises UsageError."""
         self._check_device(device)
         options.setdefault("group", self._groups["pipeline"])
         stage = LoggedPipelineStage(module, stage_index, num_stages, device, **options)
@@ -106,7 +106,7 @@ class ModelParts:
         return stage
 
     def adopt(self, stage: Any) -> Any:
-        """Raises UsageError."""
+        """Turns an existing stage into a logged one. Raises UsageError for a wrong device or group."""
         self._check_device(torch.device(getattr(stage, "device", self._backend.device)))
         if stage.group is None and self._assignment.dp_size == 1:
             stage.group = self._groups["pipeline"]
@@ -119,7 +119,7 @@ class ModelParts:
         return stage
 
     def module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Raises UsageError."""
+        """Registers a whole module. Raises UsageError if there are several pipeline ranks, or for a wrong device."""
         ranks = self._assignment.stage_groups
         if ranks > 1:
             raise UsageError(
@@ -139,7 +139,7 @@ class ModelParts:
         return [stage for stage in self._state.stages if isinstance(stage, WholeModule)]
 
     def ddp(self, module: torch.nn.Module, options: dict[str, Any]) -> DistributedDataParallel:
-        """`options`: torch's. Raises UsageError."""
+        """Wraps `module`; `options` go to torch's DistributedDataParallel. Raises UsageError without replicas."""
         if self._assignment.replicas == 1:
             raise UsageError("session.ddp needs replicas: Session.from_env(replicas=...), or leave DDP out")
         wrapped = DistributedDataParallel(
@@ -152,7 +152,7 @@ class ModelParts:
         return wrapped
 
     def add_schedule(self, schedule: Any) -> None:
-        """Raises UsageError."""
+        """Registers a schedule. Raises UsageError for another type, an unlogged stage, or DDP with split backward."""
         if not isinstance(schedule, torch_private.Schedule):
             raise UsageError(
                 f"register(schedule=...) was given a {type(schedule).__name__}; give a schedule of "
@@ -178,7 +178,7 @@ class ModelParts:
 
     @contextmanager
     def _around_call(self, number: int) -> Iterator[None]:
-        """Of the schedule with this number."""
+        """Wraps each call of the schedule with this number."""
         self._gate.scheduled()
         self._channel.shapes.schedule = number
         schedule = self._state.schedules[number]
@@ -215,32 +215,33 @@ class ModelParts:
                     f"strategy={self._updates.shrinks_by!r} with DistributedDataParallel, which divides by the "
                     "ranks of a full world: give the plain module to the session, which averages its gradients"
                 )
-            # It leaves alone what is frozen when it is made: a step that trains that later is averaged here.
+            # DDP ignores parameters that are frozen at its construction. If a later step trains them, the session
+            # averages their gradients.
             self._updates.reduced_elsewhere(p for p in stage.submod.parameters() if p.requires_grad)
         elif self._updates.wait_free:
             self._updates.awaited.add(stage)
 
     def _check_device(self, device: torch.device) -> None:
-        """Raises UsageError: the backend moves no tensors of another device."""
+        """Raises UsageError for a device whose tensors the backend does not move."""
         if device.type != self._backend.device.type:
             here = f"{self._backend.device.type.upper()} ({self._backend.name})"
             raise UsageError(f"device {device}: this version recovers {here} pipelines only")
 
 
-# The parts of a session, made in the order in which they need each other.
+# Creates the parts of a session in the order of their dependencies.
 #
-# Two parts may need each other: the updates call the vote, and the engine, which holds it, is made of the state that
-# has the updates. Then one has a `Hook` (`swift_ft.train.errors`), or asks when it is called: a generation's store
-# and its assignment are there only once there is a generation.
+# Two parts may depend on each other: the updates call the vote, which belongs to the engine, and the engine is created
+# from the state that has the updates. Then one part has a `Hook` (`swift_ft.train.errors`), or looks the value up at
+# each call: a generation's store and assignment exist only once there is a generation.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What a session hands its calls to."""
+    """The parts to which a session delegates its calls."""
 
     gate: Gate
     groups: dict[str, ReconfigurableGroup]
-    """Those that the trainer communicates over, by name."""
+    """Process groups that the trainer communicates over, by name."""
     channel: Channel
     updates: Updates
     state: TrainerState
@@ -251,17 +252,17 @@ class Parts:
     model_parts: ModelParts
     engine: Engine
     shadow: Shadow | None
-    """Of a process that is no rank."""
+    """Run of a process that holds no rank (a warm-up or a rehearsal); None in a rank."""
 
     @classmethod
     def wired(
         cls, rank: int, assignment: Assignment, member: Member, checkpoint_dir: str, config: SessionConfig
     ) -> Self:
-        """`assignment`: of the full world. Raises UsageError if nothing can be written in `checkpoint_dir`."""
-        logs: list[OwnLog] = []  # groups have the backend, and are not to hold the engine
+        """Creates all parts. `assignment`: the full world's. Raises UsageError if `checkpoint_dir` is not writable."""
+        logs: list[OwnLog] = []  # the groups hold the backend, and must not keep the engine alive
 
         def assigned() -> Assignment:
-            """Of this generation."""
+            """Returns the assignment of the current generation."""
             return engine.membership.assignment
 
         def shares() -> Shares | None:
@@ -385,7 +386,7 @@ def _updates_of(
 
 
 def _own_world(ranks: Sequence[int], rank: int, backend: Backend) -> ReconfigurableGroup:
-    """All ranks, for what the session itself says: votes, copies. Nobody asks the gate about it."""
+    """Returns the group of all ranks for the session's own votes and copies. It bypasses the gate."""
     return ReconfigurableGroup("all", ranks, rank, backend, step=None, gate=None)
 
 
@@ -420,7 +421,7 @@ def _reducer_of(
     contributions: Callable[[], int],
     shares: Callable[[], Shares | None],
 ) -> Reducer | None:
-    """None: no other rank has gradients of this stage."""
+    """Returns the gradient reducer, or None if no other rank has gradients of this stage."""
     if assignment.dp_size == 1:
         return None
     ordered = is_ordered(config.reduction, assignment.dp_size)
@@ -433,21 +434,22 @@ def _audit_of(
     groups: Mapping[str, ReconfigurableGroup],
     state: TrainerState,
 ) -> Audit | None:
-    """None: there are no replicas, or nothing is copied from them."""
+    """Returns the comparison of replicas, or None if there are no replicas or the strategy never copies from them."""
     if assignment.replicas == 1 or not may_copy(config.strategy):
         return None
     return Audit(groups.get("replicate", groups["data"]), state)
 
 
 def _twins(assignment: Assignment, config: SessionConfig, rank: int) -> Sequence[int]:
-    """Ranks from whose checkpoints this one may begin."""
+    """Returns the replicas whose checkpoints this rank may load too, if the strategy can shrink the world."""
     return assignment.peers(rank) if config.shrinks else ()
 
 
 def _checked_store(
     checkpoint_dir: str, rank: int, member: Member, twins: Sequence[int], faults: FaultInjector
 ) -> CheckpointStore:
-    """Raises UsageError if nothing can be written there; but who replaces a lost rank can go on without."""
+    """Returns the store. Raises UsageError if the directory is not writable; a replacement of a lost rank goes on
+    without it."""
     store = CheckpointStore(
         checkpoint_dir, rank, member, twins, lambda version: faults.at("save", version - 1)
     )
@@ -462,7 +464,7 @@ def _checked_store(
 ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
 ENV_METRICS_LISTEN = "SWIFT_METRICS_LISTEN"
 ENV_LOCAL_PLACE = "SWIFT_LOCAL_PLACE"
-"""LOCAL_RANK names the device, which two ranks of a machine may share."""
+"""Local rank, for the metrics port. LOCAL_RANK does not serve: it names the device, which two ranks may share."""
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
@@ -511,13 +513,13 @@ class Session:
     def from_env(
         cls, *, seed: int = 0, checkpoint_every: int = 100, codec: str = "none", **settings: Any
     ) -> "Session":
-        """Makes the session of this process, which ``swift-ft run`` has started as a rank. Blocks until all ranks have
-        joined.
+        """Creates the session of this process, which ``swift-ft run`` has started as a rank. Blocks until all ranks
+        have joined.
 
         `seed`: the root of all randomness in steps. `checkpoint_every`: optimizer steps between checkpoints. `codec`:
         "none", "lz4" or "bitshuffle". `settings`: see `SessionConfig`.
-        Raises UsageError (not started by ``swift-ft run``, or a wrong setting) and JoinRefused (another rank has other
-        settings, another machine or another world size).
+        Raises UsageError (not started by ``swift-ft run``, or a wrong setting) and JoinRefused (another rank has
+        different settings, another machine or another world size).
         """
         settings.setdefault("measure_undo", bool(os.environ.get(ENV_MEASURE_UNDO)))
         settings |= _launchers(settings)
@@ -553,12 +555,12 @@ class Session:
 
     def close(self) -> None:
         """Leaves the job. Records that the log has not acknowledged are dropped: after an error no rank will replay
-        them, and after `run` there are none. In a process that this one has forked it does nothing."""
+        them, and after `run` there are none. Has no effect in a forked child process."""
         if not self._closed and os.getpid() == self._process:
             self._closed = True
             self._end_metrics()
             self._engine.close()
-            # The next session of this process is made where this one's parts are gone.
+            # this session's parts are gone before the process creates its next session
             if self._config.strategy == "reinit" or self._shadow is not None:
                 torch_private.let_go()
 
@@ -566,13 +568,13 @@ class Session:
 
     @property
     def replicas(self) -> int:
-        """D: the number of ranks that hold the same state."""
+        """D: the number of replicas, that is, of ranks that hold the same state."""
         return self._assignment.replicas
 
     @property
     def dp_rank(self) -> int:
-        """This rank's number among the data-parallel ranks of its stage. Each trains on batches of its own. While the
-        batch of a lost rank is computed here (`lost_shard`), it is that one's number."""
+        """This rank's number among the data-parallel ranks of its stage, each of which trains on its own batches. While
+        this rank computes the batch of a lost rank (`lost_shard`), it is the lost rank's number."""
         return self._channel.origin
 
     @property
@@ -595,11 +597,11 @@ class Session:
         """The device mesh for ``fully_shard(module, mesh=session.mesh)``. Its dimensions are ("replicate", "shard"), or
         ("shard",) with one replica.
 
-        It stays valid through failures. Shard a module before `pipeline_stage`, and make its optimizer after that.
+        It stays valid through failures. Shard a module before `pipeline_stage`, and create its optimizer after that.
         """
         return fsdp.device_mesh(self._assignment, self.groups)
 
-    # --- what the trainer makes ---
+    # --- registration ---
 
     def pipeline_stage(
         self,
@@ -609,11 +611,11 @@ class Session:
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> LoggedPipelineStage:
-        """Makes a `torch.distributed.pipelining.PipelineStage` whose boundaries are logged. `options` are torch's.
+        """Creates a `torch.distributed.pipelining.PipelineStage` whose boundaries are logged. `options` are torch's.
 
         The stage's group is this rank's pipeline. With replicas, the session averages the gradients of `module` over
         them before the optimizer's step, unless `module` averages them itself (`session.ddp`, FSDP2 on
-        `session.mesh`). Raises UsageError: the device is not the backend's, or the stage does not fit the groups.
+        `session.mesh`). Raises UsageError if the device is not the backend's or the stage does not fit the groups.
         """
         return self._model_parts.pipeline_stage(
             module, stage_index, num_stages, torch.device(device), options
@@ -639,9 +641,9 @@ class Session:
     def ddp(self, module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
         """Wraps `module` as a DistributedDataParallel over the replicas, for `pipeline_stage`. `options` are torch's.
 
-        It differs from a DistributedDataParallel that a trainer makes itself in two ways. Its group is rebuilt under it
-        after a failure. And its buckets are never rearranged after the first step, because a replacement would
-        rearrange them in another step.
+        It differs from a DistributedDataParallel that a trainer creates itself in two ways. Its group is rebuilt after
+        a failure. And its buckets are never rearranged after the first step, because a replacement would rearrange them
+        in another step.
         """
         return self._model_parts.ddp(module, options)
 
@@ -653,7 +655,7 @@ class Session:
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
         """Registers an optimizer with the session, and returns the same object. It must hold parameters of stages only.
 
-        From then on its `step` is carried out bucket by bucket, with the same bits. Make it after the stages.
+        From then on its `step` is carried out bucket by bucket, with bit-identical results. Create it after the stages.
         """
         self._state.add_optimizer(optimizer)
         return optimizer
@@ -671,7 +673,7 @@ class Session:
     def help_replay(self, make_module: Callable[[int], torch.nn.Module]) -> None:
         """Lets this rank help when another rank's stage is replayed, instead of waiting for it.
 
-        ``make_module(stage_index)`` returns a new module of that stage on the CPU, as that stage's rank makes it for
+        ``make_module(stage_index)`` returns a new module of that stage on the CPU, as that stage's rank creates it for
         `pipeline_stage`. Its weights are overwritten. The module must share nothing with this rank's own stages or with
         earlier modules of this function, and must keep no state outside of parameters and buffers. Replays are shared
         in pipelines without replicas, under torch's schedules except ScheduleLoopedBFS, by at most
@@ -680,8 +682,8 @@ class Session:
         self._engine.help_replay(make_module)
 
     def register(self, *, schedule: Any = None, **objects: Any) -> None:
-        """Registers the other objects that a recovery must restore: the pipeline schedule, and everything with a state
-        of its own that a step changes (LR scheduler, data loader, gradient scaler), under any name.
+        """Registers the other objects that a recovery must restore: the pipeline schedule, and every object with state
+        that a step changes (LR scheduler, data loader, gradient scaler), under any name.
 
         The objects' state_dict is copied at every step, so keep it small. `loader` counts as data position. Generators
         (of torch, `random`, numpy), lists, dicts and deques may be passed as they are. Raises UsageError for any other
@@ -696,9 +698,9 @@ class Session:
         """Registers a data loader that can give other data-parallel ranks' batches as well, and returns it.
 
         ``make(dp_rank)`` returns the loader of that data-parallel rank, with state_dict and load_state_dict. Its state
-        must be the same on all data-parallel ranks at the same step (a position). What is returned is used as that
-        loader is: attributes, iteration and `next` are those of the rank whose batch is computed. Needed only where
-        others compute a lost rank's batches (`lost_shard` "redistribute" and "reroute", and strategy "adaptive").
+        must be the same on all data-parallel ranks at the same step (a position). The returned object stands in for
+        that loader: attributes, iteration and `next` are those of the rank whose batch is computed. Needed only where
+        other ranks compute a lost rank's batches (`lost_shard` "redistribute" and "reroute", and strategy "adaptive").
         """
         loader = OriginLoader(make, self._slot.dp_rank, lambda: self._channel.origin)
         self._state.add_object(name, loader)
@@ -706,11 +708,11 @@ class Session:
         return loader
 
     def run(self, train_step: TrainStep, num_steps: int) -> None:
-        """Calls ``train_step(step)`` for every step below `num_steps` that is still to do. Returns when all ranks have
-        done all steps.
+        """Calls ``train_step(step)`` for every remaining step below `num_steps`. Returns when all ranks have done all
+        steps.
 
-        `train_step` does one whole optimizer step. When a rank is lost, an exception of torch's cuts it short, and it
-        is called again with the step where the job goes on. A replacement also calls it for the steps that it replays;
+        `train_step` does one whole optimizer step. When a rank is lost, a torch exception cuts it short, and it is
+        called again with the step at which the job resumes. A replacement also calls it for the steps that it replays;
         `replaying` is True then.
 
         Raises UsageError if the job has run before, or its trainer cannot be recovered.
@@ -761,10 +763,10 @@ class Session:
     def stop(self, reason: str = "") -> None:
         """(inside a step) Ends the job early: all ranks do this step to its end, and then `run` returns.
 
-        Any rank may call it: only the last one of a pipeline, which has the loss, or all. Replicas of a stage must
-        decide alike, so sum over them what the decision depends on (`dist.all_reduce`). The job is then FINISHED. If
-        it is started again with the same number of steps, it has nothing to do; with more, it goes on. `reason` is for
-        people.
+        Any rank may call it: only the last one of a pipeline, which has the loss, or all. Replicas of a stage must take
+        the same decision, so sum what the decision depends on over them (`dist.all_reduce`). The job is then FINISHED.
+        If it is started again with the same number of steps, it returns at once; with more, it goes on. `reason` is
+        text for people.
         """
         self._gate.check_in_step("session.stop")
         self._engine.ending.call(" ".join(reason.split()))
@@ -781,7 +783,7 @@ class Session:
         return self._crossing.all_reduce(tensor, name, ranks)
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """(inside a step) Checks a loss that the session does not see: that of a whole module, if it is computed
+        """(inside a step) Checks a loss that the session does not see: the loss of a whole module, if it is computed
         outside of the module's forward.
 
         If it is not finite, `SessionConfig.non_finite_loss` decides what happens.
@@ -797,11 +799,11 @@ class Session:
         self._crossing.reduce_gradients(optimizer)
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """Does `scaler.unscale_(optimizer)`, and lets all stages know if one of them has found inf or nan.
+        """Runs `scaler.unscale_(optimizer)`, and tells all stages whether one of them has found inf or nan.
 
         Then `scaler.step(optimizer)` skips the update on all ranks or on none, and `scaler.update()` changes the scale
-        alike. Gradients are averaged over replicas first. What was found is a collective over all stages, and is
-        logged. `scaler` is a `torch.amp.GradScaler` that was registered; each rank passes its own.
+        equally. Gradients are averaged over replicas first. The result is reduced over all stages by a collective, and
+        is logged. `scaler` is a `torch.amp.GradScaler` that was registered; each rank passes its own.
         """
         self._crossing.unscale_(scaler, optimizer)
 
@@ -813,7 +815,7 @@ class Session:
         *,
         uncounted: Iterable[torch.nn.Parameter] = (),
     ) -> torch.Tensor:
-        """Does `torch.nn.utils.clip_grad_norm_` over the parameters of all stages, and returns the global norm.
+        """Runs `torch.nn.utils.clip_grad_norm_` over the parameters of all stages, and returns the global norm.
 
         Each rank passes its own parameters. With replicas, gradients are averaged over them first. The global norm is
         a collective over all stages, and is logged. A weight that was passed to `tie` counts once. If ranks share a
@@ -841,7 +843,7 @@ _USUAL = SessionConfig()
 
 
 def _launchers(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What `swift-ft run` was told of a session's settings. Raises UsageError: the script says something else."""
+    """Returns the session settings given to `swift-ft run`. Raises UsageError if the script sets other values."""
     told: dict[str, Any] = {}
     for name, variable in LAUNCHER_SETTINGS.items():
         word = os.environ.get(variable)

@@ -1,10 +1,10 @@
-"""The rank whose stages are replayed, while others compute a part of them.
+"""Shared replay on the owner: the rank whose stages are replayed while helpers compute some of the microbatches.
 
-    ask → offers → the line is made
-    every step: the trainer's own, in which the stages ask this for its share (`swift_ft.train.stage.Share`)
+    ask → offers → the line is formed
+    every step: the trainer's own step, in which the stages query the owner's share (`swift_ft.train.stage.Share`)
     leave → the helpers go back to their own stages; the rest is replayed alone
 
-Whatever others cannot do as this rank would is found out before anything is computed, and said: then nobody helps.
+A step that helpers could not compute as this rank would is detected before it is computed; the helpers then leave.
 """
 
 import itertools
@@ -44,26 +44,26 @@ from swift_ft.train.training_state import TrainerState
 # A lost stage is replayed by its owner and by survivors together, each with a share of every step's microbatches.
 #
 #     owner     the rank that replays: runs the trainer's own step, but computes its share only
-#     helper    a survivor that builds the stage besides its own, and computes microbatches of it
+#     helper    a survivor that builds the stage in addition to its own, and computes microbatches of it
 #     line      helpers in the order of their shares, the owner last: gradients go up it, weights down
 #
-# Step by step: weights go down the line; all compute; the first adds its microbatches' gradients up as autograd does;
-# the next adds its own, one after the other, to what comes from before it; the owner ends with the sum that one process
-# would have got, to the bit, and does the rest of the trainer's step, which nobody else has to know.
+# In each step weights go down the line and all ranks compute. The first rank sums its microbatches' gradients as
+# autograd does. Each next rank adds its own, one by one, to the sum of those before it. So the owner gets bit for bit
+# the sum of a single process, and does the rest of the trainer's step, which the helpers need not know.
 
 
-# Who computes which microbatches.
+# Distribution of microbatches.
 
 
 def workers(microbatches: int, available: int) -> int:
-    """So many of the available ranks as make the largest share smaller, and no more."""
+    """Returns the smallest number of ranks that gives the same largest share as all `available` ranks."""
     largest = -(-microbatches // max(1, min(available, microbatches)))
     return -(-microbatches // largest)
 
 
 def shares(microbatches: int, count: int) -> list[range]:
-    """Runs of microbatches for `count` ranks in the order of the line. What does not divide goes to the first ones:
-    the last one, the owner, has the optimizer's step to do besides."""
+    """Returns runs of microbatches for `count` ranks in the order of the line. The remainder of the division goes to
+    the first ranks, because the last one, the owner, also does the optimizer's step."""
     each, left = divmod(microbatches, count)
     bounds = [0]
     for index in range(count):
@@ -72,21 +72,21 @@ def shares(microbatches: int, count: int) -> list[range]:
 
 
 def memory_needed(weights: int, share: int) -> int:
-    """Bytes for gradients of a share, beside the module and its activations: what is on its way up and down the line,
-    and each microbatch's until those before them have come."""
+    """Returns the bytes for gradients of a share, in addition to the module and its activations: one buffer each on
+    the way up and down the line, and each microbatch's gradients until the sum of those before them arrives."""
     return weights * (2 + share)
 
 
-# Ranks that compute a recovery group's stages together, and what they must do alike.
+# Agreement between ranks that compute a recovery group's stages together.
 #
-# Nothing that passes inside a group is logged: whoever computes a microbatch of one stage gets it from somebody who
-# computes the same microbatch of the stage before, and would wait for ever for one who leaves it to others. So the
-# owners of a group agree who computes what before they share anything, and in every step that they share it at all;
-# the helpers of a copy compare what they were given.
+# Messages inside a group are not logged: a rank that computes a microbatch of one stage receives it from the rank that
+# computes the same microbatch of the previous stage, and waits for ever if that rank leaves it to a helper. So the
+# owners of a group agree on the shares before they share, and in every step on whether it is shared at all. The helpers
+# of a copy compare their microbatches.
 
 
 def copy_of(helper: int, planned: Sequence[Help]) -> tuple[int, ...]:
-    """The ranks of the copy of a recovery group that `helper` is one of, by stage; itself alone for a single stage."""
+    """Returns the helpers that form one copy of a recovery group with `helper`, by stage; a single stage: itself."""
     mine = next((help for help in planned if helper in help.helpers), None)
     if mine is None or not mine.together:
         return (helper,)
@@ -96,7 +96,7 @@ def copy_of(helper: int, planned: Sequence[Help]) -> tuple[int, ...]:
 
 
 class Together:
-    """One of `ranks`, which speak in turns: each says something, and knows what all have said."""
+    """A member of `ranks` that exchange messages in rounds: each sends one value and gets those of all."""
 
     def __init__(self, rank: int, ranks: Sequence[int], wire: Wire):
         self._rank = rank
@@ -105,11 +105,12 @@ class Together:
 
     @property
     def behind(self) -> int:
-        """How many stages of the group come behind this rank's."""
+        """Number of the group's stages after this rank's."""
         return len(self.ranks) - self.ranks.index(self._rank) - 1
 
     def agree(self, mine: Any) -> list[Any]:
-        """What each says (JSON), by the order of the ranks. All must call it equally often; it waits for all."""
+        """Exchanges one JSON value; returns those of all, in the order of the ranks. Waits for all ranks, which must
+        call it equally often."""
         others = [rank for rank in self.ranks if rank != self._rank]
         for other in others:
             self._post.note(other, mine)
@@ -118,18 +119,20 @@ class Together:
         return [told.get(rank, mine) for rank in self.ranks]
 
     def choose(self, able: Sequence[int], declined: dict[str, str]) -> tuple[list[int], dict[str, str]]:
-        """(owners, before anything is shared) The copies of which no helper has declined, and who has declined why."""
+        """(owners, before the first shared step) Returns the copies in which no helper has declined, and the reasons by
+        rank of those that have."""
         answers = self.agree({"able": list(able), "declined": declined})
         reasons = {rank: why for answer in answers for rank, why in answer["declined"].items()}
         return [copy for copy in able if all(copy in answer["able"] for answer in answers)], reasons
 
     def first_reason(self, why: str) -> dict[str, str]:
-        """(owners) Who of them cannot share, the first of them; empty: all can."""
+        """(owners) Returns the first owner that cannot share and its reason; empty if all can."""
         reasons = zip(self.ranks, self.agree(why), strict=True)
         return next(({str(rank): words} for rank, words in reasons if words), {})
 
     def at(self, step: int, own: range, why: str) -> str:
-        """(owners, in every step) Why no owner shares this one, be it this rank's `why`; empty: all do, alike."""
+        """(owners, in every step) Returns why this step is not shared, the first owner's reason; empty if all share it.
+        `why`: this rank's reason. Raises ReplayRefused if their shares or steps differ."""
         if len(self.ranks) == 1:
             return why
         answers = self.agree([step, own.start, own.stop, why])
@@ -140,7 +143,7 @@ class Together:
         return "" if refusing is None else f"rank {refusing[0]}: {refusing[1]}"
 
     def compare(self, given: Sequence[int]) -> None:
-        """(helpers of a copy) Raises ReplayRefused unless all were given the same."""
+        """(helpers of a copy) Raises ReplayRefused unless all have the same `given`."""
         self._compare(self.agree(list(given)), "microbatches of one copy")
 
     def _compare(self, answers: list[list[int]], what: str) -> None:
@@ -152,15 +155,14 @@ class Together:
 
 
 def decline(wire: Wire, rank: int, help: Help, why: str) -> dict[str, str]:
-    """(an owner that cannot share its replay) To the other owners of its group. Who has declined, and why."""
+    """(an owner that cannot share its replay) Informs the other owners of its group. Returns all reasons by rank."""
     return Together(rank, help.together or (rank,), wire).choose([], {str(rank): why})[1]
 
 
-# What a rank computes in a step, action by action, and the part of it that falls to a share of the microbatches.
+# Actions of a rank in a step, and the part of them in a share of the microbatches.
 #
-# A schedule's own list is what says what is computed: a backward that torch splits into input and weight gradients has
-# no promise of the bits of the whole one, so each microbatch is split, or not, wherever it is computed as it was by the
-# rank that ran.
+# The schedule's own list decides. torch does not promise that a backward split into input and weight gradients has the
+# bits of a whole one, so a helper splits each microbatch's backward exactly if the rank that ran it did.
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
 """A forward; a whole backward; the two parts of a split one."""
@@ -168,7 +170,7 @@ _WAYS = ([FORWARD, BACKWARD], [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT])
 
 
 class StepAction(NamedTuple):
-    """A stage's forward or backward of a microbatch; as torch writes it: 3F0."""
+    """A stage's forward or backward of a microbatch, in torch's notation: 3F0."""
 
     stage: int
     kind: str
@@ -179,31 +181,32 @@ class StepAction(NamedTuple):
 
 
 def of_share(actions: Iterable[StepAction], share: Collection[int]) -> list[StepAction]:
-    """Those of some microbatches, in the order that they have."""
+    """Returns the actions of the microbatches in `share`, in their order."""
     return [action for action in actions if action.microbatch in share]
 
 
 def one_by_one(actions: Iterable[StepAction]) -> list[StepAction]:
-    """Each microbatch through all stages of the rank before the next one begins: the activations of one are alive.
+    """Orders actions so that each microbatch passes all stages of the rank before the next one: only one's activations
+    are alive.
 
-    What a microbatch needs of itself keeps its order. What it needs of others is the order in which weights' gradients
-    are added, which `unordered` has found to be this one.
+    The order within a microbatch is kept. Between microbatches only the order of adding weight gradients matters, and
+    `unordered` has checked that it is this one.
     """
     return sorted(actions, key=lambda action: action.microbatch)
 
 
 def ahead(actions: Iterable[StepAction], count: int) -> list[StepAction]:
-    """Of a stage that others follow: forwards `count` microbatches ahead of backwards, as in 1F1B, if they were one by
-    one."""
+    """Moves forwards `count` microbatches ahead of backwards, as in 1F1B, for a stage with `count` stages after it.
+    `actions`: in the order of `one_by_one`."""
     return sorted(
         actions, key=lambda action: action.microbatch + (0 if action.kind == FORWARD else count + 0.5)
     )
 
 
 def unordered(actions: Sequence[StepAction], stages: Collection[int], microbatches: int) -> str:
-    """Why a step of these actions cannot be shared by runs of microbatches; empty: it can.
+    """Returns why a step of these actions cannot be shared by runs of microbatches; empty if it can.
 
-    Every stage computes every microbatch once, and adds to its weights' gradients in the order of microbatches.
+    Every stage must compute every microbatch once, and add to its weight gradients in the order of microbatches.
     """
     done: dict[tuple[int, int], list[str]] = {}
     added: dict[int, list[int]] = {stage: [] for stage in stages}
@@ -225,16 +228,16 @@ def unordered(actions: Sequence[StepAction], stages: Collection[int], microbatch
 
 
 def why_alone(state: TrainerState) -> str:
-    """Why this rank's replay cannot be shared; empty: it can."""
+    """Returns why this rank's replay cannot be shared; empty if it can."""
     if why := why_no_help(state):
         return why
     if tied([stage.submod for stage in state.stages]):
-        return "stages of one rank share a parameter"  # it is added to by both, not microbatch by microbatch
+        return "stages of one rank share a parameter"  # both add to its gradient, not in the order of microbatches
     return ""
 
 
 def why_no_help(state: TrainerState) -> str:
-    """Why this rank can share no other's replay, under the schedule that all have; empty: it can."""
+    """Returns why this rank cannot help in another's replay, under the schedule common to all; empty if it can."""
     if len(state.schedules) != 1:
         return "there is more or less than one schedule"
     stages = torch_private.schedule_stages(state.schedules[0])
@@ -245,7 +248,7 @@ def why_no_help(state: TrainerState) -> str:
     if any(stage.dw_builder is not None for stage in stages):
         return "a stage has a dw_builder"
     if stages[0].num_stages == len(stages):
-        return "the whole pipeline is on one rank"  # nothing that it sends could be compared
+        return "the whole pipeline is on one rank"  # it has no sends that could be compared
     actions = actions_of(state)
     if actions is None:
         return f"what {type(state.schedules[0]).__name__} computes in which order is not known"
@@ -254,13 +257,13 @@ def why_no_help(state: TrainerState) -> str:
 
 
 def actions_of(state: TrainerState) -> list[StepAction] | None:
-    """What this rank computes in a step; None: not known."""
+    """Returns the actions of this rank in a step; None if they are not known."""
     actions = torch_private.schedule_actions(state.schedules[0])
     return None if actions is None else [StepAction(*action) for action in actions]
 
 
 def send_away(rank: int, help: Help, wire: Wire, generation: int, why: str) -> None:
-    """(an owner that cannot share its replay) To whoever waits to be asked, and to the other owners of its group."""
+    """(an owner that cannot share its replay) Releases its helpers and informs the other owners of its group."""
     post = Post(wire)
     for helper in help.helpers:
         post.note(helper, None)
@@ -291,22 +294,25 @@ def _tell_begin(
 
 @dataclass
 class Helped:
-    """What helpers have done in a replay."""
+    """Totals of the helpers' work in a replay."""
 
     steps: int = 0
-    """That were shared."""
+    """Steps that were shared."""
     microbatches: int = 0
-    """Of every stage."""
+    """Microbatches computed by helpers, counted once for each stage."""
     verified: int = 0
     """Sends that were compared with the log."""
     records: int = 0
-    """Read from the log."""
+    """Records read from the log."""
     seconds: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Of each helper: where its time went (`swift_ft.train.boundary_log`)."""
+    """Helper -> its seconds by cause (`swift_ft.train.boundary_log.ReplayClock`)."""
 
 
 class Owner:
-    """(restorer) ``ask`` → ``gather`` → per step ``at`` → … → ``close``; (stage) what `Share` says."""
+    """The owner's side of a shared replay.
+
+    (restorer) ``ask`` → ``gather`` → per step ``at`` → … → ``close``; (stage) the methods of `Share`
+    """
 
     def __init__(
         self,
@@ -334,13 +340,15 @@ class Owner:
         self._generation = 0
         self._line: GradientChain | None = None
         self._helpers: tuple[int, ...] = ()
-        """In the order of the line."""
+        """Helpers in the order of the line."""
         self._own = range(0)
+        """Microbatches of this rank's share."""
         self._sharing = False
+        """The step under way is shared."""
         self._begun = -1
-        """The step that was looked at already."""
+        """Latest step for which it is decided whether it is shared."""
         self._reduced: list[tuple[Any, int]] = []
-        """Stages of which this rank has computed its share of the step."""
+        """(stage, scale) of stages whose share of the step is computed here."""
         self._gradients: OwnGradients | None = None
         self._losses: dict[int, torch.Tensor] = {}
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -349,7 +357,7 @@ class Owner:
     # --- before and after ---
 
     def ask(self) -> None:
-        """The helpers build the stage while this rank loads its checkpoint."""
+        """Asks the helpers to build the stages, which they do while this rank loads its checkpoint."""
         for helper in self._asked:
             self._post.note(
                 helper,
@@ -362,7 +370,7 @@ class Owner:
             )
 
     def gather(self, from_version: int, generation: int) -> None:
-        """Takes those who can, and no more than make it quicker."""
+        """Reads the helpers' offers and forms the line of those that can help, no more than make the replay faster."""
         self._generation = generation
         microbatches = self._microbatches
         offers = {helper: self._post.read(helper)[0] for helper in self._asked}
@@ -411,12 +419,12 @@ class Owner:
         return f"sharing needs {needed >> 20} MiB of memory, and {free >> 20} MiB are free"
 
     def at(self, version: int) -> None:
-        """This step is next."""
+        """(before each step) Ends the sharing if the step is past its last shared one."""
         if self._line is not None and version >= self._until:
             self._leave("")
 
     def close(self) -> None:
-        """Nothing of this rank waits for, or hooks into, anything any more."""
+        """Removes all hooks from parameters and stages, and leaves the line."""
         if self._gradients is not None:
             self._gradients.close()
         for stage in self._stages:
@@ -433,12 +441,12 @@ class Owner:
             "help_end", rank=self._rank, generation=self._generation, steps=self.helped.steps, reason=why
         )
 
-    # --- what the stages ask ---
+    # --- called by the stages (`Share`) ---
 
     def begin(self, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves_output: bool) -> None:
-        """As `Share.begin`: at a step's first forward it tells the helpers, and passes them the weights.
+        """Implements `Share.begin`: at a step's first forward, notifies the helpers and passes them the weights.
 
-        If this step cannot be shared, the helpers leave, and this rank goes on alone.
+        If the step cannot be shared, the helpers leave, and this rank goes on alone.
         """
         if self.begun(stage):
             return
@@ -470,7 +478,7 @@ class Owner:
         self._sharing = True
 
     def begun(self, stage: Any) -> bool:
-        # Where a schedule is run again in a step, gradients of its first call are there already.
+        # In a second call of a schedule within a step, gradients of the first call exist already.
         return stage.call > 0 or self._begun == self._channel.step
 
     def skips(self, mb: int) -> bool:
@@ -484,7 +492,7 @@ class Owner:
         return nullcontext() if self._gradients is None else self._gradients.weighing()
 
     def combine(self, stage: Any, scale: int) -> list[tuple[Any, int]]:
-        """As `Share.combine`: when the last stage asks, gradients of all workers are added in order."""
+        """Implements `Share.combine`: at the call for the rank's last stage, adds all ranks' gradients in order."""
         if not self._sharing or self._gradients is None or self._line is None:
             return [(stage, scale)]
         self._reduced.append((stage, scale))
@@ -517,7 +525,8 @@ class Owner:
         return self._take(told, payload)
 
     def _take(self, told: dict[str, Any], payload: torch.Tensor) -> Strides:
-        """What a helper has besides gradients: losses, and what the log lacked; and how its gradients are laid out."""
+        """Takes over a helper's losses and the records that the log lacked. Returns its gradients' strides. Raises
+        ReplayRefused for a loss of another type or shape."""
         shapes = [(torch_dtype(dtype), shape) for *_, dtype, shape in [*told["losses"], *told["lacking"]]]
         tensors = taken_apart(payload, shapes)
         for (mb, *_), value in zip(told["losses"], tensors, strict=False):
@@ -529,7 +538,7 @@ class Owner:
             told["lacking"], tensors[len(told["losses"]) :], strict=True
         ):
             self._channel.hand_in(stream, RecordKey(self._channel.step, mb, slot), value)
-        for stream, size in told["bytes"].items():  # of this rank's step, wherever it was computed
+        for stream, size in told["bytes"].items():  # they count as this rank's, though a helper computed them
             self._channel.profile.logged(stream, size)
         self.helped.verified += told["verified"]
         self.helped.records += told["records"]
@@ -538,7 +547,7 @@ class Owner:
         return strides
 
     def _unfit(self, args: Sequence[Any], kwargs: dict[str, Any], saves_output: bool) -> str:
-        """Why helpers would not do what this rank does; empty: they do."""
+        """Returns why helpers would compute something else than this rank; empty if they would not."""
         stages, module, last = self._stages, self._module, self._last
         external = [*args, *kwargs.values()]
         reasons = {
@@ -570,6 +579,6 @@ class Owner:
 
 
 def check_buffers(before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Raises ReplayRefused if a shared step has changed them after all."""
+    """Raises ReplayRefused if a shared step has changed a buffer. `before`: (buffer, its copy from before the step)."""
     if not all(same_bits(buffer, value) for buffer, value in before):
         raise ReplayRefused("a forward changes buffers, each microbatch those that the one before has left")

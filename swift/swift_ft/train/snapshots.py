@@ -1,16 +1,17 @@
 """Snapshots: copies of the ranks' states in host memory, every k steps (`strategy="snapshot"`).
 
-Each rank copies its own state, and sends the copy to a partner, which keeps it (`swift_ft.train.snapshots`). Then all
-ranks agree that they are done: the version counts from then on, and older copies go.
+Each rank copies its own state and sends the copy to a partner, which keeps it. Then a barrier confirms that all ranks
+are done: from then on the new version is valid, and older copies are dropped.
 
-    own copy → transfers, in one order for all → agreement
-    lost before the agreement   the older version is whole at all ranks, and the new one may be
-    lost after it               the new version is whole at all ranks
+    own copy → transfers, in one order on all ranks → barrier
+    failure before the barrier   the older version is complete on all ranks; the new one may be
+    failure after it             the new version is complete on all ranks
 
-The planner learns in each report which copies a rank holds, and so need not be told of them before
-(`swift_ft.planner.plan`). The first step of a generation begins with a snapshot: whoever is new holds nothing.
+Each report lists the copies that a rank holds, so the planner needs no earlier message about them
+(`swift_ft.planner.plan`). The first step of a generation begins with a snapshot, since a new process holds no copies.
 
-The older copies' memory is kept for the next ones: a rank needs four times its state, its own and another one's, twice.
+The memory of older copies is reused for the next ones. A rank needs four times the size of its state: its own copy and
+its partner's, two versions each.
 """
 
 import time
@@ -29,17 +30,17 @@ from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.generation import Membership
 from swift_ft.train.training_state import TrainerState
 
-# Who keeps whose snapshot: for each rank another one, which should not be lost together with it.
+# Choice of partners: each rank's copy goes to another rank that is unlikely to be lost together with it.
 
 CopyOfSnapshot = tuple[int, int]
-"""(rank whose copy it is, rank that keeps it)"""
+"""(rank that owns the state, rank that keeps the copy)"""
 
 
 def partners(ranks: Sequence[int], host_of: Mapping[int, str], group_of: Mapping[int, int]) -> dict[int, int]:
-    """Rank -> the rank that keeps its copy; none for a rank that is alone.
+    """Returns rank -> the rank that keeps its copy; empty in a world of one rank.
 
-    On another host if hosts are known (no empty text), in another recovery group if there is one, then with the fewest
-    copies so far, then the next one. All ranks work out the same.
+    Prefers, in this order: another host (if hosts are known, i.e. not ""), another recovery group, the fewest copies so
+    far, the next rank. All ranks compute the same result.
     """
     keeps = dict.fromkeys(ranks, 0)
     chosen: dict[int, int] = {}
@@ -60,9 +61,9 @@ def partners(ranks: Sequence[int], host_of: Mapping[int, str], group_of: Mapping
 
 
 def in_order(chosen: Mapping[int, int]) -> list[CopyOfSnapshot]:
-    """All transfers, in the order in which every rank carries out its own: as many at once as ranks allow.
+    """Returns all transfers in the order in which every rank does its own, with as many in parallel as possible.
 
-    One order for all, so none waits for another one in a circle.
+    All ranks use the same order, so there is no deadlock.
     """
     left, ordered = sorted(chosen.items()), list[CopyOfSnapshot]()
     while left:
@@ -76,7 +77,7 @@ def in_order(chosen: Mapping[int, int]) -> list[CopyOfSnapshot]:
 
 
 class Checks(Protocol):
-    """This process, as a member of the job."""
+    """Membership check of this process."""
 
     def check(self) -> None:
         """Raises if a newer generation is published."""
@@ -84,24 +85,24 @@ class Checks(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotCopy:
-    """A state at one version, in memory of its own."""
+    """Copy of a state at one version, in separate memory."""
 
     state: dict[str, Any]
-    """What `TrainerState.load_state_dict` takes: `apart`."""
+    """The copied state; load it by way of `apart`."""
     digest: str
     bytes: int
 
     def apart(self) -> dict[str, Any]:
-        """In memory that a trainer may have: optimizers keep the tensors that they are given."""
+        """Returns a copy of the state for `TrainerState.load_state_dict`, since optimizers keep the tensors passed."""
         state: dict[str, Any] = Snapshot(self.state).state()
         return state
 
 
 class Snapshots:
-    """One rank's. Trainer's thread.
+    """Snapshots that one rank holds, its own and those it keeps for others. Used by the trainer's thread.
 
-    (before the first step of a generation, and behind each k-th step) ``take_snapshot`` … (PLANNING) ``held`` →
-    (RECOVERING) ``own``, ``kept`` and ``put``, ``forget_above``
+    (before the first step of a generation, and after each k-th step) ``take_snapshot`` … (PLANNING) ``held`` →
+    (RECOVERING) ``of`` and ``put``, ``forget_above``
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Snapshots:
         faults: FaultInjector,
         groups: RecoveryGroups,
     ) -> None:
-        """`every`: steps between two snapshots; 0: none is ever taken. `groups`: which ranks are lost together."""
+        """`every`: steps between two snapshots; 0 disables snapshots. `groups`: ranks that are lost together."""
         self._rank = rank
         self._every = every
         self._member = member
@@ -123,13 +124,13 @@ class Snapshots:
         self._faults = faults
         self._groups = groups
         self._copies: dict[int, dict[int, SnapshotCopy]] = {}
-        """Version -> rank -> its state."""
+        """Version -> rank -> copy of its state."""
         self._spare: dict[int, SnapshotCopy] = {}
-        """Of each rank one that is not needed any more: the memory of the next."""
+        """Rank -> an outdated copy, whose memory the next one reuses."""
         self._taken_in = 0
 
     def held(self) -> tuple[HeldSnapshot, ...]:
-        """What a report says."""
+        """Returns the copies that this rank lists in its report."""
         return tuple(
             HeldSnapshot(rank, version)
             for version, copies in sorted(self._copies.items())
@@ -139,17 +140,17 @@ class Snapshots:
     # --- taking them ---
 
     def before_step(self, membership: Membership) -> None:
-        """(all ranks, at the same version) The first one of a generation."""
+        """(all ranks, at the same version) Takes a snapshot before the first step of a generation."""
         if self._every and self._taken_in != membership.generation:
             self.take_snapshot(membership.generation, membership.assignment, membership.hosts)
 
     def after_step(self, membership: Membership) -> None:
-        """(all ranks, in the generation in which they have begun the step)"""
+        """(all ranks, in the generation in which they began the step) Takes a snapshot after each k-th step."""
         if self._every and self._state.version % self._every == 0:
             self.take_snapshot(membership.generation, membership.assignment, membership.hosts)
 
     def take_snapshot(self, generation: int, assignment: Assignment, hosts: Mapping[int, str]) -> None:
-        """Of this version. Raises RuntimeError if a rank is lost, UsageError if the memory does not suffice."""
+        """Takes a snapshot of this version. Raises RuntimeError if a rank is lost, UsageError if memory is short."""
         version, rank = self._state.version, self._rank
         began = time.monotonic()
         own = self._copied()
@@ -205,7 +206,7 @@ class Snapshots:
                 wire=self._world,
                 older_copy=True,
             )
-        except ReplayRefused as error:  # there is no room
+        except ReplayRefused as error:  # not enough memory
             raise UsageError(
                 f"no room for a snapshot of rank {kept[0]} on rank {self._rank}: {error}; or use "
                 "strategy='checkpoint', or 'auto' without snapshot_every: they keep nothing in memory"
@@ -219,14 +220,14 @@ class Snapshots:
     def _transfers(self, assignment: Assignment, hosts: Mapping[int, str]) -> list[CopyOfSnapshot]:
         ranks = assignment.occupied
         stages = {rank: assignment.slots[rank].stage_group for rank in ranks}
-        # Without groups every rank is one by itself: numbers that no stage has.
+        # Without recovery groups every rank is its own group, numbered below all stages.
         group_of = {
             rank: self._groups.stages(stages[rank])[0] if self._groups.starts else -1 - rank for rank in ranks
         }
         return in_order(partners(ranks, {rank: hosts.get(rank, "") for rank in ranks}, group_of))
 
     def _only(self, version: int, fresh: Mapping[int, SnapshotCopy]) -> None:
-        """All ranks have these: no others are needed."""
+        """(all ranks hold `fresh`) Drops all other copies, and keeps their memory for the next snapshot."""
         for copies in self._copies.values():
             for rank, copy in copies.items():
                 if rank in fresh and copy is not fresh[rank]:
@@ -237,11 +238,11 @@ class Snapshots:
     # --- going back to them ---
 
     def put(self, rank: int, version: int, copy: SnapshotCopy) -> None:
-        """It is whole."""
+        """Stores a complete copy."""
         self._copies.setdefault(version, {})[rank] = copy
 
     def of(self, rank: int, version: int) -> SnapshotCopy:
-        """Raises ReplayRefused if it is not there, or not what was taken."""
+        """Returns a copy. Raises ReplayRefused if there is none, or if its digest has changed since it was taken."""
         copy = self._copies.get(version, {}).get(rank)
         if copy is None:
             raise ReplayRefused(f"rank {self._rank} holds no snapshot of rank {rank} at version {version}")
@@ -253,7 +254,7 @@ class Snapshots:
         return copy
 
     def forget_above(self, version: int) -> None:
-        """The run goes back to it: what was taken later is of steps that are done again."""
+        """Drops copies newer than `version`, because the run goes back to it and repeats the later steps."""
         for newer in [other for other in self._copies if other > version]:
             del self._copies[newer]
 

@@ -1,8 +1,8 @@
-"""Pipeline stages that log what crosses their boundaries.
+"""Pipeline stages that log the tensors that cross their boundaries.
 
-The seam is torch's own: every schedule asks a stage for its send and receive operations per microbatch and
-calls its compute methods. The stages here answer as torch's do, and tell the session's `Channel` what is sent;
-in a replay the channel takes the place of the transport, and no operation is returned.
+The interface is torch's own: every schedule asks a stage for its send and receive operations per microbatch and calls
+its compute methods. The stages here answer as torch's do, and report sent tensors to the session's `Channel`. In a
+replay the channel takes the place of the transport, and no operation is returned.
 
 Legend: `stage` index in the pipeline, `mb` the schedule's microbatch index.
 """
@@ -32,22 +32,22 @@ from swift_ft.train.boundary_log import BACKWARD, FORWARD, Channel
 from swift_ft.train.profiling import WEIGHTS
 from swift_ft.train.updates import Updates
 
-# How stages learn the shapes of what they send and receive, without their peers.
+# Shape exchange that does not need the peers to be present.
 #
-# torch's stages agree on shapes by messages (pickled ones) between neighbours in their first step. A replacement has no
+# torch's stages agree on shapes by (pickled) messages between neighbours in their first step. A replacement has no
 # neighbour in its first step, so the metadata goes through the job's store as JSON, where it stays
-# (`swift_ft.train.boundary_log`). One more forward at the start of every process is what it costs.
+# (`swift_ft.train.boundary_log`). The cost is one more forward at the start of every process.
 
 if TYPE_CHECKING:
     _Base = PipelineStage
 else:
-    # Python lets an object change its class only between classes that grew from the same one.
+    # Python lets an object change its class only between classes with a common base of the same layout.
     _Base = torch_private.StageBase
 
 
 class Inference:
-    """(torch runs a stage once more, to learn its shapes, and calls its loss function) ``Inference(module)`` …
-    ``end()``: as if it had not."""
+    """Undoes torch's extra run of a stage, which learns its shapes and calls its loss function: ``Inference(module)`` …
+    ``end()``."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Inference:
         losses: Iterable[Any] = (),
         objects: Mapping[str, Any] = MappingProxyType({}),
     ):
-        """`losses`: loss functions. `objects`: those that are registered, which a forward or a loss may call."""
+        """`losses`: loss functions. `objects`: the registered objects, which a forward or a loss may call."""
         self._module = KeptModules([module], parameters=True)
         self._module.keep()
         self._modes = [(part, part.training) for part in module.modules()]
@@ -69,7 +69,7 @@ class Inference:
 
     @property
     def changed(self) -> bool:
-        """The forward has changed something."""
+        """Returns whether the forward has changed the module."""
         return self._module.changed
 
     def end(self) -> None:
@@ -81,7 +81,7 @@ class Inference:
 
 @contextmanager
 def _objects_kept(objects: Mapping[str, Any]) -> Iterator[None]:
-    """Registered objects tell afterwards what they told before. (Not data: no forward moves on in it.)"""
+    """Restores the states of registered objects afterwards. Data sources are left out: no forward advances them."""
     asked = {
         name: each
         for name, each in objects.items()
@@ -106,17 +106,17 @@ def _digest(state: Any) -> str:
 
 
 class LearnsShapesAlone(_Base):
-    """A stage whose neighbours need not be there when it learns its shapes. Mixed in before the torch class."""
+    """A stage whose neighbours need not be present when it learns its shapes. Mixed in before the torch class."""
 
     _channel: Channel
     groups: Sequence[ReconfigurableGroup] = ()
-    """Over which a module, DDP or FSDP may communicate in a forward or backward."""
+    """Groups over which a module, DDP or FSDP may communicate in a forward or backward."""
     changes_buffers = False
-    """A forward changes its module (running statistics), so that each microbatch needs what the one before has left."""
+    """True if a forward changes its module (running statistics), so that each microbatch depends on the one before."""
     inferring: bool
-    """The module runs for its shapes only."""
+    """True while the module runs for its shapes only."""
     called_too: Callable[[], tuple[Iterable[Any], Mapping[str, Any]]]
-    """Loss functions and registered objects, which a forward may change as well."""
+    """Returns the loss functions and registered objects, which a forward may change too."""
     _before_inference: Inference | None
 
     def _attach_shapes(self, channel: Channel) -> None:
@@ -128,7 +128,7 @@ class LearnsShapesAlone(_Base):
     @property
     @abstractmethod
     def call(self) -> int:
-        """Which call of the schedule in this step is under way, from 0."""
+        """Number of the schedule's current call in this step, from 0."""
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         metas = meta.forward_metas if isinstance(meta, torch_private.ForwardMeta) else meta.backward_metas
@@ -140,9 +140,9 @@ class LearnsShapesAlone(_Base):
         metas = torch_private.meta_from_json(self._channel.shapes.get(kind, src_stage, self.stage_index))
         return torch_private.ForwardMeta(metas) if kind == FORWARD else torch_private.BackwardMeta(metas)
 
-    # Inference runs the module on arbitrary bits, so what it did to it (running statistics, attributes, an encoder that
-    # follows another one) is taken back, and what it drew.
-    # Other ranks do not take part in it, so the weights that FSDP gathers are arbitrary as well.
+    # Inference runs the module on arbitrary bits. So its effects on the module (running statistics, attributes, an
+    # encoder that follows another one) and its random draws are undone. Other ranks do not take part in it, so the
+    # weights that FSDP gathers are arbitrary too.
 
     def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
         self.inferring = True
@@ -165,13 +165,13 @@ class LearnsShapesAlone(_Base):
             yield
 
     def _compute_outputs(self, *args: Any, module: torch.nn.Module, **kwargs: Any) -> Any:
-        """(inference) Past DDP: it would reduce the gradients of this, which its peers may not take part in."""
+        """(inference) Bypasses DDP, which would reduce these gradients; its peers may not take part."""
         if isinstance(module, DistributedDataParallel):
             module = module.module
         return super()._compute_outputs(*args, module=module, **kwargs)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        self._look_at_changes()  # from 2.14 on torch puts buffers back itself
+        self._look_at_changes()  # from 2.14 on torch restores buffers itself
         super()._post_metadata_inference_cleanup()
         self._end_inference()
 
@@ -188,7 +188,7 @@ class LearnsShapesAlone(_Base):
         self.inferring = False
 
     def give_up_inference(self) -> bool:
-        """(a call has failed) True: it had been under way."""
+        """(a call has failed) Ends an inference that was under way, and returns whether there was one."""
         inferring = self.inferring
         if inferring:
             self._end_inference()
@@ -200,8 +200,9 @@ torch_private.learn_shapes_alone(LearnsShapesAlone)
 
 @contextmanager
 def inferred_whole(schedule: Any) -> Iterator[None]:
-    """Around a call. A schedule notes that shapes are known once all of its stages have agreed on them: were it cut
-    short before that, buffers would be of training and the note of evaluation, or the other way round."""
+    """Wraps a call of the schedule. If it fails in an inference, the schedule forgets its shapes. A schedule records
+    that shapes are known once all of its stages have agreed on them; after a failure before that, buffers could be
+    those of training and the record that of evaluation, or the other way round."""
     try:
         yield
     except BaseException:
@@ -211,36 +212,36 @@ def inferred_whole(schedule: Any) -> Iterator[None]:
         raise
 
 
-# Several destinations of one stage keep apart: slot = destination * _SLOTS + position among its tensors.
+# Slots per destination, so that several destinations of a stage differ: slot = destination * _SLOTS + tensor position.
 _SLOTS = 256
 
 
 class Share(Protocol):
-    """(a replay that others help with) What of a step this rank computes."""
+    """(a replay that others help with) The part of a step that this rank computes."""
 
     def begin(self, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves_output: bool) -> None:
-        """A forward of a stage is asked for, with these external inputs; a step begins with the first of them."""
+        """Called at a forward of a stage, with its external inputs. A step begins with the first of these calls."""
 
     def begun(self, stage: Any) -> bool:
-        """It is known who computes what of the call of the schedule that is under way."""
+        """Returns whether the schedule's current call is distributed over the ranks already."""
 
     def skips(self, mb: int) -> bool:
-        """Somebody else computes it."""
+        """Returns whether another rank computes the microbatch."""
 
     def loss(self, mb: int) -> torch.Tensor:
-        """Of a microbatch that is skipped; it has its value from `combine` on."""
+        """Returns the loss of a skipped microbatch. `combine` fills in its value."""
 
     def weighing(self) -> AbstractContextManager[None]:
-        """Around the second part of a split backward, which adds to gradients without telling autograd's hooks."""
+        """Wraps the second part of a split backward, which adds to gradients without calling autograd's hooks."""
 
     def combine(self, stage: Any, scale: int) -> Sequence[tuple[Any, int]]:
-        """All microbatches of the stage that are this rank's are computed, and its gradients to be divided by `scale`.
-        Behind the rank's last stage all gradients become those of all microbatches. The stages, each with its scale,
-        of which that is so now."""
+        """Called once this rank's microbatches of the stage are computed; its gradients are to be divided by `scale`.
+        After the rank's last stage, all gradients become those of all microbatches. Returns the stages, each with its
+        scale, that are complete now."""
 
 
 class _Logged(LearnsShapesAlone):
-    """What a logged stage does differently from torch's. Mixed in before the torch class."""
+    """The differences of a logged stage from torch's. Mixed in before the torch class."""
 
     _calls: int
     _awaiting_forward: set[int]
@@ -248,19 +249,20 @@ class _Logged(LearnsShapesAlone):
     _updates: Updates
     last_backward: bool
     grad_scale: int
-    """What gradients are divided by under the schedule that runs."""
+    """Divisor of gradients under the running schedule."""
     share: Share | None = None
-    """While others help with a replay."""
+    """Set while others help with a replay."""
     loss_like: Any = None
-    """(last stage) What the loss function returns."""
+    """(last stage) Result of the loss function in the inference."""
     adopted: Mapping[int, int] = MappingProxyType({})
-    """Number -> microbatch of another origin, where this stage computes some (`swift_ft.train.rerouting`)."""
+    """Microbatch number -> number in keys, for another origin's microbatches computed here
+    (`swift_ft.train.rerouting`)."""
     skipped: int | None = None
-    """The microbatch whose forward was asked for last, if it is not computed here."""
+    """Microbatch of the last requested forward, if it is not computed here."""
     _withheld: dict[int, list[dist.P2POp]]
-    """Receives of microbatches that may turn out to be computed elsewhere, until the step's first forward begins."""
+    """Receives of microbatches that another rank may turn out to compute, until the step's first forward begins."""
     _arriving: dict[int, list[dist.Work]]
-    """What was withheld, and is under way."""
+    """Receives that were withheld and are posted now."""
 
     def _attach(self, channel: Channel, updates: Updates) -> None:
         self._attach_shapes(channel)
@@ -275,9 +277,9 @@ class _Logged(LearnsShapesAlone):
     # --- one call of schedule.step() ---
 
     def clear_runtime_states(self) -> None:
-        """Every schedule calls this first in a step: the calls are counted, so that keys stay apart when a
-        trainer runs its schedule several times in one optimizer step (accumulation, evaluation)."""
-        self._channel.wait_copied()  # receive buffers are used again
+        """Counts the calls, so that keys differ when a trainer runs its schedule several times in one optimizer step
+        (accumulation, evaluation). Every schedule calls this first in a call."""
+        self._channel.wait_copied()  # receive buffers are reused
         self._calls += 1
         self._awaiting_forward.clear()
         self._awaiting_backward.clear()
@@ -290,7 +292,7 @@ class _Logged(LearnsShapesAlone):
 
     @property
     def call(self) -> int:
-        """Which call of the schedule in this step is under way, from 0."""
+        """Number of the schedule's current call in this step, from 0."""
         return max(self._calls, 0)
 
     def _microbatch(self, mb: int) -> int:
@@ -298,9 +300,9 @@ class _Logged(LearnsShapesAlone):
 
     # --- sends and receives ---
 
-    # In a replay a buffer is filled when it is computed with, not when its receive is posted: schedules post
+    # In a replay a buffer is filled when the computation needs it, not when its receive is posted: schedules post
     # receives ahead of sends that the other side, replaying too, may wait for. Inside a recovery group, whose stages
-    # replay together, nothing is logged: there the operations are torch's as ever.
+    # replay together, nothing is logged: there the operations are torch's own.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self._skips(fwd_chunk_id):
@@ -309,7 +311,7 @@ class _Logged(LearnsShapesAlone):
         live = self._received(ops, self.args_recv_info, self._awaiting_forward, fwd_chunk_id)
         if self.share is None or self.share.begun(self):
             return live
-        self._withheld[fwd_chunk_id] = live  # it is not known yet whether it is computed here
+        self._withheld[fwd_chunk_id] = live  # not known yet whether it is computed here
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -328,7 +330,7 @@ class _Logged(LearnsShapesAlone):
         return live
 
     def _receive_withheld(self, mb: int) -> None:
-        """The step's first forward begins: all of them are posted, in their order; this microbatch is waited for."""
+        """Posts all withheld receives in order, as the step's first forward begins, and waits for this microbatch's."""
         withheld = [(other, ops) for other, ops in self._withheld.items() if not self._skips(other)]
         for other in self._withheld:
             if self._skips(other):
@@ -339,7 +341,7 @@ class _Logged(LearnsShapesAlone):
             work.wait()
 
     def _from_log(self, source: int, destination: int) -> bool:
-        """In a replay."""
+        """(in a replay) Returns whether messages between these stages come from the log."""
         return self._channel.rehearsed or self._channel.groups.crosses(source, destination)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -369,7 +371,7 @@ class _Logged(LearnsShapesAlone):
         return self._sent(BACKWARD, bwd_chunk_id, destinations if ops else [], ops)
 
     def _check_shape(self, tensor: torch.Tensor, output: int) -> None:
-        """A message that is larger than its buffer may end the neighbour's process."""
+        """Raises UsageError for another shape: a message larger than its buffer may end the neighbour's process."""
         metas = self._stage_meta.outputs
         if metas is None or metas[output] is None or metas[output].shape == tensor.shape:
             return
@@ -380,7 +382,7 @@ class _Logged(LearnsShapesAlone):
         )
 
     def streams_read(self) -> list[str]:
-        """(replay) What it receives out of the log."""
+        """(replay) Returns the log streams that the stage receives from."""
         beside = ((self.stage_index - 1, FORWARD), (self.stage_index + 1, BACKWARD))
         return [
             self._channel.stream(source, direction)
@@ -409,7 +411,7 @@ class _Logged(LearnsShapesAlone):
                 self._channel.receive_inside(info.source, direction, self._microbatch(mb), slot, info.buffer)
 
     def _received_inside(self, infos: tuple[Any, ...], direction: str, mb: int) -> None:
-        """What has arrived for a microbatch, and no stream has."""
+        """Reports a microbatch's received tensors that are in no log stream."""
         for slot, info in self._by_slot(infos):
             if not self._channel.logs(info.source, self.stage_index):
                 self._channel.received(info.source, direction, self._microbatch(mb), slot, info.buffer)
@@ -468,7 +470,7 @@ class _Logged(LearnsShapesAlone):
         return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """(schedules that compute gradients of weights apart)"""
+        """Runs the weight part of a split backward, for schedules that separate it."""
         if self._skips(bwd_chunk_id):
             return
         self._channel.randomness.weights(self.stage_index, self._microbatch(bwd_chunk_id))
@@ -480,7 +482,7 @@ class _Logged(LearnsShapesAlone):
     def _skips(self, mb: int) -> bool:
         return self.share is not None and self.share.skips(mb)
 
-    # Two adjacent stages of a rank (the turn of a V) hand each other tensors; a skipped microbatch has none.
+    # Two adjacent stages of a rank (the turn of a V) pass each other tensors directly; a skipped microbatch has none.
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         if not self._skips(mb_index):
@@ -496,7 +498,7 @@ class _Logged(LearnsShapesAlone):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Schedules call this when they have computed everything of the stage."""
+        """Reduces the stage's gradients. Schedules call this once they have computed everything of the stage."""
         share, complete = self.share, [(self, grad_scale_factor)]
         for stage, scale in complete if share is None else share.combine(self, grad_scale_factor):
             stage._reduce(scale)
@@ -505,15 +507,15 @@ class _Logged(LearnsShapesAlone):
         super().perform_reduce_grad(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Schedules call this once all gradients of the stage are complete."""
+        """Scales the gradients. Schedules call this once all gradients of the stage are complete."""
         if self._updates.wait_free:
-            self._updates.stage_ready(self)  # what is applied already was scaled before it was reduced
+            self._updates.stage_ready(self)  # applied gradients were scaled before they were reduced
         else:
             super().scale_grads(grad_scale_factor)
 
 
 def _arriving(infos: tuple[Any, ...]) -> list[Any]:
-    """Of a microbatch, what another stage sends; torch has a receive operation for each."""
+    """Returns a microbatch's tensors that another stage sends; torch has a receive operation for each."""
     return [info for info in infos if not info.is_root_arg and info.buffer is not None]
 
 
@@ -534,8 +536,8 @@ class LoggedTracedStage(_Logged, torch_private.TracedStage):
 
 
 def adopt(stage: Any, channel: Channel, updates: Updates) -> Any:
-    """Turns a stage that exists already into a logged one. The object stays the same, its class changes. Raises
-    UsageError for one that is logged already, and for another kind of object."""
+    """Turns an existing stage into a logged one. The object stays the same, its class changes. Raises UsageError for a
+    stage that is logged already, and for another kind of object."""
     if isinstance(stage, _Logged):
         raise UsageError(f"stage {stage.stage_index} is logged already; adopt it once")
     if type(stage) is PipelineStage:
@@ -551,7 +553,7 @@ def adopt(stage: Any, channel: Channel, updates: Updates) -> Any:
 
 
 def logged_loss(stages: list[Any], channel: Channel) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrapper for a schedule's loss function that records the targets of the last stage."""
+    """Returns a wrapper for a schedule's loss function that records the targets of the last stage."""
     last = next((stage for stage in stages if stage.is_last), None)
 
     def wrapper(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,23 +1,23 @@
 """Staggered steps: a rank begins the next step once its own stage has stepped, and does not wait for other stages.
 
-A step needs something of all stages: that they have it done (the vote), the norm of all gradients if the trainer clips,
-and whether a gradient scaler has found inf or nan there. A rank that staggers goes on as if the vote were passed,
-nothing had to be clipped and nothing was found. It learns whether that was so in the next step, once its gradients are
-reduced and before it updates anything (ReCycle, arXiv 2405.14009; what zero-bubble pipelines call post-validation,
+A step needs three results from all stages: that all have completed it (the vote), the norm of all gradients if the
+trainer clips, and whether a gradient scaler has found inf or nan. A rank that staggers speculates that the vote passes,
+that no gradient is clipped and that no inf or nan is found. It validates that in the next step, after its gradients
+are reduced and before it updates (ReCycle, arXiv 2405.14009; zero-bubble pipelines call it post-validation,
 arXiv 2401.10241)::
 
     step k    forward, backward, reduced → stepped → its vote is under way
     step k+1  forward, backward, reduced → the vote over k, and its norms: settled → stepped → …
 
-So a rank is one step ahead of its vote at most. Until then it keeps a copy of the state before step k, and what a loss
-finds of it can be either version: it goes back to the copy, or stays where it is. If the norm demands clipping (or is
-inf or nan), or a scaler has found something, all ranks go back, in a generation of its own, and do step k again, in
-which they wait.
+So a rank is at most one step ahead of its vote. Until the vote it keeps a copy of the state before step k, so after a
+loss it can provide either version: it goes back to the copy, or keeps its state. If the norm demands clipping (or is
+inf or nan), or a scaler has found inf or nan, all ranks go back, in a new generation, and do step k again, in which
+they wait.
 
-**When it waits.** The first step of a generation; a step that leads to a version that is saved, or is the last one; any
-step of a trainer that needs its peers behind an update (`swift_ft.train.updates`); and after a norm that has clipped,
-until so many in a row have not: ten at first, and twice as many each time that a step was taken back. All ranks agree
-on it in the vote of the step before.
+**Steps that wait.** The first step of a generation; a step that leads to a saved version or to the last one; any step
+of a trainer that needs its peers after an update (`swift_ft.train.updates`); and, after a norm that has clipped, steps
+until enough norms in a row have not: ten at first, twice as many each time that a step was taken back. All ranks agree
+in the vote of the step before.
 
 Memory: two copies of this rank's state.
 """
@@ -43,17 +43,17 @@ from swift_ft.train.errors import Hook
 from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Standing
 
-# A number that several ranks compute together, and for which nobody waits before somebody uses it.
+# A number that several ranks compute together and that is awaited only when it is used.
 
 
 class Later(torch.Tensor):
-    """A tensor whose value is asked for by the first operation on it. To torch it is that value."""
+    """A lazy tensor: the first operation on it waits for its value. torch functions see the value."""
 
     _value: Callable[[], torch.Tensor]
 
     @staticmethod
     def of(form: torch.Tensor, value: Callable[[], torch.Tensor]) -> "Later":
-        """`form`: has its shape and dtype. `value`: waits, and raises what has broken the computation."""
+        """Creates a lazy tensor. `form`: has its shape and dtype. `value`: waits for it, and raises if it failed."""
         later: Later = torch.Tensor._make_subclass(Later, torch.zeros_like(form))
         later._value = value
         return later
@@ -69,15 +69,15 @@ def _now(value: Any) -> Any:
 
 
 CALM_STEPS = 10
-"""Norms in a row that have not clipped, before a rank goes on without waiting for one."""
+"""Consecutive norms without clipping after which a rank no longer waits for the norm."""
 
 
 _FOUND_INFINITE = 0.5
-"""A maximum norm of flags: one that is 1.0 is above it. So what a gradient scaler has found is treated as a norm is."""
+"""Maximum norm for a gradient scaler's flags: a flag of 1.0 exceeds it, so a found inf or nan counts as clipping."""
 
 
 class Norm:
-    """Of the gradients of all stages, on its way."""
+    """The norm of the gradients of all stages, computed asynchronously."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class Norm:
         *,
         of_flags: bool = False,
     ) -> None:
-        """`parts`: what each rank gives, once `task` is done; `places`: of one rank for each stage, in their order.
-        `of_flags`: it is of what a gradient scaler has found at the stages."""
+        """`parts`: each rank's part, valid once `task` is done; `places`: of one rank per stage group, in their order.
+        `of_flags`: the parts are a gradient scaler's inf flags instead of gradient norms."""
         self._of_flags = of_flags
         self._task = task
         self._parts = parts
@@ -100,35 +100,35 @@ class Norm:
         self._value: torch.Tensor | None = None
 
     def value(self) -> torch.Tensor:
-        """Waits for it. Raises RuntimeError if a rank is lost."""
+        """Waits for the norm and returns it. Raises RuntimeError if a rank is lost."""
         if self._value is None:
             self._task.wait()
             self._value = norm_of([self._parts[place] for place in self._places], self._norm_type)
         return self._value
 
     def give_up(self) -> None:
-        """Its step was cut short. Who has kept it has a number that never was."""
+        """Sets the norm to nan if it is not known: its step was interrupted, and the trainer may still hold it."""
         if self._value is None:
             self._value = torch.full_like(self._parts[0], torch.nan)
 
     def clips(self) -> bool:
-        """As `value`."""
+        """Returns whether the norm clips. Waits and raises like `value`."""
         return clips(self.value(), self._max_norm)
 
     def why(self) -> str:
-        """(it clips) What is the matter with the gradients."""
+        """(if it clips) Returns the reason in words."""
         if self._of_flags:
             return "gradients of a stage have inf or nan"
         return f"the norm of its gradients is {float(self.value()):g}"
 
     @property
     def known_not_to_clip(self) -> bool:
-        """Waits for nothing."""
+        """The norm has arrived and does not clip. Does not wait."""
         return self._task.done and self._task.error is None and not self.clips()
 
 
 class _Pending(NamedTuple):
-    """A step that is done here, and of which nobody knows yet whether all have it."""
+    """A step that is done on this rank and whose vote is not settled yet."""
 
     step: int
     ballot: torch.Tensor
@@ -140,13 +140,13 @@ class _Pending(NamedTuple):
 
 
 class Holder(Protocol):
-    """This process, as a member of the job."""
+    """This process as a member of the job: holds its committed version."""
 
     version: int
 
 
 class Staggering:
-    """One rank's. Trainer's thread.
+    """Staggered steps of one rank. Used on the trainer's thread.
 
     (steps) ``begin_step`` → (clipping) ``norm`` → (vote) ``voted`` → (in the next step, or where a version is saved)
     ``wait_vote``
@@ -163,7 +163,7 @@ class Staggering:
         assignment: Callable[[], Assignment],
         channel: Channel,
     ) -> None:
-        """`world`: all ranks, for the session itself. `assignment`: of this generation."""
+        """`world`: the session's group of all ranks. `assignment`: returns this generation's."""
         self.wanted = wanted
         self._rank = rank
         self._member = member
@@ -172,25 +172,28 @@ class Staggering:
         self._assignment = assignment
         self._channel = channel
         self.lasts: Hook[[int], bool] = Hook("Staggering.lasts")
-        """(engine) That version is saved, or the run ends with it."""
+        """(engine) Returns whether that version is saved or is the run's last one."""
         self._pending: _Pending | None = None
         self._copies: dict[int, Snapshot] = {}
-        """Of the state, by version; at most two."""
+        """Version -> copy of its state; at most two."""
         self._spare: list[Snapshot] = []
+        """Unused copies, whose memory is reused."""
         self._norms: list[Norm] = []
-        """Of the step under way, which does not wait for them."""
+        """Norms of the step under way, which does not wait for them."""
         self._clips = False
-        """The trainer clips."""
+        """The trainer clips gradients or uses a gradient scaler."""
         self._calm = 0
+        """Norms in a row that have not clipped."""
         self._calm_wanted = CALM_STEPS
+        """Value of `_calm` from which on this rank does not wait."""
         self._waits_next = True
-        """As all ranks have agreed for the step behind the last one whose vote is settled."""
+        """All ranks have agreed that the step after the last settled one waits for its vote."""
         state.updates.reduced.bind(self.wait_vote)
 
     # --- one step ---
 
     def begin_step(self) -> None:
-        """(the state is that of a version) The step may go on without its vote."""
+        """(before a step) Decides whether the step waits for its vote. Copies the state if it does not."""
         updates = self._state.updates
         self._norms = []
         self._channel.unsettled = self._pending is not None and bool(self._pending.norms)
@@ -202,8 +205,8 @@ class Staggering:
             self._copies[self._state.version] = Snapshot(self._state.state_dict(), into=into)
 
     def norm(self, part: torch.Tensor, norm_type: float, max_norm: float) -> torch.Tensor:
-        """(the step goes on without its vote) The norm of all gradients, for which nobody waits. `part`: this rank's
-        share of it (`swift_ft.state.fsdp.part_of_norm`)."""
+        """(a step that does not wait) Returns the norm of all gradients as a lazy tensor. `part`: this rank's part of
+        it (`swift_ft.state.fsdp.part_of_norm`)."""
         norm = self._under_way(part, norm_type, max_norm)
         return Later.of(part, norm.value)
 
@@ -220,39 +223,40 @@ class Staggering:
         return norm
 
     def found_infinite(self, own: torch.Tensor) -> None:
-        """(the step goes on without its vote) `own`: 1.0 if a gradient scaler has found inf or nan here."""
+        """(a step that does not wait) Starts the exchange of a gradient scaler's flags. `own`: 1.0 if it has found inf
+        or nan on this rank."""
         self._under_way(own, math.inf, _FOUND_INFINITE, of_flags=True)
 
     def told_infinite(self, found: torch.Tensor) -> None:
-        """(a step that waits) `found`: 1.0 if a gradient scaler of some stage has found inf or nan."""
+        """(a step that waits) Counts the flag as a norm. `found`: 1.0 if some stage's scaler has found inf or nan."""
         self._count(bool(found))
 
     def clipped(self, norm: torch.Tensor, max_norm: float) -> None:
-        """(a step that waits) Its norm."""
+        """(a step that waits) Counts whether its norm has clipped."""
         self._count(clips(norm, max_norm))
 
     def waits(self) -> bool:
-        """(a vote) This rank wants the next step to wait for its own."""
+        """(in a vote) Returns whether this rank wants the next step to wait for its vote."""
         restless = self._clips and self._calm < self._calm_wanted
         return self.wanted and (restless or self.lasts(self._state.version + 2))
 
     def voted(self, ballot: torch.Tensor, task: Task) -> None:
-        """The step under way is done here. `ballot` has what came of the vote, once `task` is done."""
+        """Registers the step under way as done on this rank. `ballot`: the vote's result, valid once `task` is done."""
         assert self._pending is None
         self._pending = _Pending(self._state.version, ballot, task, tuple(self._norms))
 
     def agreed(self, waits_next: bool) -> None:
-        """What came of a vote."""
+        """Records the result of a vote: whether the next step waits."""
         self._waits_next = waits_next
 
     @property
     def committed(self) -> int:
-        """The newest version that all ranks have, or get to."""
+        """The newest version that all ranks have or will reach."""
         return self._state.version if self._pending is None else self._pending.step
 
     def wait_vote(self) -> None:
-        """Waits for the vote over the step before, if it is under way. Raises Misspeculated; RuntimeError if a rank is
-        lost; UsageError if replicas do not step alike."""
+        """Waits for the vote on the previous step, if it is under way. Raises Misspeculated if that step must be done
+        again, RuntimeError if a rank is lost, UsageError if replicas do not step alike."""
         pending = self._pending
         if pending is None:
             return
@@ -274,13 +278,13 @@ class Staggering:
             self._let_go(self._state.version)
 
     def blamed(self, error: Exception) -> Exception:
-        """(a step is cut short) The error, or that the step before should have been taken back."""
+        """(a step has failed) Returns `error`, or Misspeculated if the step before has to be taken back anyway."""
         pending = self._pending
         if pending is None or isinstance(error, Misspeculated):
             return error
         try:
             clipped = any(norm.clips() for norm in pending.norms)
-        except RuntimeError:  # a rank is lost, which is dealt with
+        except RuntimeError:  # a rank is lost; the recovery handles it
             return error
         if not clipped:
             return error
@@ -291,15 +295,15 @@ class Staggering:
     # --- after a failure ---
 
     def standing(self, own: Standing) -> Standing:
-        """What this rank can offer, if `own` is what it holds by itself."""
+        """Returns this rank's recovery offer. `own`: its offer without the copies and the pending vote."""
         pending = self._pending
         if pending is None:
             if own.version is None and own.undo_to is None and self._copies:
                 return replace(own, undo_to=max(self._copies), undo_exact=True)
             return own
         if own.version not in (None, pending.step + 1):
-            return own  # it has gone elsewhere since
-        # It is in the vote over that step, as one that waits there is.
+            return own  # the state has moved to another version since
+        # The rank counts as in the vote on that step, like one that waits there.
         onward = own.version is not None and pending.known_valid()
         return Standing(
             version=None,
@@ -310,24 +314,24 @@ class Staggering:
         )
 
     def take_back(self, version: int) -> dict[str, Any] | None:
-        """The state that it has gone back to; None: there is no copy of it. ServiceError: the trainer's objects do not
-        take it."""
+        """Goes back to a version and returns its state; None if there is no copy of it. Raises ServiceError if the
+        trainer's objects cannot load it."""
         copy = self._copies.get(version)
         if copy is None:
             return None
         self._channel.taking_back(version)
         self._state.present = False
-        # Optimizers keep the tensors that they are given.
+        # Loads a copy of the copy, because optimizers keep the tensors that they load.
         loaded: dict[str, Any] = Snapshot(copy.state()).state()
         self._state.load_state_dict(loaded)
         self._state.present = True
         pending = self._pending
         if pending is not None and not pending.known_valid() and self._channel.witness is not None:
-            self._channel.witness.forget()  # what came behind it was of a state that never was
+            self._channel.witness.forget()  # later digests are of a state that is discarded
         return loaded
 
     def forget(self) -> None:
-        """All ranks go on from one version."""
+        """(all ranks go on from one version) Discards the pending vote, its norms and all copies."""
         for norm in (*self._norms, *(self._pending.norms if self._pending is not None else ())):
             norm.give_up()
         self._pending, self._waits_next = None, True
@@ -354,14 +358,14 @@ class Staggering:
 
 
 def norm_of(parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Of the shares of all stages, in their order."""
+    """Returns the norm from the parts of all stages, added in their order."""
     if norm_type == float("inf"):
         return torch.stack(parts).max()
     return summed(parts) ** (1.0 / norm_type)
 
 
 def summed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """In their order."""
+    """Returns the sum of `parts`, added in their order."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -369,5 +373,5 @@ def summed(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def clips(norm: torch.Tensor, max_norm: float) -> bool:
-    """`torch.nn.utils.clip_grads_with_norm_` would change gradients; also for inf and nan."""
+    """Returns whether `torch.nn.utils.clip_grads_with_norm_` would change gradients. True also for inf and nan."""
     return not bool(max_norm / (norm + 1e-6) >= 1.0)

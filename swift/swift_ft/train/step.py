@@ -1,8 +1,8 @@
-"""One step of the trainer: done to its end, with what a recovery needs of it kept, or dropped as if it had not begun.
+"""One step of the trainer: completed, with everything a recovery needs of it kept, or dropped as if it had not begun.
 
-``run``   everything that remembers a step is told that it begins → the trainer's function → the same, that it ends
-          → what is due at this version: replicas compared, a checkpoint
-``drop``  (a failure cut it short) all is as it was at the step's start
+``run``   begins the step in every part that records it → the trainer's function → ends the step in the same parts
+          → does what is due at this version: compares replicas, saves a checkpoint
+``drop``  (a failure cut it short) restores the state of the step's start
 """
 
 import json
@@ -39,12 +39,12 @@ from swift_ft.train.strategies import load_checkpoint
 from swift_ft.train.training_state import Stopped, TrainerState
 from swift_ft.train.verification import Audit
 
-# A line for each step, exactly once, through failures: what a trainer reports of its steps.
+# Metrics lines: one for each step, exactly once, through failures.
 #
-# A file of JSON lines for each rank, in the order of the steps. What is given before the update is in the file before
-# this rank votes for it: nobody goes on to the next step while it is not. So a rank that dies leaves either no line,
-# and does the step again, or the line. A step that is done again finds its line and leaves it as it is; if it is
-# another one (the job is not exact), what was written from there on is void, and is written anew.
+# A file of JSON lines for each rank, in the order of the steps. Values that are logged before the update are written
+# before this rank votes for it, and no rank begins the next step without that vote. So a rank that dies leaves either
+# no line, and does the step again, or the line. A repeated step finds its line and leaves it unchanged. If the line
+# differs (the job is not exact), it and all later lines are void, and are written anew.
 #
 #     (trainer) ``add`` … (vote) ``write`` → (the step is done) ``end``; (it is dropped) ``forget``
 
@@ -52,13 +52,13 @@ Value = float | int | str | bool | None
 
 
 class Lines:
-    """One rank's file. It is made with the first line."""
+    """One rank's metrics file, created lazily with the first line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
         self._are_there = path.exists()
-        # Of each line: a job has many steps, and one that is done again finds its line at once.
+        # Step and file offset of each line, in arrays because a job has many steps. A repeated step bisects them.
         self._steps, self._places = array("q"), array("q")
         self._end = 0
         self._values: dict[str, Value] = {}
@@ -66,18 +66,18 @@ class Lines:
 
     @property
     def in_use(self) -> bool:
-        """Steps of this job have lines, as far as this rank knows."""
+        """Returns whether steps of this job have lines, as far as this rank knows."""
         return bool(self._values) or self._file is not None or self._are_there
 
     def add(self, values: dict[str, object]) -> None:
-        """Raises UsageError for what is no number, string or None."""
+        """Adds values to this step's line. Raises UsageError for a value that is no number, string or None."""
         self._values |= {name: _plain(name, value) for name, value in values.items()}
 
     def forget(self) -> None:
         self._values = {}
 
     def write(self, step: int) -> None:
-        """What was given in this step. If the file cannot be written that is said, once: the job is worth more."""
+        """Writes this step's values. If that fails, prints it once and goes on: the job matters more."""
         if not self._values:
             return
         try:
@@ -92,14 +92,14 @@ class Lines:
                     )
 
     def end(self, step: int, *, lasts: bool) -> None:
-        """The step is done. `lasts`: the lines so far outlive the machine."""
+        """Ends the step. `lasts`: also syncs the file, so that the lines so far survive a crash of the machine."""
         self.write(step)
         self.forget()
         if lasts and self._file is not None:
             os.fdatasync(self._file.fileno())
 
     def cut(self, step: int) -> None:
-        """The run has ended before this step: one that was begun has left no line."""
+        """Drops the lines from this step on: the run has ended before it, and it may have been begun."""
         if self._file is not None or self._path.exists():
             with suppress(OSError):
                 self._drop_from(self._opened(), bisect_left(self._steps, step))
@@ -114,7 +114,7 @@ class Lines:
         number = bisect_left(self._steps, step)
         if number < len(self._steps):
             if self._steps[number] == step and self._values.items() <= self._line(file, number).items():
-                return  # and perhaps what will be given behind the update
+                return  # the line may also hold values that are logged after the update
             self._drop_from(file, number)
         line = json.dumps({"step": step, **self._values}).encode() + b"\n"
         os.pwrite(file.fileno(), line, self._end)
@@ -142,7 +142,7 @@ class Lines:
             make_directory(self._path.parent)
             self._file = os.fdopen(open_regular(self._path, os.O_RDWR | os.O_CREAT), "rb+", buffering=0)
             for line in self._file.read().splitlines(keepends=True):
-                if line.endswith(b"\n"):  # else its writer died in it
+                if line.endswith(b"\n"):  # else its writer died while writing it
                     self._note(json.loads(line)["step"], len(line))
             self._file.truncate(self._end)
         return self._file
@@ -153,36 +153,36 @@ def _plain(name: str, value: object) -> Value:
     if callable(item) and getattr(value, "ndim", None) == 0:  # a tensor or an array of one number
         value = item()
     if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)  # JSON has no word for it
+        return repr(value)  # JSON cannot express it
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UsageError(f"session.log({name}=...) was given a {type(value).__name__}; give a number or a string")
 
 
-# The end of a run: the last version is saved, and nobody is through before all are.
+# End of a run: the last version is saved, and no rank returns before all have finished.
 #
 # ::
 #
-#     (every rank)  all steps are done: saves the last version, unless that is a checkpoint already; Finish
-#     (coordinator) all have said so: FINISHED, in which `Session.run` returns. Until then a death is a death as any
-#                   other, and all take part in the recovery
-#     (a rank)      is lost after that, while it saves its files: a process that takes its place loads the last version,
-#                   `Session.run` returns at once, and what comes behind it is done again
+#     (every rank)  all steps are done: saves the last version, unless it is a checkpoint already; Finish
+#     (coordinator) all ranks have sent Finish: FINISHED, in which `Session.run` returns. Until then a death is handled
+#                   like any other, and all ranks take part in the recovery
+#     (a rank)      is lost after that, while its script saves files: its replacement loads the last version,
+#                   `Session.run` returns at once, and the code after it runs again
 #
-# What could not be saved holds nobody up: then who is lost after the end stays lost.
+# A failed save delays no rank. Then a rank that is lost after the end stays lost.
 #
 # A trainer may end a run before its last step::
 #
 #     (trainer)     ``call`` in step s, on all replicas of a stage
-#     (its rank)    does that step to its end, none after it, and says so with Finish(s + 1)
-#     (coordinator) tells all of it by the View; whoever has begun step s + 1, where it waits for this rank, drops it
-#                   in a generation of its own
+#     (its rank)    does that step to its end, none after it, and sends Finish(s + 1)
+#     (coordinator) tells all ranks by the View; a rank that has begun step s + 1, and waits for this rank there, drops
+#                   it in a new generation
 #
-# The word is a part of the state of version s + 1: who loads or copies that state has said it.
+# The call to stop is a part of the state of version s + 1: a rank that loads or copies that state has it too.
 
 
 class Ending:
-    """(trainer's thread) ``begin`` … ``finish``; or ``come_back`` in the place of a whole run"""
+    """(trainer's thread) ``begin`` … ``finish``; or ``come_back`` in place of a whole run"""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Ending:
         *,
         saves: bool,
     ) -> None:
-        """`saves`: the last version (`SessionConfig.last_checkpoint`)."""
+        """`saves`: whether the last version is saved (`SessionConfig.last_checkpoint`)."""
         self._rank = rank
         self._member = member
         self._state = state
@@ -202,20 +202,20 @@ class Ending:
         self._saving = saving
         self._saves = saves
         self._reason: str | None = None
-        """Why the trainer ends the run with the step under way; None: it does not."""
+        """Reason why the trainer ends the run with the step under way; None if it does not."""
         self._done_to = -1
-        """The version that the last step done here led to."""
+        """Version after the last step that this process has done."""
         self._num_steps = 0
 
     def begin(self, num_steps: int) -> None:
-        """(before anything is replayed) So many are to be done."""
+        """(before anything is replayed) Sets the number of steps of the run."""
         self._num_steps = num_steps
 
     def begin_step(self) -> None:
         self._reason = None
 
     def call(self, reason: str) -> None:
-        """(in a step) It is the last one."""
+        """(in a step) Makes this step the last one of the run."""
         self._reason = reason
 
     def end_step(self, version: int) -> None:
@@ -223,7 +223,7 @@ class Ending:
         self._state.stopped = None if self._reason is None else Stopped(self._reason, self._num_steps)
 
     def last(self, num_steps: int) -> int:
-        """The version with which the run ends, as far as is known here."""
+        """Returns the version with which the run ends, as far as this rank knows."""
         view = self._member.watcher.latest
         ends = [num_steps]
         stopped = self._state.stopped
@@ -240,7 +240,7 @@ class Ending:
         await_change: Callable[[pb.View], None],
         vote_seconds: float,
     ) -> None:
-        """All steps are done here. A rank stays until all are: it may be needed for a recovery."""
+        """Ends the run on this rank. Returns once all ranks have finished: until then a recovery may need this rank."""
         version = self._state.version
         stopped = self._state.stopped
         called = None
@@ -270,7 +270,7 @@ class Ending:
             await_change(view)
 
     def come_back(self, view: pb.View, num_steps: int) -> None:
-        """(the job has finished without this process) Its last version. Raises JobFailed, UsageError."""
+        """(the job has finished without this process) Loads its last version. Raises JobFailed, UsageError."""
         version = view.final_version
         if self.last(num_steps) > version:
             raise UsageError(
@@ -290,7 +290,7 @@ TrainStep = Callable[[int], object]
 
 
 class StepRunner:
-    """Trainer's thread."""
+    """Runs or drops one step of the trainer. Used by the trainer's thread only."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class StepRunner:
         snapshots: Snapshots,
         staggering: Staggering,
     ) -> None:
-        """`audit`: None if there are no replicas to compare with."""
+        """`audit` is None if there are no replicas to compare."""
         self._rank = rank
         self._config = config
         self._member = member
@@ -334,10 +334,10 @@ class StepRunner:
         self._early = EarlyCheckpoint(member)
         self._unlogged = UnloggedSteps(member)
         self.rolled_forward = False
-        """The step under way, or the last one, was finished on the plan's word; its recovery is not over."""
+        """True if the plan had the current or last step rolled forward, and its recovery is not over."""
 
     def run(self, train_step: TrainStep) -> None:
-        """Raises whatever cuts the step short; then it is to be dropped, or handled as an error of the trainer's."""
+        """Runs one step. Raises any error that cuts it short; the caller then drops the step or handles the error."""
         step = self._state.version
         replaying = self._channel.replaying
         if not replaying:
@@ -369,7 +369,7 @@ class StepRunner:
         self._channel.profile.end(step, replay=replaying)
         verification.step_ended(self._state)
         verification.write_every_version(self._state, self._rank)
-        # One that has rolled forward compares nothing: those that were past the vote have done so or will not.
+        # No comparison after a roll forward: ranks that were past the vote have compared already or will not.
         news = self._state.gradients.news()
         if (
             self._audit is not None
@@ -379,32 +379,32 @@ class StepRunner:
             self._staggering.wait_vote()
             self._audit.compare()
         self._save(version, replaying, due)
-        # Behind a step that is finished on the plan's word, not all have come here.
+        # After a step that was rolled forward, not all ranks get here.
         if not (replaying or self.rolled_forward):
             self._snapshots.after_step(self._membership)
         self._unlogged.after_step(step, self._log.writer.unlogged.news())
-        self._log.writer.forget_below(version)  # only a step that is dropped is sent again
+        self._log.writer.forget_below(version)  # only a dropped step is sent again
         self._saving.prune()
         latest = self._member.watcher.latest
         self._witness.forget_below(min(latest.checkpoints, default=0) if latest is not None else 0)
 
     def _save(self, version: int, replaying: bool, due: bool) -> None:
-        """`due`: by the interval."""
-        # On the way to a target that all save, no other version of this history is ever complete.
+        """Saves this version if it is `due` by the checkpoint interval, or as an early checkpoint."""
+        # On the way to a plan's target that all ranks save, no other version of this history is ever complete.
         plan = self._membership.plan
         passing = replaying and plan is not None and plan.plan.saves
-        # An early checkpoint, too: ranks that have not heard of it do not save it.
+        # The same holds for an early checkpoint: ranks that have not seen the request do not save it.
         if not passing and (self._early.due(version) or due):
             self._staggering.wait_vote()
             self._saving.save()
 
     def drop(self) -> None:
-        """Takes back what of the step was done."""
+        """Restores the state from before the step."""
         self._recording.drop()
         self._channel.end_replay()
         self._channel.drop_step()
         if self._state.present and self._state.updates.begun:
-            # The optimizer has begun: the parameters are of no version, so this rank restores.
+            # The update has begun, so the parameters belong to no version; this rank restores.
             self._state.present = False
         self._state.drop_step()
         self._lines.forget()

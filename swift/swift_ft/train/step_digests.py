@@ -1,19 +1,18 @@
-"""What a step took in and gave, remembered, and compared when the step is done again.
+"""Digests of a step's inputs and results, compared when the step is repeated.
 
-(channel, whole modules, engine) ``saw`` what enters from outside, what comes out of collectives, losses and outputs
-(engine) ``begin`` a step; ``forget_below`` what is never done again; ``forget`` where other bits are expected
+(channel, whole modules, engine) ``saw`` external inputs, results of collectives, losses and outputs
+(engine) ``begin`` a step; ``forget_below`` the steps that are never repeated; ``forget`` if other bits are expected
 
-A step is done again where it was cut short by a failure, where everybody restored a checkpoint, and in a rehearsal. If
-it is a function of the state that was captured, it sees the same. A rank on which it does not has something that a
-recovery does not know of (a loader that is not registered, an average of its own): it is said once, and the job is not
-exact from then on. That is all that is done about it: to restore again would only differ again.
+A step is repeated after a failure has interrupted it, after all ranks have restored a checkpoint, and in a rehearsal.
+If it is a function of the captured state, it sees equal tensors. If it does not, this rank has state that a recovery
+does not restore (an unregistered loader, a running average). This is reported once, and the job is inexact from then
+on. There is no other reaction, since another restore would only differ again.
 
-The cost is a digest of what a rank takes in and of what comes out of whole modules, where that is large of a sample.
+The cost is a digest of a rank's inputs and of the outputs of whole modules; large tensors are sampled.
 
-A step that is recorded for a rehearsal is looked at *thoroughly*: the state that it begins with, what goes into each
-module and comes out, what is sent and given to collectives, and the gradients. `transcript` is all of it, in the order
-of the computation; a rehearsal compares with it (``expect``), so that the first difference is named, and not its
-consequences.
+A step recorded for a rehearsal is observed *thoroughly*: its initial state, each module's inputs and outputs, tensors
+sent and passed to collectives, and gradients. `transcript` returns all of it in the order of the computation. A
+rehearsal compares with it (``expect``), and so reports the first difference and not its consequences.
 """
 
 import weakref
@@ -32,11 +31,11 @@ from swift_ft.train.transcript import RESULT as RESULT
 from swift_ft.train.transcript import TARGET as TARGET
 
 SAMPLED_BYTES = 1 << 20
-"""Of a larger tensor, so much is digested, evenly spaced."""
+"""Bytes of a larger tensor that are digested, evenly spaced."""
 
 
 class Witness:
-    """One rank's. Trainer's thread, but for `gave`."""
+    """Digests of one rank's steps. Used by the trainer's thread; in a rehearsal `note` also by the groups' threads."""
 
     def __init__(
         self,
@@ -46,8 +45,8 @@ class Witness:
         *,
         whole: bool = False,
     ) -> None:
-        """`differs(step, words)` is called once. `broken`: what a step computes is worth nothing any more.
-        `look(step, what, loss)`: at every loss of a step. `whole`: all bits of large tensors count."""
+        """`differs(step, words)` is called at the first difference. `broken()`: the step's results are invalid.
+        `look(step, what, loss)` is called with every loss. `whole`: large tensors are digested completely."""
         self.whole = whole
         self._look = look
         self.differs = differs
@@ -60,13 +59,13 @@ class Witness:
         self._calls = 0
         self._counted: Counter[tuple[str, str]] = Counter()
         self._digests: dict[int, tuple[weakref.ref[torch.Tensor], int, bytes]] = {}
-        """By the id of a tensor that was looked at in this step: the tensor, its version and its digest then."""
+        """id of a tensor digested in this step -> the tensor, its version and its digest."""
         self.passing: Callable[[Seen], None] = _ignored
-        """(rehearsal) Told of everything before it is looked at."""
+        """(rehearsal) Called before each digest is compared."""
         self.thorough = False
-        """The step under way is looked at thoroughly."""
+        """Set while the current step is observed thoroughly."""
         self.quiet = False
-        """Nothing is looked at: it was said, or other bits are expected from here on."""
+        """Turns observation off: a difference was reported, or other bits are expected from here on."""
 
     def begin(self, step: int) -> None:
         self._step = step
@@ -77,24 +76,24 @@ class Witness:
         self._reached = set()
 
     def forget_below(self, step: int) -> None:
-        """Those steps are never done again."""
+        """Drops the digests of steps that are never repeated."""
         for known in [known for known in self._steps if known < step]:
             del self._steps[known]
 
     def forget(self) -> None:
-        """What is done again from here on has other bits, and it is known why."""
+        """Drops all digests, because repeated steps are expected to have other bits from here on."""
         self._steps.clear()
 
     def transcript(self) -> Transcript:
-        """(a thorough step is done)"""
+        """(after a thorough step) Returns its digests in the order of the computation."""
         return dict(self._seen)
 
     def expect(self, step: int, transcript: Transcript) -> None:
-        """(rehearsal) That step is compared with what another process has seen of it."""
+        """(rehearsal) Sets the transcript of another process that the step is compared with."""
         self._expected[step] = transcript
 
     def check_all_seen(self) -> None:
-        """(rehearsal, the step is done) It has come to all that was expected."""
+        """(rehearsal, after the step) Reports a difference if an expected tensor was not seen."""
         expected = self._expected[self._step]
         lacking = [seen for seen in expected if seen not in self._reached]
         if lacking and not self.quiet:
@@ -107,7 +106,7 @@ class Witness:
     def saw(
         self, kind: str, stage: int, microbatch: int, slot: int, tensor: torch.Tensor, name: str = ""
     ) -> None:
-        """Remembers the digest of a tensor, or compares it with the one that this step had before."""
+        """Records the digest of a tensor, or compares it with that of an earlier run of this step."""
         if self._broken() or torch_private.is_transformed():
             return
         seen = Seen(kind, stage, microbatch, slot, name)
@@ -117,8 +116,8 @@ class Witness:
             self.note(seen, self._digest_of(tensor))
 
     def _digest_of(self, tensor: torch.Tensor) -> bytes:
-        """What leaves a module mostly enters the next one as it is: its digest is remembered."""
-        if tensor.is_inference():  # it has no version
+        """Returns the tensor's digest. Cached, since a module's output is mostly the next one's input."""
+        if tensor.is_inference():  # has no version
             return digest_of(tensor, whole=self.whole)
         known = self._digests.get(id(tensor))
         if known is None or known[0]() is not tensor or known[1] != tensor._version:
@@ -127,7 +126,7 @@ class Witness:
         return known[2]
 
     def note(self, seen: Seen, digest: bytes) -> None:
-        """As `saw`, of what has its digest already."""
+        """Does as `saw` for a digest that is already computed."""
         if self.quiet:
             return
         self.passing(seen)
@@ -140,13 +139,13 @@ class Witness:
             self._tell(Difference(seen, before, digest))
 
     def count(self, kind: str, name: str) -> int:
-        """How many of these were counted in this step before."""
+        """Returns how often this was called with the same arguments in this step before."""
         number = self._counted[kind, name]
         self._counted[kind, name] += 1
         return number
 
     def called(self, inputs: Any) -> None:
-        """A whole module's forward begins. Those without gradients (a validation) are not looked at."""
+        """Records the inputs of a whole module's forward. Forwards without gradients (validation) are ignored."""
         if not torch.is_grad_enabled():
             return
         for slot, tensor in enumerate(tensors_of(inputs)):
@@ -161,15 +160,15 @@ class Witness:
 
 
 def _ignored(_: Seen) -> None:
-    """Nobody is told."""
+    """Default of `Witness.passing`."""
 
 
 def _nobody() -> None:
-    """Who watches the copy of a module."""
+    """Returns the witness of a module's copy: None."""
 
 
 class _ForwardHook:
-    """torch's, on a module of the trainer's, who may copy it, pickle it or compile it. A copy is not watched."""
+    """Torch forward hook of a trainer's module, which may be copied, pickled or compiled. Copies are not observed."""
 
     def __init__(self, witness: Callable[[], Witness | None], *, after: bool) -> None:
         self._witness = witness
@@ -198,17 +197,17 @@ def _unwatched(after: bool) -> _ForwardHook:
 
 
 def watch_forwards(module: torch.nn.Module, holder: "HasWitness") -> None:
-    """A whole module has no boundary at which its inputs are seen, so its forwards are."""
+    """Registers hooks on a whole module's forward, since it has no stage boundary at which its inputs are seen."""
     module.register_forward_pre_hook(_ForwardHook(lambda: holder.witness, after=False), with_kwargs=True)
     module.register_forward_hook(_ForwardHook(lambda: holder.witness, after=True), with_kwargs=True)
 
 
 class HasWitness(Protocol):
-    """The channel."""
+    """Object with the current witness (the channel)."""
 
     @property
     def witness(self) -> Witness | None:
-        """None: nobody looks."""
+        """Returns the witness, or None if there is none."""
 
 
 def tensors_of(values: Any) -> Iterable[torch.Tensor]:
@@ -218,8 +217,8 @@ def tensors_of(values: Any) -> Iterable[torch.Tensor]:
 
 
 def digest_of(tensor: torch.Tensor, *, whole: bool = False) -> bytes:
-    """Of its bits, its type and its shape. Those that hold no plain memory (sparse, meta) count by type and shape.
-    `whole`: also of a large one all bits."""
+    """Returns a digest of a tensor's bits, dtype and shape. Tensors without plain memory (sparse, meta) are digested by
+    dtype and shape only. `whole`: all bits of a large tensor, not a sample."""
     about = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
     ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not ordinary or tensor.device.type == "meta":

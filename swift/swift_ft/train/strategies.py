@@ -1,4 +1,4 @@
-"""How a rank carries each strategy out.
+"""The rank's side of each recovery strategy.
 
 The planner's side, and the recipe for another strategy, are in `swift_ft.planner.strategies`.
 """
@@ -26,20 +26,20 @@ from swift_ft.train.snapshots import SnapshotCopy, Snapshots
 from swift_ft.train.staggering import Staggering
 from swift_ft.train.training_state import TrainerState, in_common
 
-# What a rank does for a strategy, and what it has to do it with.
+# The interface of a strategy, and the objects that it works on.
 
 
 class Copied(NamedTuple):
-    """From whom this process has its state."""
+    """Source of a process's state that was copied from replicas."""
 
     version: int
     witnesses: tuple[int, ...]
-    """Ranks that hold the same, and have logged all that they have done."""
+    """Ranks that hold the same state and have logged all of their steps."""
 
 
 @dataclass(kw_only=True)
 class Site:
-    """One rank in RECOVERING."""
+    """Parts of one rank that strategies use in RECOVERING."""
 
     rank: int
     member: Member
@@ -52,33 +52,33 @@ class Site:
     snapshots: Snapshots
     staggering: Staggering
     generation: int = 0
-    """Of the plan that is carried out."""
+    """Generation of the plan that is carried out."""
     copied: Copied | None = None
-    """How this process got its state, until the log's gaps are declared."""
+    """Source of this process's state if it was copied, until the log's gaps are declared."""
     flushed: bool = True
-    """What this process has done was in the log when it reported."""
+    """Set if all records of this process were in the log when it reported."""
 
 
 class Restore:
-    """The rank's side of one strategy. Without state: there is one object of each class, in the table.
+    """The rank's side of one strategy. Stateless: `TABLE` has one object per strategy.
 
-    This one is of strategies for which there is nothing to do: the rank holds the version already.
+    This base class serves strategies in which the rank holds the version already: its methods are no-ops.
     """
 
     def restore(self, site: Site, mine: RankPlan) -> None:
-        """(the rank whose strategy it is) Leaves its state at `mine.from_version`, without any other rank. Raises
-        ReplayRefused if that cannot be done, with `site.state.present` False if no state is left."""
+        """(the rank with this strategy) Restores its state to `mine.from_version`, without any other rank. Raises
+        ReplayRefused if that is impossible; `site.state.present` is False then if no state is left."""
 
     def copy(self, site: Site, entry: RankPlan) -> None:
-        """(every rank, for each entry whose policy copies, in one order for all; all have gone their own way by then)
-        Takes part in it if it is the joiner's or one of the sources."""
+        """(every rank, for each entry whose policy copies, in one order on all ranks, after all have called `restore`)
+        Takes part in the copy if this rank is the joiner or a source."""
 
 
-# REPLAY and CHECKPOINT: the rank's own checkpoint is loaded.
+# REPLAY and CHECKPOINT: the rank loads its own checkpoint.
 
 
 class Load(Restore):
-    """Loads this rank's checkpoint. What had been done beyond it, and where it came from, is forgotten."""
+    """Loads this rank's checkpoint. Discards later steps and the record of where the state came from."""
 
     def restore(self, site: Site, mine: RankPlan) -> None:
         events.emit("restore_begin", rank=site.rank, generation=site.generation)
@@ -93,8 +93,8 @@ class Load(Restore):
 def load_checkpoint(
     state: TrainerState, store: CheckpointStore, version: int, *, in_common_only: bool = False
 ) -> None:
-    """`in_common_only`: without what each replica has of its own, as it would be copied. Raises ReplayRefused, whatever
-    the trainer's own objects raise: the coordinator may know another way."""
+    """Loads a checkpoint into `state`. `in_common_only`: without the state specific to each replica, as in a copy.
+    Raises ReplayRefused for any error, also of the trainer's own objects: the coordinator may have another plan."""
     try:
         saved = store.load(version)
         state.load_state_dict(in_common(saved) if in_common_only else saved)
@@ -105,11 +105,11 @@ def load_checkpoint(
         raise ReplayRefused(f"the checkpoint of version {version} cannot be loaded: {why}") from error
 
 
-# REPLICA: a state on its way from those who hold it to the one who needs it.
+# REPLICA: the state is transferred from the ranks that hold it to the one that needs it.
 
 
 class Replica(Restore):
-    """Receives the state from its sources (`swift_ft.state.transfer`)."""
+    """Copies the state from its sources to the joiner (`swift_ft.state.transfer`)."""
 
     def copy(self, site: Site, entry: RankPlan) -> None:
         transfer = Transfer(joiner=entry.rank, sources=entry.sources, version=entry.from_version)
@@ -161,7 +161,7 @@ def _receive(site: Site, transfer: Transfer) -> None:
         site.state.load_state_dict(received.state)
     except ServiceError as error:
         raise ReplicaDiffers(f"ranks {list(transfer.sources)} hold another state: {error}") from None
-    except Exception as error:  # there may be another way
+    except Exception as error:  # the coordinator may have another plan
         why = f"{type(error).__name__}: {error}"
         raise ReplayRefused(f"the state of ranks {list(transfer.sources)} cannot be loaded: {why}") from error
     site.state.present = True
@@ -186,7 +186,7 @@ def _receive(site: Site, transfer: Transfer) -> None:
 
 
 class World:
-    """A replica's copy goes over the group of all ranks, whose waits a notice ends. A `Wire`."""
+    """`Wire` of a replica's copy: the group of all ranks, whose waits end when a newer generation is announced."""
 
     def __init__(self, world: ReconfigurableGroup, faults: FaultInjector):
         self._world = world
@@ -202,7 +202,7 @@ class World:
 
 
 class _Arriving:
-    """A chunk on its way, into which a drill may flip a bit."""
+    """A chunk being received, in which a drill may flip a bit."""
 
     def __init__(self, pending: Pending, data: torch.Tensor, faults: FaultInjector):
         self._pending = pending
@@ -215,17 +215,17 @@ class _Arriving:
         return result
 
 
-# SNAPSHOT: the rank goes back to its own copy in host memory, or to the one that another rank keeps of it.
+# SNAPSHOT: the rank goes back to its own copy in host memory, or to the copy that another rank keeps of it.
 
 
 class Snapshot(Restore):
-    """What was done since is forgotten."""
+    """Restores a snapshot, this rank's own or its partner's. Discards the steps since."""
 
     def restore(self, site: Site, mine: RankPlan) -> None:
         site.state.present = False
         site.copied = None
         if mine.sources:
-            return  # it is sent
+            return  # `copy` receives it
         began = time.monotonic()
         events.emit("restore_begin", rank=site.rank, generation=site.generation)
         _load(site, site.snapshots.of(site.rank, mine.from_version), mine, began)
@@ -245,7 +245,7 @@ class Snapshot(Restore):
             except ReplicaDiffers as error:
                 raise ReplayRefused(str(error)) from None
             copy = SnapshotCopy(state=received.state, digest=received.digest, bytes=received.bytes)
-            # It holds its own again: if it is needed once more, the keeper may be lost.
+            # Keep it as this rank's own again: the partner that sent it may be lost before the next recovery.
             site.snapshots.put(entry.rank, entry.from_version, copy)
             _load(site, copy, entry, began)
 
@@ -274,11 +274,11 @@ def _load(site: Site, copy: SnapshotCopy, mine: RankPlan, began: float) -> None:
     events.emit("restore_end", **where)
 
 
-# UNDO, on the rank that does it.
+# UNDO: the rank reverts the applied part of a step.
 
 
 class Undo(Restore):
-    """Takes the applied buckets back, by the journals of its optimizers; or a whole step, by the copy of before it."""
+    """Reverts the applied buckets by the optimizers' journals, or a whole step by the copy taken before it."""
 
     def restore(self, site: Site, mine: RankPlan) -> None:
         try:
@@ -287,7 +287,7 @@ class Undo(Restore):
                 _tell(site, UndoResult(mode="copy", exact=True, buckets=0))
                 return
             results = site.state.undo()
-        except ServiceError as error:  # the parameters are of no version now; the next plan does without them
+        except ServiceError as error:  # parameters are at no version now; the next plan does not use them
             site.state.present = False
             raise ReplayRefused(str(error)) from None
         for result in results:
@@ -312,8 +312,8 @@ def _tell(site: Site, result: UndoResult) -> None:
 TABLE: Mapping[Strategy, Restore] = MappingProxyType(
     {
         Strategy.KEEP: Restore(),
-        Strategy.ROLL_FORWARD: Restore(),  # the vote finishes the step, on the trainer's own stack (`Engine.vote`)
-        Strategy.LOSSY_FORWARD: Restore(),  # so does the reduction (`swift_ft.train.lossy`)
+        Strategy.ROLL_FORWARD: Restore(),  # the vote finishes the step, on the trainer's stack (`Engine.vote`)
+        Strategy.LOSSY_FORWARD: Restore(),  # the reduction finishes the step (`swift_ft.train.lossy`)
         Strategy.UNDO: Undo(),
         Strategy.REPLICA: Replica(),
         Strategy.CATCH_UP: Restore(),

@@ -1,12 +1,12 @@
-"""What this rank gives to collectives of a step, and what it gets from them: recorded while it runs with its peers, and
-answered from that in a rehearsal, which has none.
+"""Inputs and results of this rank's collectives in a step: recorded while it runs with its peers, and answered from the
+recording in a rehearsal, which has none.
 
-A step goes over the collectives of its groups in the same order whenever it is done, so each is known by its group and
-its number there. What is given is compared (`swift_ft.train.step_digests`), what is gotten is kept: of the first step
-of a rehearsal all of it, which are the reduced gradients where there are replicas, of the others what is small.
+A step always runs the collectives of a group in the same order, so each is identified by its group and its number
+there. Inputs are compared (`swift_ft.train.step_digests`), results are kept: all of them for the first step of a
+rehearsal (with replicas, these are the reduced gradients), the small ones for the other steps.
 
     (recording) ``record(all_of_it)`` → the step → ``drain``
-    (rehearsal) ``play(results)`` → the step; `blind` once a result was asked for that nobody has kept
+    (rehearsal) ``play(results)`` → the step; `blind` once a result is needed that was not kept
 """
 
 from collections import Counter
@@ -22,37 +22,37 @@ from swift_ft.train.step_digests import Witness, digest_of
 from swift_ft.train.transcript import GIVEN, Seen
 
 SMALL_BYTES = 64 << 10
-"""A collective whose results are not larger is kept of every step."""
+"""Maximum total size at which a collective's results are kept for every step."""
 
 Place = tuple[str, int]
 """The group, and the collective's number in it, from 0 in each step."""
 Results = Mapping[Place, Sequence[torch.Tensor]]
-"""uint8, of each tensor that a collective fills in."""
+"""Bytes (uint8) of each tensor that a collective fills in."""
 
 
 class Tape:
-    """Of one rank. Collectives of a group come one after the other; those of several groups from several threads."""
+    """Recording of one rank's collectives. A group's come one after the other; several groups use several threads."""
 
     def __init__(self, witness: Witness) -> None:
         self._witness = witness
         self._numbers: Counter[str] = Counter()
         self._all_of_it = False
         self._kept: dict[Place, list[torch.Tensor]] | None = None
-        """(recording)"""
+        """(recording) Results kept in this step."""
         self._given: dict[Seen, bytes] = {}
         self._results: Results | None = None
-        """(rehearsal)"""
+        """(rehearsal) Recorded results of this step."""
         self._heeded = True
         self.blind = False
-        """What the step goes on with is not what the rank has gotten."""
+        """Set once the step continues with other values than the recorded rank received."""
 
     def record(self, *, all_of_it: bool) -> None:
-        """(a step begins)"""
+        """(a step begins) Starts recording. `all_of_it`: keeps results of any size."""
         self._begin()
         self._kept, self._all_of_it = {}, all_of_it
 
     def play(self, results: Results) -> None:
-        """(a step begins, in a rehearsal)"""
+        """(rehearsal, a step begins) Answers collectives from `results`."""
         self._begin()
         self._results = results
 
@@ -60,13 +60,13 @@ class Tape:
         self._numbers, self._given, self.blind = Counter(), {}, False
 
     def drain(self) -> tuple[dict[Seen, bytes], Results]:
-        """(the step is done) What was given, and what was gotten of it is kept."""
+        """(after the step) Stops recording. Returns the digests of the inputs, and the kept results."""
         kept, self._kept = self._kept, None
         return dict(self._given), kept or {}
 
     @contextmanager
     def giving_only(self) -> Iterator[None]:
-        """(rehearsal) What collectives give meanwhile is known otherwise."""
+        """(rehearsal) Encloses collectives whose results come from elsewhere: a missing one does not set `blind`."""
         self._heeded = False
         try:
             yield
@@ -74,16 +74,16 @@ class Tape:
             self._heeded = True
 
     def check_seeing(self) -> None:
-        """(an update is next) Raises Rehearsed: gradients are not what the rank has had."""
+        """(before an update) Raises Rehearsed if the gradients are not those of the recorded rank."""
         if self.blind:
             raise Rehearsed
 
     def stop(self) -> None:
-        """The step is over, or dropped."""
+        """Ends recording or answering, when the step is over or dropped."""
         self._kept = self._results = None
 
     def around(self, group: str, run: Collective) -> Collective:
-        """`run`, as it is carried out in this group."""
+        """Returns `run` wrapped so that the tape sees this group's collectives."""
         if self._kept is None and self._results is None:
             return run
         return lambda collectives: run(_Taped(collectives, self, group))
@@ -91,7 +91,7 @@ class Tape:
     # --- of a collective ---
 
     def gives(self, group: str, tensors: Sequence[torch.Tensor]) -> Place:
-        """It begins, and this rank gives these to it."""
+        """Numbers a collective that begins, and compares or records its inputs `tensors`. Returns its place."""
         place = group, self._numbers[group]
         self._numbers[group] += 1
         for slot, tensor in enumerate(tensors):
@@ -103,7 +103,8 @@ class Tape:
         return place
 
     def answers(self, place: Place, tensors: Sequence[torch.Tensor]) -> bool:
-        """(rehearsal) True: they hold what the rank has gotten there. False, and from then on: nobody knows it."""
+        """(rehearsal) Writes the recorded results into `tensors`. Returns False if they were not kept, and sets
+        `blind` unless in `giving_only`."""
         if self._results is None or not tensors:
             return False
         results = self._results.get(place, ())
@@ -119,14 +120,14 @@ class Tape:
         return True
 
     def gets(self, place: Place, tensors: Sequence[torch.Tensor]) -> None:
-        """(recording) It is done."""
+        """(recording) Keeps the results of a completed collective, if small enough or all are kept."""
         kept = self._kept
         if kept is not None and (self._all_of_it or sum(tensor.nbytes for tensor in tensors) <= SMALL_BYTES):
             kept[place] = [as_bytes(plain(tensor)).clone() for tensor in tensors]
 
 
 class _Taped:
-    """See `base.Collectives`: those of a group, which the tape sees."""
+    """`Collectives` of a group whose inputs and results pass through the tape."""
 
     def __init__(self, inner: Collectives, tape: Tape, group: str) -> None:
         self._inner, self._tape, self._group = inner, tape, group
@@ -153,11 +154,11 @@ class _Taped:
         self._carry_out(outgoing, incoming, lambda: self._inner.all_to_all(incoming, outgoing))
 
     def begin_all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> Pending:
-        # Only while ranks are missing, when nothing is recorded.
+        # Called only while ranks are missing, when there is no recording.
         return self._inner.begin_all_to_all(incoming, outgoing)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        # What those give who are not the root is overwritten, and may be anything.
+        # The input of a rank that is not the root is arbitrary, since it is overwritten.
         self._carry_out([], [tensor], lambda: self._inner.broadcast(tensor, root))
 
     def barrier(self, ballot: torch.Tensor | None = None) -> None:

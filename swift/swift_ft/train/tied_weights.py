@@ -1,11 +1,11 @@
-"""One weight that several stages have (tied embeddings): its gradient is the sum over them, in rank order.
+"""Weights shared by several stages (tied embeddings): the gradient is the sum over these stages, in rank order.
 
 (trainer) ``session.tie(parameter, ranks)`` on each of these ranks
-(session, first start) ``align``: all begin with the first one's value
-(updates) ``sum`` before the norm is taken and before the update, once; ``stepped`` behind it
+(session, first start) ``align``: all start with the first rank's value
+(updates) ``sum`` once, before the norm is taken and before the update; ``stepped`` after it
 
-The sum is logged like any collective of the session, so that a replay has it. Gradients are summed behind their average
-over the replicas: then all data-parallel ranks have the same bits.
+The sum is logged like any collective of the session, so that a replay has it. Gradients are summed after they are
+averaged over the replicas, so that all data-parallel ranks have the same bits.
 """
 
 import json
@@ -24,20 +24,20 @@ from swift_ft.train.boundary_log import Channel
 
 @dataclass(eq=False, slots=True)
 class Tie:
-    """Of one parameter of this rank."""
+    """Tie of one parameter of this rank."""
 
     parameter: torch.nn.Parameter
     name: str
     group: ReconfigurableGroup
-    """The ranks that have it, this one among them."""
+    """Ranks that share the parameter, including this one."""
     counted: bool
-    """This rank is the one that counts it in a norm."""
+    """Set on the one rank that counts the parameter in a norm."""
     summed: bool = False
-    """Its gradient is the sum, and its optimizer has not stepped since."""
+    """Set while the gradient is the sum, until the optimizer steps."""
 
 
 class Ties:
-    """Those of one rank, in the order in which they were made: it is the same on all ranks that share one."""
+    """Ties of one rank, in the order of creation, which is the same on all ranks that share a parameter."""
 
     def __init__(self, channel: Channel, pipeline: ReconfigurableGroup) -> None:
         self._channel = channel
@@ -45,7 +45,7 @@ class Ties:
         self._ties: list[Tie] = []
 
     def add(self, parameter: torch.nn.Parameter, pipeline_ranks: Sequence[int]) -> None:
-        """Raises UsageError."""
+        """Ties a parameter over ranks of the pipeline. Raises UsageError if it is sharded, tied already, or alone."""
         if fsdp.is_sharded(parameter):
             raise UsageError("session.tie was given a sharded parameter; leave it out of fully_shard")
         if any(tie.parameter is parameter for tie in self._ties):
@@ -60,7 +60,7 @@ class Ties:
         self._ties.append(Tie(parameter, name, group, counted))
 
     def check(self, held: Collection[torch.Tensor]) -> None:
-        """Raises UsageError for one that no optimizer of this rank updates."""
+        """Raises UsageError for a tied parameter that no optimizer of this rank updates."""
         known = {id(parameter) for parameter in held}
         if any(id(tie.parameter) not in known for tie in self._ties):
             raise UsageError(
@@ -69,7 +69,7 @@ class Ties:
             )
 
     def align(self) -> None:
-        """All have the first one's value. Raises UsageError if ranks do not mean the same weights."""
+        """Gives all ranks the first one's value. Raises UsageError if ranks tie different weights."""
         words_of_all = [json.loads(text) for text in self._told_by_all(json.dumps(self._words()))]
         ranks = self._pipeline.ranks
         for tie in self._ties:
@@ -102,7 +102,7 @@ class Ties:
             tie.summed = False
 
     def sum(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The gradients of those of these that are tied are sums from here on, until `stepped`."""
+        """Replaces the gradients of tied parameters among these by their sums, once until `stepped`."""
         for tie in self._of(parameters):
             if not tie.summed:
                 self._sum(tie)
@@ -113,14 +113,14 @@ class Ties:
             tie.summed = False
 
     def check_closure(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Raises UsageError for what is tied, under an optimizer that computes gradients while it steps."""
+        """(an optimizer that computes gradients in its step) Raises UsageError if a parameter is tied."""
         if self._of(parameters):
             raise UsageError(
                 "session.tie with an optimizer whose step takes a closure and calls it again (LBFGS); use another one"
             )
 
     def uncounted(self) -> list[torch.nn.Parameter]:
-        """Those that another rank counts in a norm."""
+        """Returns the tied parameters that another rank counts in a norm."""
         return [tie.parameter for tie in self._ties if not tie.counted]
 
     def _of(self, parameters: Iterable[torch.Tensor]) -> list[Tie]:
@@ -133,7 +133,7 @@ class Ties:
         parameter = tie.parameter
 
         def total() -> torch.Tensor:
-            """Of those that have used it; empty if nobody has."""
+            """Returns the sum over the ranks that have used the parameter; empty if none has."""
             used = self._used(tie)
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
             parts = tie.group.gathered(own)
@@ -153,7 +153,7 @@ class Ties:
                 parameter.grad.copy_(result)
 
     def _used(self, tie: Tie) -> list[bool]:
-        """Which ranks have a gradient. Raises UsageError if they are not at the same step."""
+        """Returns which ranks have a gradient. Raises UsageError if they are not at the same step."""
         step = self._channel.step
         told = tie.group.gathered(torch.tensor([step, tie.parameter.grad is not None]))
         for rank, each in zip(tie.group.ranks, told, strict=True):

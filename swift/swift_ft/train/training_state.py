@@ -1,4 +1,4 @@
-"""Everything that a step changes: what must go back if the step is dropped, and what a checkpoint holds."""
+"""Everything that a step changes: the state that a dropped step restores, and the contents of a checkpoint."""
 
 import copy
 import json
@@ -38,10 +38,10 @@ from swift_ft.state.transfer import local
 from swift_ft.state.tree import split
 from swift_ft.train.updates import Standing, Updates
 
-# What a trainer registers, as an object that a recovery can take back: anything with a state, random generators, and
-# lists, dicts and deques as they are.
+# Registered objects that a recovery can restore: anything with a state, random generators, and plain lists, dicts and
+# deques.
 
-# What default generators are seeded with while an object loads its state.
+# Seed of the default generators while an object loads its state.
 _LOADING = 0x5EED_10AD
 
 
@@ -57,7 +57,8 @@ class _Generator:
 
 
 class _Container:
-    """Its items go back into the lists and tensors that are there: the script may hold them by another name, too
+    """Plain list, dict or deque. Its items are restored in place into the existing lists and tensors, because the
+    script may also hold them by another name
     (``best = stats["best"]``, ``pairs = list(zip(model.parameters(), ema))``)."""
 
     def __init__(self, value: Any):
@@ -71,7 +72,7 @@ class _Container:
 
 
 def as_registered(value: Any) -> Any:
-    """`value` itself, unless it is a generator of torch, `random` or numpy, or a plain container."""
+    """Returns `value` itself, or a wrapper if it is a generator of torch, `random` or numpy, or a plain container."""
     if isinstance(value, torch.Generator):
         return _Generator(value.get_state, value.set_state)
     if isinstance(value, random.Random):
@@ -87,22 +88,21 @@ def as_registered(value: Any) -> Any:
 
 
 def load_object(name: str, thing: Any, state: Any) -> None:
-    """What it draws meanwhile, it draws alike in every process. Raises ServiceError, with its name, if it cannot load
-    its state."""
+    """Loads the object's state with seeded generators, so that any draws are equal in every process. Raises
+    ServiceError, with the object's name, if it cannot load its state."""
     with kept():
         seed_all(_LOADING)
         with naming(f"register({name}=...)"):
             thing.load_state_dict(state)
 
 
-# The parameters with which a process begins: a step makes none, removes none and leaves their types and shapes.
-#
-# A process that takes over a lost rank makes its modules as the script does before `session.run`. It can load no other
-# parameters than those.
+# The parameters at the start of a process. A step must not create or remove any, nor change their types and shapes:
+# a process that replaces a lost rank creates its modules as the script does before `session.run`, and can load only
+# those parameters.
 
 
 class FirstParameters:
-    """Those of one rank, by the names that they have in states."""
+    """One rank's parameters at `session.run`, by their names in states."""
 
     def __init__(self) -> None:
         self._remembered = False
@@ -115,8 +115,8 @@ class FirstParameters:
         self._parameters, self._names, self._forms = parameters, names, _forms(parameters)
 
     def check(self, parameters: list[torch.nn.Parameter], names: list[str]) -> None:
-        """Raises UsageError for a step that has made or removed parameters, or made other things of them. A step may
-        put another object in a parameter's place, if it has the name, the type and the shape of the first."""
+        """Raises UsageError if a step has created or removed parameters, or changed a type or shape. A step may put
+        another object in a parameter's place, if it has the name, type and shape of the first."""
         if not self._remembered:
             return
         forms = _forms(parameters)
@@ -140,7 +140,7 @@ class FirstParameters:
 
 
 def check_ready(module: torch.nn.Module) -> None:
-    """Raises UsageError for a module that makes its parameters in its first forward."""
+    """Raises UsageError for a module that creates its parameters in its first forward."""
     lazy = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, lazy):
@@ -154,11 +154,11 @@ def _forms(parameters: list[torch.nn.Parameter]) -> list[tuple[torch.dtype, torc
     return [(parameter.dtype, parameter.shape) for parameter in parameters]
 
 
-# Which parameters are in which groups of their optimizers, by name, and with which hyperparameters.
+# Membership of parameters in the groups of their optimizers, by name, and the groups' hyperparameters.
 #
-# An optimizer's own state knows its parameters by their numbers. So a state that goes to another process has their
-# names, in the order of the groups, and the optimizer there takes that order first: a script may have taken its
-# parameters out of a set, or given them to other groups while it trained. (Which are frozen is a part of the modules:
+# An optimizer's own state identifies its parameters by number. So a state that goes to another process has their
+# names, in the order of the groups, and the optimizer there adopts that order first: a script may have taken its
+# parameters out of a set, or moved them to other groups while it trained. (Frozen flags belong to the modules:
 # `swift_ft.state.module_state`.)
 
 Named = Mapping[str, torch.nn.Parameter]
@@ -166,13 +166,13 @@ Optimizers = Sequence[torch.optim.Optimizer]
 Groups = list[list[list[str]]]
 """Names of the parameters in each group of each optimizer."""
 Begun = list[list[dict[str, str]]]
-"""Of each group of each optimizer in a process that begins: its hyperparameters in words, and a digest of its names."""
+"""Groups of each optimizer at the start of a process: hyperparameters as strings, and a digest of parameter names."""
 _NAMES = "params"
 _SAID_MAX = 5
 
 
 class ParamGroups:
-    """``ParamGroups(optimizers)`` … ``restore()``: the groups that a dropped step has made or changed go back."""
+    """``ParamGroups(optimizers)`` … ``restore()``: undoes a dropped step's changes to the groups."""
 
     def __init__(self, optimizers: Optimizers) -> None:
         self._groups = [
@@ -196,7 +196,7 @@ def groups_by_name(named: Named, optimizers: Optimizers) -> Groups:
 
 
 def regroup(named: Named, optimizers: Optimizers, wanted: Groups) -> None:
-    """As `groups_by_name` has said. Raises ServiceError for names that this trainer does not have."""
+    """Restores groups as `groups_by_name` returned them. Raises ServiceError for names that this trainer lacks."""
     for optimizer, groups in zip(optimizers, wanted, strict=True):
         if groups_by_name(named, [optimizer]) == [groups]:
             continue
@@ -211,7 +211,7 @@ def regroup(named: Named, optimizers: Optimizers, wanted: Groups) -> None:
             for group in optimizer.param_groups
             for p, name in zip(group["params"], group.get("param_names", ()))
         }
-        # Their settings come with the optimizer's state.
+        # Their hyperparameters come with the optimizer's state.
         made = [{**optimizer.defaults, "params": []} for _ in groups[len(optimizer.param_groups) :]]
         optimizer.param_groups[:] = [*optimizer.param_groups[: len(groups)], *made]
         for group, own in zip(optimizer.param_groups, parameters, strict=True):
@@ -226,9 +226,9 @@ def regroup(named: Named, optimizers: Optimizers, wanted: Groups) -> None:
 def agree_on_groups(
     named: Named, optimizers: Optimizers, broadcast: Callable[[list[torch.Tensor]], None]
 ) -> None:
-    """(every replica, at the begin) All take the first one's order. `broadcast` gives all its values.
+    """(every replica, at the start) Adopts the first replica's order. `broadcast` gives all replicas its values.
 
-    Raises UsageError, with the first parameter that differs, if theirs are others.
+    Raises UsageError, with the first parameter that differs, if the replicas' groups differ otherwise.
     """
     forms = {name: f"{p.dtype}{list(p.shape)}" for name, p in named.items()}
     words = json.dumps([groups_by_name(named, optimizers), forms]).encode()
@@ -248,7 +248,7 @@ def agree_on_groups(
 
 
 def _places(groups: Groups, forms: dict[str, str]) -> dict[str, list[Any]]:
-    """What a parameter is, and in which groups."""
+    """Returns each parameter's form (dtype and shape), followed by its groups."""
     places: dict[str, list[Any]] = {name: [form] for name, form in forms.items()}
     for number, of_one in enumerate(groups):
         for index, names in enumerate(of_one):
@@ -257,11 +257,11 @@ def _places(groups: Groups, forms: dict[str, str]) -> dict[str, list[Any]]:
     return places
 
 
-# --- what a script begins with ---
+# --- hyperparameters at the script's start ---
 
 
 def begun(named: Named, optimizers: Optimizers) -> Begun:
-    """What is no number or word is left out."""
+    """Returns the groups' hyperparameters as strings. Leaves out values that are no number or string."""
     return [
         [
             {_NAMES: xxhash.xxh3_64_hexdigest("\n".join(sorted(names)).encode())}
@@ -273,7 +273,8 @@ def begun(named: Named, optimizers: Optimizers) -> Begun:
 
 
 def say_overruled(optimizers: Optimizers, script: Begun, job: Begun) -> None:
-    """(a state is loaded, which wins over the script) What the script has changed since the job began."""
+    """(a state is loaded, which takes precedence over the script) Prints the hyperparameters that the script has
+    changed since the job began."""
     if found := _overruled(optimizers, script, job):
         more = f" and {len(found) - _SAID_MAX} others" if len(found) > _SAID_MAX else ""
         print(
@@ -312,33 +313,33 @@ def _word(value: Any) -> str | None:
 
 
 HYPERPARAMETERS = "hyperparameters of an optimizer"
-# Of a process: what changes in them of parameters that no optimizer updates is kept from then on.
+# Steps from the start of a process in which every bit of frozen parameters is compared.
 _STEPS_LOOKED_AT = 3
 
 
 @dataclass(kw_only=True)
 class _BeforeStep:
-    """What is put back when a half-done step is dropped. Parameters are not here: until the optimizer steps
-    they have not changed, or the journal takes them back, and after it the step is not dropped."""
+    """State that is restored when a half-done step is dropped. Parameters are not part of it: until the optimizer steps
+    they have not changed, or the journal restores them, and after it the step is not dropped."""
 
     objects: dict[str, Any]
     placements: dict[str, str]
     modes: list[tuple[torch.nn.Module, bool]]
-    """Whether each module trains: a validation that is cut short leaves them evaluating."""
+    """Training mode of each module: a validation that is cut short leaves modules in eval mode."""
     iterators: list[list[Any]]
     param_groups: ParamGroups
 
 
 class Stopped(NamedTuple):
-    """What a trainer has said with `session.stop`."""
+    """Arguments of a trainer's `session.stop`."""
 
     reason: str
     num_steps: int
-    """Those of the run that it ends: one that is to do more goes on."""
+    """Number of steps of the run that it ends. A run with more steps goes on."""
 
 
 def in_common(state: dict[str, Any]) -> dict[str, Any]:
-    """A state without the attributes of modules of which each replica has a value of its own."""
+    """Returns the state without module attributes that have a different value on each replica."""
     modules = state["modules"]
     values = {path: value for path, value in modules["values"].items() if path not in modules["apart"]}
     return {**state, "modules": {**modules, "values": values}}
@@ -354,28 +355,28 @@ class TrainerState:
     def __init__(
         self, randomness: Randomness, updates: Updates, replicate: ReconfigurableGroup | None
     ) -> None:
-        """`randomness`: the channel's. `replicate`: the replicas of this rank's shard, if there are shards."""
+        """`randomness` is the channel's. `replicate`: the replicas of this rank's shard, if there are shards."""
         self.randomness = randomness
         self.updates = updates
         self.replicate = replicate
         self.stages: list[Any] = []
         self.schedules: list[Any] = []
         self.wrapped: list[torch.nn.Module] = []
-        """What `session.ddp` has made: a stage may have the module inside of it."""
+        """Modules that `session.ddp` has created. A stage may contain such a module."""
         self.objects: dict[str, Any] = {}
-        self.version = 0  # optimizer steps done = the next step to run
-        self.present = False  # until the first version is ours, by birth or by restore
-        self.lived = False  # until this process has run with the others, and logged what it sent
+        self.version = 0  # optimizer steps done, which is also the number of the next step
+        self.present = False  # True while this rank holds a version, from its start or restored
+        self.lived = False  # True once this process has run with the others and logged its sends
         self._before: _BeforeStep | None = None
         self.gradients = updates.left
         self._begun: Begun = []
-        """What the script has begun the job with."""
+        """Hyperparameters with which the script began the job."""
         self._groups: list[Kept] = []  # the optimizers' hyperparameters when the step began
         self._kept = KeptModules(())
         self._versions: dict[torch.nn.Parameter, tuple[int, int]] = {}
-        """When the step began: where a parameter lies, and torch's count of what has changed it."""
+        """Data pointer and torch's version counter of each parameter when the step began."""
         self._changing: dict[int, torch.nn.Parameter] = {}
-        """Parameters that no optimizer updates, and that a step changes all the same (a momentum encoder's)."""
+        """Parameters by id that no optimizer updates, but that steps change (a momentum encoder's)."""
         self._steps_here = 0
         self._digests: dict[int, bytes] = {}
         self.modules = ModuleState()
@@ -383,11 +384,11 @@ class TrainerState:
         self._first = FirstParameters()
         self.iterators = Iterators(self.randomness, lambda: self.objects)
         self.stopped: Stopped | None = None
-        """The trainer ends the run with this version."""
+        """Set if the trainer ends the run with this version."""
         self.updated = False
-        """An optimizer that the session was told of has stepped in this process."""
+        """True once an optimizer that is registered with the session has stepped in this process."""
         self.apart: list[str] = []
-        """What replicas have each of its own (`swift_ft.train.verification`)."""
+        """Paths of module attributes that have a different value on each replica (`swift_ft.train.verification`)."""
 
     # --- registration ---
 
@@ -396,7 +397,7 @@ class TrainerState:
         return self.updates.optimizers
 
     def add_stage(self, stage: Any) -> None:
-        """Raises UsageError for a stage, or a module, that is there already."""
+        """Registers a stage. Raises UsageError for a stage or a module that is registered already."""
         self._check_early("a module")
         whole = isinstance(stage, WholeModule)
         for other in self.stages:
@@ -413,15 +414,15 @@ class TrainerState:
         self.stages.append(stage)
 
     def keyed(self) -> dict[str, Any]:
-        """The stages by the names that they have in states: pipeline stages by their index, whole modules in the order
-        in which the session was told of them."""
+        """Returns the stages by their names in states: pipeline stages by their index, whole modules numbered in the
+        order of registration."""
         whole = [stage for stage in self.stages if isinstance(stage, WholeModule)]
         keys = {str(stage.stage_index): stage for stage in self.stages if stage not in whole}
         word = "module" if keys else ""
         return keys | {f"{word}{number}": stage for number, stage in enumerate(whole)}
 
     def _check_early(self, what: str) -> None:
-        """Raises UsageError behind the begin of `session.run`: a process that takes over a rank would not have it."""
+        """Raises UsageError once `session.run` has begun: a process that takes over a rank would lack the object."""
         if self.modules.remembered:
             raise UsageError(
                 f"the session was given {what} in train_step: a process that replaces a lost rank begins without it; "
@@ -435,7 +436,7 @@ class TrainerState:
     def add_object(self, name: str, value: Any) -> None:
         """Registers an object whose state belongs to the trainer's.
 
-        Raises UsageError: too late, a name that is taken, or no `state_dict` and `load_state_dict`.
+        Raises UsageError if `session.run` has begun, if the name is taken, or if a state method is missing.
         """
         self._check_early(f"register({name}=...)")
         if name in self.objects:
@@ -450,7 +451,7 @@ class TrainerState:
         self.objects[name] = value
 
     def check_complete(self) -> None:
-        """Raises UsageError, in one line, for a trainer that forgot something a recovery needs."""
+        """Raises UsageError, in one line, if the trainer has not registered everything that a recovery needs."""
         if not self.stages:
             raise UsageError(
                 "no pipeline stage: make it with session.pipeline_stage(...) or session.adopt(stage); a whole "
@@ -478,7 +479,8 @@ class TrainerState:
             )
 
     def _held(self) -> set[torch.nn.Parameter]:
-        """What the optimizers update. Raises UsageError for what no process that takes over this rank would have."""
+        """Returns the parameters that the optimizers update. Raises UsageError for one that belongs to no stage,
+        because a process that takes over this rank would not have it."""
         held = {p for o in self.optimizers for group in o.param_groups for p in group["params"]}
         if held.difference(self._parameters()):
             raise UsageError(
@@ -487,7 +489,7 @@ class TrainerState:
         return held
 
     def remember(self) -> None:
-        """(all is registered, and nothing is loaded yet) What a new process begins with."""
+        """(all is registered, and no state is loaded yet) Remembers the state with which a new process begins."""
         self.modules.remember({key: stage.submod for key, stage in self.keyed().items()})
         self.settings.remember()
         named = self._named_parameters(sharded_too=True)
@@ -497,7 +499,7 @@ class TrainerState:
     # --- one step ---
 
     def begin_step(self) -> None:
-        """Keeps what a step that is cut short must give back."""
+        """Keeps the state that a step restores if it is cut short."""
         self.updates.begin_step(self.version)
         self.settings.begin_step()
         self.gradients.begin(self._parameters())
@@ -515,17 +517,18 @@ class TrainerState:
         self._kept.roots = [stage.submod for stage in self.stages]
         self._kept.keep(self._changing.values())
         self._versions = {p: _version(p) for p in self._parameters() if not fsdp.is_sharded(p)}
-        # A trainer may set them at any place in its step (`group["lr"] = …` for this step): ranks that it has left at
-        # different places are replicas only with what they began with.
+        # A trainer may set them anywhere in its step (`group["lr"] = …` for this step). Ranks that were interrupted at
+        # different places are replicas only with the values of the step's start.
         self._groups = [Kept(group, but=("params",)) for o in self.optimizers for group in o.param_groups]
-        # What it keeps besides; LR schedulers note there that it has stepped.
+        # The optimizer's other attributes; LR schedulers record there that it has stepped.
         self._groups += [Kept(vars(o), but=OPTIMIZERS_OWN, states=False) for o in self.optimizers]
-        self.randomness.begin_step(self.version)  # whatever objects have drawn to tell their state
+        self.randomness.begin_step(self.version)  # undoes draws that objects made in state_dict
 
     def draw_as_other(self, loaders: Collection[str]) -> None:
-        """(a step for another data-parallel rank has begun, which the randomness is of) What its registered objects
-        would draw is what these draw from here on. `loaders`: those that have to be given the state for it; the others
-        make their iterators of torch's data loaders again, with that rank's numbers."""
+        """(a step for another data-parallel rank has begun, under that rank's randomness) Makes the registered objects
+        draw from here on what that rank's objects would. `loaders`: names of objects whose state must be loaded for
+        that. All others are loaded only if there are iterators of torch's data loaders: these are created again with
+        that rank's seeds."""
         before = self._before
         assert before is not None
         self.iterators.restore(before.iterators)
@@ -535,7 +538,7 @@ class TrainerState:
                 load_object(name, self.objects[name], state)
 
     def end_step(self) -> None:
-        """The step is done: what was kept for taking it back is let go, and the version rises by one."""
+        """Ends the step: drops the state that was kept for a restore, and raises the version by one."""
         self._first.check(self._parameters(), list(self._named_parameters(sharded_too=True)))
         self._before, self._groups = None, []
         self.settings.end_step()
@@ -547,8 +550,8 @@ class TrainerState:
         self.updates.begin_step(self.version)
 
     def drop_step(self) -> None:
-        """Takes the half-done step back, but for the buckets that are applied: `undo` does that."""
-        self.updates.voting = False  # its stack is gone: it cannot be finished any more
+        """Restores the state of the step's start, except for buckets that are applied: `undo` reverts these."""
+        self.updates.voting = False  # the step's stack is gone, so it cannot be finished any more
         for schedule in self.schedules:
             torch_private.clear_schedule(schedule)
         for stage in self.stages:
@@ -567,16 +570,16 @@ class TrainerState:
             try:
                 load_object(name, self.objects[name], state)
             except ServiceError as error:
-                self.present = False  # it is restored, which may do better
+                self.present = False  # a restore follows, which may succeed
                 print(f"swift: {error}: the state of this rank is restored", file=sys.stderr)
         if self._changed_otherwise():
-            self.present = False  # values of before the step are nowhere; from its next one on they are kept
+            self.present = False  # the old values are lost; they are kept from the next step on
         self._kept.restore()
         self._put_back_groups()
         before.param_groups.restore()
 
     def standing(self) -> Standing:
-        """What this rank holds, and where it can go. In the vote it may be that its step can only be finished."""
+        """Returns this rank's recovery offer. In the vote, it may be that the step can only be finished."""
         if not self.present:
             return Standing(version=None)
         standing = self.updates.standing(self.version)
@@ -586,18 +589,18 @@ class TrainerState:
 
     @property
     def can_drop(self) -> bool:
-        """(a step is under way) It can be taken back."""
+        """(a step is under way) Returns whether it can be dropped."""
         return self._before is None or not self._changed_otherwise()
 
     def _changed_otherwise(self) -> bool:
-        """A parameter was changed by something else than the session's update, and nobody has kept what it was."""
+        """Returns whether anything but the session's update has changed a parameter whose old value was not kept."""
         kept = set(self._changing)
-        if self.updates.begun or self.updates.partial:  # the update is undone
+        if self.updates.begun or self.updates.partial:  # the update is undone by the journal
             kept |= {id(p) for p in self.updates.bucket_of}
         return any(id(p) not in kept and _version(p) != was for p, was in self._versions.items())
 
     def _learn_changing(self) -> None:
-        """(a step is done) In the first steps of a process every bit of frozen parameters is looked at."""
+        """(a step is done) Finds frozen parameters that steps change. Compares all bits in the first steps only."""
         held = self._held()
         frozen = [
             p for p in self._versions if not (p in held and p.requires_grad) and id(p) not in self._changing
@@ -609,16 +612,16 @@ class TrainerState:
             self._digests = digests
         else:
             changing, self._digests = [], {}
-        if not self._steps_here:  # what a first step has made is told now if it cannot be saved
+        if not self._steps_here:  # raises now if the state that a first step created cannot be saved
             split(states_of(self.optimizers))
         self._steps_here += 1
         for parameter in (*changing, *(p for p in frozen if _version(p) != self._versions[p])):
             self._changing[id(parameter)] = parameter
 
     def undo(self) -> list[UndoResult]:
-        """(after `drop_step`) Takes back what is applied of its update. Raises ServiceError if that cannot be done."""
+        """(after `drop_step`) Reverts the applied part of the update. Raises ServiceError if that is impossible."""
         results = self.updates.undo()
-        self._put_back_groups()  # a copied optimizer's are what they were when its bucket was applied
+        self._put_back_groups()  # the undo of a copied optimizer leaves them as they were when its bucket was applied
         self.updates.begin_step(self.version)
         return results
 
@@ -627,9 +630,9 @@ class TrainerState:
             group.restore()
 
     def align(self) -> None:
-        """(first start) Replicas begin with the weights and buffers of the first one, as DDP's do.
+        """(first start) Gives all replicas the weights and buffers of the first one, as DDP does.
 
-        Of what is sharded, each shard goes to its own replicas.
+        Each shard of a sharded tensor goes to its own replicas.
         """
         agree_on_groups(self._named_parameters(sharded_too=True), self.optimizers, self.updates.broadcast)
         for stage in self.stages:
@@ -642,9 +645,9 @@ class TrainerState:
     # --- checkpoints and digests ---
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """The tensors that a copy of a replica's state is received into, by their path in `state_dict`.
+        """Returns the tensors that a copy of a replica's state is received into, by their path in `state_dict`.
 
-        No buffers: the replica's may have grown, or be of another type by now.
+        Buffers are left out: the replica's may have grown or changed type by now.
         """
         state = self.state_dict()
         stages: dict[str, Any] = {}
@@ -657,11 +660,11 @@ class TrainerState:
         return tensors
 
     def shared_dict(self) -> dict[str, Any]:
-        """What replicas have in common."""
+        """Returns the state that replicas have in common."""
         return in_common(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Local tensors that share the memory of what they are the state of; `placements` says which are shards."""
+        """Returns the state with local tensors that share memory with the live ones. `placements` marks shards."""
         state = {
             "version": self.version,
             "stages": {key: stage.submod.state_dict() for key, stage in self.keyed().items()},
@@ -682,7 +685,7 @@ class TrainerState:
         return {**state, "placements": placements} if placements else state
 
     def parts(self) -> dict[str, Any]:
-        """What replicas must have in common, by the name that a message gives it; registered objects by theirs."""
+        """Returns the state that replicas must have in common, by part names for messages; objects by name."""
         state = self.state_dict()
         names = {
             f"{key}.{name}"
@@ -692,7 +695,7 @@ class TrainerState:
         tensors = {f"{i}.{n}": t for i, stage in state["stages"].items() for n, t in stage.items()}
         groups = [group for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
         return {
-            # First: where these differ, all else differs for it.
+            # First, because a difference here makes everything else differ.
             HYPERPARAMETERS: [{k: v for k, v in group.items() if k != "params"} for group in groups],
             "parameters": {name: tensor for name, tensor in tensors.items() if name in names},
             "optimizer": state["optimizers"],
@@ -703,8 +706,8 @@ class TrainerState:
         }
 
     def begun_with(self) -> dict[str, Any]:
-        """(a step has begun) What it begins with, by the name that a message gives its parts: what an update makes
-        comes behind what it is made of. No object is asked for its state again."""
+        """(a step has begun) Returns the step's initial state, by part names for messages. The results of updates
+        (parameters, optimizer state) come last, after their inputs. Does not call any object's `state_dict` again."""
         before = self._before
         assert before is not None
         told: dict[str, Any] = {
@@ -725,12 +728,12 @@ class TrainerState:
         return told | parameters | updated
 
     def parameter_names(self) -> dict[torch.nn.Parameter, str]:
-        """As they are in states."""
+        """Returns each parameter's name in states."""
         return {parameter: name for name, parameter in self._named_parameters(sharded_too=True).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ServiceError if the state is another trainer's or another shard's, or if one of the trainer's objects
-        cannot load it, with its name."""
+        """Loads a state. Raises ServiceError if it is another trainer's or another shard's, or, with its name, if one
+        of the trainer's objects cannot load it."""
         stages = self.keyed()
         if set(stages) != set(state["stages"]) or len(self.optimizers) != len(state["optimizers"]):
             raise ServiceError(
@@ -772,7 +775,7 @@ class TrainerState:
         return [parameter for stage in self.stages for parameter in stage.submod.parameters()]
 
     def _named_parameters(self, *, sharded_too: bool = False) -> dict[str, torch.nn.Parameter]:
-        """By the names that they have in states."""
+        """Returns the parameters by their names in states; sharded ones only if `sharded_too`."""
         return {
             f"{key}.{name}": parameter
             for key, stage in self.keyed().items()
@@ -781,7 +784,7 @@ class TrainerState:
         }
 
     def gradient_bytes(self) -> dict[int, int]:
-        """Of each stage's parameters that are trained."""
+        """Returns the bytes of trained parameters of each stage, by stage index."""
         bytes_of: dict[int, int] = {}
         for stage in self.stages:
             own = sum(p.nbytes for p in stage.submod.parameters() if p.requires_grad)
@@ -789,7 +792,7 @@ class TrainerState:
         return bytes_of
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of each part of the state; equal on two runs only if every bit is."""
+        """Returns the SHA-256 of each part of the state; equal on two runs only if every bit is."""
         state = self.state_dict()
         parts = {"parameters": state["stages"], "optimizer": state["optimizers"], **state["objects"]}
         if state["modules"]["values"] or state["modules"]["gone"]:

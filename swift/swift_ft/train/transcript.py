@@ -1,14 +1,14 @@
-"""What was seen of a step, in the order in which it was computed; and how it differs from another time. Pure.
+"""Transcript of a step: digests of its tensors in the order of the computation, and differences between two runs. Pure.
 
-In a rank `swift_ft.train.step_digests` fills it in, and compares as it goes. `swift_ft.lab.determinism` compares what
-two runs have left in files.
+In a rank, `swift_ft.train.step_digests` fills it in and compares on the fly. `swift_ft.lab.determinism` compares the
+files of two runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 INPUT, TARGET, RESULT, LOSS, OUTPUT = "input", "target", "result", "loss", "output"
-# Looked at in thorough steps only.
+# Kinds recorded in thorough steps only.
 STATE, ENTERS, LEAVES, SENT, GIVEN, GRADIENT = "state", "enters", "leaves", "sent", "given", "gradient"
 CALLED = "called"
 
@@ -43,7 +43,7 @@ _ADVICE = {
 
 
 class Seen(NamedTuple):
-    """What a tensor is in its step."""
+    """Identity of a tensor in its step."""
 
     kind: str
     stage: int
@@ -56,15 +56,15 @@ class Seen(NamedTuple):
 
 
 Transcript = Mapping[Seen, bytes]
-"""The digests of one step, in the order in which they were taken."""
+"""Digests of one step, in the order in which they were taken."""
 
 
 class Difference(NamedTuple):
-    """Between two times that a step was done."""
+    """Difference of one tensor between two runs of a step."""
 
     seen: Seen
     before: bytes | None
-    """None: it was not there."""
+    """Digest in the first run; None if the tensor was absent."""
     now: bytes | None
 
     def words(self, step: int) -> str:
@@ -82,7 +82,7 @@ class Difference(NamedTuple):
 
 
 def differences(before: Transcript, now: Transcript) -> Iterator[Difference]:
-    """The first one is what makes the others differ."""
+    """Yields the differences in the order of the computation: the first causes the others."""
     for seen in {**before, **now}:
         if before.get(seen) != now.get(seen):
             yield Difference(seen, before.get(seen), now.get(seen))

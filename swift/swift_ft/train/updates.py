@@ -1,19 +1,19 @@
-"""From gradients to an update that is applied everywhere or nowhere.
+"""From gradients to an update that is applied on all ranks or on none.
 
 after_backward  reduce all buckets → vote → apply bucket by bucket
 wait_free       while backward runs: reduce a bucket, apply it, the next → … → the rest → vote
 held            each optimizer's step: reduce its buckets → apply them; … at the end of the step: vote
 
-The vote is a barrier of all ranks, inside the first `optimizer.step()`: a rank that is through it knows that every
-rank has all its gradients reduced. So a rank that fails to get through can still finish the
-step (roll forward), and one that is past it never has to go back. Before the vote, `wait_free` may have applied
-some buckets; the journal knows which, and takes them back (undo).
+The vote is a barrier of all ranks, inside the first `optimizer.step()`: a rank that has passed it knows that every
+rank has all its gradients reduced. So a rank that fails to pass it can still finish the step (roll forward), and a
+rank that has passed it never has to go back. Before the vote, `wait_free` may have applied some buckets; the journal
+records them and takes them back (undo).
 
 Voting before the first update is too early for a step that communicates after it: several optimizers (a GAN's), one
 that steps twice, validation after the update. Such a step is *held*: copies of everything that its updates change are
-kept until it ends, and the vote comes there, so that the step can be taken back wherever it is cut short. The first
-step of every generation is held; in its vote each rank says whether it needs that, and what one needs all do from the
-next step on.
+kept until it ends, and the vote comes there, so the step can be taken back wherever it is cut short. The first step of
+every generation is held. In its vote each rank says whether it needs holding; if one does, all ranks hold every step
+from the next one on.
 """
 
 import math
@@ -38,12 +38,12 @@ from swift_ft.train.lossy import CutStep
 from swift_ft.train.reducer import Reducer, UpdateBucket
 from swift_ft.train.tied_weights import Ties
 
-# What a rank has to offer when a recovery is planned.
+# A rank's offer when a recovery is planned.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """What a rank can say of itself to the planner."""
+    """A rank's recovery offer to the planner."""
 
     version: int | None
     undo_to: int | None = None
@@ -57,40 +57,40 @@ class Standing:
         return words if self.finish_to is None else {**words, "finish_to": self.finish_to}
 
 
-# A loss that is not finite: said once where it begins, or the end of the job (`SessionConfig.non_finite_loss`).
+# A loss that is not finite is reported once where it begins, or ends the job (`SessionConfig.non_finite_loss`).
 #
-# Looked at are what a schedule's loss function gives, single numbers that a whole module's forward returns, and what a
-# trainer hands to `Session.check_loss`. It costs some microseconds a loss.
+# Checked are the results of a schedule's loss function, single numbers that a whole module's forward returns, and the
+# arguments of `Session.check_loss`. A check costs some microseconds.
 
 _ELEMENTS_MAX = 1 << 16
-"""A loss of each token, say, is looked at up to so many."""
+"""Elements up to which a loss is checked; a loss with one element per token may be larger."""
 
 
 class Replays(Protocol):
-    """The channel."""
+    """The part of the channel that tells whether a step is replayed."""
 
     @property
     def replaying(self) -> bool: ...
 
 
 class Losses:
-    """One rank's. Trainer's thread only."""
+    """One rank's check for losses that are not finite. Used by the trainer's thread only."""
 
     def __init__(self, rank: int, choice: str, channel: Replays) -> None:
         self._rank = rank
         self._choice = choice
         self._channel = channel
         self._bad_in = -2
-        """The last step that had one."""
+        """Last step with a loss that was not finite."""
 
     def check(self, step: int, what: str, loss: torch.Tensor) -> None:
-        """Raises NonFiniteLoss if the trainer chose that."""
+        """Reports a loss that is not finite. Raises NonFiniteLoss if the trainer chose "fail"."""
         if self._choice == "ignore" or self._channel.replaying or not _has_numbers(loss):
             return
         worst = _worst(loss.detach())
         if math.isfinite(worst):
             return
-        # It stays so, as a rule: it is said where it begins.
+        # A loss usually stays so; it is reported at the first step only.
         begins, self._bad_in = step > self._bad_in + 1, max(step, self._bad_in)
         words = f"{what} of step {step} is {worst}"
         if begins:
@@ -112,23 +112,23 @@ def _has_numbers(loss: torch.Tensor) -> bool:
 
 
 def _worst(loss: torch.Tensor) -> float:
-    """The first element that is not finite; else any."""
+    """Returns the first element that is not finite, else any element."""
     if loss.numel() == 1:
         return float(loss)
     flat = loss.reshape(-1)
     return float(flat[torch.isfinite(flat).to(torch.uint8).argmin()])
 
 
-# What ranks tell each other in the vote over a step: one tensor, of which the greatest value in each place counts.
+# A ballot is one float64 tensor. The vote over a step takes the maximum over all ranks at each index.
 #
-# [0]  the next step is to be held
-# [1]  a line is written for each step (`session.log`)
-# [2]  the next step waits for its vote (`swift_ft.train.staggering`)
-# then for each pipeline rank how often optimizers step in this step, and the same negated; -inf of the others
+# [0]  1 if the next step is to be held
+# [1]  1 if a line is written for each step (`session.log`)
+# [2]  1 if the next step waits for its vote (`swift_ft.train.staggering`)
+# then for each pipeline rank its number of optimizer steps in this step, and the negative; -inf for the others
 
 
 class Outcome(NamedTuple):
-    """The same at all ranks."""
+    """Result of a vote, equal on all ranks."""
 
     hold_next: bool
     lines: bool
@@ -136,7 +136,7 @@ class Outcome(NamedTuple):
 
 
 def ballot(*, holds: bool, lines: bool, waits: bool, steps: float, group: int, groups: int) -> torch.Tensor:
-    """Of a rank of pipeline rank `group`."""
+    """Returns the ballot of a rank of pipeline rank `group`. Shape [3 + 2 * groups], float64."""
     votes = torch.full((3 + 2 * groups,), -torch.inf, dtype=torch.float64)
     votes[0], votes[1], votes[2] = float(holds), float(lines), float(waits)
     votes[3 + 2 * group], votes[4 + 2 * group] = steps, -steps
@@ -144,7 +144,7 @@ def ballot(*, holds: bool, lines: bool, waits: bool, steps: float, group: int, g
 
 
 def outcome(votes: torch.Tensor, step: int) -> Outcome:
-    """Raises UsageError if replicas do not step alike."""
+    """Decodes the reduced ballot. Raises UsageError if replicas have stepped a different number of times."""
     most, fewest = votes[3::2], -votes[4::2]
     for stage, (high, low) in enumerate(zip(most.tolist(), fewest.tolist(), strict=True)):
         if high != low:
@@ -156,33 +156,31 @@ def outcome(votes: torch.Tensor, step: int) -> Outcome:
     return Outcome(hold_next=bool(votes[0]), lines=bool(votes[1]), waits_next=bool(votes[2]))
 
 
-# updates='wait_free': gradients are applied while backward runs. Which are complete, and what cannot go together with
-# it, in a line each.
+# updates='wait_free': gradients are applied while backward runs. Here: detection of complete gradients, and the
+# settings that do not go with it, each with a one-line error.
 
 
 class Awaited:
-    """(adoption) ``add(stage)`` … (each step, at its first gradient that is complete) ``begin(buckets)``"""
+    """(adoption) ``add(stage)`` … (each step, at its first complete gradient) ``begin(buckets)``"""
 
     def __init__(self, accumulated: Callable[[Any, torch.nn.Parameter], None]) -> None:
-        """`accumulated`: called in backward, when a parameter of that stage has its gradient."""
+        """`accumulated` is called in backward, when a parameter of that stage has its gradient."""
         self._accumulated = accumulated
         self._hooked: set[torch.nn.Parameter] = set()
 
     def add(self, stage: Any) -> None:
-        """Its parameters, also those that are frozen now."""
+        """Hooks the stage's parameters, also those that are frozen now."""
         for parameter in stage.submod.parameters():
             if parameter in self._hooked or not (parameter.is_floating_point() or parameter.is_complex()):
-                continue  # of two modules, or never trained
+                continue  # shared by two modules, or never trained
             self._hooked.add(parameter)
             trained = parameter.requires_grad
-            parameter.requires_grad_(
-                True
-            )  # torch takes no hook else, and a step may train what is frozen now
+            parameter.requires_grad_(True)  # torch hooks only these, and a step may train what is frozen now
             parameter.register_post_accumulate_grad_hook(lambda p, stage=stage: self._accumulated(stage, p))
             parameter.requires_grad_(trained)
 
     def begin(self, buckets: Iterable[UpdateBucket]) -> None:
-        """Raises UsageError: a parameter is trained of which nobody would hear."""
+        """Sets the gradients that each bucket awaits. Raises UsageError if a trained parameter has no hook."""
         for bucket in buckets:
             bucket.awaited = {p for p in bucket.parameters if p.requires_grad}
             if not bucket.awaited <= self._hooked:
@@ -190,8 +188,8 @@ class Awaited:
 
 
 def check_wait_free(journals: Iterable[Journal], objects: Mapping[str, Any], *, elsewhere: bool) -> None:
-    """(before the run) Raises UsageError. `objects`: what the trainer has registered. `elsewhere`: DDP or FSDP reduces
-    gradients."""
+    """(before the run) Raises UsageError if wait-free updates are impossible. `objects`: the registered objects.
+    `elsewhere`: DDP or FSDP reduces gradients."""
     if elsewhere:
         raise UsageError(
             "updates='wait_free' with DistributedDataParallel or FSDP: they reduce by themselves; use "
@@ -235,15 +233,15 @@ def no_second_backward() -> UsageError:
     )
 
 
-# Buckets that are reduced at once: more hide no more latency, and each holds its buffers.
+# Reductions of buckets in flight at once: more would hide no more latency, and each holds its buffers.
 _IN_FLIGHT = 4
 
 
 class Lends(Replays, Protocol):
-    """What updates need of the channel."""
+    """The part of the channel that updates need."""
 
     def wait_copied(self) -> None:
-        """After this the memory of all that was sent may be used again."""
+        """Waits until all sent tensors are copied; their memory may be reused after that."""
 
 
 class Updates:
@@ -266,7 +264,7 @@ class Updates:
         check: Callable[[], None],
         groups_whole: Callable[[], None],
     ):
-        """`reducer`: None without other data-parallel ranks. `check` raises Interrupted once a newer generation is
+        """`reducer` is None without other data-parallel ranks. `check` raises Interrupted once a newer generation is
         published, `groups_whole` RuntimeError once a connection is broken."""
         self._config = config
         self._reducer = reducer
@@ -277,16 +275,16 @@ class Updates:
         self.vote: Hook[[], None] = Hook("Updates.vote")
         """(engine) Returns if the update is to be applied, or stays applied."""
         self.before_reduction: Hook[[], None] = Hook("Updates.before_reduction")
-        """(adoption) Gradients are this rank's own."""
+        """(adoption) Called while gradients are still this rank's own."""
         self.reduced: Hook[[], None] = Hook("Updates.reduced")
-        """(staggering) Some are averages, of which nothing has come yet."""
+        """(staggering) Called once some gradients are averages that no update has used yet."""
         self.unreduced: Hook[[Iterable[torch.nn.Parameter]], None] = Hook("Updates.unreduced")
-        """(recording) The gradients of these are complete, and about to be reduced if they are to be."""
+        """(recording) Called with parameters whose gradients are complete, before their reduction if they have one."""
         self.before_update: Hook[[], None] = Hook("Updates.before_update")
-        """(engine) Gradients are reduced, nothing is applied."""
+        """(engine) Called once gradients are reduced, before any update."""
         self.wait_free = config.updates == "wait_free" and reducer is not None
         self.shrinks_by = config.strategy if config.shrinks else ""
-        """The strategy by which the others go on without a rank that is lost; empty: they do not."""
+        """Strategy by which the other ranks go on without a lost rank; empty if they do not."""
         self.ties, self.left, self.cut_step = ties, LeftGradients(), cut_step
         cut_step.given_up.bind(self._given_up)
         self.journals: list[Journal] = []
@@ -297,33 +295,33 @@ class Updates:
         self.awaited = Awaited(self._accumulated)
         self._launched = 0
         self._finished = 0
-        self._in_backward = False  # wait-free: a gradient of this step is complete
+        self._in_backward = False  # wait-free: True once a gradient of this step is complete
         self._version = 0
         self._reduced = False
         self.voting = False
         self.committed = False
-        self.begun = False  # buckets are being applied for good: the step is not dropped any more
+        self.begun = False  # True once buckets are applied for good: the step can no longer be dropped
         self.hold_next = False
-        """The next step is held. (engine) in the first step of a generation; then as the ranks have voted."""
+        """True if the next step is held. (engine) sets it for the first step of a generation; then the votes decide."""
         self.held = False
-        """The step under way is."""
-        self.ahead = False  # it does not wait for its vote (`swift_ft.train.staggering`)
-        self.lines = True  # some rank writes a line for each step, as far as is known before a vote
-        self._needs_hold = False  # a step of this process has needed its peers behind its first update
+        """True if the step under way is held."""
+        self.ahead = False  # True if the step does not wait for its vote (`swift_ft.train.staggering`)
+        self.lines = True  # True if some rank writes a line for each step, as far as is known before a vote
+        self._needs_hold = False  # True once a step has needed its peers after its first update
         self.rehearses = False
-        """(a rehearsal) Whoever replays has its averages all the same."""
+        """(a rehearsal) True if averages are available although the step is replayed."""
         self.stops_at_last = False
-        """(a warm-up) Each step ends where all gradients are there, and the last optimizer would step."""
+        """(a warm-up) True if each step ends once all gradients are complete, before the last optimizer would step."""
         self.stepped = 0
-        """How often optimizers have stepped in the step under way."""
-        self._ending = False  # the trainer's step has returned
+        """Number of optimizer steps in the step under way."""
+        self._ending = False  # True once the trainer's step has returned
         self.spoiled: Exception | None = None
-        """What broke the step under way. It is over, even if the trainer has caught this."""
+        """Error that broke the step under way. The step is over, even if the trainer has caught the error."""
 
-    # --- what there is ---
+    # --- registration ---
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes over `optimizer.step`. Raises UsageError for one that cannot be taken back and would have to."""
+        """Replaces `optimizer.step`. Raises UsageError for an optimizer that must be undoable and is not."""
         undo = self._config.undo if self.wait_free else "none"
         journal = Journal(optimizer, undo=undo, bucket_bytes=self._config.bucket_bytes)
         journal.measure = self._config.measure_undo
@@ -338,12 +336,12 @@ class Updates:
         def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
             return updates._step(journal, closure)
 
-        # A bound method, as the one that it hides: LR schedulers take it apart.
+        # A bound method, like the one that it replaces: LR schedulers read its `__func__`.
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         self._cut(journal)
 
     def _cut(self, journal: Journal) -> None:
-        """The journal's buckets, as they are now, in the place of those that it had."""
+        """Replaces the journal's buckets with its current ones."""
         others = [bucket for bucket in self._buckets if bucket.journal is not journal]
         averaged = {p for bucket in self._buckets for p in bucket.averaged if bucket.journal is journal}
         self._buckets = [
@@ -355,7 +353,7 @@ class Updates:
         self.cut_step.buckets = self._buckets
 
     def _recut(self) -> None:
-        """(an update comes) The trainer may have given its optimizers other parameters since the step began."""
+        """(before an update) Recuts buckets if the optimizers have other parameters than at the step's start."""
         for journal in self.journals:
             if journal.stale:
                 if self._in_backward:
@@ -365,31 +363,31 @@ class Updates:
                 self._cut(journal)
 
     def tie(self, parameter: torch.nn.Parameter, pipeline_ranks: Sequence[int]) -> None:
-        """As `Session.tie`."""
+        """Ties a weight to those of other pipeline ranks; see `Session.tie`."""
         if self.wait_free:
             raise no_tie()
         self.ties.add(parameter, pipeline_ranks)
 
     def reduced_elsewhere(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """DDP or FSDP averages the gradients of these."""
+        """Excludes these parameters from averaging: DDP or FSDP averages their gradients."""
         self.elsewhere.update(parameters)
 
     # --- one step ---
 
     def begin_step(self, version: int) -> None:
-        """The step from `version` begins: no bucket is reduced or applied, and journals are empty."""
+        """Begins the step from `version`: no bucket is reduced or applied, and journals are empty."""
         self._version = version
         self._launched = self._finished = self.stepped = 0
         self._reduced = self.voting = self.committed = self.begun = self._ending = self._in_backward = False
         self.spoiled = None
         self.ties.begin_step()
-        # A replay has nobody to vote with; what this process has learned counts there.
+        # A replay has no peers to vote with; there, what this process has learned decides.
         alone = self._channel.replaying and not self.rehearses
         self._begin_journals(held=self._needs_hold if alone else self.hold_next)
         self.cut_step.begin()
 
     def _begin_journals(self, *, held: bool) -> None:
-        self.held = held  # it can be taken back until the vote, which comes at its end
+        self.held = held  # the step can be taken back until the vote at its end
         for journal in self.journals:
             before = journal.buckets
             journal.begin(self._version, held=self.held)
@@ -397,8 +395,8 @@ class Updates:
                 self._cut(journal)
 
     def reduce(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """The gradients of this optimizer, or all, are averages over the data-parallel ranks from here on, until it has
-        stepped; of weights that stages share, sums over these."""
+        """Averages the gradients of this optimizer, or of all, over the data-parallel ranks, and sums those of weights
+        that stages share over these. They stay so until the optimizer has stepped."""
         self._average(optimizer)
         with self.spoiling():
             self.ties.sum(p for bucket in self._buckets_of(optimizer) for p in bucket.parameters)
@@ -422,7 +420,7 @@ class Updates:
         return [bucket for bucket in self._buckets if optimizer is None or bucket.journal.of(optimizer)]
 
     def reduce_of(self, parameters: Iterable[torch.Tensor]) -> None:
-        """As `reduce`, of the optimizers that hold any of these."""
+        """Calls `reduce` for each optimizer that holds any of these parameters."""
         given = set(parameters)
         for optimizer in self.optimizers:
             if any(not given.isdisjoint(group["params"]) for group in optimizer.param_groups):
@@ -445,7 +443,7 @@ class Updates:
         self.cut_step.launch(bucket, [p for p in bucket.parameters if p not in done])
 
     def _reduce_in_order(self) -> None:
-        """(wait-free) What backward has left of all buckets, in the one order that all data-parallel ranks keep."""
+        """(wait-free) Reduces and applies the buckets that backward has left, in all data-parallel ranks' order."""
         if self._reduced:
             return
         self._backward_begins()
@@ -457,15 +455,15 @@ class Updates:
         self._reduced = True
 
     def _given_up(self) -> None:
-        """(a step is finished with those that are left) All have agreed on what is averaged."""
+        """(a cut step is finished by the remaining ranks) Resets launches: all have agreed on the averaged buckets."""
         self._launched = self._finished
         self._fault("finish")
 
     def _launch_next(self) -> None:
-        """The next bucket in the one order that all data-parallel ranks keep."""
+        """Launches the next bucket in the order common to all data-parallel ranks."""
         half = (len(self._buckets) + 1) // 2
         if self.wait_free and self._launched == half and self._faults.due("update", self._version):
-            # Who dies half-way through its updates must not have given the rest to the others already.
+            # A rank that dies half-way through its updates must not have sent the rest to the others already.
             while self._finished < half:
                 self._finish_next()
         bucket = self._buckets[self._launched]
@@ -485,7 +483,7 @@ class Updates:
         self._fault("update", self._finished - 1, (len(self._buckets) + 1) // 2 - 1)
 
     def _step(self, journal: Journal, closure: Any) -> Any:
-        """`optimizer.step()` as the trainer calls it."""
+        """Carries out `optimizer.step()` as the trainer calls it."""
         with self.spoiling():
             return self._update(journal, closure)
 
@@ -498,8 +496,8 @@ class Updates:
         if journal.whole and closure is not None:
             self.ties.check_closure(p for group in optimizer.param_groups for p in group["params"])
             closure = self._averaged(closure, optimizer)
-            self._needs_hold = True  # it is called again and again, with the others
-            if not (self.stepped or self.held):  # nothing is applied yet
+            self._needs_hold = True  # the closure is called repeatedly, and communicates each time
+            if not (self.stepped or self.held):  # no update is applied yet
                 self._begin_journals(held=True)
         else:
             self.left.update_begins(p for group in optimizer.param_groups for p in group["params"])
@@ -531,7 +529,7 @@ class Updates:
         return loss
 
     def _averaged(self, closure: Any, optimizer: torch.optim.Optimizer) -> Any:
-        """An optimizer that computes gradients in its step, and looks at the loss, sees the averages."""
+        """Wraps a closure so that an optimizer that computes gradients in its step sees averaged gradients and loss."""
         reducer = self._reducer
         if reducer is None or (self._channel.replaying and not self.rehearses):
             return closure
@@ -546,10 +544,10 @@ class Updates:
         return averaged
 
     def end_step(self) -> None:
-        """(engine) The trainer's step has returned. What is still to be decided of its update is decided here.
+        """(engine) Ends the trainer's step, which has returned, and takes the pending decisions on its update.
 
-        A step may end without an update (a loss that is not finite, a scaler that has skipped it): then all replicas
-        of a stage end it so. Raises UsageError if they do not; what the vote raises.
+        A step may end without an update (a loss that is not finite, a scaler that has skipped it). Then all replicas of
+        a stage must end it so. Raises UsageError if they do not, and the errors of the vote.
         """
         self.check_whole()
         self.cut_step.check_step(self.stepped)
@@ -569,7 +567,7 @@ class Updates:
         self.commit()
 
     def commit(self) -> None:
-        """Returns once every rank has all its gradients reduced; see `Engine.vote` for what it does else."""
+        """Returns once every rank has all its gradients reduced. Raises the errors of `Engine.vote`."""
         if self._reducer is not None and not self._channel.replaying:
             if self.wait_free:
                 self._fault("optimizer")
@@ -578,11 +576,11 @@ class Updates:
             self.cut_step.tell(self._version, self.optimizers)
         self.committed = True
 
-    # --- what ranks tell each other in the vote ---
+    # --- ballots ---
 
     def ballot(self, stage_group: int, stage_groups: int, *, lines: bool, waits: bool) -> torch.Tensor:
-        """What this rank says in its vote. `waits`: it wants the next step to wait for its own."""
-        # Inside of the first optimizer's step it is not known yet whether there will be more.
+        """Returns this rank's ballot. `waits`: the rank wants the next step to wait for its vote."""
+        # Inside of the first optimizer's step it is not known yet whether more will step.
         steps = float(self.stepped if self.held or self.ahead else not self._ending)
         self.lines, holds = self.lines or lines, self._needs_hold
         return ballot(
@@ -590,32 +588,32 @@ class Updates:
         )
 
     def heard(self, ballot: torch.Tensor, step: int) -> Outcome:
-        """What came of the vote over that step. Raises UsageError if replicas do not step alike."""
+        """Applies and returns the result of a step's vote. Raises UsageError if replicas do not step alike."""
         said = outcome(ballot, step)
         self.hold_next, self.lines = said.hold_next, said.lines
         return said
 
     def wait_for_vote(self) -> None:
-        """(nothing is applied yet) The step under way waits for its vote after all."""
+        """(no update is applied yet) Makes the step under way wait for its vote after all."""
         self.ahead = False
         self._begin_journals(held=self.hold_next)
 
     # --- what breaks a step ---
 
     def spoil(self, error: Exception) -> None:
-        """The step is over with this error, whatever the trainer makes of it."""
+        """Ends the step with this error, even if the trainer catches it. The first error is kept."""
         if self.spoiled is None:
             self.spoiled = error
 
     def check_whole(self) -> None:
-        """Raises what has broken the step under way, if anything has."""
+        """Raises the error that has broken the step under way, if any."""
         if self.spoiled is not None:
             raise self.spoiled
         self._groups_whole()
 
     @contextmanager
     def spoiling(self) -> Iterator[None]:
-        """Around what a step cannot do without: an error in it is remembered, should the trainer catch it."""
+        """Wraps operations that a step cannot do without: records an error in them, in case the trainer catches it."""
         self.check_whole()
         try:
             yield
@@ -624,23 +622,23 @@ class Updates:
             raise
 
     def communicates(self) -> None:
-        """Something in the step needs its peers. Behind an update that asks for the next steps to be held."""
+        """Records that the step needs its peers. After an update, that asks for the next steps to be held."""
         if self.stepped:
             self._needs_hold = True
 
     def reducing(self) -> None:
-        """A reduction that DDP or FSDP has asked for is under way."""
+        """Marks the fault point of a reduction that DDP or FSDP has begun."""
         self._fault("reduce")
 
     def _fault(self, phase: str, bucket: int = 0, middle: int = 0) -> None:
-        """Behind that bucket; half-way through the phase is behind bucket `middle`."""
+        """Marks the fault point after that bucket. The phase is half done after bucket `middle`."""
         if not self._channel.replaying:
             self._faults.behind_bucket(phase, self._version, bucket, is_middle=bucket == middle)
 
     # --- wait-free ---
 
     def _backward_begins(self) -> None:
-        """(a gradient is complete) What is trained in this step is known from here on."""
+        """(a gradient is complete) Fixes the parameters that this step trains, once per step."""
         if not self._in_backward:
             self._recut()
             self._in_backward = True
@@ -657,7 +655,7 @@ class Updates:
             self._ready([parameter], stage.grad_scale)
 
     def stage_ready(self, stage: Any) -> None:
-        """All gradients of the stage are complete (whatever the hooks have seen of them)."""
+        """Marks all gradients of the stage as complete (whatever the hooks have seen of them)."""
         self._backward_begins()
         self._ready(list(stage.submod.parameters()), stage.grad_scale)
 
@@ -672,10 +670,10 @@ class Updates:
         self.cut_step.through(self._go_on)
 
     def _go_on(self) -> None:
-        """(wait-free) Buckets that are complete are reduced, and those that are reduced applied, as far as they are."""
+        """(wait-free) Launches reductions of complete buckets and applies reduced ones, as far as possible in order."""
         while self._launched < len(self._buckets) and not self._buckets[self._launched].awaited:
             self._launch_next()
-        while self._finished < self._launched - 1:  # the one just launched goes on beside backward
+        while self._finished < self._launched - 1:  # the newest reduction overlaps with backward
             reduction = self._buckets[self._finished].reduction
             if reduction is not None and not reduction.done:
                 break
@@ -686,7 +684,7 @@ class Updates:
             self._reducer.broadcast(tensors)
 
     def totals(self) -> dict[str, float]:
-        """What reductions cost this rank, for the trace."""
+        """Returns the cost of reductions on this rank, for the trace."""
         seconds = self._reducer.seconds if self._reducer is not None else 0.0
         return {"reduce_seconds": seconds, "buckets": len(self._buckets)}
 
@@ -694,11 +692,11 @@ class Updates:
 
     @property
     def partial(self) -> bool:
-        """Some buckets of the step under way are applied, and no vote has passed."""
+        """Returns whether buckets of the step under way are applied, and no vote has passed."""
         return not self.begun and any(journal.applied for journal in self.journals)
 
     def standing(self, version: int) -> Standing:
-        """What this rank holds if the step from `version` is cut short now, and where it can go."""
+        """Returns this rank's recovery offer if the step from `version` is cut short now."""
         if self.begun:
             return Standing(version=None)
         whole = Standing(
@@ -718,7 +716,7 @@ class Updates:
         return [journal.undo() for journal in self.journals if journal.applied]
 
     def check_complete(self, objects: dict[str, Any]) -> None:
-        """Raises UsageError for what cannot go together with wait-free updates, or with how steps are finished."""
+        """Raises UsageError for settings that do not go with wait-free updates, or with finishing cut steps."""
         self.cut_step.check(self.journals)
         if self.wait_free:
             check_wait_free(self.journals, objects, elsewhere=bool(self.elsewhere))

@@ -1,12 +1,12 @@
-"""Digests of a rank's state: of replicas, compared while all is well, and in files for whoever compares two runs.
+"""Digests of a rank's state: compared between replicas, and written to files for the comparison of two runs.
 
-Replicas are compared while all is well, so that a copy of one is worth something when it is needed.
+Replicas are compared during normal training, so that a copy of one can be trusted when it is needed.
 
-After the first step and at every checkpoint, ranks with the same state exchange digests of its parts. Parameters or
-optimizer state that differ mean that memory, hardware or a kernel has gone wrong on one of them: everybody goes
-back to the checkpoint. If they differ at that version again, the trainer has made them so. Buffers or registered
-objects that differ are the trainer's doing (running statistics of each replica's own batches, a loader that knows its
-shard): a joiner would get its neighbour's. That is bad input.
+After the first step and at every checkpoint, ranks with the same state exchange digests of its parts. Different
+parameters or optimizer state mean a fault of memory, hardware or a kernel on one of them: all ranks go back to the
+checkpoint. If they differ at that version again, the trainer is the cause. Different buffers or registered objects are
+always caused by the trainer (running statistics of each replica's own batches, a loader that knows its shard): a joiner
+would receive another replica's. That is bad input.
 """
 
 import json
@@ -28,31 +28,31 @@ from swift_ft.text import listed
 from swift_ft.train.recording import told_digests
 from swift_ft.train.training_state import HYPERPARAMETERS, TrainerState
 
-# For whoever compares two runs: digests of a rank's state, a file for each version, where the environment asks; and
-# a seat for somebody who looks at each step (`swift-ft verify-determinism`).
+# For the comparison of two runs: files with digests of a rank's state, one per version, if the environment asks for
+# them; and observers of each step (`swift-ft verify-determinism`).
 
 ENV_DIGESTS = "SWIFT_DIGESTS"
 ENV_DIGESTS_EVERY = "SWIFT_DIGESTS_EVERY"
 
 
 class Watcher(Protocol):
-    """Looks, and changes nothing. Trainer's thread."""
+    """Read-only observer of steps. Called by the trainer's thread."""
 
     def step_begins(self, state: TrainerState, rank: int, *, replay: bool) -> None:
-        """The trainer's function is next."""
+        """Called before the trainer's function."""
 
     def before_update(self, state: TrainerState) -> None:
-        """Gradients are reduced. With wait-free updates they are applied as well."""
+        """Called when gradients are reduced. With wait-free updates they are applied already."""
 
     def step_ended(self, state: TrainerState) -> None:
-        """The step is done, and was not dropped."""
+        """Called after a step that was not dropped."""
 
 
 _watchers: list[Watcher] = []
 
 
 def watch(watcher: Watcher) -> None:
-    """From here on it is told of every step of this process."""
+    """Registers an observer of every further step of this process."""
     _watchers.append(watcher)
 
 
@@ -72,7 +72,8 @@ def step_ended(state: TrainerState) -> None:
 
 
 def write_digests(state: TrainerState, rank: int, recovered_in: int | None = None) -> None:
-    """Of the version that the rank is at. `recovered_in`: the generation in whose recovery it has got there."""
+    """Writes digests of the rank's current version if `ENV_DIGESTS` names a directory. `recovered_in`: generation whose
+    recovery led to this version."""
     directory = os.environ.get(ENV_DIGESTS)
     if directory:
         recovered = "" if recovered_in is None else f"-g{recovered_in}"
@@ -81,7 +82,7 @@ def write_digests(state: TrainerState, rank: int, recovered_in: int | None = Non
 
 
 def write_every_version(state: TrainerState, rank: int) -> None:
-    """(after each step) The same, where the environment asks for every version."""
+    """(after each step) Writes digests if `ENV_DIGESTS_EVERY` asks for every version."""
     if os.environ.get(ENV_DIGESTS_EVERY):
         write_digests(state, rank)
 
@@ -90,16 +91,16 @@ _DIGEST_BYTES = 16
 
 
 class Audit:
-    """(every replica, at the same versions) ``compare()``."""
+    """Comparison of replicas: (every replica, at the same versions) ``compare()``."""
 
     def __init__(self, group: ReconfigurableGroup, state: TrainerState):
         self._group = group
         self._state = state
         self._differed_at = -1
-        """The version at which parameters or optimizer state differed last."""
+        """Version at which parameters or optimizer state last differed."""
 
     def compare(self) -> None:
-        """Raises ReplicaDiffers or UsageError if a part of the state is not the same on all replicas."""
+        """(all replicas) Raises ReplicaDiffers or UsageError if a part of the state is not the same on all replicas."""
         parts = self._state.parts()
         own = _tensor(b"".join(map(_digest, parts.values())))
         gathered = self._group.gathered(own)
@@ -111,13 +112,13 @@ class Audit:
                 if not torch.equal(digests[place], own[place])
             ]
             if others:
-                # All ranks come here: each of them differs from another one.
+                # All ranks get here, since each of them differs from another one.
                 self._differs(name, others)
         self._compare_attributes()
 
     def _compare_attributes(self) -> None:
-        """Plain attributes of modules may well be each replica's own (the last loss, a map of attention), and of no
-        consequence. They are not copied then, and a rehearsal does without them."""
+        """Finds plain attributes of modules that differ between replicas. These are legitimate (the last loss, an
+        attention map): they are excluded from copies and rehearsals."""
         own = {path: _digest(value).hex() for path, value in self._state.modules.state()["values"].items()}
         apart = self._apart(own)
         if new := sorted(set(apart) - set(self._state.apart)):
@@ -125,7 +126,7 @@ class Audit:
         self._state.apart = apart
 
     def _apart(self, own: dict[str, str]) -> list[str]:
-        """(all replicas) The names that do not have the same word on all."""
+        """(all replicas) Returns the names whose digests are not the same on all replicas."""
         data = json.dumps(own, sort_keys=True).encode()
         gathered = self._group.gathered(
             _tensor(xxhash.xxh3_128_digest(data) + len(data).to_bytes(8, "little"))
