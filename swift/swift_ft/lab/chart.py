@@ -1,4 +1,4 @@
-"""What all drawings share: a scale, and round numbers on it. Pure."""
+"""Axes of all drawings: a linear scale, and round tick values on it. Pure."""
 
 import math
 
@@ -17,7 +17,7 @@ class Scale:
 
 
 def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """At most `TICKS_MAX` round numbers from `low` to `high`, or `low` alone if there is no span."""
+    """Returns at most `TICKS_MAX` round numbers from `low` to `high`, or `low` alone if the span is empty."""
     if high <= low:
         return [low]
     unit = 10.0 ** math.floor(math.log10((high - low) / TICKS_MAX))

@@ -23,13 +23,13 @@ from swift_ft.comm import LOOPBACK
 from swift_ft.errors import ServiceError
 from swift_ft.lab.bench import output
 
-# Telling members (`abort_ranks`) what to do: one line to each of them.
+# Sends commands to members (`abort_ranks`), one line for each.
 
 START_S = 120.0
 
 
 class Told:
-    """A member. `ask` returns its answer."""
+    """A connection to a member. `ask` returns its answer."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
@@ -49,7 +49,7 @@ class Told:
 
 
 class Listener:
-    """Where members come to be told. A context manager."""
+    """Accepts the members' connections. A context manager."""
 
     def __init__(self) -> None:
         self._place = tempfile.TemporaryDirectory(prefix="swift-members-")
@@ -61,7 +61,7 @@ class Listener:
         self._told: list[Told] = []
 
     def start(self, begin: Callable[[str], Any]) -> Told:
-        """The member that ``begin(path)`` starts. Raises TimeoutError if it does not come."""
+        """Returns the member that ``begin(path)`` starts. Raises TimeoutError if it does not connect."""
         begin(self.path)
         line, _ = self._listening.accept()
         self._told.append(Told(line))
@@ -78,7 +78,7 @@ class Listener:
 
 
 LIMIT_S = 0.2
-"""What a backend promises on a machine that has nothing else to do."""
+"""Upper limit that a backend guarantees on an otherwise idle machine."""
 PATIENCE_S = 60.0
 _LARGE = 1 << 20
 _WAITING: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """``freed_ms`` by operation (median, max) and ``connect_ms``, of `rounds` rounds."""
+    """Returns ``freed_ms`` by operation (median, max) and ``connect_ms``, over `rounds` rounds."""
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
@@ -165,14 +165,14 @@ def _connect(members: Sequence[Told], group: str) -> float:
 
 
 def _free(members: Sequence[Told], group: str, operation: dict[str, Any]) -> list[float]:
-    """Seconds, of each member."""
+    """Aborts the members, one after the other, and returns the seconds until each one's operation raised."""
     for place, member in enumerate(members):
         given = dict(operation)
         if operation["operation"] == "connect":
             member.ask("open", group=group)
             given |= {"own": place, "size": len(members) + 1}
         member.ask("start", group=group, **given)
-    time.sleep(0.02)  # they are to wait, not to begin
+    time.sleep(0.02)  # so that they wait in the operation
     freed_s = []
     for member in members:
         if member.ask("outcome", patience_s=0.0) == {

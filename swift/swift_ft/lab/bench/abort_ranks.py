@@ -1,7 +1,8 @@
-"""A member of groups that communicates as it is told: for `swift-ft bench abort` and the conformance suite of backends.
+"""A member of groups that communicates on command, for `swift-ft bench abort` and the backends' conformance suite.
 
-Whoever tells it listens on a Unix socket. One line of JSON is a command, with its name in "do"; one line is the answer.
-What may wait for others is started (``start``), and asked for later (``outcome``), so that an abort can come between.
+The controller listens on a Unix socket. One line of JSON is a command, with its name in "do"; one line is the answer.
+An operation that may wait for others is started (``start``) and polled later (``outcome``), so that an abort can come
+between.
 """
 
 import hashlib
@@ -25,11 +26,11 @@ from swift_ft.comm.message_collectives import operation
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 SMALL, LARGE = 10, 1 << 20
-"""Elements: of one exchange, and of several messages that are more than a socket holds."""
+"""Elements of a small message, and of a message that exceeds a socket's buffer."""
 
 
 def values(seed: int, numel: int) -> torch.Tensor:
-    """Of many magnitudes, so that the order of additions shows in the bits."""
+    """Returns numbers of many magnitudes, so that the order of additions shows in the bits."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(numel, generator=generator) * 10 ** torch.randn(numel, generator=generator)
 
@@ -39,17 +40,17 @@ def digest(*tensors: torch.Tensor) -> str:
 
 
 class Group:
-    """One that this member is in, or is about to be."""
+    """A group that this member has joined, or is about to join."""
 
     def __init__(self, fabric: Fabric, meeting: tuple[str, int], name: str) -> None:
         self.fabric = fabric
-        # One connection for each group: a wait in it that is given up keeps it.
+        # One connection for each group: a wait in it that is given up keeps the connection busy.
         self.store = PrefixStore(name, TCPStore(*meeting, is_master=False, timeout=CONNECT_TIMEOUT))
         self.connections: Connections | None = None
         self.circuit: Circuit | None = None
         self.own = self.size = 0
         self.entered = threading.Event()
-        """The backend is about to be called: what it is to be given has been computed."""
+        """Set when the backend is about to be called: its arguments have been computed."""
 
     def connect(self, own: int, size: int) -> None:
         self.own, self.size = own, size
@@ -59,7 +60,7 @@ class Group:
         self.fabric.finish_connecting()
 
     def half_connect(self, own: int, size: int) -> None:
-        """Others find this member in the store, and it never connects: it waits until it is lost."""
+        """Appears in the store for other members but never connects; blocks until the member is killed."""
         self.entered.set()
         self.fabric.connect(_Halfway(self.store), own, size, CONNECT_TIMEOUT)
 
@@ -68,7 +69,7 @@ class Group:
         self.entered.set()
         self.circuit.submit(run).wait()
 
-    # --- operations: what each gives is digested ---
+    # --- operations: each returns a digest of its result ---
 
     def send(self, to: int, tag: int, seed: int, numel: int) -> str:
         assert self.circuit is not None
@@ -117,7 +118,7 @@ class Group:
 
 
 class _Halfway(Store):
-    """What a member says is heard; it stands still before it hears what others say."""
+    """A store that publishes this member's keys and blocks for a day before it reads others' keys."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class _Halfway(Store):
 
 
 class Member:
-    """Answers one listener. `die`: how it is lost without a word."""
+    """Executes the commands of one listener. `die` ends the member without a message to its peers."""
 
     def __init__(self, backend: Backend, meeting: tuple[str, int], die: Callable[[], None]) -> None:
         self._backend = backend
@@ -150,7 +151,7 @@ class Member:
         self._aborted_t: float | None = None
 
     def serve(self, listener: str) -> None:
-        """Carries out commands until the listener hangs up, or one of them is to die."""
+        """Carries out commands until the listener disconnects, or the command "die" comes."""
         with socket.socket(socket.AF_UNIX) as line:
             line.connect(listener)
             with line.makefile("rw") as lines:
@@ -185,7 +186,7 @@ class Member:
         self._outcome = {**outcome, "ended_t": ended}
 
     def outcome(self, patience_s: float) -> dict[str, Any]:
-        """What the operation gave or raised, and how long after the abort; "waits" if it is not over."""
+        """Returns the operation's result or error, and its time after the abort; "waits" if it is still running."""
         self._thread.join(patience_s)
         if self._thread.is_alive():
             return {"waits": True}
@@ -201,11 +202,11 @@ class Member:
         self._groups.pop(group).fabric.close()
 
     def runners_left(self) -> int:
-        """Threads of backends that are still in an operation of a group that has ended."""
+        """Counts the backends' threads that are still running, as after a group has ended."""
         return sum(thread.name.startswith("swift-") for thread in threading.enumerate())
 
     def store_works(self, group: str) -> bool:
-        """A connection of this process that is not the fabric's."""
+        """Returns whether this process's own store connection, which is not the fabric's, still works."""
         store = self._groups[group].store
         store.set("still", "here")
         return bool(store.get("still") == b"here")

@@ -43,32 +43,32 @@ MODES: dict[str, dict[str, Any]] = {
     "inexact": {"adaptive_memory": 2.0, "exact_gradients": False, "allow_inexact": True},
 }
 EXACT_MAX = 1.03
-"""Time of exact steps over inexact ones."""
+"""Upper limit of the time of exact steps over inexact ones."""
 PLAN_MAX = 1.05
-"""Time over the planner's."""
+"""Upper limit of the measured time over the planned time."""
 SIMULATED = "4x4x8,2x4x8,4x8x16,8x16x32"
-"""Replicas x stages x microbatches of each."""
+"""Default shapes: replicas x stages x microbatches."""
 LOSSES_MAX = 2
 PUBLISHED = (
     "ReCycle: up to 1.46 times the throughput of Oobleck, and 1.64 times that of Bamboo",
     "(arXiv 2405.14009; GPUs, its own models, spot preemptions; nothing of it is measured here)",
 )
 _NUMBERS = 1 << 16
-"""Of the weight of a stage. Beside its gradients, what else a peer holds of other replicas is small."""
+"""Elements of a stage's weight. So few that a peer's memory for other replicas is almost only their gradients."""
 _NUMBER_BYTES = 4
 _BEFORE, _AFTER, _SKIPPED = 9, 9, 3
-"""Steps in which all are there, steps in which some are not; of both, those at the start that do not count."""
+"""Steps with all ranks, steps with some missing, and the steps at the start of both that are not counted."""
 
 
 class Measured(NamedTuple):
-    """One run."""
+    """The measurements of one run."""
 
     full_s: float
     """Median seconds of a step of all ranks."""
     less_s: float
-    """Of one without some."""
+    """Median seconds of a step with ranks missing."""
     held: float
-    """Of other replicas' gradients, that a rank held at most, in copies of its stage's."""
+    """The most gradients of other replicas that a rank held, in copies of its stage's gradients."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,7 +115,7 @@ def measure(
     unit_s: float,
     modes: Sequence[str],
 ) -> dict[str, Any]:
-    """``modes``: by name, a step over one of all ranks: measured, planned, bound; and what was held (`Measured`)."""
+    """Runs each mode. ``modes``: by name the `Measured` run, and a step over a full one: measured, planned, bound."""
     found: dict[str, dict[str, float]] = {}
     for mode in modes:
         measured = _run(stages, replicas, microbatches, lost, unit_s, MODES[mode])
@@ -151,7 +151,7 @@ def measure(
 
 
 def simulated(requests: Sequence[rerouted.Request]) -> dict[str, Any]:
-    """``shapes``: of each, what `swift-ft plan --adaptive` says of up to two losses."""
+    """Plans without running. ``shapes``: for each, the result of `swift-ft plan --adaptive` for up to two losses."""
     shapes = [rerouted.build_rerouted(request) for request in requests]
     return {"bench": "adaptive", "simulated": True, "shapes": shapes, "published": list(PUBLISHED)}
 
@@ -180,7 +180,7 @@ def _shapes(words: str) -> list[rerouted.Request]:
 
 
 def _simulated_table(result: dict[str, Any]) -> list[str]:
-    """Of each shape and number of losses: a step over that of all ranks, by way, with its bound."""
+    """Formats for each shape and number of losses a step over that of all ranks, by way, with its bound."""
     lines = [
         "planned, nothing is run: a step over one of all ranks with whole backwards (no order is below this)"
     ]
@@ -252,7 +252,7 @@ def _run(
 def _planned(
     stages: int, replicas: int, microbatches: int, lost: Sequence[tuple[int, int]], mode: str
 ) -> tuple[float, float]:
-    """Length of the planned step, and of the bound, over that of 1F1B by all."""
+    """Returns the length of the planned step and of the bound, over that of 1F1B with all ranks."""
     settings = MODES[mode]
     split = settings.get("split_backward", True)
     rest = (1.0,) * (stages - 1)

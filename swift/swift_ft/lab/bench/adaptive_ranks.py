@@ -1,9 +1,9 @@
-"""A rank of `swift-ft bench adaptive`: a stage that takes a fixed time and computes next to nothing.
+"""A rank of `swift-ft bench adaptive`: a stage that takes a fixed time and computes almost nothing.
 
-    adaptive_ranks.py SETTINGS    as JSON: stages, replicas, microbatches, numbers (of a stage's
+    adaptive_ranks.py SETTINGS    as JSON: stages, replicas, microbatches, numbers (elements of a stage's
                                   weight), unit_s, steps, settings (of the session), out
 
-Writes to `out` when each step was over, by the machine's monotonic clock.
+Writes the end time of each step to a file in `out`, by the machine's monotonic clock.
 """
 
 import json
@@ -22,7 +22,7 @@ WIDTH = 8
 
 
 class _Takes(torch.autograd.Function):
-    """The same value; its gradient takes some seconds."""
+    """Identity in forward. Backward sleeps `seconds`."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
@@ -36,8 +36,8 @@ class _Takes(torch.autograd.Function):
 
 
 class Paced(nn.Module):
-    """One unit forward, one for the gradient of its input, one for that of its weight. The first stage's input needs
-    none, and torch computes the whole backward of a first stage with its weights: there it is two units for these."""
+    """Sleeps one unit in forward, one for the gradient of its input, and one for that of its weight. The first stage's
+    input needs no gradient, and torch computes its whole backward with the weights, so these take two units there."""
 
     def __init__(self, unit_s: float, numbers: int, *, first: bool) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
-"""`swift-ft bench checkpoint`: what a save costs training, in both modes and with torch's DCP, all in one run.
+"""`swift-ft bench checkpoint`: cost of a save for training, in both modes and with torch's DCP, all in one run.
 
-One process trains a model with AdamW. In each round every way of saving has its turn: a save begins, and steps are done
-until it is durable. A busy machine slows all of them. Figures are medians over rounds.
+One process trains a model with AdamW. Each round runs every way of saving in turn: a save begins, and steps run until
+it is durable. So a busy machine slows all of them. Figures are medians over rounds.
 
-stall      how long `save` holds training up
+stall      how long `save` blocks training
 durable    from its call until the files are synced
-cost       the stall, and by how much the steps done meanwhile took longer than steps without a save
-limits     the same bytes copied in memory; the same bytes written to one file and synced, with nothing else
+cost       the stall, and the extra time of the steps during the save over steps without a save
+limits     the same bytes copied in memory; the same bytes written to one file and synced, without steps
 
-``--formats`` measures something else: what each format of a checkpoint costs and loses (`swift_ft.lab.bench.formats`).
+``--formats`` measures the cost and the losses of each checkpoint format instead (`swift_ft.lab.bench.formats`).
 """
 
 import os
@@ -37,9 +37,9 @@ from swift_ft.state.tree import split
 WIDTH, BATCH = 512, 64
 PARAMETERS, ROUNDS = 8_000_000, 7
 STEPS_PLAIN = 5
-"""Without a save, in each round: what the others are compared with."""
+"""Steps without a save in each round, as the baseline."""
 STALL_GOAL = 3.0
-"""In mode "async", over a copy in memory."""
+"""Upper limit of the stall in mode "async" over a copy in memory."""
 WAYS = (*MODES, "dcp", "dcp async")
 
 State = dict[str, Any]
@@ -47,7 +47,7 @@ Over = Callable[[], None]
 
 
 class Trainer:
-    """A model of about `elements` parameters, and steps of it."""
+    """A model of about `elements` parameters, and its training steps."""
 
     def __init__(self, elements: int) -> None:
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ class Trainer:
         self.parameters = sum(p.numel() for p in self._module.parameters())
 
     def step(self) -> float:
-        """Its seconds."""
+        """Runs a step and returns its seconds."""
         began = time.monotonic()
         self._optimizer.zero_grad()
         self._module(self._x).square().mean().backward()
@@ -73,7 +73,7 @@ class Trainer:
 
 
 class Saves:
-    """Each way to save, in a folder of its own. ``begin`` returns when training may go on; ``end`` once it is over."""
+    """The ways to save, each in its own folder. ``begin`` returns when training may continue; ``end`` comes last."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
@@ -82,7 +82,7 @@ class Saves:
         self._failed = ""
 
     def begin(self, way: str, state: State, over: Over) -> None:
-        """`over`: called when it is durable, or has failed. ServiceError: it has."""
+        """Begins a save. `over` is called once it is durable or has failed. Raises ServiceError if "dcp" fails."""
         self._version += 1
         if way in MODES:
             self._begin_ours(way, state, over)
@@ -112,10 +112,10 @@ class Saves:
         over()
 
     def end(self, way: str) -> None:
-        """Removes what was saved; ours is loaded before. ServiceError: it was not saved."""
+        """Removes the saved files; swift's are loaded before. Raises ServiceError if the save failed."""
         if self._failed:
             if way in MODES:
-                self._stores[way].close()  # nothing is tried again
+                self._stores[way].close()  # without another attempt
             raise ServiceError(f"nothing can be saved in {self._place}: {self._failed}")
         if way in MODES:
             self._stores[way].wait()
@@ -124,14 +124,14 @@ class Saves:
 
 
 class Bench:
-    """Rounds over the same trainer."""
+    """Rounds with the same trainer."""
 
     def __init__(self, place: Path, elements: int) -> None:
         self.trainer = Trainer(elements)
         self._saves = Saves(place)
         self._place = place
         self.seconds: dict[str, list[float]] = {}
-        """What was measured, such as "async stall", in each round."""
+        """Seconds of each round by measurement, such as "async stall"."""
 
     def round(self) -> None:
         plain = statistics.median(self.trainer.step() for _ in range(STEPS_PLAIN))
@@ -141,7 +141,7 @@ class Bench:
             self._save(way, plain)
 
     def forget(self) -> None:
-        """What came so far was for warming up."""
+        """Discards the times of the warm-up round."""
         self.seconds.clear()
 
     def _save(self, way: str, plain: float) -> None:
@@ -178,7 +178,7 @@ class Bench:
         self.seconds.setdefault(what, []).append(seconds)
 
     def result(self) -> dict[str, Any]:
-        """Medians in seconds, and their ratios, each the median of the rounds' ratios."""
+        """Returns medians in seconds, and their ratios, each the median of the rounds' ratios."""
         sizes = [tensor.nbytes for tensor in self.trainer.tensors()]
         return {
             "parameters": self.trainer.parameters,
@@ -209,7 +209,7 @@ HEAD = f"{'':<10} {'stall':>8} {'durable':>8} {'cost':>8}   {'stall':>9} {'durab
 
 
 def row(way: str, case: dict[str, float]) -> str:
-    """One way as a line of text."""
+    """Formats one way as a line of text."""
     times = " ".join(f"{1e3 * case[name]:8.1f}" for name in ("stall_s", "durable_s", "cost_s"))
     return (
         f"{way:<10} {times}   {case['stall_over_copy']:9.2f} {case['durable_over_write']:10.2f} "
@@ -240,7 +240,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`swift-ft bench checkpoint ...`; returns the exit code."""
+    """Runs `swift-ft bench checkpoint ...` and returns the exit code."""
     arguments = parser().parse_args(sys.argv[1:] if argv is None else argv)
     if any(number is not None and number < 1 for number in (arguments.parameters, arguments.rounds)):
         raise UsageError("--parameters and --rounds must be positive")

@@ -1,10 +1,9 @@
-"""`swift-ft bench codec`: what the log's codecs make of boundary tensors, and how fast.
+"""`swift-ft bench codec`: compression ratio and speed of the log's codecs on boundary tensors.
 
-The tensors are those of two-stage models that have been trained for some steps on Python's own standard library:
-activations (F) and their gradients (B) between two blocks of a transformer, and behind the ReLU or GELU of an MLP.
-Every round measures all codecs on all tensors once, and memcpy, in seconds of the one thread's own time; figures are
-medians over rounds.
-A codec pays only where the way to the log is slower than the last column says (and is waited for).
+The tensors come from two-stage models that were trained for some steps on Python's own standard library: activations
+(F) and their gradients (B) between two blocks of a transformer, and after the ReLU or GELU of an MLP. Every round
+measures all codecs on all tensors once, and memcpy, in CPU seconds of the single thread. Figures are medians over
+rounds. A codec pays only if the log's rate is below the last column (and the log is waited for).
 """
 
 import statistics
@@ -31,11 +30,11 @@ _CONFIG = ModelConfig(layers=2, width=256, heads=4, sequence=128, microbatch=8, 
 _CONTEXT, _HIDDEN = 16, 1024
 CODECS = [name for name in codecs.NAMES if name != "none"]
 GAIN_MIN = 1.15
-"""A codec that makes logging faster by less does not pay."""
+"""Smallest speed-up of logging for which a codec pays."""
 
 
 class FirstLayer(nn.Module):
-    """Bytes [B, context] -> hidden [B, H], behind an activation function."""
+    """Bytes [B, context] -> hidden [B, H], after an activation function."""
 
     def __init__(self, activation: nn.Module):
         super().__init__()
@@ -49,7 +48,7 @@ class FirstLayer(nn.Module):
 
 
 class Pair:
-    """Two stages and the data that they are trained on."""
+    """Two stages and their training data."""
 
     def __init__(self, name: str, dtype: torch.dtype):
         torch.manual_seed(0)
@@ -67,7 +66,8 @@ class Pair:
         self._text = standard_library()
 
     def step(self, loader: ByteLoader) -> tuple[Tensor, Tensor]:
-        """(activation, its gradient) at the boundary; gradients are left in the parameters."""
+        """Runs forward and backward, which leaves gradients in the parameters. Returns (activation, its gradient) at
+        the boundary."""
         inputs, targets = next(loader)
         boundary = self.first(inputs)
         boundary.retain_grad()
@@ -88,7 +88,7 @@ class Pair:
             optimizer.step()
 
     def capture(self, size: int) -> dict[str, Tensor]:
-        """Both directions, about `size` bytes each."""
+        """Returns a tensor for each direction, about `size` bytes each."""
         activation, _ = self.step(ByteLoader(self._text, self._batch, self._sequence, 1))
         batch = max(1, size * self._batch // (activation.numel() * activation.element_size()))
         activation, gradient = self.step(ByteLoader(self._text, batch, self._sequence, 2))
@@ -96,7 +96,7 @@ class Pair:
 
 
 def captured(steps: int, size: int) -> list[dict[str, Any]]:
-    """Every tensor as its name, element type and bytes."""
+    """Returns every tensor as its name, element type and bytes."""
     tensors = []
     for dtype in DTYPES:
         for name in ("transformer", "MLP, ReLU", "MLP, GELU"):
@@ -109,23 +109,23 @@ def captured(steps: int, size: int) -> list[dict[str, Any]]:
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of this thread's own time: what the codec costs, however busy the machine is."""
+    """Returns the thread's CPU seconds, which do not depend on the machine's load, and the result."""
     began = time.thread_time()
     result = work()
     return time.thread_time() - began, result
 
 
 def measure(tensors: Sequence[dict[str, Any]], rounds: int) -> dict[str, Any]:
-    """Compresses and decompresses every tensor with every codec, `rounds` times after one round of warming up.
+    """Compresses and decompresses every tensor with every codec, `rounds` times after a warm-up round.
 
     `seconds` has one list per (tensor, codec, direction), `stored` bytes, `copies` bytes per second of memcpy.
-    Raises ServiceError if a codec gives other bytes back.
+    Raises ServiceError if decompressing returns other bytes.
     """
     seconds: dict[tuple[int, str, str], list[float]] = {}
     stored_bytes: dict[tuple[int, str], int] = {}
     copies = []
     codecs.check_codec("bitshuffle")
-    for _ in range(rounds + 1):  # the first is for warming up
+    for _ in range(rounds + 1):  # the first is a warm-up
         for number, tensor in enumerate(tensors):
             body: memoryview = tensor["body"]
             target = bytearray(body.nbytes)
@@ -149,7 +149,7 @@ def measure(tensors: Sequence[dict[str, Any]], rounds: int) -> dict[str, Any]:
 
 
 def evaluate(measured: dict[str, Any]) -> dict[str, Any]:
-    """Medians of what `measure` has: ratios, MB/s (10**6 bytes), and below which rate of the log a codec pays."""
+    """Computes medians of `measure`'s result: ratios, MB/s (10**6 bytes), the log's rate below which a codec pays."""
     cases = []
     for (number, codec), stored in measured["stored"].items():
         tensor = measured["tensors"][number]
@@ -177,7 +177,7 @@ def evaluate(measured: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as text: a line for each tensor and codec."""
+    """Formats the result as text: a line for each tensor and codec."""
     lines = [
         f"{result['machine']}; after {result['steps']} steps, medians of {result['rounds']} rounds, "
         f"per second of one core; memcpy {result['memcpy_mb_s']:.0f} MB/s",
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.check_json(arguments.json)
     on = output.machine()
     tensors = captured(arguments.steps, arguments.kibibytes << 10)
-    # As in a writer: in the main thread blosc would take threads of its own.
+    # As in a writer: in the main thread blosc would start its own threads.
     with ThreadPoolExecutor(1) as pool:
         measured = pool.submit(measure, tensors, arguments.rounds).result()
     result = {"machine": on, "steps": arguments.steps, "rounds": arguments.rounds, **evaluate(measured)}

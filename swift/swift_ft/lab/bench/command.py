@@ -1,4 +1,4 @@
-"""`swift-ft bench NAME`: hands over to the benchmark of that name."""
+"""`swift-ft bench NAME`: dispatches to the benchmark of that name."""
 
 import importlib
 import sys

@@ -1,16 +1,15 @@
-"""`swift-ft bench coordinator`: what a coordinator's processor does for jobs of many members.
+"""`swift-ft bench coordinator`: CPU time of a coordinator for jobs of many members.
 
-    join        every member joins, watches, beats and is ready; RUNNING is seen by all
-    checkpoint  every member says that its shard is durable; the complete checkpoint is seen by all
-    recovery    one member is gone: its exit is told, a replacement joins, all report, all are ready; RUNNING is seen
-                by all
-
-One coordinator process for each number of members, without log servers. Members are real callers over gRPC, of a few
-processes (`swift_ft.lab.bench.coordinator_members`): they beat all the time, take the interval that they are told,
-say again what was not answered, and come back as their own replacement if they are fenced. Stages have `REPLICAS`
-replicas, so all but one keep what they hold. Processor seconds are of the coordinator's process, user and system.
-`view_bytes` are those of the Watch streams' messages in the recovery. `beats_cpu` is what heartbeats alone take of a
-processor: where the members' own processes are slow, a recovery takes longer, and more of them are in it.
+    join        every member joins, watches, sends heartbeats and is ready; ends when all see RUNNING
+    checkpoint  every member reports its shard durable; ends when all see the complete checkpoint
+    recovery    one member is lost: its exit is reported, a replacement joins, all report, all are ready; ends when all
+                see RUNNING
+One coordinator process for each number of members, without log servers. Members are real gRPC clients in a few
+processes (`swift_ft.lab.bench.coordinator_members`): they send heartbeats all the time, at the interval of the reply,
+repeat calls that were not answered, and rejoin as their own replacement if they are fenced. Stages have `REPLICAS`
+replicas, so all but one keep their state. CPU seconds are those of the coordinator's process, user and system.
+`view_bytes` is the size of the Watch streams' messages in the recovery. `beats_cpu` is the share of a core that
+heartbeats alone take: if the members' own processes are slow, a recovery takes longer and contains more heartbeats.
 """
 
 import contextlib
@@ -33,15 +32,15 @@ REPLICAS = 8
 PROCESSES = 4
 START_S = 30.0
 LEASE_S = 60.0
-"""Hundreds of members share a process here, and are late themselves."""
+"""Long lease, because hundreds of members share a process here and may be late."""
 PHASE_S = 900.0
 BEATS_S = 4.0
-"""How long nothing happens but heartbeats."""
+"""Duration of the phase with heartbeats only."""
 RECOVERY_CPU_S_MAX = 2.0
 GROWTH_MAX = 6.0
-"""Of the recovery's processor seconds, where there are four times as many members."""
+"""Upper limit of the growth of the recovery's CPU seconds for four times as many members."""
 STEP = 10
-"""At which the checkpoint is made, and then the member is lost."""
+"""Step of the checkpoint, after which the member is lost."""
 
 
 def make_parser() -> Parser:
@@ -67,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def checked_members(words: str) -> list[int]:
-    """UsageError."""
+    """Parses --members. Raises UsageError."""
     sizes = [whole_number(word) or 0 for word in words.split(",")]
     if any(members < REPLICAS or members % REPLICAS for members in sizes):
         raise UsageError(f"--members {words}: give multiples of {REPLICAS}, such as 64,256,1024")
@@ -75,7 +74,7 @@ def checked_members(words: str) -> list[int]:
 
 
 def measure(members: int) -> dict[str, Any]:
-    """One case. ServiceError: it has not come to its end."""
+    """Measures one case. Raises ServiceError if a phase does not end."""
     with (
         tempfile.TemporaryDirectory(prefix="swift-bench-") as directory,
         coordinator(Path(directory)) as (pid, address),
@@ -109,8 +108,7 @@ def measure(members: int) -> dict[str, Any]:
 def phase(pid: int, processes: "Sequence[Members]", order: str, **fields: Any) -> dict[str, Any]:
     """Gives all processes one order and waits until each has carried it out.
 
-    Returns seconds on the wall, processor seconds of the coordinator `pid`, bytes of Views that were sent, and the
-    newest generation.
+    Returns wall seconds, CPU seconds of the coordinator `pid`, bytes of the Views sent, and the newest generation.
     """
     began, used = time.monotonic(), cpu_s(pid)
     for process in processes:
@@ -125,7 +123,7 @@ def phase(pid: int, processes: "Sequence[Members]", order: str, **fields: Any) -
 
 
 def cpu_s(pid: int) -> float:
-    """What that process has used, user and system. ServiceError: it is gone."""
+    """Returns a process's CPU seconds, user and system. Raises ServiceError if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -135,7 +133,7 @@ def cpu_s(pid: int) -> float:
 
 @contextlib.contextmanager
 def coordinator(directory: Path) -> Iterator[tuple[int, str]]:
-    """(pid, address) of one that serves. Raises ServiceError if it does not come up."""
+    """Runs a coordinator and yields its (pid, address). Raises ServiceError if it does not start."""
     address_file = directory / "address"
     command = [
         sys.executable,
@@ -163,7 +161,7 @@ def coordinator(directory: Path) -> Iterator[tuple[int, str]]:
 
 
 class Members:
-    """A process of some of the members. A context manager, which ends it."""
+    """A process that runs some of the members. As a context manager it kills the process."""
 
     def __init__(self, address: str, members: int, ranks: range) -> None:
         words = [address, str(members), str(REPLICAS), str(ranks.start), str(ranks.step)]
@@ -187,7 +185,7 @@ class Members:
         self._process.stdin.flush()
 
     def receive(self) -> dict[str, Any]:
-        """ServiceError: it has ended, or its members have not come to the end of the phase."""
+        """Returns the process's answer. Raises ServiceError if it has ended, or its members failed the phase."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -199,7 +197,7 @@ class Members:
 
 
 def text(document: dict[str, Any]) -> str:
-    """The document as text: a line for each number of members, then the goals."""
+    """Formats the document as text: a line for each number of members, then the goals."""
     head = (
         "members",
         "join cpu s",
@@ -221,7 +219,7 @@ def text(document: dict[str, Any]) -> str:
 
 
 def verdicts(cases: Sequence[dict[str, Any]]) -> list[str]:
-    """Whether the goals are met: of a recovery with 1024 members, and of the growth between sizes 4-fold apart."""
+    """Evaluates the goals: a recovery of 1024 members, and the growth where one size is 4 times another."""
     by_members = {case["members"]: case for case in cases}
     lines = []
     if 1024 in by_members:

@@ -1,13 +1,13 @@
-"""(a process of `swift-ft bench coordinator`) Members of a job, without trainers: they do what each View says.
+"""(a process of `swift-ft bench coordinator`) Members of a job, without trainers: they follow each View.
 
     python -m swift_ft.lab.bench.coordinator_members ADDRESS MEMBERS REPLICAS FIRST STEP
 
-Ranks FIRST, FIRST + STEP, ... of so many members. Orders come on stdin, one a line, each answered by a line:
+Runs ranks FIRST, FIRST + STEP, ... of MEMBERS. Orders come on stdin, one per line, and each is answered by a line:
 
-    {"order": "join"}                      all join; answered once all have seen RUNNING
-    {"order": "checkpoint", "version": V}  all say that their shards are durable; once all have seen it complete
-    {"order": "recovery", "lost": RANK, "from": G}    that one's exit is told, and it comes again as another process;
-                                           once all have seen RUNNING in a generation above G
+    {"order": "join"}                      all join; answered when all see RUNNING
+    {"order": "checkpoint", "version": V}  all report their shards durable; answered when all see it complete
+    {"order": "recovery", "lost": RANK, "from": G}    RANK's exit is reported, and it rejoins as another process;
+                                           answered when all see RUNNING in a generation above G
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _FENCED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.ALREADY_EXISTS)
 
 
 class _Fenced(Exception):
-    """This process does not hold its rank any more, or not yet."""
+    """Raised if this process does not hold its rank any more, or not yet."""
 
 
 class Fleet:
@@ -44,10 +44,10 @@ class Fleet:
         self.version = 0
         self.view_bytes = 0
         self.seen = asyncio.Event()
-        """A member has seen another View."""
+        """Set when a member receives a View."""
 
     async def obey(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Carries out one order (see above) with all members of this process, and says what they have seen of it."""
+        """Carries out one order (see above) with all members of this process, and returns its measurements."""
         match order["order"]:
             case "join":
                 for member in self.members.values():
@@ -60,14 +60,14 @@ class Fleet:
             case "recovery":
                 if order["lost"] in self.members:
                     await self.members[order["lost"]].die()
-                # What it was before is in the order: another process may have had its members recover by now.
+                # The order has the generation before: by now another process's members may have recovered already.
                 await self.until(lambda view: view.state == pb.RUNNING and view.generation > order["from"])
         newest = max(member.generation for member in self.members.values())
         view_bytes, self.view_bytes = self.view_bytes, 0
         return {"view_bytes": view_bytes, "generation": newest}
 
     async def until(self, condition: Callable[[pb.View], bool]) -> None:
-        """Every member's View is such."""
+        """Waits until every member's View fulfils the condition. Raises TimeoutError after PHASE_S."""
         async with asyncio.timeout(PHASE_S):
             while not all(
                 member.view is not None and condition(member.view) for member in self.members.values()
@@ -77,7 +77,7 @@ class Fleet:
 
 
 class Member:
-    """One of them, through its lives."""
+    """One member, through all its incarnations."""
 
     def __init__(self, fleet: Fleet, rank: int) -> None:
         self._fleet = fleet
@@ -107,7 +107,7 @@ class Member:
         self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._live())]
 
     async def die(self) -> None:
-        """It is gone, its launcher tells of it, and another process takes its place."""
+        """Stops the member, reports its exit as its launcher would, and starts another incarnation."""
         me = self._me
         self.stop()
         await self._say(self._stub.MemberExited, pb.ExitRequest(**me, pid=self._rank + 1, exit_code=-9))
@@ -132,12 +132,12 @@ class Member:
                     update = pb.ViewUpdate.FromString(data)
                     if update.base not in (0, known):
                         raise AssertionError("a change of a View that was not told")
-                    # What it acts by is in every update: hundreds of members need not be put together here.
+                    # Every update has the fields that a member acts on, so there is no need to merge Views here.
                     self.view, known = update.view, update.view.revision
                     self._changed.set()
                     self._fleet.seen.set()
             except grpc.aio.AioRpcError:
-                pass  # it is on its way down, or up: as the watcher of a rank does
+                pass  # the coordinator is stopping or starting: try again, as a rank's watcher does
             await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _live(self) -> None:
@@ -166,7 +166,7 @@ class Member:
         )
 
     async def _beat(self) -> None:
-        """As ranks do: a Report or a Ready stands for a heartbeat."""
+        """Sends heartbeats as ranks do: a Report or a Ready replaces one."""
         loop = asyncio.get_running_loop()
         while True:
             version = self.version or 0
@@ -211,13 +211,13 @@ class Member:
         await self._renew(self._stub.Ready, request)
 
     async def _renew(self, method: Callable[..., Awaitable[Any]], request: Any) -> None:
-        """Says what renews the lease."""
+        """Makes a call that also renews the lease."""
         begun = asyncio.get_running_loop().time()
         await self._say(method, request)
         self._renewed_at = begun
 
     async def _say(self, method: Callable[..., Awaitable[Any]], request: Any) -> Any:
-        """Again and again until it is answered; None: it was said too late. _Fenced."""
+        """Repeats a call until it is answered. Returns None if it came too late. Raises _Fenced."""
         while True:
             try:
                 return await method(request, timeout=ATTEMPT_TIMEOUT_S)
@@ -225,7 +225,7 @@ class Member:
                 if error.code() in _FENCED:
                     raise _Fenced from None
                 if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
-                    return None  # its state is over: another View says what comes next
+                    return None  # the View's state is over: another View follows
                 await asyncio.sleep(RETRY_PAUSE_S)
 
 

@@ -1,7 +1,7 @@
-"""Where a process's CPU time goes: its main thread's by parts of the program, the others' by their names.
+"""CPU time of a process: its main thread's by parts of the program, other threads' by their names.
 
-Each moment of the main thread belongs to one part, the innermost that is under way; what no part claims is `BASE`'s. So
-the parts add up to the thread's time, whatever is metered and however it is nested.
+Each moment of the main thread belongs to one part, the innermost that is running. Time outside of all parts belongs to
+`BASE`. So the parts add up to the thread's time, whatever is metered and however it is nested.
 """
 
 import functools
@@ -19,7 +19,7 @@ _CALIBRATED = 2000
 
 
 class Meter:
-    """Of the thread that makes it.
+    """Meters the thread that creates it.
 
     (before the objects exist) ``wrap(owner, names, part)`` → ``go()`` → … → ``taken()``: seconds by part since ``go``
     """
@@ -34,20 +34,20 @@ class Meter:
         self._on = False
 
     def go(self) -> None:
-        """From here on. Which part is under way is known meanwhile, too."""
+        """Starts the measurement. The current part is tracked even while it is off."""
         self._spent.clear()
         self._calls.clear()
         self._on = True
         self._at = self._clock()
 
     def taken(self) -> dict[str, tuple[float, int]]:
-        """(seconds, calls) of each part since `go`. They add up to what the thread has computed."""
+        """Stops and returns (seconds, calls) of each part since `go`. They add up to the thread's CPU time."""
         self._turn()
         self._on = False
         return {part: (seconds, self._calls[part]) for part, seconds in self._spent.items()}
 
     def _turn(self) -> None:
-        """The time since the last turn is the innermost part's."""
+        """Attributes the time since the last call to the innermost part."""
         if self._on:
             now = self._clock()
             self._spent[self._parts[-1]] += now - self._at
@@ -63,7 +63,7 @@ class Meter:
         self._parts.pop()
 
     def wrapped(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """The function, as a part: what it does is of that part, but for what is of a part inside of it."""
+        """Returns the function, metered as `part`: its time counts for the part, except that of nested parts."""
 
         @functools.wraps(function)
         def metered(*args: Any, **kwargs: Any) -> Any:
@@ -78,13 +78,13 @@ class Meter:
         return metered
 
     def wrap(self, owner: Any, names: str, part: str) -> None:
-        """These methods of a class, or functions of a module, are the part."""
+        """Meters these methods of a class, or functions of a module, as the part."""
         for name in names.split():
             setattr(owner, name, self.wrapped(getattr(owner, name), part))
 
     @staticmethod
     def cost_s() -> float:
-        """Of one call that is metered, besides what it does: it is in the parts, and has to be taken out of them."""
+        """Returns the metering cost of one call. It is included in the parts and has to be subtracted."""
         meter = Meter()
         empty = meter.wrapped(lambda: None, "empty")
         meter.go()
@@ -95,27 +95,27 @@ class Meter:
 
 
 def process_cpu_s(pid: int) -> float:
-    """What a process has computed, with threads that have ended: its clock, as clock_getcpuclockid(3) names it."""
+    """Returns a process's CPU seconds, including ended threads, by its clock (see clock_getcpuclockid(3))."""
     return time.clock_gettime((~pid << 3) | 2)
 
 
 def thread_cpu_s(thread: int) -> float:
-    """The same of a thread of this process."""
+    """Returns the CPU seconds of a thread of this process."""
     return time.clock_gettime((~thread << 3) | 6)
 
 
 class Threads:
-    """The threads of this process besides the main one, by what they are called."""
+    """CPU time of this process's threads other than the main one, by name."""
 
     def __init__(self, called: Mapping[str, str]):
-        """`called`: beginning of a Python thread's name -> what it is said to be."""
+        """`called` maps the prefix of a Python thread's name to its label in the result."""
         self._called = called
         self._before: dict[int, float] = {}
         self._names: dict[int, str] = {}
         self._process = 0.0
 
     def taken(self) -> dict[str, float]:
-        """Seconds since the last time. Together with the main thread's they are the process's."""
+        """Returns seconds by name since the last call. With the main thread's they add up to the process's."""
         python = {thread.native_id: thread.name for thread in threading.enumerate()}
         main = threading.main_thread().native_id
         now: dict[int, float] = {}
@@ -125,7 +125,7 @@ class Threads:
             try:
                 now[thread] = thread_cpu_s(thread)
             except OSError:
-                continue  # it has just ended
+                continue  # the thread has just ended
             self._names[thread] = self._name(python.get(thread))
         seconds_of: defaultdict[str, float] = defaultdict(float)
         for thread, seconds in now.items():

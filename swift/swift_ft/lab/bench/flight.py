@@ -1,7 +1,7 @@
-"""Arrow Flight, as a yardstick: `swift-ft bench log --flight DIR` runs this file in an environment of its own.
+"""Arrow Flight as a baseline: `swift-ft bench log --flight DIR` runs this file in a separate environment.
 
-It imports nothing of swift. One server that reads record batches and drops them, one client that puts them; each says
-"ready", waits for a line, works, and says what it took as JSON, as `swift_ft.lab.bench.log_ranks` does.
+It imports nothing from swift. A server reads record batches and drops them; a client puts them. The client prints
+"ready", waits for a line, works, and prints its times as JSON, like `swift_ft.lab.bench.log_ranks`.
 """
 
 import json
@@ -14,7 +14,7 @@ from pyarrow import flight
 
 
 class Sink(flight.FlightServerBase):  # type: ignore[misc]
-    """Reads what is put, and answers nothing."""
+    """A Flight server that reads all batches of a put, drops them, and sends one reply at the end."""
 
     def do_put(self, _context: object, _descriptor: object, reader: object, writer: object) -> None:
         for chunk in reader:  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ def serve() -> None:
 
 
 def put(address: str, size: int, count: int) -> None:
-    """The client: sends `count` record batches of `size` bytes each, and prints what it took as JSON."""
+    """Sends `count` record batches of `size` bytes each as the client, and prints its times as JSON."""
     client = flight.FlightClient(f"grpc://{address}")
     body = pyarrow.py_buffer(bytes(i * 37 & 255 for i in range(1 << 16)) * (size >> 16))
     array = pyarrow.Array.from_buffers(pyarrow.uint8(), size, [None, body])

@@ -1,8 +1,8 @@
-"""`swift-ft bench imports`: what a replacement saves when its script's imports are in the fork server.
+"""`swift-ft bench imports`: time that a replacement saves if the fork server has its script's imports.
 
-Two fork servers stand beside each other: one has what every rank needs, the other also what the script imports first,
-as `swift-ft run` chooses it. In each round both fork a process that runs these imports; measured is the time from the
-order to fork until they are done. The ratio is the median of the rounds' ratios.
+Two fork servers are compared: one has the imports that every rank needs, the other also the script's first imports, as
+`swift-ft run` chooses them. In each round both fork a process that runs these imports. The time is from the order to
+fork until they are done. The ratio is the median of the rounds' ratios.
 """
 
 import os
@@ -21,7 +21,7 @@ from swift_ft.launch.forkserver import imports_of
 from swift_ft.launch.worker import Program
 
 IMPORTS_DEFAULT = "import sympy, networkx\n"
-"""They come with torch: in the place of whatever a trainer uses."""
+"""Imports that stand for a trainer's own; both packages are installed with torch."""
 PATIENCE_S = 120.0
 _TOLD = "\nimport sys, time\nprint(time.clock_gettime(time.CLOCK_MONOTONIC), file=open(sys.argv[1], 'w'))\n"
 
@@ -43,8 +43,8 @@ class Side:
         self.chosen, self.left_out = server.chosen, server.left_out
 
     def once(self, script: Path) -> float:
-        """Seconds from the order to fork until the script's imports are done. Raises ServiceError if they fail or
-        take too long."""
+        """Returns the seconds from the order to fork until the script's imports are done. Raises ServiceError if they
+        fail or take too long."""
         told = self._place / "told"
         told.unlink(missing_ok=True)
         began = time.clock_gettime(time.CLOCK_MONOTONIC)
@@ -64,7 +64,7 @@ class Side:
 
 
 def measure(place: Path, text: str, imports: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Both sides in turn."""
+    """Measures both sides in turn, after a warm-up round."""
     script = place / "imports.py"
     script.write_text(text + _TOLD)
     sides: list[Side] = []
@@ -88,7 +88,7 @@ def measure(place: Path, text: str, imports: Sequence[str], rounds: int) -> dict
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as text: what was imported before the fork, and the time to go with and without it."""
+    """Formats the result as text: the imports before the fork, and the time with and without them."""
     lines = [
         f"{result['machine']}; medians of {result['rounds']} rounds",
         "",

@@ -1,13 +1,13 @@
-"""`swift-ft bench log`: what the log moves, against what memory, the wire and the disk of this machine can.
+"""`swift-ft bench log`: throughput of the log, relative to memory, network and disk of this machine.
 
     memcpy · one TCP connection over loopback · O_DIRECT appends with one sync for every 64 MiB, and O_DIRECT reads
-    ring: what a trainer gives away, until a native thread has copied it into shared memory
-    gRPC: messages of as many bytes through gRPC for Python, with nothing done to them: what is under the log
+    ring: from the trainer's push until a native thread has copied the record into shared memory
+    gRPC: messages of the log's size through gRPC for Python without processing: the upper bound for the log
     wire: the log's messages, verified and dropped; --flight: the same bytes through Arrow Flight
     append: writer process(es) → gRPC → log server → segment files, until every record is durable
-    read: log server → gRPC → a reader process, checksums verified, with the segments gone from the page cache
+    read: log server → gRPC → a reader process, checksums verified, with the segments evicted from the page cache
 
-Every round measures all cases once, in turn; a case's ratio is the median of its ratios in its own round.
+Every round measures all cases once, in order. A case's ratio is the median of its ratios within each round.
 """
 
 import ctypes
@@ -34,21 +34,21 @@ from swift_ft.log.memory import page_aligned
 from swift_ft.log.record import RecordKey
 from swift_ft.log.ring import Consumer, Memory, header_of, producer
 
-# The log's wire without its disk: a writer, gRPC, and a process that verifies every frame and drops it; and the
-# same bytes through Arrow Flight, which moves them over gRPC in C++.
+# The log's protocol without its disk: a writer, gRPC, and a process that verifies every frame and drops it. For
+# comparison the same bytes go through Arrow Flight, which moves them over gRPC in C++.
 
 SIZE = 4 << 20
 PYARROW = "pyarrow>=18"
 
 
 def over_log(total: int) -> float:
-    """Seconds for `total` bytes from a LogWriter to a server that acknowledges what it has verified."""
+    """Returns the seconds for `total` bytes from a LogWriter to a server that acknowledges them once verified."""
     return _between("sink", "append", total)
 
 
 def over_grpc(total: int) -> float:
-    """Seconds for `total` bytes in one call of gRPC for Python, of messages as large as the log's: no checksum,
-    nothing done with them. What the log adds cannot make it quicker."""
+    """Returns the seconds for `total` bytes in one call of gRPC for Python, in messages of the log's size, without
+    checksums or processing. It is a lower bound for the log's time."""
     return _between("drain", "pour", total, MESSAGE_BYTES)
 
 
@@ -63,7 +63,7 @@ def _between(server_role: str, client_role: str, total: int, size: int = SIZE) -
 
 
 def over_flight(python: Path, total: int) -> float:
-    """Seconds for `total` bytes in one Arrow Flight DoPut."""
+    """Returns the seconds for `total` bytes in one Arrow Flight DoPut."""
     count = total // SIZE
     script = str(Path(__file__).with_name("flight.py"))
     with Worker([str(python), script, "serve"]) as server:
@@ -75,7 +75,8 @@ def over_flight(python: Path, total: int) -> float:
 
 
 def flight_environment(directory: Path) -> Path:
-    """The interpreter of an environment that has Arrow Flight. ServiceError if it cannot be made."""
+    """Returns the Python interpreter of an environment with Arrow Flight, created if missing. Raises ServiceError if
+    pyarrow cannot be installed."""
     python = directory / "bin" / "python"
     if not python.exists():
         venv.create(directory, with_pip=True)
@@ -93,13 +94,13 @@ def flight_environment(directory: Path) -> Path:
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
 WRITERS = 4
 SHARED_SIZE = "4 MiB"
-"""Of the records that several writers append together."""
+"""Record size of the goals, and of the records that several writers append together."""
 WIRE, DISK_WRITE, DISK_READ = "TCP loopback", "O_DIRECT append", "O_DIRECT read"
 OWN_WIRE, FLIGHT, RING = "our wire", "Arrow Flight", "trainer's ring"
 GRPC = "gRPC for Python, bytes only"
 GOALS = {"ring": 0.5, "append": 0.65, "read": 0.85, "writers": 1.0, "wire": 0.45, "flight": 0.85}
 CPU_GOALS = {"client_cpu": 0.45, "server_cpu": 0.60}
-"""At most; CPU seconds per GB of an append of SHARED_SIZE. The client stands for a trainer's sidecar."""
+"""Upper limits in CPU seconds per GB of an append of SHARED_SIZE. The client stands for a trainer's sidecar."""
 WORDS = {
     "ring": f"{RING} over memcpy",
     "append": f"durable append of {SHARED_SIZE} over {DISK_WRITE}",
@@ -118,7 +119,7 @@ _SYNC_BYTES = 64 << 20
 
 
 def memcpy(total: int) -> float:
-    """Seconds for a copy of `total` bytes between memories that have been written."""
+    """Returns the seconds for a copy of `total` bytes between buffers whose pages are already mapped."""
     source, target = memoryview(bytearray(os.urandom(1 << 20) * 64)), memoryview(bytearray(64 << 20))
     target[:] = source
     began = time.monotonic()
@@ -128,7 +129,7 @@ def memcpy(total: int) -> float:
 
 
 def over_tcp(total: int) -> float:
-    """Seconds to send `total` bytes over one TCP connection on loopback, in pieces of 4 MiB."""
+    """Returns the seconds to send `total` bytes over one TCP connection on loopback, in pieces of 4 MiB."""
     count = total // (4 << 20)
     worker = Worker.of_log("receive", "-", "-", 4 << 20, count)
     with worker, socket.create_connection(("127.0.0.1", int(worker.line()))) as connection:
@@ -144,7 +145,8 @@ def over_tcp(total: int) -> float:
 
 
 def to_disk(path: Path, total: int) -> float:
-    """Aligned O_DIRECT writes into a file that grows, fdatasync for every 64 MiB."""
+    """Returns the seconds for aligned O_DIRECT writes of `total` bytes into a growing file, with one fdatasync per
+    64 MiB."""
     with page_aligned(_BLOCK) as block:
         block.write(os.urandom(1 << 20) * (_BLOCK >> 20))
         descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_DIRECT, 0o600)
@@ -161,7 +163,7 @@ def to_disk(path: Path, total: int) -> float:
 
 
 def from_disk(path: Path, total: int) -> float:
-    """Seconds to read `total` bytes of a file around the page cache (O_DIRECT)."""
+    """Returns the seconds to read `total` bytes of a file with O_DIRECT, which bypasses the page cache."""
     with page_aligned(_BLOCK) as block:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
@@ -177,7 +179,7 @@ def from_disk(path: Path, total: int) -> float:
 
 
 def into_ring(total: int) -> float:
-    """Seconds until the ring has taken `total` bytes in records of SHARED_SIZE; it is emptied when it is full."""
+    """Returns the seconds until the ring has taken `total` bytes in records of SHARED_SIZE; it is drained when full."""
     size, wake = SIZES[SHARED_SIZE], os.eventfd(0, os.EFD_CLOEXEC)
     memory = Memory.create(256 << 20)
     taker, consumer = producer(memory, wake), Consumer(memory, wake)
@@ -194,7 +196,7 @@ def into_ring(total: int) -> float:
                 consumer.release(consumer.position)
         taker.wait(taker.reserved)
 
-    put(memory.capacity // size)  # every page has been written
+    put(memory.capacity // size)  # warm-up: touches every page of the ring
     began = time.monotonic()
     put(total // size)
     took = time.monotonic() - began
@@ -205,7 +207,7 @@ def into_ring(total: int) -> float:
 
 
 class Server:
-    """A log server on a directory of its own."""
+    """A log server process on its own directory."""
 
     def __init__(self, directory: Path):
         self.log = directory / "log"
@@ -227,7 +229,7 @@ class Server:
         self.next_job()
 
     def next_job(self) -> None:
-        """Gives up what was logged so far, and begins a job without records."""
+        """Drops the records of the current job, if any, and begins a new, empty job."""
         if self.job:
             admin.drop(self.address, self.job, force=True, timeout_s=TIMEOUT_S)
         self._jobs += 1
@@ -239,7 +241,7 @@ class Server:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def cool(self) -> None:
-        """Takes the segments out of the page cache."""
+        """Evicts the segments from the page cache."""
         for path in self.log.rglob("*.seg"):
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -248,7 +250,7 @@ class Server:
 
 @contextmanager
 def served(directory: Path) -> Iterator[Server]:
-    """(context manager) A log server on this directory, ended by SIGTERM; killed if that takes over 10 s."""
+    """(context manager) Runs a log server on this directory, ends it with SIGTERM, and kills it after 10 s."""
     server = Server(directory)
     try:
         yield server
@@ -262,7 +264,7 @@ def served(directory: Path) -> Iterator[Server]:
 
 
 def move(server: Server, role: str, streams: Sequence[str], size: int, total: int) -> dict[str, float]:
-    """Records of `size` in all `streams` at once, `total` bytes together."""
+    """Moves `total` bytes in records of `size` over all `streams` concurrently. Returns rates and CPU costs."""
     count = max(1, total // len(streams) // size)
     with ExitStack() as stack:
         workers = [
@@ -285,7 +287,7 @@ def move(server: Server, role: str, streams: Sequence[str], size: int, total: in
 
 
 def measure(directory: Path, total: int, flight: Path | None = None) -> dict[str, Any]:
-    """One round: all cases. Rates in MB/s."""
+    """Runs one round of all cases. Rates are in MB/s."""
     probe = directory / "probe"
     limits = {
         "memcpy": total / 1e6 / memcpy(total),
@@ -317,7 +319,7 @@ def measure(directory: Path, total: int, flight: Path | None = None) -> dict[str
 
 
 def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
-    """Medians over rounds, ratios within them, and the goals."""
+    """Computes medians over rounds, ratios within rounds, and the goals."""
     result: dict[str, Any] = {"bytes": total, "rounds": len(rounds), "limits_mb_s": {}, "cases": {}}
     for name in rounds[0]["limits"]:
         result["limits_mb_s"][name] = statistics.median(r["limits"][name] for r in rounds)
@@ -350,7 +352,7 @@ def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as text: the machine's limits, a line for each case, and the goals."""
+    """Formats the result as text: the machine's limits, a line for each case, and the goals."""
     lines = [
         f"{result['machine']}; {result['bytes'] >> 20} MiB a case, medians of {result['rounds']} rounds",
         "",

@@ -1,6 +1,6 @@
-"""What `swift-ft bench log` runs in processes of their own: writers and a reader of the log, raw receivers.
+"""Worker processes of `swift-ft bench log`: writers and readers of the log, and receivers without a log.
 
-Each says "ready", waits for a line, works, and says what it took as JSON.
+Each measured process prints "ready", waits for a line, works, and prints its times as JSON.
 """
 
 import json
@@ -39,7 +39,7 @@ def _measured(work: Callable[[], object]) -> None:
 
 
 def append(address: str, name: str, size: int, count: int) -> None:
-    """`count` records of `size` bytes; over when the last is durable."""
+    """Appends `count` records of `size` bytes and waits until the last is durable."""
     keep_freed_memory()
     job, stream = name.split("/")
     writer = LogWriter([address], job, GENERATION, name=stream)
@@ -55,8 +55,8 @@ def append(address: str, name: str, size: int, count: int) -> None:
 
 
 def read(address: str, name: str, size: int, count: int) -> None:
-    """The same records, in order, checksums verified."""
-    keep_freed_memory()  # as a rank does while it replays
+    """Reads the records that `append` wrote, in order, with checksums verified."""
+    keep_freed_memory()  # as a replaying rank does
     job, stream = name.split("/")
     reader = LogReader([address], job)
 
@@ -72,7 +72,7 @@ def read(address: str, name: str, size: int, count: int) -> None:
 
 
 def receive(_address: str, _stream: str, size: int, count: int) -> None:
-    """`count` pieces of `size` bytes over one TCP connection, into memory that has been written."""
+    """Receives `count` pieces of `size` bytes over one TCP connection, into memory whose pages are already mapped."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         print(server.getsockname()[1], flush=True)
         connection, _ = server.accept()
@@ -94,8 +94,8 @@ Replies = queue.SimpleQueue["log_pb2.AppendReply | None"]
 
 
 def sink(_address: str, _stream: str, _size: int, _count: int) -> None:
-    """A server of the log's wire that verifies each frame, acknowledges it and drops it. As in the log server one
-    thread takes messages and another answers."""
+    """Serves the log's protocol: verifies each frame, acknowledges it and drops it. As in the log server, one thread
+    takes messages and another replies."""
 
     def take(requests: Iterator[bytes], replies: Replies) -> None:
         assembler = Assembler(BODY_BYTES_MAX)
@@ -111,7 +111,7 @@ def sink(_address: str, _stream: str, _size: int, _count: int) -> None:
                 durable += sum(1 for _ in assembler.feed(frames))
                 acked = log_pb2.Acked(stream=name, durable_sequence=durable)
                 replies.put(log_pb2.AppendReply(acked=[acked], credit_bytes=len(frames)))
-        except grpc.RpcError:  # the writer is gone
+        except grpc.RpcError:  # the writer has disconnected
             pass
         replies.put(None)
 
@@ -129,7 +129,7 @@ def sink(_address: str, _stream: str, _size: int, _count: int) -> None:
 
 
 def drain(_address: str, _stream: str, _size: int, _count: int) -> None:
-    """A gRPC server that takes messages and does nothing with them, not even a checksum."""
+    """Serves a gRPC call that discards all messages without any processing, not even a checksum."""
 
     def take(requests: Iterator[bytes], _context: grpc.ServicerContext) -> bytes:
         for _ in requests:
@@ -140,7 +140,7 @@ def drain(_address: str, _stream: str, _size: int, _count: int) -> None:
 
 
 def pour(address: str, _stream: str, size: int, count: int) -> None:
-    """`count` messages of `size` bytes in one gRPC call; each is made by one join, as gRPC takes only bytes."""
+    """Sends `count` messages of `size` bytes in one gRPC call. A join copies each, as gRPC takes only bytes."""
     keep_freed_memory()
     body = memoryview(bytearray(os.urandom(1 << 20) * -(-size // (1 << 20))))[:size]
     with open_channel(address) as channel:
@@ -150,7 +150,7 @@ def pour(address: str, _stream: str, size: int, count: int) -> None:
 
 
 def _serve(handler: "grpc.RpcMethodHandler[Any, Any]", name: str) -> None:
-    """Until a line comes on stdin, or its end."""
+    """Serves until stdin yields a line or ends."""
     server = grpc.server(futures.ThreadPoolExecutor(2), options=server_options())
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {name: handler}),))
     port = server.add_insecure_port("127.0.0.1:0")

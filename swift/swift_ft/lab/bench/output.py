@@ -1,4 +1,4 @@
-"""What all benchmarks say alike: the machine in words, and the result as JSON."""
+"""Shared by all benchmarks: worker processes, confidence intervals, the machine's description, JSON output."""
 
 import json
 import os
@@ -18,13 +18,13 @@ from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.files import write_whole
 
-# Processes of a benchmark: each says "ready", waits for a line, works, and says what it took as JSON.
+# Processes of a benchmark: each prints "ready", waits for a line, works, and prints its times as JSON.
 
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """(main thread) SIGINT and SIGTERM that come meanwhile are followed at its end. So whoever starts processes in here
-    knows of each of them when it has to end them."""
+    """(main thread) Defers SIGINT and SIGTERM until the block ends. So a caller that starts processes in it knows all
+    of them when it has to end them."""
     came: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _frame: came.append(number))
@@ -40,14 +40,14 @@ def signals_held() -> Iterator[None]:
 
 
 class Worker:
-    """One of them. A context manager, which ends it."""
+    """A worker process of a benchmark. As a context manager it kills the process on exit."""
 
     def __init__(self, command: Sequence[str]):
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     @classmethod
     def of_log(cls, role: str, address: str, stream: str, size: int, count: int) -> "Worker":
-        """A process of `swift_ft.lab.bench.log_ranks`."""
+        """Starts a process of `swift_ft.lab.bench.log_ranks`."""
         arguments = [role, address, stream, str(size), str(count)]
         return cls([sys.executable, "-P", "-m", "swift_ft.lab.bench.log_ranks", *arguments])
 
@@ -70,7 +70,7 @@ class Worker:
         self.tell("")
 
     def tell(self, line: str) -> None:
-        """ServiceError: it has ended."""
+        """Sends a line to the process. Raises ServiceError if it has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{line}\n")
@@ -85,20 +85,20 @@ class Worker:
         return result
 
 
-# What a benchmark says of noisy ratios: an interval around the median, a verdict only if all of it is on one side.
+# Noisy ratios: an interval around the median, and a verdict only if all of it is on one side of the goal.
 
 _RESAMPLES = 2000
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, by bootstrap; the same for the same values."""
+    """Returns the 95 % interval of the median by bootstrap; deterministic, since the random generator is seeded."""
     generator = random.Random(0)
     medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(_RESAMPLES))
     return medians[round(0.025 * (_RESAMPLES - 1))], medians[round(0.975 * (_RESAMPLES - 1))]
 
 
 def verdict(low: float, high: float, goal: float | None, enough: bool = True) -> str:
-    """The interval against the goal. An interval wider than twice what the goal allows shows nothing but noise."""
+    """Compares the interval with the goal. An interval wider than twice the goal's margin over 1 is INCONCLUSIVE."""
     if goal is None:
         return ""
     if not enough:
@@ -120,14 +120,14 @@ def cpu_model() -> str:
 
 
 def machine() -> str:
-    """The machine in words; its load, too: whoever else computes meanwhile disturbs what is measured."""
+    """Describes the machine in words, with its load, since other processes disturb the measurement."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
     cores = len(os.sched_getaffinity(0))
     return f"{cores} cores ({cpu_model()}), {memory} GiB, loopback, load {os.getloadavg()[0]:.1f}"
 
 
 def place(directory: Path | None) -> "TemporaryDirectory[str]":
-    """Where a benchmark works, removed after it: within ``--directory``, which UsageError names if it cannot be."""
+    """Creates a temporary directory for a benchmark, within ``--directory``. Raises UsageError if that fails."""
     try:
         return TemporaryDirectory(prefix="swift-bench-", dir=directory)
     except OSError as error:
@@ -141,19 +141,19 @@ def add_json(parser: Parser) -> None:
 
 
 def check_json(path: Path | None, option: str = "--json") -> None:
-    """Before anything is measured: UsageError if the result could not be written."""
+    """Checks the path before anything is measured. Raises UsageError if the result could not be written."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise UsageError(f"{option} {path}: give a file in a directory that exists")
 
 
 def write_json(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
+    """Writes the result as JSON, atomically, if a path was given."""
     if path is not None:
         write_text(path, json.dumps(result, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Whole or not at all. ServiceError if that cannot be."""
+    """Writes the file atomically. Raises ServiceError if that fails."""
     try:
         write_whole(path, text, mode=None)
     except OSError as error:

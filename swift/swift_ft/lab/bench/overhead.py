@@ -1,18 +1,18 @@
-"""`swift-ft bench overhead`: what logging costs a training step.
+"""`swift-ft bench overhead`: cost of logging in a training step.
 
     off    the trainer alone; its log is open and idle
     on     the trainer gives every boundary tensor to the log, as a session does
-    load   the trainer as in `off`, beside an unrelated process that copies and logs as many bytes per second
+    load   the trainer as in `off`, while an unrelated process copies and logs as many bytes per second
 
-The goal is on / load: memory, disk and cores are shared with whoever moves that many bytes, so what remains is what
-logging itself costs. One trainer runs all three in short slices, in all six orders by turns; a ratio is taken within
-a round, and what is said is the median over rounds with its 95 % interval (bootstrap). A case is `met` or `missed` only
-if the whole interval is on one side of the goal, and `met` only if the interval is narrow enough to mean something;
-else INCONCLUSIVE: give more --rounds, or a quieter machine.
+The goal is on / load: any process that moves that many bytes shares memory, disk and cores, so the ratio is the cost
+of logging itself. One trainer runs all three in short slices, in all six orders in turn. A ratio is taken within a
+round; the result is the median over rounds with its 95 % interval (bootstrap). A case is `met` or `missed` only if the
+whole interval is on one side of the goal, and `met` only if the interval is narrow enough to be meaningful. Otherwise
+it is INCONCLUSIVE: give more --rounds, or use a quieter machine.
 
 Spare core: the trainer's thread is pinned to one core, everything else to another. None: all of it on one core.
-A round is thrown away and done again if somebody else has computed on the trainer's core during one of its slices
-(DISTURBED_SHARE of its time, in user mode); that is found without looking at the times of its steps.
+A round is discarded and repeated if other processes used more than DISTURBED_SHARE of one of its slices on the
+trainer's core, in user mode. That is detected without looking at the step times.
 
 With --pipeline a whole session is measured instead, against the same pipeline in plain torch: see `pipeline`.
 """
@@ -41,24 +41,24 @@ from swift_ft.log import admin
 STEP_S = {"small": 0.013, "large": 0.120}
 DTYPES = ("float32", "bfloat16")
 GOALS = {"small": 1.03, "large": 1.01}
-"""Of on / load, with a spare core, at GOAL_RATE."""
+"""Upper limits of on / load, with a spare core, at GOAL_RATE."""
 GOAL_RATE = 250
 MODES = ("off", "on", "load")
 RATIOS = {"on/off": ("on", "off"), "load/off": ("load", "off"), "on/load": ("on", "load")}
 KEPT_UP = 0.25
-"""Of a slice: a log that needs longer afterwards has not kept up, and its cost came later than it was measured."""
+"""Share of a slice: a log that takes longer to drain has not kept up, so part of its cost came after the slice."""
 DISTURBED_SHARE = 0.05
-"""Of a slice, on the trainer's core: more than this by others, and its round does not count."""
+"""Share of a slice: if other processes use more than this on the trainer's core, the round is discarded."""
 TRIES = 3
-"""Times the rounds asked for, before it is given up to find undisturbed ones."""
+"""Multiple of the requested rounds after which the search for undisturbed rounds ends."""
 BURNED_SHARE = 0.25
-"""Of a step: what the control "burn" computes in the trainer's thread."""
+"""Share of a step that the control "burn" computes in the trainer's thread."""
 _SETTLE_S, _STILL_S = 10.0, 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One line of the result: what kind of step, in which dtype, with a spare core or without, at which rate."""
+    """One line of the result: the kind of step, its dtype, with a spare core or without, and the rate."""
 
     kind: str
     dtype: str
@@ -78,7 +78,7 @@ class Case:
 
 
 class Rank:
-    """A process of `overhead_ranks`."""
+    """A process that runs `overhead_ranks`."""
 
     def __init__(self, role: str, config: dict[str, Any]):
         command = [sys.executable, "-P", "-m", "swift_ft.lab.bench.overhead_ranks", role, json.dumps(config)]
@@ -118,7 +118,7 @@ class Rank:
 
 @contextmanager
 def pinned(cores: set[int]) -> Iterator[None]:
-    """What is started meanwhile runs on these cores alone, all its threads."""
+    """Pins all processes and threads that are started in the block to these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -128,7 +128,7 @@ def pinned(cores: set[int]) -> Iterator[None]:
 
 
 def cores_for(spare: bool) -> tuple[int, int]:
-    """(the trainer's, everybody else's). Raises ServiceError if there are too few."""
+    """Returns (the trainer's core, the core of everything else). Raises ServiceError if there are too few."""
     cores = sorted(os.sched_getaffinity(0))
     if not spare:
         return cores[0], cores[0]
@@ -138,13 +138,13 @@ def cores_for(spare: bool) -> tuple[int, int]:
 
 
 def descendants() -> set[int]:
-    """Processes that this one has started, and theirs."""
+    """Returns the ids of all descendant processes."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
         except OSError:
-            continue  # it has just ended
+            continue  # the process has just ended
     pids = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
         pids |= more
@@ -152,8 +152,8 @@ def descendants() -> set[int]:
 
 
 def user_seconds(core: int) -> tuple[float, float]:
-    """(all, of this benchmark's threads that are pinned there): user time that a core has spent so far, and what the
-    hypervisor has taken of it counts as all."""
+    """Returns a core's user time so far as (all processes, this benchmark's threads pinned to that core). Time stolen
+    by the hypervisor is included in the first."""
     line = next(
         line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(f"cpu{core} ")
     )
@@ -175,7 +175,7 @@ def user_seconds(core: int) -> tuple[float, float]:
 
 
 class Bench:
-    """The processes of one case."""
+    """The processes of one case: log server, load and trainer."""
 
     def __init__(self, case: Case, logger: str, slice_s: float, directory: Path, stack: ExitStack):
         self._slice_s = slice_s
@@ -202,7 +202,7 @@ class Bench:
         self.bytes_per_step = RECORDS * int(self.about["record_bytes"])
 
     def round(self, order: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Every mode once, in this order, and then an empty log."""
+        """Measures every mode once, in this order, and then empties the log."""
         slices = {}
         for mode in order:
             all_before, own_before = user_seconds(self._core)
@@ -230,7 +230,7 @@ class Bench:
         return measured
 
     def _settle(self) -> None:
-        """Files that are still being removed would be in somebody's slice."""
+        """Waits, at most `_SETTLE_S`, until no segment file is being removed, which would disturb the next slice."""
         deadline = time.monotonic() + _SETTLE_S
         while True:
             before = sorted(self._server.log.rglob("*.seg"))
@@ -242,12 +242,12 @@ class Bench:
 
 
 def measure(case: Case, arguments: Any) -> dict[str, Any]:
-    """Measures one case until it has `arguments.rounds` undisturbed rounds, or has tried often enough."""
+    """Measures one case until it has `arguments.rounds` undisturbed rounds or has reached TRIES times as many."""
     orders = list(permutations(MODES))
     with ExitStack() as stack:
         place = stack.enter_context(output.place(arguments.directory))
         bench = Bench(case, arguments.logger, arguments.slice_s, Path(place), stack)
-        bench.round(MODES)  # a warm-up
+        bench.round(MODES)  # warm-up
         rounds: list[dict[str, dict[str, float]]] = []
         disturbed: list[float] = []
         while len(rounds) < arguments.rounds and len(rounds) + len(disturbed) < TRIES * arguments.rounds:
@@ -273,7 +273,7 @@ def measure(case: Case, arguments: Any) -> dict[str, Any]:
 
 
 def evaluate(case: Case, measured: dict[str, Any]) -> dict[str, Any]:
-    """Medians, 95 % intervals and the verdict of one case, out of what `measure` has."""
+    """Computes medians, 95 % intervals and the verdict of one case from the result of `measure`."""
     rounds = measured["rounds"]
     about = {
         "case": str(case),
@@ -324,7 +324,7 @@ HEAD = (
 
 
 def row(case: dict[str, Any]) -> str:
-    """One case as a line of text."""
+    """Formats one case as a line of text."""
     spare, counted = "yes" if case["spare_core"] else "no", f"{case['rounds']}+{case['disturbed']}"
     front = f"{case['step']:<5} {case['dtype']:<8} {spare:<5} {case['rate_mb_s']:>4}  {counted:>6}  "
     goal = f"at most {case['goal']}: {case['verdict']}" if case["goal"] is not None else ""
@@ -372,7 +372,7 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 3 if a goal is INCONCLUSIVE."""
+    """Runs the command. Returns exit code 3 if a goal is INCONCLUSIVE."""
     arguments = make_parser().parse_args(argv)
     rates = arguments.rate or [GOAL_RATE]
     if arguments.rounds < 1 or arguments.slice_s <= 0 or min(rates) < 1:

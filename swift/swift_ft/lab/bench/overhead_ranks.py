@@ -1,10 +1,10 @@
-"""What `swift-ft bench overhead` runs in processes of their own: the trainer, and a load that knows nothing of it.
+"""Processes of `swift-ft bench overhead`: the trainer, and a load that is unrelated to it.
 
     overhead_ranks trainer CONFIG     answers {"do": "run", "steps", "logged"}, {"do": "clear"}
     overhead_ranks load CONFIG        answers {"do": "go", "record_bytes", "rate"}, {"do": "stop"}, {"do": "clear"}
 
-CONFIG and commands are JSON, one line each; so are the answers. The first line that a process says describes it.
-Both write to the log through `Writing`: what a session uses stands there and nowhere else in this benchmark.
+CONFIG, commands and answers are JSON, one line each. The first line that a process prints describes it.
+Both write to the log through `Writing`, the only place of this benchmark that uses the session's interfaces.
 """
 
 import json
@@ -27,13 +27,13 @@ GENERATION, TIMEOUT_S = 1, 120.0
 TRAINER_JOB, LOAD_JOB = "trainer", "load"
 MICROBATCHES = 4
 RECORDS = 2 * MICROBATCHES
-"""Boundary tensors of a step: an activation and a gradient for every microbatch."""
+"""Boundary tensors per step: an activation and a gradient for every microbatch."""
 # kind -> (width of a layer, rows of a microbatch)
 SHAPES = {"small": (32, 16), "large": (1024, 128)}
 
 
 class Writing:
-    """The writing end of the log, as a session opens it, and what its channel does with a tensor that is sent."""
+    """A writer of the log, opened as a session opens it, with the channel's capture of sent tensors."""
 
     def __init__(self, address: str, job: str):
         self.writer = open_writer([address], job, GENERATION, name=job)
@@ -41,43 +41,43 @@ class Writing:
         self.writer.await_ready()
 
     def log(self, stream: str, key: RecordKey, tensor: Tensor) -> None:
-        """Gives one tensor to the log. A writer with a ring borrows its memory until the bytes are copied."""
+        """Logs one tensor. A writer with a ring references its memory until the bytes are copied."""
         self._capture.record(stream, key, tensor, now=False, keep=False)
 
     def cpu_s(self) -> float:
-        """What the sidecar has computed so far: its process's CPU clock, as clock_getcpuclockid(3) names it."""
+        """Returns the sidecar's CPU seconds so far, by its process's CPU clock (see clock_getcpuclockid(3))."""
         pid = self.writer.pid
         return 0.0 if pid is None else time.clock_gettime((~pid << 3) | 2)
 
     def before_optimizer(self) -> None:
-        """As the engine does it before the optimizer."""
+        """Waits for the copies, as the engine does before the optimizer."""
         self._capture.wait_copied()
 
 
-# --- what a step's boundary tensors are given to ---
+# --- loggers that take a step's boundary tensors ---
 
 
 class Logger(Protocol):
-    """A way to log boundary tensors, as one trainer is measured with it."""
+    """A way to log boundary tensors, chosen for one trainer."""
 
     def log(self, step: int, number: int, tensor: Tensor) -> None:
-        """(in the trainer's thread) One boundary tensor."""
+        """(trainer's thread) Logs one boundary tensor."""
 
     def before_optimizer(self) -> None:
-        """The optimizer's step comes."""
+        """Runs right before the optimizer's step."""
 
     def cpu_s(self) -> float:
-        """Seconds that it has computed in other processes."""
+        """Returns the CPU seconds used in other processes."""
 
     def drain(self) -> None:
-        """Returns when everything is durable."""
+        """Waits until everything is durable."""
 
     def clear(self) -> None:
-        """The log is emptied: the next step is the first one again."""
+        """Restarts the writer after the log has been emptied."""
 
 
 class ToLog:
-    """As the session's channel does it."""
+    """Logs as the session's channel does."""
 
     def __init__(self, config: dict[str, Any]):
         self._writing = Writing(config["address"], TRAINER_JOB)
@@ -100,7 +100,7 @@ class ToLog:
 
 
 class Nothing:
-    """A control: no cost."""
+    """A control: a logger without cost."""
 
     def __init__(self, config: dict[str, Any]):
         pass
@@ -122,7 +122,7 @@ class Nothing:
 
 
 class Burn(Nothing):
-    """A control: a writer that computes in the trainer's thread, for a share of a step."""
+    """A control: a logger that computes in the trainer's thread for a share of a step."""
 
     def __init__(self, config: dict[str, Any]):
         self._seconds = config["burned_share"] * config["step_s"] / RECORDS
@@ -140,7 +140,7 @@ LOGGERS: dict[str, type[ToLog | Nothing | Burn]] = {"log": ToLog, "nothing": Not
 
 
 class Training:
-    """Steps of a model that is deep enough for a step of `step_s` seconds, and its boundary tensors."""
+    """A model deep enough that a step takes `step_s` seconds, its training steps, and their boundary tensors."""
 
     def __init__(self, kind: str, dtype: torch.dtype, step_s: float, rate: float):
         self._width, rows = SHAPES[kind]
@@ -151,7 +151,7 @@ class Training:
         self._build(0)
         for _ in range(3):  # the time of a step is not quite linear in its layers
             self._build(max(1, round(self.layers * step_s / self._time())))
-        for _ in range(2):  # making its boundary tensors is part of a step
+        for _ in range(2):  # the creation of the boundary tensors is part of a step
             self.step_s = self._time()
             self.record_bytes = max(64, int(rate * self.step_s / RECORDS) // 64 * 64)
             self._source = torch.randn(self.record_bytes // dtype.itemsize).to(dtype)
@@ -166,7 +166,7 @@ class Training:
         self._source = torch.zeros(32, dtype=self._dtype)
 
     def _time(self) -> float:
-        """Median of some steps, with nothing beside them."""
+        """Returns the median of seven steps without logging."""
         self.step(0, None)
         times = []
         for _ in range(7):
@@ -176,7 +176,7 @@ class Training:
         return sorted(times)[3]
 
     def step(self, number: int, logger: Logger | None) -> None:
-        """The same work with and without a logger, but for the calls of it."""
+        """Runs one step. The work with and without a logger differs only in the calls of the logger."""
         self._optimizer.zero_grad()
         for microbatch in range(MICROBATCHES):
             output = self._model(self._inputs)
@@ -193,10 +193,10 @@ class Training:
 
 
 def train(config: dict[str, Any]) -> None:
-    """The trainer's process: does so many steps for each command on stdin, and says what they took."""
+    """Runs the trainer's process: does the steps of each command on stdin and prints their times."""
     torch.set_num_threads(1)
     logger = LOGGERS[config["logger"]](config)
-    # From here on, and for this thread alone: what the logger has started runs where it was started.
+    # From here on, for this thread only: threads that the logger has started keep their affinity.
     os.sched_setaffinity(0, {config["core"]})
     training = Training(config["kind"], getattr(torch, config["dtype"]), config["step_s"], config["rate"])
     say(step_s=training.step_s, layers=training.layers, record_bytes=training.record_bytes)
@@ -227,7 +227,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def load(config: dict[str, Any]) -> None:
-    """Copies, sends and has written as many bytes per second as the trainer would log."""
+    """Copies and logs as many bytes per second as the trainer would log."""
     writing = Writing(config["address"], LOAD_JOB)
     arrived: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 

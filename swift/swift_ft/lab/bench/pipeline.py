@@ -1,18 +1,17 @@
-"""`swift-ft bench overhead --pipeline`: what a session costs a user's own pipeline, and of what that is made.
+"""`swift-ft bench overhead --pipeline`: cost of a session in a user's own pipeline, attributed to its parts.
 
     plain     torch alone: four ranks, 1F1B, AdamW, clipping, a scheduler (`pipeline_ranks`)
     session   the same loop under a session, with its sidecars, a log server, a coordinator and a launcher
-    metered   as session, with the clock read at the borders of its parts: what parts are made of
-
-Both jobs are there at the same time, and take turns in short slices; a ratio is taken within a round. What the overhead
-is made of is told in CPU time, of all processes together, which a busy machine changes far less than time on the wall.
-On cores that are shared and full it is what a step takes longer.
+    metered   as session, with the clock read where parts begin and end, for the attribution
+Both jobs run at the same time and take turns in short slices; a ratio is taken within a round. The overhead is
+attributed in CPU time of all processes together, because a busy machine changes that far less than wall time.
+On cores that are shared and fully used it equals the extra time of a step.
 
     overhead = CPU of everything metered - CPU of everything plain = the parts + the rest
 
-A part is what is named, and there is nothing like it in the plain loop; or it is there too (the optimizer), and what is
-said is by how much it is more. The rest is what torch itself computes longer, with the caches shared by more
-processes. What reading the clock costs is taken out of every part by a calibrated call, and said.
+A part that has no counterpart in the plain loop counts in full. A part that has one (the optimizer) counts by the
+difference. The rest is the extra time of torch itself, whose caches are shared with more processes. The cost of reading
+the clock is calibrated, subtracted from every part, and reported.
 """
 
 import json
@@ -51,11 +50,11 @@ REST = "rest: what none of these parts is"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """`short` steps take about 90 ms on two cores of a quiet machine, `long` ones about 0.7 s."""
+    """A model and its goal. On two cores of a quiet machine a `short` step takes about 90 ms, a `long` one 0.7 s."""
 
     model: ModelConfig
     goal: float
-    """Of session / plain."""
+    """Upper limit of session / plain."""
 
 
 SIZES = {
@@ -68,7 +67,7 @@ SIZES = {
 
 
 class PipelineRanks:
-    """The ranks of one job, from here."""
+    """The benchmark's connections to the ranks of one job."""
 
     def __init__(self, directory: Path, stages: int):
         self.path = str(directory / "line")
@@ -81,7 +80,8 @@ class PipelineRanks:
         self.about: list[dict[str, Any]] = []
 
     def await_ranks(self, tail: Any) -> None:
-        """`tail()`: what went wrong, if a process has ended. Raises ServiceError if one does not come."""
+        """Accepts all ranks. `tail()` describes the failure if a process has ended, else it is "". Raises ServiceError
+        if a rank does not connect."""
         waited = 0.0
         while len(self._lines) < self._stages:
             try:
@@ -105,7 +105,7 @@ class PipelineRanks:
         return answers
 
     def slice(self, *, metered: bool) -> list[dict[str, Any]]:
-        """What each rank says of the next slice."""
+        """Runs the next slice and returns each rank's measurements."""
         for line, _ in self._lines:
             line.sendall(json.dumps({"do": "go", "metered": metered}).encode() + b"\n")
         return self._hear()
@@ -118,7 +118,7 @@ class PipelineRanks:
 
 
 def plain_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> PipelineRanks:
-    """Starts the ranks of the plain loop, one process for each stage; `stack` ends them."""
+    """Starts the ranks of the plain loop, one process per stage; `stack` ends them."""
     job = PipelineRanks(directory, config["stages"])
     stack.callback(job.close)
     given = json.dumps({**config, "socket": job.path, "store": str(directory / "store")})
@@ -126,7 +126,7 @@ def plain_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> Pipe
     for rank in range(config["stages"]):
         environment = {n: v for n, v in os.environ.items() if not n.startswith("SWIFT_")}
         environment |= {"RANK": str(rank), "OMP_NUM_THREADS": "1", **LOOPBACK}
-        # In a session of its own as swift's are: some kernels share the cores out by sessions.
+        # In its own OS session, like swift's ranks: some kernels divide the cores among sessions.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", _RANKS, given], env=environment, start_new_session=True
         )
@@ -140,7 +140,7 @@ def plain_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> Pipe
 def session_job(
     directory: Path, config: dict[str, Any], stack: ExitStack
 ) -> tuple[PipelineRanks, dict[str, list[int]]]:
-    """The job, and the processes beside its ranks by what they are."""
+    """Starts the job. Returns its ranks, and the pids of its other processes by role."""
     job = PipelineRanks(directory, config["stages"])
     stack.callback(job.close)
     given = json.dumps({**config, "socket": job.path})
@@ -151,7 +151,7 @@ def session_job(
             spares=0,
             trainer=("-m", _RANKS),
             trainer_arguments=[given],
-            settings={events.ENV_EVENTS_DIR: ""},  # who trains has no trace
+            settings={events.ENV_EVENTS_DIR: ""},  # trainers write no events
         )
     )
     job.await_ranks(lambda: cluster.output_tail() if cluster.poll() is not None else "")
@@ -168,13 +168,13 @@ def session_job(
 
 
 def descendants(root: int) -> set[int]:
-    """The pids of all processes below `root`, as /proc has them now."""
+    """Returns the pids of all descendants of `root`, as /proc lists them now."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
         except OSError:
-            continue  # it has just ended
+            continue  # the process has just ended
     pids = {root}
     while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
         pids |= more
@@ -187,7 +187,7 @@ def descendants(root: int) -> set[int]:
 def measure(
     size: Size, rounds: int, slice_steps: int, stages: int = STAGES, burned: str = ""
 ) -> list[dict[str, Any]]:
-    """Each round: mode -> what its slice took. `burned`: a part that is made slower, to see it there."""
+    """Returns per round the measurements of each mode's slice. `burned`: a part to slow down, as a control."""
     orders = list(permutations(MODES))
     slices = 2 * (rounds + 1) + 2
     with ExitStack() as stack:
@@ -226,8 +226,8 @@ def _cpu_s(processes: Mapping[str, Sequence[int]]) -> dict[str, float]:
 def of_slice(
     ranks: Sequence[Mapping[str, Any]], readings: Sequence[float], beside: Mapping[str, float], steps: int
 ) -> dict[str, Any]:
-    """A step's seconds on the wall, and of cores: of each part of the trainers' threads, of other threads, of other
-    processes."""
+    """Computes a step's wall seconds, and its CPU seconds: of the trainers' main threads by part, of other threads,
+    and of other processes."""
     parts: Counter[str] = Counter()
     clock_s = 0.0
     threads: Counter[str] = Counter()
@@ -255,7 +255,7 @@ def of_slice(
 
 
 def accounts(plain: Mapping[str, Any], metered: Mapping[str, Any]) -> dict[str, float]:
-    """Of what the overhead of a slice over another one is made: CPU seconds a step, by part. They add up to it."""
+    """Attributes the difference of two slices: CPU seconds per step, by part. They add up to the difference."""
     parts = {
         name: metered["parts"].get(name, 0.0) - plain["parts"].get(name, 0.0)
         for name in {*plain["parts"], *metered["parts"]} - {BASE}
@@ -271,11 +271,11 @@ def accounts(plain: Mapping[str, Any], metered: Mapping[str, Any]) -> dict[str, 
 
 
 def evaluate(name: str, size: Size, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Ratio, verdict, and the parts of the overhead in CPU milliseconds per step."""
+    """Computes the ratio, the verdict, and the parts of the overhead in CPU milliseconds per step."""
     ratios = [r["session"]["step_s"] / r["plain"]["step_s"] for r in rounds]
     low, high = interval(ratios)
     accounted = [accounts(r["plain"], r["metered"]) for r in rounds]
-    # Means add up where medians do not.
+    # Means, because they add up and medians do not.
     names = {part for seconds_of in accounted for part in seconds_of}
     parts = {part: statistics.fmean(seconds_of.get(part, 0.0) for seconds_of in accounted) for part in names}
     cpu = {mode: statistics.fmean(r[mode]["cpu_s"] for r in rounds) for mode in MODES}
@@ -300,7 +300,7 @@ def _largest(part: tuple[str, float]) -> tuple[bool, float]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The result as text: steps, CPU, and a line for each part of the overhead."""
+    """Formats the result as text: steps, CPU, and a line for each part of the overhead."""
     cores = len(os.sched_getaffinity(0))
     step, cpu, ratio = result["step_ms"], result["cpu_ms"], result["ratio"]
     plain = cpu["plain"]
@@ -329,7 +329,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Any) -> int:
-    """Exit code 3 if a goal is INCONCLUSIVE. Raises UsageError for slices without steps."""
+    """Runs the command. Returns exit code 3 if a goal is INCONCLUSIVE. Raises UsageError for slices without steps."""
     if arguments.slice_steps < 1:
         raise UsageError("--slice-steps takes 1 or more")
     on = output.machine()

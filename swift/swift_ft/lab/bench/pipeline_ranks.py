@@ -1,10 +1,9 @@
-"""What `swift-ft bench overhead --pipeline` runs in its ranks: one training loop, as plain torch and under a session.
+"""Ranks of `swift-ft bench overhead --pipeline`: one training loop, run in plain torch or under a session.
 
     python -m swift_ft.lab.bench.pipeline_ranks CONFIG      CONFIG is JSON
-
-Without a launcher of swift around it (no SWIFT_JOB), it is the loop that a user has without swift. Model, data,
-schedule, optimizer, clipping and scheduler are the same. Both stop before every `slice_steps` steps and tell the
-benchmark, over a socket, what their slice has taken; they go on when they are told to.
+Without swift's launcher (no SWIFT_JOB), it is the loop of a user without swift. Model, data, schedule, optimizer,
+clipping and scheduler are the same. Both stop every `slice_steps` steps, report the slice's measurements to the
+benchmark over a socket, and wait for the command to continue.
 """
 
 import json
@@ -42,7 +41,7 @@ ANSWER_S = 300.0
 FLUSH_S = 60.0
 BURNED_S = 0.01
 
-# What the plain loop has as well.
+# Parts that the plain loop has as well.
 TRAINER, SCHEDULE, COMPUTE, NORM, OPTIMIZER = (
     "the trainer's own lines",
     "torch's schedule and messages",
@@ -52,9 +51,9 @@ TRAINER, SCHEDULE, COMPUTE, NORM, OPTIMIZER = (
 )
 RECORDED = "steps recorded for rehearsals"
 CHECKPOINT_EVERY = 50
-"""Steps from one checkpoint to the next, as far as rehearsals go. With ``rehearse="always"`` they are of one rank at a
-checkpoint, and the ranks take turns."""
-# Methods whose time is a part's: what a session does besides in the trainer's thread. (Without replicas nobody votes.)
+"""Interval of the checkpoints that rehearsals are tied to. With ``rehearse="always"`` one rank records steps for a
+rehearsal at each checkpoint, and the ranks take turns."""
+# Methods by part: a session's extra work in the trainer's thread. (There is no vote without replicas.)
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("records into the ring", Channel, "_record settle"),
     ("digests of what enters and of losses", Witness, "saw begin forget_below"),
@@ -80,9 +79,9 @@ THREADS = {
 
 
 class Slices:
-    """The benchmark's end of the line, in a rank.
+    """A rank's connection to the benchmark.
 
-    (every step) ``before(step)``: at the end of a slice says what it took, and waits until the next one is wanted
+    (every step) ``before(step)``: at the end of a slice reports its measurements, and waits for the next slice
     """
 
     def __init__(self, path: str, steps: int, meter: Meter, loop: "Plain | UnderSession"):
@@ -98,7 +97,7 @@ class Slices:
         self._metered = False
 
     def before(self, step: int) -> None:
-        """Called before each step: at the end of a slice it says what that took, and waits for the next command."""
+        """Runs before each step. At the end of a slice it reports the measurements and waits for the next command."""
         if step % self._steps:
             return
         if step == 0:
@@ -128,7 +127,7 @@ class Slices:
 
 
 class Plain:
-    """torch, and what a trainer has around it."""
+    """The loop in plain torch, with the interface that `train` uses."""
 
     def __init__(self, config: dict[str, Any], meter: Meter):
         meter.wrap(torch.optim.AdamW, "step", OPTIMIZER)
@@ -159,14 +158,14 @@ class Plain:
 
 
 class UnderSession:
-    """The same, by a session."""
+    """The loop under a session, with the same interface as `Plain`."""
 
     def __init__(self, config: dict[str, Any], meter: Meter):
         for part, owner, methods in PARTS:
             if part == config["burned"]:
                 _slow_down(owner, methods)
             meter.wrap(owner, methods, part)
-        # Whoever trains without swift saves checkpoints, too: none are compared here.
+        # A checkpoint is never due: users without swift save checkpoints, too, so their cost is not compared.
         self._session = session = swift_ft.Session.from_env(
             seed=SEED, checkpoint_every=config["steps"] + 1, last_checkpoint=False
         )
@@ -176,7 +175,7 @@ class UnderSession:
         self.register = session.register
 
     def run(self, train_step: Callable[[int], None], num_steps: int) -> None:
-        """Records steps as with ``rehearse="always"``; nothing is rehearsed."""
+        """Records steps as with ``rehearse="always"``, but rehearses none."""
         recording, ranks = self._session._engine._recording, self._session.world_size
 
         def step(number: int) -> None:
@@ -188,16 +187,16 @@ class UnderSession:
         self._session.run(step, num_steps)
 
     def about(self) -> dict[str, Any]:
-        """The process beside this one, if there is one."""
+        """Returns the pid of this rank's sidecar, or None."""
         return {"sidecar": self._session._engine.log.writer.pid}
 
     def drain(self) -> None:
-        """What a slice has put into the ring is sent before another one begins."""
+        """Waits until the ring's records are durable, so that a slice leaves no work to the next one."""
         self._session._engine.log.writer.flush(FLUSH_S)
 
 
 def train(config: dict[str, Any], kind: type[Plain] | type[UnderSession]) -> None:
-    """The training loop of one rank, of `kind`: plain torch, or under a session."""
+    """Runs the training loop of one rank, of `kind`: plain torch, or under a session."""
     torch.set_num_threads(1)
     model, stages, microbatches = ModelConfig(**config["model"]), config["stages"], config["microbatches"]
     meter = Meter()
@@ -230,7 +229,7 @@ def train(config: dict[str, Any], kind: type[Plain] | type[UnderSession]) -> Non
 
 
 def _slow_down(owner: Any, methods: str) -> None:
-    """(a control of this benchmark) Each of them computes for `BURNED_S` besides."""
+    """(a control of this benchmark) Makes each of the methods compute for `BURNED_S` in addition."""
     for name in methods.split():
         original = getattr(owner, name)
 
@@ -244,7 +243,7 @@ def _slow_down(owner: Any, methods: str) -> None:
 
 
 def clip_grad_norm(parameters: list[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
-    """As a pipeline without swift does it: the norm over all stages."""
+    """Clips by the norm over all stages, as a pipeline without swift does it."""
     own = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     whole = own.square()
     dist.all_reduce(whole)

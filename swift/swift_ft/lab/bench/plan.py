@@ -1,8 +1,8 @@
-"""`swift-ft bench plan`: processor seconds of `swift-ft plan` for a thousand stages.
+"""`swift-ft bench plan`: CPU seconds of `swift-ft plan` for a thousand stages.
 
-All of the command but its start: the profile read, frontier, merges, intervals, and what --json and --svg write. Times
-of stages and MTBFs of machines are drawn at random, replays have up to four copies, nobody waits for the log: so almost
-every number of groups is worth having, the most work that so many machines can make.
+Measures all of the command but its start: parsing the profile, frontier, merges, intervals, and the output of --json
+and --svg. Stage times and machine MTBFs are drawn at random, replays have up to four copies, and the log is never a
+bottleneck. So almost every number of groups is on the frontier: the most work for that many machines.
 """
 
 import json
@@ -22,7 +22,7 @@ from swift_ft.lab.plan.profile import Parallel, Profile, parse
 STAGES = 1000
 GOAL_S = 2.0
 SIZES = {"of one size": 1, "of two sizes, 1 : 2": 2, "of any size": 0}
-"""How many sizes boundaries have; 0: each its own."""
+"""Number of distinct boundary sizes; 0: each boundary has its own."""
 
 
 def make_parser() -> Parser:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(machines: int, sizes: str, rounds: int) -> dict[str, Any]:
-    """Median processor seconds of one plan over `rounds`, for so many machines with boundaries of these sizes."""
+    """Measures the median CPU seconds of one plan over `rounds`, for that many machines and these boundary sizes."""
     profile = json.dumps(drawn(STAGES, machines, SIZES[sizes]).document())
     seconds, document = [], dict[str, Any]()
     for _ in range(rounds):
@@ -68,7 +68,7 @@ def measure(machines: int, sizes: str, rounds: int) -> dict[str, Any]:
 
 
 def drawn(stages: int, machines: int, sizes: int) -> Profile:
-    """`sizes`: as in SIZES."""
+    """Draws a profile. `sizes`: see SIZES."""
     chance = np.random.default_rng(0)
     if sizes:
         boundaries = chance.integers(1, sizes + 1, stages - 1) * 1_000_000
@@ -95,7 +95,7 @@ def drawn(stages: int, machines: int, sizes: int) -> Profile:
 
 
 def text(document: dict[str, Any]) -> str:
-    """The document as text: a line for each case."""
+    """Formats the document as text: a line for each case."""
     lines = [
         f"{STAGES} stages; {document['machine']}; medians of {document['rounds']} rounds",
         "",

@@ -1,15 +1,14 @@
-"""`swift-ft bench recovery`: one rank of two dies; what it costs under torchrun, torchft, NVRx and swift's strategies.
+"""`swift-ft bench recovery`: one of two ranks dies; its cost under torchrun, torchft, NVRx and swift's strategies.
 
 Each system trains the same model on the same batches with two replicas, in steps of the same length, by a trainer as
-its user would write it (`swift/swift_ft/lab/bench/peers`). A replica kills itself with SIGKILL at points that a seed
-has drawn, the same for all systems: a step, and a place in it. The marks that the trainers leave say when the
-survivor has left the step, when the first step without the victim is done, which steps are done again, which
-processes were replaced, and whether the final weights are bitwise those of the same trainer in a run that did not
-fail. Every round has each system once, in turn. Before the rounds each system trains once without a failure and
-without waiting in its steps: what it costs while nothing fails (the median step; the most memory of a replica, the
-processes beside it left out).
+its user would write it (`swift/swift_ft/lab/bench/peers`). A replica kills itself with SIGKILL at points (a step and a
+place in it) that are drawn from a seed and equal for all systems. The trainers' marks show when the survivor left the
+step, when the first step without the victim was done, which steps were repeated, which processes were replaced, and
+whether the final weights are bitwise those of the same trainer in a run without failure. Every round runs each system
+once, in turn. Before the rounds each system trains once without a failure and without the wait in its steps, which
+gives its cost in normal operation: the median step, and the peak memory of a replica without its helper processes.
 
-Peers are installed in environments of their own, in --peers. One that cannot be had is left out, with the reason.
+Peers are installed in separate environments, in --peers. One that cannot be installed is left out, with the reason.
 """
 
 import signal
@@ -58,8 +57,8 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 1 if a goal is missed, 3 if a system did not go on after each kill."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
+    """Runs the command. Returns exit code 1 if a goal is missed, 3 if a system did not continue after each kill."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the child processes are ended, too
     arguments = make_parser().parse_args(argv)
     every, steps = arguments.checkpoint_every, arguments.steps
     if every < 3 or steps < 3 * every or arguments.kills < 1 or arguments.wait_ms < 0:
@@ -102,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _peers(names: Sequence[str], place: Path) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """By system the interpreter that runs it, by peer its version, and by system why it cannot be had."""
+    """Returns the interpreter by system, the version by peer, and the reason for a missing system by system."""
     pythons, versions, missing = dict[str, str](), dict[str, str](), dict[str, str]()
     place.mkdir(parents=True, exist_ok=True)
     found: dict[str, str | systems.Missing] = {"": sys.executable}
@@ -123,7 +122,7 @@ def _peers(names: Sequence[str], place: Path) -> tuple[dict[str, str], dict[str,
 
 
 class _Measuring:
-    """Rounds of all systems, of which what is there so far is written behind each."""
+    """Rounds of all systems. The results so far are written after each round."""
 
     def __init__(
         self,
@@ -147,14 +146,14 @@ class _Measuring:
         self._done = 0
 
     def cases(self) -> list[dict[str, Any]]:
-        """The summary of each system."""
+        """Runs everything and returns the summary of each system."""
         for name in list(self._pythons):
             try:
                 self._calm(name)
             except ServiceError as error:
                 if not SYSTEMS[name].peer:
                     raise
-                # A peer's: the others can be compared without it.
+                # A peer failed: the others can be compared without it.
                 self._missing[name] = f"left out: {' '.join(str(error).split())[:200]}"
                 del self._pythons[name]
         settings = self._settings

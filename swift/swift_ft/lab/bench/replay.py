@@ -1,17 +1,17 @@
-"""`swift-ft bench replay`: how long a replayed step takes, alone and with helpers, over the step as it was.
+"""`swift-ft bench replay`: time of a replayed step, alone and with helpers, relative to the original step.
 
     for groups of w stages, in d = 1, 2 … copies while there are ranks for them: a pipeline of P ranks trains, rank 1 is
-    killed, and the steps of its recovery group are replayed from the first on
+    killed, and all steps of its recovery group are replayed from the first
 
-Stages take a fixed time t for a microbatch (they wait, and compute next to nothing), since two cores would hide what
-sharing gains. Everything else is real: processes, log servers, what is read and compared, gradients along the line.
+Each stage takes a fixed time t per microbatch: it sleeps and computes almost nothing, since two cores would hide the
+gain of sharing. Everything else is real: processes, log servers, reads and comparisons, gradients along the line.
 
     step     (M + P - 1) t             the pipeline fills once
     replay   (ceil(M / d) + w - 1) t   d copies share the microbatches; each is a pipeline of w stages by itself
 
-A ratio is the median replayed step over the median step of the same run; the first replayed step is left out, in which
-shapes are inferred and modules built. The bound is the ratio of the two lines above: no transfer, no bookkeeping.
-"then" is what it takes from the last replayed step to the next one of the run.
+A ratio is the median replayed step over the median step of the same run. The first replayed step is left out because it
+infers shapes and builds modules. The bound is the ratio of the two lines above: no transfer, no bookkeeping.
+"then" is the time from the end of the replay to the beginning of the next live step.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from swift_ft.lab.drill.cluster import Cluster
 
 VICTIM = 1
 GOAL_ALONE, GOAL_SHARED = 1.15, 1.25
-"""Of ratio / bound."""
+"""Upper bounds of ratio / bound, for one copy and for several."""
 _RANKS = Path(__file__).with_name("replay_ranks.py")
 _PATIENCE_S = 180.0
 _POLL_S = 0.02
@@ -117,7 +117,7 @@ def bound(microbatches: int, stages: int, workers: int, size: int = 1) -> float:
 
 
 def case(shape: Mapping[str, Any], measured: Mapping[str, Any], size: int = 1) -> dict[str, Any]:
-    """One number of copies of a group of `size` stages: medians, their ratio, and how it stands to the bound."""
+    """Summarizes one run with copies of a group of `size` stages: medians, their ratio, the bound and the goal."""
     step, replayed = statistics.median(measured["steps_s"]), statistics.median(measured["replayed_s"])
     least = bound(shape["microbatches"], shape["stages"], measured["workers"], size)
     goal = GOAL_ALONE if measured["workers"] == 1 else GOAL_SHARED
@@ -142,7 +142,7 @@ def case(shape: Mapping[str, Any], measured: Mapping[str, Any], size: int = 1) -
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The result as text: a line for each size of group and number of workers."""
+    """Formats the result as text, with one line per group size and number of copies."""
     size = result["gradient_bytes"] / 1e6
     lines = [
         f"{result['stages']} stages, {result['microbatches']} microbatches of {result['microbatch_s'] * 1000:g} ms "
@@ -174,8 +174,8 @@ def _line_share(case: Mapping[str, Any]) -> float:
 
 
 def measured(shape: Mapping[str, Any], size: int, copies: int) -> dict[str, Any]:
-    """Seconds of the victim's steps, before it was killed and replayed, and in how many copies. Raises ServiceError
-    for a run that fails or does not end."""
+    """Runs one job and returns the seconds of the victim's steps before the kill and in the replay, with the number of
+    copies. Raises ServiceError for a run that fails or does not end."""
     steps = int(shape["steps"])
     fault = {"id": "f0", "rank": VICTIM, "step": steps, "microbatch": 0, "phase": "forward"}
     forward_s = shape["microbatch_s"] / 3
@@ -204,12 +204,12 @@ def measured(shape: Mapping[str, Any], size: int, copies: int) -> dict[str, Any]
 
 
 def _groups(size: int, stages: int) -> str:
-    """Without groups every stage is one by itself."""
+    """Returns the --groups argument; empty for size 1, where every stage is its own group."""
     return ",".join(f"{first}-{first + size - 1}" for first in range(0, stages, size)) if size > 1 else ""
 
 
 def from_trace(trace: Sequence[Mapping[str, Any]], helpers: int) -> dict[str, Any]:
-    """ServiceError: the replay was not what was asked for."""
+    """Extracts the measurements from the events. Raises ServiceError if the replay was not the requested one."""
     mine = [event for event in trace if event.get("rank") == VICTIM]
     ended: dict[bool, list[float]] = {False: [], True: []}
     killed = next(event["t"] for event in mine if event["event"] == "fault")
@@ -233,12 +233,12 @@ def from_trace(trace: Sequence[Mapping[str, Any]], helpers: int) -> dict[str, An
     return {
         "workers": 1 + given,
         "then_s": min(live) - end["t"] if live else None,
-        # From one end to the next: a step that waits for its neighbours begins before they are there.
+        # Intervals between step ends: a step that waits for its neighbours begins before they are ready.
         "steps_s": _gaps(ended[False]),
         "replayed_s": _gaps(ended[True]),
         "replay_s": ended[True][-1] - ended[True][0],
         "log_wait_s": end["log_wait_s"],
-        # Of the whole replay, by what set its pace, and of each rank: `swift_ft.train.boundary_log`.
+        # These cover the whole replay: what limited it, and the time of each rank; see `swift_ft.train.boundary_log`.
         **{name: end[name] for name in ("bottleneck", "split", "waits")},
     }
 

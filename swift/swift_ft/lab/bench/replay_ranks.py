@@ -1,4 +1,4 @@
-"""The trainer of `swift-ft bench replay`: stages that take a fixed time for a microbatch, whatever the cores do.
+"""The trainer of `swift-ft bench replay`: stages that take a fixed time per microbatch, independent of the cores.
 
 Run by the launcher: ``replay_ranks.py STAGES MICROBATCHES STEPS WIDTH FORWARD_S HELPERS GROUPS``
 """
@@ -14,11 +14,11 @@ import swift_ft
 from swift_ft.lab.drill.model import paced
 
 BACKWARD = 2
-"""Times a forward: a backward has two products of the same size to compute."""
+"""Backward time over forward time: backward computes two products of that size."""
 
 
 class Stage(nn.Module):
-    """[1, WIDTH] -> [1, WIDTH]; WIDTH squared parameters, hardly anything to compute with them."""
+    """A stage, [1, WIDTH] -> [1, WIDTH], with WIDTH squared parameters and hardly any computation."""
 
     def __init__(self, width: int, forward_s: float) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""`swift-ft bench replica`: how fast a joiner gets a replica's state, against a raw socket in the same run.
+"""`swift-ft bench replica`: speed of copying a replica's state to a joiner, against a raw socket in the same run.
 
     parent ── store ── three ranks in a group (source 0, source 1, joiner) and a raw TCP socket (0 → joiner)
 
-Every round measures all cases once, by turns, so that whatever else the machine does meets all of them; a case's
-ratio is the median of its ratios to the raw socket in its own round. The copy is the one that a recovery makes, with
-its digests and comparisons. Memory counts: a page that was never written costs the joiner more time than receiving
-into it, so the raw socket is measured into memory that is there and into memory that is new, and the copy is
-compared with its like: a joiner whose state exists, and one whose optimizer state (two thirds) has to be made.
+Every round measures all cases once, in turn, so that other load on the machine affects all of them. A case's ratio is
+the median of its ratios to the raw socket within each round. The copy is that of a recovery, with its digests and
+comparisons. Memory matters: the first write to a page costs the joiner more time than receiving into it. So the raw
+socket is measured into existing and into new memory, and each copy is compared with its counterpart: a joiner whose
+state exists, and one whose optimizer state (two thirds) has to be allocated.
 """
 
 import json
@@ -27,7 +27,7 @@ from swift_ft.lab.bench import output
 
 GOAL_RATIO = 0.7
 RAW, RAW_NEW = "raw socket", "raw socket, new memory"
-# case -> (source ranks, whether optimizer state exists at the joiner, what it is compared with)
+# case -> (source ranks, whether optimizer state exists at the joiner, the case that it is compared with)
 COPIES: dict[str, tuple[tuple[int, ...], bool, str]] = {
     "1 source": ((0,), True, RAW),
     "2 sources": ((0, 1), True, RAW),
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.mebibytes < 1 or arguments.rounds < 1:
         raise UsageError("--mebibytes and --rounds take 1 or more")
     output.check_json(arguments.json)
-    on = output.machine()  # its load before this run adds to it
+    on = output.machine()  # before this run adds to the load
     measured = run_ranks(arguments.mebibytes, arguments.rounds)
     drill = {"missing": "left out (--no-drill)"} if arguments.no_drill else run_drill()
     result = evaluate(measured, drill, on)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(measured: dict[str, Any], drill: dict[str, Any], on: str) -> dict[str, Any]:
-    """The result: per case the median rate and the median of its ratios, and which goals are met."""
+    """Computes per case the median rate and the median of its ratios, and which goals are met."""
     seconds: dict[str, list[float]] = measured["seconds"]
     size = int(measured["bytes"])
     cases: list[dict[str, Any]] = []
@@ -100,7 +100,7 @@ def evaluate(measured: dict[str, Any], drill: dict[str, Any], on: str) -> dict[s
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as text: a line for each case, the goals, and the drill's time from kill to next step."""
+    """Formats the result as text: a line for each case, the goals, and the drill's time from kill to next step."""
     lines = [f"state of {result['bytes'] / 2**20:.0f} MiB; {result['machine']}", ""]
     lines.append(f"{'':<32}{'GB/s':>7}{'ratio':>8}  compared with")
     for case in result["cases"]:
@@ -126,7 +126,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def run_drill() -> dict[str, Any]:
-    """A real kill: seconds until every rank steps again. ``missing`` says in one line why there is no such figure."""
+    """Kills a rank in a drill and returns the seconds until every rank steps again, or ``missing`` with the reason."""
     with tempfile.TemporaryDirectory(prefix="swift-bench-") as place:
         path = Path(place) / "drill.json"
         command = [sys.executable, "-P", "-m", "swift_ft.cli", *DRILL.split(), "--json", str(path)]
@@ -138,7 +138,7 @@ def run_drill() -> dict[str, Any]:
 
 
 def from_report(report: dict[str, Any]) -> dict[str, Any]:
-    """What a drill's report has of a recovery by copying; `missing` says why it has nothing."""
+    """Extracts the recovery by copying from a drill's report; `missing` is the reason if there was none."""
     seconds = report.get("recovery_seconds")
     strategies = sorted({str(value) for value in dict(report.get("strategy") or {}).values()})
     if report.get("verdict") != "PASS" or not seconds or "replica" not in strategies:
@@ -156,8 +156,8 @@ def from_report(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_ranks(mebibytes: int, rounds: int) -> dict[str, Any]:
-    """What the joiner measured: ``bytes`` of the state and ``seconds`` per case and round. Raises ServiceError if a
-    rank fails, or all take too long."""
+    """Returns the joiner's measurements: ``bytes`` of the state and ``seconds`` per case and round. Raises ServiceError
+    if a rank fails or the ranks take too long."""
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))

@@ -1,4 +1,4 @@
-"""The ranks of `swift-ft bench replica`: two sources and a joiner, which says what it measured as JSON."""
+"""The ranks of `swift-ft bench replica`: two sources and a joiner, which prints its measurements as JSON."""
 
 import json
 import os
@@ -26,7 +26,7 @@ _BLOCK_BYTES = 4 << 20
 
 
 def make_state(size: int, seed: int) -> dict[str, Any]:
-    """A transformer's parameters and their AdamW state, at least `size` bytes."""
+    """Creates a transformer's parameters and their AdamW state, at least `size` bytes."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)]
     parameters: dict[str, torch.Tensor] = {}
@@ -46,7 +46,7 @@ def make_state(size: int, seed: int) -> dict[str, Any]:
 
 
 class RawSocket:
-    """One TCP connection from rank 0 to the joiner; `size` bytes of memory that has been written at both ends."""
+    """One TCP connection from rank 0 to the joiner, with `size` bytes of memory at both ends whose pages are mapped."""
 
     def __init__(self, rank: int, store: Store, size: int) -> None:
         self._rank, self._size = rank, size
@@ -59,7 +59,7 @@ class RawSocket:
             self._socket = socket.create_connection(("127.0.0.1", int(store.get("port"))))
 
     def move(self, new: bool) -> None:
-        """Moves all bytes once from rank 0 to the joiner, into new memory or into memory that is there."""
+        """Moves all bytes once from rank 0 to the joiner, into new or into existing memory."""
         if self._rank == 0:
             self._socket.sendall(self._memory.numpy().data)
             self._socket.recv(1)
@@ -72,7 +72,7 @@ class RawSocket:
 
 
 def measure(rank: int, store: Store, size: int, rounds: int) -> dict[str, Any]:
-    """Measures all cases by turns, `rounds` times after one of warming up: {"bytes", "seconds": {case: [s]}}."""
+    """Measures all cases in turn, `rounds` times after a warm-up. Returns {"bytes", "seconds": {case: [s]}}."""
     state = make_state(size, seed=1 if rank == JOINER else 0)
     tensors = split(state)[0]
     parameters = {path: tensor for path, tensor in tensors.items() if path.startswith("state.stages.")}
@@ -94,8 +94,8 @@ def measure(rank: int, store: Store, size: int, rounds: int) -> dict[str, Any]:
         cases[name] = lambda sources=sources, exists=exists: copy(sources, exists)  # type: ignore[misc]
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     names = list(cases)
-    for number in range(rounds + 1):  # the first round makes connections and touches memory
-        # By turns: what a case finds (freed memory that the system still holds, caches) is the one before it's doing.
+    for number in range(rounds + 1):  # the first round connects and touches memory
+        # The order rotates, because a case depends on the previous one (caches, freed memory not yet returned).
         for name in names[number % len(names) :] + names[: number % len(names)]:
             dist.barrier()
             begin = time.monotonic()

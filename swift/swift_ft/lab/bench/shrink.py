@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(members: int, rounds: int, mpi: tuple[str, str] | None) -> dict[str, Any]:
-    """``swift_ms``, ``mpi_ms``: by phase, median and max of all kills. `mpi`: mpiexec and its Python, if it is here."""
+    """Returns ``swift_ms``, ``mpi_ms``: by phase, median and max of all kills. `mpi`: mpiexec and its Python."""
     times: dict[str, list[dict[str, float]]] = {"swift": [], "mpi": []}
     with (
         tempfile.TemporaryDirectory(prefix="swift-bench-") as place,
@@ -81,7 +81,7 @@ def measure(members: int, rounds: int, mpi: tuple[str, str] | None) -> dict[str,
 
 
 def _kills(out: Path, command: list[str], members: int, **environment: str) -> list[dict[str, float]]:
-    """Seconds from each kill until the last survivor has come to each phase."""
+    """Returns the seconds from each kill until the last survivor has reached each phase."""
     out.mkdir()
     with open(out.with_suffix(".txt"), "wb") as text:
         process = subprocess.Popen(
@@ -112,7 +112,7 @@ def _kills(out: Path, command: list[str], members: int, **environment: str) -> l
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """With all its children: mpiexec may wait for ever where a member was lost."""
+    """Ends the process with all its children: mpiexec may hang where a member was lost."""
     try:
         process.wait(5.0)
     except subprocess.TimeoutExpired:
@@ -121,7 +121,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 class _Coordinator:
-    """``with _Coordinator(directory) as address``"""
+    """A coordinator process: ``with _Coordinator(directory) as address``."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -152,7 +152,7 @@ class _Coordinator:
 
 
 def _packages() -> str:
-    """Where this process has torch from, for MPI's Python."""
+    """Returns the directory of this process's torch, for MPI's Python."""
     import torch
 
     return str(Path(torch.__file__).parents[1])
@@ -163,7 +163,7 @@ def _program() -> str:
 
 
 def _mpiexec(python: str) -> tuple[str, str] | None:
-    """UsageError: that Python has no MPI."""
+    """Finds mpiexec and its Python; None if there is none. Raises UsageError if the named Python has no mpiexec."""
     beside = Path(python or sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else (None if python else shutil.which("mpiexec"))
     if python and found is None:

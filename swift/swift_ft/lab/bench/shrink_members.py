@@ -1,10 +1,10 @@
-"""A member of `swift-ft bench shrink`: of a `swift_ft.Communicator` (started by swift-ft run) or of MPI (by mpiexec).
+"""A member of `swift-ft bench shrink`, of a `swift_ft.Communicator` (run by swift-ft run) or of MPI (by mpiexec).
 
     shrink_members.py swift|mpi DIRECTORY
 
-The last member ends itself, and the others go on without it, until two are left. Who ends writes the time to DIRECTORY
-just before; the others write when an error has come, when they have shrunk, and when they have agreed. Times are of the
-machine's monotonic clock.
+The last member kills itself, and the others continue without it, until two are left. The victim writes the time to
+DIRECTORY just before; the others write when the error came, when they had shrunk, and when they had agreed. Times are
+those of the machine's monotonic clock.
 """
 
 import json
@@ -17,14 +17,14 @@ from typing import Any, Protocol
 
 LEFT_MIN = 2
 PAUSE_S = 0.3
-"""So that everything that the last loss has set off is over, and the others wait in the barrier."""
+"""Pause before a kill, so that the effects of the last loss are over and the others wait in the barrier."""
 
 
 class Members(Protocol):
-    """One system, as this benchmark uses it."""
+    """The operations of one system that this benchmark uses."""
 
     errors: type[Exception]
-    """What an operation raises that a loss has ended."""
+    """Error that an operation raises after a loss."""
 
     def size(self) -> int: ...
 
@@ -33,13 +33,13 @@ class Members(Protocol):
     def barrier(self) -> None: ...
 
     def recover(self) -> None:
-        """Revokes and shrinks."""
+        """Revokes and shrinks the communicator."""
 
     def agree(self) -> None: ...
 
 
 class SwiftMembers:
-    """Of a `swift_ft.Communicator`."""
+    """Members of a `swift_ft.Communicator`."""
 
     errors: type[Exception] = RuntimeError
 
@@ -68,7 +68,7 @@ class SwiftMembers:
 
 
 class MpiMembers:
-    """Of MPI's world, with ULFM's calls."""
+    """Members of MPI's world, with ULFM's calls."""
 
     def __init__(self) -> None:
         import torch  # noqa: F401  (a trainer's process has it, and the kernel takes its time to end such a large one)
@@ -107,7 +107,7 @@ def main() -> None:
             _run(directory, swift_members)
         return
     _run(directory, MpiMembers())
-    # What Open MPI does at its end, with lost members, is not what is measured here: it may wait for ever.
+    # Skips Open MPI's finalization, which is not measured here: with lost members it may hang.
     os._exit(0)
 
 

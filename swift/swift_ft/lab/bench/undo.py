@@ -1,12 +1,11 @@
-"""`swift-ft bench undo`: what the journal and undo cost, over the optimizer's own step in the same run.
+"""`swift-ft bench undo`: cost of the journal and of undo, relative to the optimizer's own step in the same run.
 
-Each figure is a median over rounds in which all that is compared runs in turn, so that a busy machine slows all of
+Each figure is a median over rounds. A round runs everything that is compared in turn, so a busy machine slows all of
 it. A ratio is the median of the rounds' ratios. The model is GPT-like: a few large matrices, many small vectors.
-
 plain       the optimizer's step, alone
-journal     the same step through the journal, in buckets, with nothing kept (goal: at most 1.02 of plain)
-recording   the same, keeping what the undo needs
-undo        taking the whole step back (goal: at most 1.0 of plain arithmetic, 1.5 exact)
+journal     the same step through the journal, in buckets, without keeping values (goal: at most 1.02 of plain)
+recording   the same, keeping the values that the undo needs
+undo        undoing the whole step (goal: at most 1.0 of plain arithmetic, 1.5 exact)
 """
 
 import os
@@ -28,7 +27,7 @@ from swift_ft.state.journal import Journal
 Make = Callable[..., torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, tuple[Make, dict[str, Any], tuple[str, ...], int]] = {
-    # name: class, hyperparameters, implementations besides the for-loop, state tensors per parameter
+    # name: class, hyperparameters, implementations other than the for-loop, state tensors per parameter
     "sgd": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}, ("foreach", "fused"), 1),
     "adam": (torch.optim.Adam, {"lr": 1e-3}, ("foreach", "fused"), 2),
     "adamw": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}, ("foreach", "fused"), 2),
@@ -43,12 +42,12 @@ OPTIMIZERS: dict[str, tuple[Make, dict[str, Any], tuple[str, ...], int]] = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GOALS = {"journal": 1.02, "undo_arithmetic": 1.0, "undo_exact": 1.5, "bytes_exact": 3.0}
 GROWN = 6
-"""Steps that are done before anything is measured."""
+"""Steps that run before the measurement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One line of the result."""
+    """One line of the result: an optimizer, its implementation and a dtype."""
 
     optimizer: str
     implementation: str
@@ -65,7 +64,7 @@ class Case:
 
 
 def cases(optimizers: Sequence[str], dtypes: Sequence[str]) -> list[Case]:
-    """All that torch 2.13 does right: its fused SGD is wrong for 16 bits on a CPU."""
+    """Lists all cases that torch 2.13 computes correctly: its fused SGD is wrong for bfloat16 on a CPU."""
     return [
         Case(optimizer=name, implementation=implementation, dtype=dtype)
         for name in optimizers
@@ -76,7 +75,7 @@ def cases(optimizers: Sequence[str], dtypes: Sequence[str]) -> list[Case]:
 
 
 def model(elements: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    """About `elements` in layers of a matrix [4 W, W] and two vectors [W], with gradients."""
+    """Creates layers of a matrix [4 W, W] and two vectors [W], about `elements` in all, with gradients."""
     width = max(8, int((elements / 24) ** 0.5))
     generator = torch.Generator().manual_seed(0)
     parameters = []
@@ -90,7 +89,7 @@ def model(elements: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
 
 
 class Bench:
-    """One case: an optimizer that is stepped plainly, and others of the same kind with a journal."""
+    """One case: an optimizer that steps plainly, and three of the same kind, each with a journal in another mode."""
 
     def __init__(self, case: Case, elements: int, bucket_bytes: int):
         self.case = case
@@ -108,7 +107,7 @@ class Bench:
             self._grow()
 
     def _grow(self) -> None:
-        """A step that stays, so that the state is not that of a first step."""
+        """Runs a step that is not undone, so that the state differs from that after a first step."""
         self._step += 1
         generator = torch.Generator().manual_seed(self._step)
         some = [p.grad for p in _parameters(self._plain) if p.grad is not None]
@@ -123,7 +122,7 @@ class Bench:
             journal.apply_rest()
 
     def round(self) -> None:
-        """Everything once, in turn."""
+        """Times every variant once, in turn."""
         self._step += 1
         self._time("plain", self._plain.step)
         for mode, journal in self._journals.items():
@@ -134,7 +133,7 @@ class Bench:
         self._level()
 
     def _level(self) -> None:
-        """Gives the arithmetic undo the true state again: its errors are not to add up over the rounds."""
+        """Copies the exact state into the arithmetic optimizer, so that errors do not accumulate over rounds."""
         true, rough = (self._optimizers[mode] for mode in ("exact", "arithmetic"))
         with torch.no_grad():
             for theirs, mine in zip(_parameters(true), _parameters(rough), strict=True):
@@ -148,11 +147,11 @@ class Bench:
         self.seconds.setdefault(what, []).append(time.perf_counter() - began)
 
     def forget(self) -> None:
-        """What came so far was for warming up."""
+        """Discards the times of the warm-up rounds."""
         self.seconds.clear()
 
     def result(self) -> dict[str, Any]:
-        """The case in numbers: ms of a plain step, and medians of the other times over it."""
+        """Returns the case in numbers: ms of a plain step, and the median ratios of the other times to it."""
         plain = self.seconds["plain"]
         result: dict[str, Any] = {
             "optimizer": self.case.optimizer,
@@ -174,7 +173,7 @@ class Bench:
         return result
 
     def _kept_and_error(self) -> dict[str, Any]:
-        """One more step with a copy besides."""
+        """Measures bytes and error of the undo, in steps outside the timed rounds."""
         figures: dict[str, Any] = {}
         for mode in ("arithmetic", "exact"):
             journal = self._journals[mode]
@@ -206,7 +205,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def machine() -> dict[str, Any]:
-    """What ran it, and how fast memory is: the limit of everything here."""
+    """Describes the machine, with the speed of memory copies, which limits everything here."""
     source, target = torch.ones(1 << 24), torch.ones(1 << 24)
     seconds = []
     for _ in range(5):
@@ -223,7 +222,7 @@ def machine() -> dict[str, Any]:
 
 
 def bytes_touched(case: Case) -> int:
-    """Bytes per parameter that any step or its undo must move: all read, all but the gradient written."""
+    """Returns the bytes per parameter that any step or undo must move: all read, all but the gradient written."""
     return DTYPES[case.dtype].itemsize * (2 * (1 + OPTIMIZERS[case.optimizer][3]) + 1)
 
 
@@ -236,7 +235,7 @@ HEAD = (
 
 
 def row(case: dict[str, Any]) -> str:
-    """One case as a line of text."""
+    """Formats one case as a line of text."""
 
     def ratio(name: str, goal: str | None = None) -> str:
         met = case["goals_met"].get(goal or name, True)
@@ -282,7 +281,7 @@ def _some(words: str, known: Sequence[str], what: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`swift-ft bench undo ...`; returns the exit code."""
+    """Runs `swift-ft bench undo ...` and returns the exit code."""
     arguments = parser().parse_args(sys.argv[1:] if argv is None else argv)
     optimizers = _some(arguments.optimizers, list(OPTIMIZERS), "optimizers")
     dtypes = _some(arguments.dtypes, list(DTYPES), "dtypes")

@@ -1,1 +1,1 @@
-"""`swift-ft verify-determinism`: is a script resumed exactly? `verify` compares records, `runs` starts the runs."""
+"""`swift-ft verify-determinism`: checks whether a script resumes exactly. `runs` runs it, `verify` compares."""

@@ -33,7 +33,7 @@ _SHOWN_MAX = 5
 
 
 def verdict_lines(verdict: Verdict) -> Iterator[str]:
-    """For a person."""
+    """Yields the verdict as text lines."""
     yield f"{verdict.word}: {_summary(verdict)}"
     if verdict.found is not None:
         record, named = verdict.found.record, _named(verdict)
@@ -81,7 +81,7 @@ def _nothing_shown(resumed_at: int | None) -> str:
 
 
 def as_json(verdict: Verdict) -> dict[str, Any]:
-    """For a program."""
+    """Returns the verdict as JSON."""
     found = verdict.found
     return {
         "verdict": verdict.word,
@@ -107,7 +107,7 @@ by {RUN}.
 
 exit codes: 0 equal, 1 differs, 2 usage, 3 inconclusive or an error of the environment, 130 interrupted
 """
-# The others promise no bits.
+# The other strategies do not promise equal bits.
 _STRATEGIES = [strategy for strategy in STRATEGIES if not may_finish(strategy)]
 _LOST_SHARDS = [lost_shard for lost_shard in LOST_SHARDS if lost_shard != "drop"]
 
@@ -145,7 +145,7 @@ def make_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> Config:
-    """Raises UsageError, in one line, for whatever cannot be."""
+    """Parses and checks the arguments. Raises UsageError, in one line."""
     given = make_parser().parse_args(argv)
     check_file("--json", given.json_path)
     if given.kill is not None:
@@ -166,7 +166,7 @@ def _kill(spec: str, *, own: bool) -> fault_grammar.RankFault:
 
 
 def run(config: Config, check_stop: Callable[[], None]) -> int:
-    """Does all of it; the exit code."""
+    """Executes the verification. Returns the exit code."""
     made = ScriptRuns if config.own_checkpoints else SessionRuns
     with work_directory(config.directory, keep=config.keep, name="verification") as (place, keep):
         try:

@@ -1,4 +1,4 @@
-"""Imported by the ranks of a session (`swift-ft run --preload`): from then on their steps are recorded."""
+"""Imported by a session's ranks (`swift-ft run --preload`): records their steps from then on."""
 
 from swift_ft.lab.determinism import recorder
 

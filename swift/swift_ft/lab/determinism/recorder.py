@@ -1,11 +1,11 @@
-"""In a rank: what is seen of each step, with all bits, as one line of JSON a step. A recording for a rehearsal sees the
-same (`swift_ft.train.recording`).
+"""Runs in a rank: records each step's values, with all bits, as one line of JSON. A recording for a rehearsal observes
+the same values (`swift_ft.train.recording`).
 
-(session)  its runtime tells where steps begin, update and end (`swift_ft.train.verification.watch`)
-(script)   a step begins with the first forward, outside of `no_grad`, behind an optimizer's step; hooks of torch tell
+(session)  the runtime reports where steps begin, update and end (`swift_ft.train.verification.watch`)
+(script)   a step begins with the first forward outside of `no_grad` after an optimizer's step; torch's hooks report it
 
-Either way the calls of modules that no other module has called, and of `backward`, are watched from outside. So a
-script needs no change. Nothing is drawn, changed or kept; what a step costs more is a pass over its state.
+Both kinds patch calls of outermost modules and of `backward`, so the script needs no change. Recording draws no random
+numbers and changes no values. It costs a pass over the state in each step.
 """
 
 import atexit
@@ -35,26 +35,26 @@ from swift_ft.train.transcript import LOSS
 
 
 class Recorder(ABC):
-    """One process's."""
+    """Recorder of one process."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._path: Path | None = None
-        # A validation is no part of a step.
+        # Validation (no grad) is not part of a step.
         self._witness = Witness(_ignored, lambda: not torch.is_grad_enabled(), _ignored, whole=True)
         self._names: dict[torch.nn.Parameter, str] = {}
         self._watch = ThoroughWatch(self._witness, (), lambda: self._names)
         self._step = -1
         self._settings: dict[str, str] = {}
         self._modules: dict[int, torch.nn.Module] = {}
-        """Those that are called from outside, by id."""
+        """Modules whose calls from outside are recorded, by id."""
         self._updated: set[torch.Tensor] = set()
-        """Parameters whose gradients were seen in this step."""
+        """Parameters whose gradients were recorded in this step."""
         self._inside = False
-        """A module is in its forward: what it calls is not called from outside."""
+        """True during a module's forward: modules that it calls are not outermost."""
 
     def install(self) -> None:
-        """From here on everything is seen. Once in a process."""
+        """Patches torch so that every step is recorded. Called once in a process."""
         called, backward = torch.nn.Module.__call__, torch.autograd.backward
 
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -91,18 +91,18 @@ class Recorder(ABC):
 
     @abstractmethod
     def called(self, module: torch.nn.Module) -> bool:
-        """From outside. Whether that belongs to a step."""
+        """Returns whether the call of an outermost module belongs to a step."""
 
     def infers(self) -> bool:
-        """Modules run for their shapes only, with arbitrary bits."""
+        """Returns whether modules run only to infer shapes, with arbitrary values."""
         return False
 
     @abstractmethod
     def end(self) -> None:
-        """The process ends: the state in which it does is recorded."""
+        """Records the final state when the process ends."""
 
     def _begin(self, step: int) -> None:
-        self._watch.end()  # of one that was dropped
+        self._watch.end()  # discards a dropped step
         self._step, self._updated = step, set()
         self._settings = self._settings or determinism_fingerprint("")
         self._witness.forget()
@@ -113,7 +113,7 @@ class Recorder(ABC):
         self._watch.state({f"{GENERATOR}{name}": state for name, state in digests_of_states().items()})
 
     def _see_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """As the update sees them, the first time."""
+        """Records the gradients as the update uses them, each once in a step."""
         parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
         fresh = [p for p in parameters if p.grad is not None and p not in self._updated]
         self._updated.update(fresh)
@@ -123,14 +123,14 @@ class Recorder(ABC):
     def _write(self, *, last: bool = False) -> None:
         self._watch.end()
         rank, seen = int(os.environ.get("RANK", "0")), self._witness.transcript()
-        # Files stand in the order in which their processes began.
+        # File names sort in the order in which their processes began.
         self._path = self._path or self._directory / f"{time.monotonic_ns():020}-rank{rank}.jsonl"
         with self._path.open("a") as file:
             file.write(Record(rank, self._step, seen, self._settings, last).line())
 
 
 class OfSession(Recorder):
-    """See `evidence.Watcher`."""
+    """Recorder of a script with a session; receives the events of `swift_ft.train.verification`."""
 
     _stages: tuple[Any, ...] = ()
     _done: TrainerState | None = None
@@ -146,7 +146,7 @@ class OfSession(Recorder):
         return any(getattr(stage, "inferring", False) for stage in self._stages)
 
     def step_begins(self, state: TrainerState, rank: int, *, replay: bool) -> None:
-        """(runtime) All that the session knows of is seen."""
+        """(runtime) Records all state that the session knows."""
         self._names, self._stages = dict(state.parameter_names()), tuple(state.stages)
         self._modules = {id(stage.submod): stage.submod for stage in state.stages}
         self._begin(state.version)
@@ -156,12 +156,12 @@ class OfSession(Recorder):
         self._see_generators()
 
     def before_update(self, state: TrainerState) -> None:
-        """(runtime) Gradients are reduced."""
+        """(runtime) Records the gradients, which are reduced by now."""
         if self._witness.thorough:
             self._see_gradients(state.optimizers)
 
     def step_ended(self, state: TrainerState) -> None:
-        """(runtime) It was not dropped."""
+        """(runtime) Writes the record of a step that was not dropped."""
         self.before_update(state)  # gradients of a second optimizer
         self._write()
         self._done = state
@@ -174,23 +174,23 @@ class OfSession(Recorder):
 
 
 class OfScript(Recorder):
-    """A script without a session. What it has is seen when a step first uses it."""
+    """Recorder of a script without a session. Records a module or optimizer when a step first uses it."""
 
     def __init__(self, directory: Path, die_in: int | None = None) -> None:
-        """`die_in`: the step, counted in this process, in which it kills itself."""
+        """`die_in`: step, counted in this process, in which it kills itself."""
         super().__init__(directory)
         self._die_in = die_in
         self._stepped = True
-        """An optimizer has, in this step."""
+        """True once an optimizer has stepped in this step."""
         self._in_optimizer = 0
-        """How many optimizers are in their step: forwards there (of a closure) are no step's begin."""
+        """Number of optimizers inside their step. Forwards there (of a closure) begin no new step."""
         self._optimizers: list[torch.optim.Optimizer] = []
 
     def install(self) -> None:
         super().install()
         register_optimizer_step_pre_hook(self.before_optimizer)
         register_optimizer_step_post_hook(self.after_optimizer)
-        # A loader's worker does no step, whatever modules it calls.
+        # A data loader's worker does no step, whatever modules it calls.
         os.register_at_fork(after_in_child=lambda: setattr(self, "_inside", True))
 
     def called(self, module: torch.nn.Module) -> bool:
@@ -200,12 +200,12 @@ class OfScript(Recorder):
         return True
 
     def before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """(torch's hook)"""
+        """(torch's hook) Records the optimizer, and its gradients unless a closure computes them."""
         again = self._stepped and any(known is optimizer for known in self._optimizers)
         if self._step < 0 or (again and not self._in_optimizer):
             self._next()
         self._see_optimizer(optimizer)
-        # With a closure it computes them itself: those that are there are the last step's.
+        # A closure computes the gradients itself; those present are the last step's.
         if not any(callable(value) for value in (*args[1:], *kwargs.values())):
             self._see_gradients([optimizer])
         if self._die_in == self._step and not self._stepped:
@@ -213,13 +213,13 @@ class OfScript(Recorder):
         self._in_optimizer += 1
 
     def after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """(torch's hook)"""
+        """(torch's hook) Records gradients that were computed inside the optimizer's step."""
         self._in_optimizer -= 1
         self._see_gradients([optimizer])
         self._stepped = True
 
     def _next(self) -> None:
-        """A step begins, and with it the last one is over."""
+        """Writes the previous step's record and begins the next step."""
         if self._step >= 0:
             self._write()
         self._modules, self._optimizers, self._names, self._stepped = {}, [], {}, False
@@ -265,7 +265,7 @@ class OfScript(Recorder):
         every = {p: f"{n}.{place}" for n in groups for place, p in enumerate(groups[n]["params"])}
         own = {p: place for p, place in every.items() if p not in self._names}  # in no module
         self._names |= {p: f"{name}.{place}" for p, place in own.items()}
-        # In whatever order it was given its parameters.
+        # Keyed by parameter name, so that the order in which the optimizer got them does not matter.
         states = {name: dict(optimizer.state[p]) for p, name in self._names.items() if p in optimizer.state}
         parts = {
             f"{PARAMETER}{name}": {place: p for p, place in own.items()},
@@ -279,7 +279,7 @@ class OfScript(Recorder):
 
 
 def _tellable(value: Any) -> Any:
-    """What cannot be taken apart counts by its type."""
+    """Replaces values that cannot be split into tensors by their type's name."""
     if isinstance(value, Mapping):
         return {key: _tellable(item) for key, item in value.items()}
     try:
@@ -290,11 +290,11 @@ def _tellable(value: Any) -> Any:
 
 
 def _ignored(*_: Any) -> None:
-    """Two runs are compared elsewhere, when both are over."""
+    """Ignores its arguments: the runs are compared later, when both are over."""
 
 
 def install(*, session: bool) -> None:
-    """Records this process, if the environment says where to."""
+    """Starts recording in this process, if the environment names a directory for it."""
     if directory := os.environ.get(ENV_RECORDS):
         rank, _, step = os.environ.get(ENV_DIE_IN, "").partition(":")
         die_in = int(step) if step and rank == os.environ.get("RANK", "0") else None

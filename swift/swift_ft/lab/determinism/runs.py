@@ -1,10 +1,10 @@
-"""Starts runs of a script, one after the other, on this machine: its ranks record their steps.
+"""Starts runs of a script, one after the other, on this machine; its ranks record their steps.
 
-(session)  a cluster as the drill's: log server, coordinator and launcher on loopback; a rank kills itself, and is
-           replaced, or the others go on without it
-(script)   processes with what torchrun tells ranks; a rank kills itself, the others are ended; the same once more
+(session)  a cluster like the drill's: log server, coordinator and launcher on loopback; a rank kills itself, and is
+           replaced, or the others continue without it
+(script)   processes with torchrun's environment; a rank kills itself, the others are ended; then a second start
 
-A run has a directory: records/ of its ranks, work/ for the script, output/, and what services keep.
+Each run has a directory: records/ of its ranks, work/ for the script, output/, and the services' data.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from swift_ft.planner.types import reroutes, shrinks
 from swift_ft.text import LAUNCHER_SETTINGS, tell
 
 RUN = "{run}"
-"""In an argument of the script: the directory of the run."""
+"""Placeholder in the script's arguments for the run's directory."""
 THREADS = "OMP_NUM_THREADS"
 _STEPS_MIN = 4
 LOOPBACK = "127.0.0.1"
 RANK_GRACE_S = 1.0
-"""A rank of a script whose run is over has so long to end by SIGTERM."""
+"""Seconds between SIGTERM and SIGKILL for a rank whose run is over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """What was asked for. All of it is checked, but for what the script's own run must show: how many steps it does."""
+    """Checked command line. Only the script's number of steps is unknown until it has run."""
 
     script: Path
     arguments: Sequence[str]
@@ -48,10 +48,10 @@ class Config:
     lost_shard: str | None
     snapshot_every: int | None
     kill: RankFault | None
-    """None: `seed` chooses it."""
+    """None: chosen by `seed`."""
     seed: int
     patience_s: float
-    """A run of which nothing is heard for so long is given up."""
+    """Seconds without output or records after which a run is given up."""
     json_path: Path | None
     directory: Path | None
     keep: bool
@@ -72,24 +72,24 @@ class Config:
 
     @property
     def replaces(self) -> bool:
-        """A process is started for a lost rank."""
+        """Returns whether a lost rank is replaced by a new process."""
         return self.lost_shard is None and (self.strategy is None or not shrinks(self.strategy))
 
 
 class _Runs(ABC):
-    """What both kinds have in common."""
+    """Base of the runs with a session and of those without."""
 
     no_steps = ""
-    """What is said of a script of which no step is seen."""
+    """Error message for a script whose steps were not seen."""
 
     def __init__(self, config: Config, directory: Path, check_stop: Callable[[], None]) -> None:
-        """`check_stop` is called while waiting and raises to end the run."""
+        """`check_stop` is called while waiting; it raises to end the run."""
         self._config = config
         self._directory = directory.resolve()
         self._check_stop = check_stop
 
     def uninterrupted(self, name: str) -> Run:
-        """A run that nobody disturbs. Raises ServiceError: it has failed; UsageError: it has no steps."""
+        """Executes a run without interruption. Raises ServiceError if it fails, UsageError if no step was seen."""
         tell(f"{name} run, uninterrupted")
         directory = self._made(name)
         self._start(directory)
@@ -99,7 +99,8 @@ class _Runs(ABC):
         return run
 
     def interrupted(self, base: Run) -> Interrupted:
-        """A run in which a rank is killed. Raises UsageError: it has no such step; ServiceError: it has failed."""
+        """Executes a run in which a rank is killed. Raises UsageError if that step was not reached, ServiceError if
+        it fails."""
         kill = self._kill(base.num_steps)
         tell(f"interrupted run: rank {kill.rank} is killed in step {kill.step} of {base.num_steps}")
         return self._interrupted(base, kill, self._made("interrupted"))
@@ -119,8 +120,8 @@ class _Runs(ABC):
         return [word.replace(RUN, str(directory / "work")) for word in self._config.arguments]
 
     def _kill(self, steps: int) -> RankFault:
-        """That which was asked for; or one in the second half, when there is a checkpoint if there is any, and before
-        the last step."""
+        """Returns the requested kill. Otherwise draws one in the second half, when any checkpoint has been saved, and
+        before the last step. Raises UsageError if the script has too few steps."""
         kill = self._config.kill
         if kill is not None and (kill.step or 0) >= steps:
             raise UsageError(f"--kill {kill}: the script does steps 0 to {steps - 1}")
@@ -138,7 +139,7 @@ class _Runs(ABC):
 
 
 class SessionRuns(_Runs):
-    """Of a script with a `swift_ft.Session`."""
+    """Runs of a script with a `swift_ft.Session`."""
 
     no_steps = (
         "no step of a swift_ft.Session was seen; a script with checkpoints of its own needs --own-checkpoints"
@@ -187,7 +188,7 @@ class SessionRuns(_Runs):
 
 
 class ScriptRuns(_Runs):
-    """Of a script with checkpoints of its own."""
+    """Runs of a script with checkpoints of its own."""
 
     no_steps = (
         "no step was seen: it must call step() of a torch.optim.Optimizer, and it must begin anew in an empty "
@@ -201,7 +202,7 @@ class ScriptRuns(_Runs):
         check_stop: Callable[[], None],
         start_rank: Callable[..., Process] = Process,
     ) -> None:
-        """`start_rank`: as `Process`, which it gives."""
+        """`start_rank`: creates a `Process`, with its arguments."""
         super().__init__(config, directory, check_stop)
         self._start_rank = start_rank
 
@@ -225,7 +226,8 @@ class ScriptRuns(_Runs):
         return Interrupted.of(Run((*begun.processes, *started)), kill.step, started, session=False)
 
     def _run(self, directory: Path, start: int, environment: Mapping[str, str]) -> tuple[int, str]:
-        """(exit code, the last lines) of the first rank that has failed, or 0. Nothing is left when this returns."""
+        """Executes one start. Returns (exit code, last output lines) of the first failed rank, or (0, ""). Ends all
+        processes."""
         records = _records(directory, start)
         make_directory(records)
         shared = {**own_environment(), **_meeting(), **environment}
@@ -263,14 +265,14 @@ class ScriptRuns(_Runs):
 
 
 def _meeting() -> dict[str, str]:
-    """Where the ranks of a script meet, as torchrun tells them."""
+    """Returns the rendezvous variables that torchrun sets for a script's ranks."""
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
         return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free.getsockname()[1])}
 
 
 def _place(rank: int, ranks: int) -> dict[str, str]:
-    """The rest of what torchrun tells a rank."""
+    """Returns the other variables that torchrun sets for a rank."""
     ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
     threads = {THREADS: "1"} if ranks > 1 and THREADS not in os.environ else {}
     return threads | {name: str(value) for name, value in ours.items()}
@@ -281,5 +283,5 @@ def _records(directory: Path, start: int) -> Path:
 
 
 def read(directory: Path, start: int = 0) -> Run:
-    """What the ranks of a run have recorded; of a script, those of that start."""
+    """Reads the records of a run's ranks; without a session, those of start number `start`."""
     return run_of(path.read_text() for path in sorted(_records(directory, start).glob("*.jsonl")))

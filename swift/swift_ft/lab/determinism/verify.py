@@ -1,6 +1,6 @@
-"""Which runs are needed, and what comes of them. It starts nothing itself: `Runs` does.
+"""Decides which runs are needed, and judges their records. The runs themselves are started by `Runs`.
 
-uninterrupted, interrupted             equal: that is all
+uninterrupted, interrupted             equal: done
 … differ: uninterrupted once more      this differs as well: the script is not deterministic, whatever interrupts it
 """
 
@@ -24,20 +24,20 @@ from swift_ft.train.transcript import (
     from_json,
 )
 
-# What ranks have recorded of their steps, as lines of JSON, and the runs that consist of them. No torch, no I/O.
+# Records of the ranks' steps, as lines of JSON, and the runs that they form. No torch, no I/O.
 #
 #     {"rank": 1, "step": 7, "last": false, "settings": {...}, "seen": [["state", 0, 0, 0, "buffer …", "…"], ...]}
 #
-# A line is a step's transcript (`swift_ft.train.transcript`), or, as the last one of a file, the state in which its
-# process has ended. In a session, `step` is the version that the step begins with. In a script of its own it counts the
-# steps of the process, until `placed` finds where the process has begun.
+# A line is a step's transcript (`swift_ft.train.transcript`); the last line of a file may be the final state of its
+# process. With a session, `step` is the version at the step's start. Without one it counts the steps of the process,
+# until `placed` finds the step at which the process began.
 
 ENV_RECORDS = "SWIFT_RECORDS"
-"""The directory in which ranks leave their records."""
+"""Directory to which ranks write their records."""
 ENV_DIE_IN = "SWIFT_RECORDS_DIE_IN"
-"""(script) RANK:STEP: this rank kills itself in this step of its process, before the update."""
+"""(script) RANK:STEP: the rank kills itself in this step of its process, before the update."""
 PARAMETER, GENERATOR = "parameter ", "generator "
-"""What names of state begin with."""
+"""Prefixes of state names."""
 _BESIDE = ("buffer", "optimizer")
 
 
@@ -49,16 +49,16 @@ class Record:
     step: int
     seen: Transcript
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Of torch, when the step began: threads, deterministic algorithms, precision."""
+    """Settings of torch when the step began: threads, deterministic algorithms, precision."""
     last: bool = False
-    """No step: the state in which the process has ended."""
+    """True for the final state of a process, which is not a step."""
 
     def line(self) -> str:
         told = {each.name: getattr(self, each.name) for each in fields(self)}
         return json.dumps({**told, "seen": as_json(self.seen)}) + "\n"
 
     def state(self, *words: str) -> dict[str, bytes]:
-        """What the step begins with, as far as its name begins with one of these."""
+        """Returns the state at the step's start whose names start with one of these words."""
         return {
             seen.name: digest
             for seen, digest in self.seen.items()
@@ -67,7 +67,7 @@ class Record:
 
 
 Process = Sequence[Record]
-"""All that one process has recorded."""
+"""Records of one process, in order."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """One more than the last step that any rank has done."""
+        """One more than the last step that any rank did."""
         return max((r.step + 1 for process in self.processes for r in process if not r.last), default=0)
 
     @cached_property
@@ -90,18 +90,17 @@ class Run:
         return {(r.rank, r.step, r.last): r for process in self.processes for r in process}
 
     def at(self, rank: int, step: int, *, last: bool = False) -> Record | None:
-        """That step of that rank, as it was done for the last time; None: it was not."""
+        """Returns the last execution of that step of that rank; None if there is none."""
         return self._placed.get((rank, step, last))
 
     def history(self, rank: int) -> list[Record]:
-        """Every step of that rank, by its number."""
+        """Returns every step of that rank, in order."""
         found = (self.at(rank, step) for step in range(self.num_steps))
         return [record for record in found if record is not None]
 
 
 def run_of(files: Iterable[str]) -> Run:
-    """Of what stands in the files, one of each process. A last line that is not whole (its writer was killed) is left
-    out."""
+    """Parses the files, one for each process. Ignores an incomplete last line, whose writer was killed."""
     processes = []
     for text in files:
         told = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -110,9 +109,9 @@ def run_of(files: Iterable[str]) -> Run:
 
 
 def placed(base: Run, started: Run) -> Run:
-    """The processes of one start, with the step numbers of `base`: they go on at the step that begins with their
-    parameters. If none does (they were not saved, or not with all bits), the rest of the state decides; and where that
-    says nothing, how many steps were left to do."""
+    """Renumbers the steps of one start to those of `base`, from the step that begins with the same parameters. If none
+    does (they were not saved, or not with all bits), buffers and optimizer state decide; if these do not, the number of
+    steps that were left to do."""
     by_count = max(0, base.num_steps - started.num_steps)
 
     def equal(step: int, *words: str) -> int:
@@ -131,10 +130,10 @@ def placed(base: Run, started: Run) -> Run:
     return Run(tuple(moved))
 
 
-# Two runs -> the first step in which they differ, and what differs there. Pure.
+# Two runs -> the first step in which they differ, and the values that differ there. Pure.
 #
-# The states of random generators count only where steps draw from them, and where two uninterrupted runs have them in
-# common: every process begins with a state of its own of a generator that nobody has seeded, and that nobody uses.
+# States of random generators are compared only if steps draw from them, and if they are equal in two uninterrupted
+# runs: an unseeded generator begins with another state in each process, even if it is never used.
 
 _ORDER = {
     STATE: 0,
@@ -145,7 +144,7 @@ _ORDER = {
     transcript.LOSS: 3,
     GRADIENT: 4,
 }
-"""In which one rank's differences lead to another's."""
+"""Causal order of a step's differences, within a rank and from one rank to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,21 +152,21 @@ class Divergence:
     """The first step in which two runs differ."""
 
     record: Record
-    """Of the rank with the first difference, in the other run."""
+    """Record of the interrupted (or second) run, of the rank with the first difference."""
     base: Record | None
-    """The same step in the uninterrupted run; None: it has not done it."""
+    """The step in the uninterrupted run; None: that run has not done it."""
     differences: tuple[Difference, ...] = ()
-    """Of this rank. None: one of the runs has not done the step."""
+    """Differences of this rank. Empty: one of the runs has not done the step."""
 
 
 def drawn(run: Run) -> set[str]:
-    """The random generators whose state changes from one step to another, in some process."""
+    """Returns the random generators whose state changes between two steps in some process."""
     steps = [[record for record in process if not record.last] for process in run.processes]
     return _other_generators(pair for records in steps for pair in pairwise(records))
 
 
 def unseeded(one: Run, other: Run) -> set[str]:
-    """The generators that two uninterrupted runs do not have in common."""
+    """Returns the generators whose states differ between two uninterrupted runs."""
     return _other_generators(pair for r in one.ranks for pair in zip(one.history(r), other.history(r)))
 
 
@@ -177,10 +176,11 @@ def _other_generators(pairs: Iterable[tuple[Record, Record]]) -> set[str]:
 
 
 def diverge(base: Run, other: Run, *, apart: Collection[str] = (), shared: bool = False) -> Divergence | None:
-    """The first step, by its number, in which `other` differs from `base`; None: in none, as far as it goes.
+    """Returns the first step, by number, in which `other` differs from `base`; None if they agree as far as `other`
+    goes.
 
-    `apart`: generators whose states may differ. `shared`: ranks of `other` may compute microbatches of one another.
-    What comes of those is in the gradients, and these are compared.
+    `apart`: generators whose states may differ. `shared`: ranks of `other` may compute each other's microbatches. Then
+    only states and gradients are compared; the gradients depend on all microbatches.
     """
     counted = drawn(base) - set(apart)
 
@@ -192,7 +192,7 @@ def diverge(base: Run, other: Run, *, apart: Collection[str] = (), shared: bool 
     found = []
     for record in (record for process in other.processes for record in process):
         known = base.at(record.rank, record.step, last=record.last)
-        if known is None and not record.last:  # a state at the end is compared with that of the same step
+        if known is None and not record.last:  # a final state is compared only with that of the same step
             found.append(Divergence(record, None))
         differing = differences(known.seen, record.seen) if known is not None else ()
         if those := tuple(each for each in differing if counts(record, each.seen.kind, each.seen.name)):
@@ -201,21 +201,21 @@ def diverge(base: Run, other: Run, *, apart: Collection[str] = (), shared: bool 
 
 
 def _place(base: Run, found: Divergence) -> tuple[int, bool, int, bool, int]:
-    """By steps; in a step, causes before what follows from them."""
+    """Returns a sort key: by step; within a step, causes before their effects."""
     rank, step = found.record.rank, found.record.step
     first = found.differences[0] if found.differences else None
     order = -1 if first is None else _ORDER[first.seen.kind]
-    # What a peer has sent follows from the peer's outputs.
+    # An input received from a peer is an effect of the peer's output.
     others = [base.at(other, step) for other in base.ranks if other != rank]
     sent = {d for record in others if record for seen, d in record.seen.items() if seen.kind == OUTPUT}
     received = first is not None and order == _ORDER[INPUT] and first.before in sent
     return step, found.record.last, _ORDER[OUTPUT] if received else order, received, rank
 
 
-# From the first values that differ to what has most likely made them differ, with the evidence for it. Pure.
+# From the first differing values to their most likely cause, with the evidence for it. Pure.
 #
-# Two cases have causes of their own: two uninterrupted runs differ (`of_chance`), and only a run that was interrupted
-# does (`of_resumption`).
+# Two cases have separate causes: two uninterrupted runs differ (`of_chance`), or only the interrupted run does
+# (`of_resumption`).
 
 DATA = "data-position"
 WORDS = {
@@ -245,7 +245,7 @@ _OF_STATE = {
     "register(": "object-not-saved",
     "": "hidden-state",
 }
-"""By what a name begins with."""
+"""Prefix of a state's name -> cause."""
 _KEYS = "the keys of "
 _NAMED_MAX = 3
 _ALL_BEFORE = "all that was recorded before it is equal"
@@ -253,7 +253,7 @@ _ALL_BEFORE = "all that was recorded before it is equal"
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What has most likely made a value differ."""
+    """Most likely cause of a difference."""
 
     name: str
     evidence: tuple[str, ...]
@@ -264,7 +264,7 @@ class Cause:
 
 
 def of_chance(base: Run, found: Divergence, apart: Collection[str]) -> Cause:
-    """Of a difference between two uninterrupted runs. `apart`: generators whose states they do not have in common."""
+    """Explains a difference between two uninterrupted runs. `apart`: generators whose states differ between them."""
     if not found.differences:
         return _steps(found)
     if generators := sorted(drawn(base) & set(apart)):
@@ -280,8 +280,8 @@ def of_chance(base: Run, found: Divergence, apart: Collection[str]) -> Cause:
 
 
 def of_resumption(base: Run, found: Divergence) -> list[Cause]:
-    """Of a difference that an interruption makes. What the step begins with can have several causes; what it computes
-    from that has one."""
+    """Explains a difference caused by an interruption. The state at the step's start can have several causes; values
+    computed from it have one."""
     if not found.differences:
         return [_steps(found)]
     named: dict[str, list[Difference]] = {}
@@ -289,7 +289,7 @@ def of_resumption(base: Run, found: Divergence) -> list[Cause]:
         if difference.seen.kind == STATE:
             named.setdefault(_of_state(difference.seen.name.removeprefix(_KEYS)), []).append(difference)
     entered = next((each for each in found.differences if each.seen.kind == INPUT), None)
-    # Inputs that are drawn follow from the generator.
+    # Randomly drawn inputs are an effect of the generator's state.
     if entered is not None and (not named or _elsewhere(base, found, entered)):
         named.setdefault(DATA, []).append(entered)
     if named:
@@ -304,7 +304,7 @@ def _of_state(name: str) -> str:
 
 
 def _values(base: Run, found: Divergence, those: list[Difference]) -> tuple[str, ...]:
-    """What can be said of a few of them."""
+    """Describes the first few of the differences."""
     those = [each for each in those if not each.seen.name.startswith(_KEYS)] or those
     said = [f"{each.seen.what().rstrip(',')}: {_value(base, found, each)}" for each in those[:_NAMED_MAX]]
     return (*said, *([f"and {len(those) - _NAMED_MAX} more"] if len(those) > _NAMED_MAX else ()))
@@ -319,7 +319,7 @@ def _value(base: Run, found: Divergence, difference: Difference) -> str:
 
 
 def _elsewhere(base: Run, found: Divergence, difference: Difference) -> str:
-    """Where else the rank has had this value in the uninterrupted run."""
+    """Returns where else this rank had the value in the uninterrupted run; empty if nowhere."""
     for record in base.history(found.record.rank):
         if record.seen.get(difference.seen) == difference.now:
             return f"the value of step {record.step} of the uninterrupted run"
@@ -345,23 +345,23 @@ EXIT_CODES = {EQUAL: 0, DIFFERS: 1, NOT_DETERMINISTIC: 1, INCONCLUSIVE: 3}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interrupted:
-    """A run that was interrupted, with the step numbers of the uninterrupted one."""
+    """An interrupted run, with the step numbers of the uninterrupted one."""
 
     run: Run
     step: int
-    """In which a rank was killed."""
+    """Step in which a rank was killed."""
     resumed_at: int | None
-    """The first step that was done again, or next; None: no process was started for it."""
+    """First step that was repeated or continued; None: no step was done by a replacement process."""
     session: bool
-    """It goes on also where no process is started."""
+    """True for a run with a session, which continues even without a replacement process."""
     shared: bool = False
-    """Ranks have computed microbatches of one that was lost."""
+    """Ranks computed microbatches of a lost one."""
 
     @classmethod
     def of(
         cls, run: Run, step: int, started: Sequence[Process], *, session: bool, shared: bool = False
     ) -> Self:
-        """`started`: the processes that were started for those that were lost."""
+        """`started`: processes that replaced lost ones."""
         resumed = min((record.step for process in started for record in process), default=None)
         return cls(run=run, step=step, resumed_at=resumed, session=session, shared=shared)
 
@@ -373,14 +373,14 @@ class Interrupted:
         return found
 
     def before(self) -> Run:
-        """What the first process of each rank has done before the interruption."""
+        """Returns the steps of each rank's first process before the interruption."""
         first = {process[0].rank: process for process in reversed(self.run.processes)}.values()
-        # Steps that are done again are behind it.
+        # Repeated steps follow later in the same process.
         return Run(tuple([r for n, r in enumerate(process) if r.step == n < self.step] for process in first))
 
 
 class Runs(Protocol):
-    """Starts a run and waits for its end. Raises SwiftError if there is none."""
+    """Starts a run and waits for its end. Raises SwiftError if it fails."""
 
     def uninterrupted(self, name: str) -> Run: ...
 
@@ -389,17 +389,17 @@ class Runs(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the runs have shown."""
+    """Result of the verification."""
 
     word: str
     base: Run
     interrupted: Interrupted
     found: Divergence | None = None
-    """None: nothing differs."""
+    """None: no difference."""
     causes: Sequence[Cause] = ()
-    """The first one is that of the first difference."""
+    """Likely causes in that step; the first one is that of the first difference."""
     apart: Sequence[str] = ()
-    """Generators that two uninterrupted runs do not have in common, and on which nothing depends."""
+    """Unseeded generators, which differ between two uninterrupted runs, and on which no recorded value depends."""
 
     @property
     def exit_code(self) -> int:
@@ -407,7 +407,7 @@ class Verdict:
 
 
 def verify(runs: Runs) -> Verdict:
-    """Raises what `runs` does."""
+    """Executes the runs and compares them. Raises the errors of `runs`."""
     base = runs.uninterrupted("first")
     interrupted = runs.interrupted(base)
     if interrupted.resumed_at is None and not interrupted.session:

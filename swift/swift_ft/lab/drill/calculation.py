@@ -1,14 +1,14 @@
-"""What a drill that drops batches of lost ranks must lead to, calculated by plain torch in one process.
+"""Independent calculation of a drill that drops batches of lost ranks, by plain torch in one process.
 
-It knows nothing of the session: for each step, the gradients of every origin that is there, summed in their order,
-divided by their number; clipped; one step of the optimizer and of the learning rate's schedule. It has in common with
-the trainer the model, the data, and the rule by which randomness follows from (seed, step, origin, microbatch).
+It does not use the session. For each step it sums the gradients of the origins present (data-parallel ranks) in their
+order, divides by their number, clips, and does one step of the optimizer and of the learning rate schedule. It shares
+with the trainer the model, the data, and the rule that derives randomness from (seed, step, origin, microbatch).
 
-A step that a loss has cut short has buckets of several kinds: which origins have contributed to each, and what their
-sum is divided by, is given (event "lossy_step").
+A step interrupted by a loss has buckets of several kinds. The event "lossy_step" gives each bucket's contributing
+origins and the divisor of their sum.
 
 Run by the drill: ``python -m swift_ft.lab.drill.calculation TRAINER'S FLAGS --absent '{"5": [2]}' --cut '{}' --out
-FILE``; FILE: version -> digests, as ranks write them.
+FILE``; FILE: version -> digests, in the format of the ranks.
 """
 
 import json
@@ -35,10 +35,11 @@ from swift_ft.state.tree import split
 
 
 class Calculation:
-    """(any number of times) ``step(step, origins)``; ``digests()`` of the state that it is at."""
+    """A model that is trained step by step: ``step(step, origins)`` any number of times; ``digests()`` of the current
+    state."""
 
     def __init__(self, args: Any) -> None:
-        """`args`: the flags of the trainer."""
+        """Builds the whole model as one stage. `args`: the flags of the trainer."""
         self._config = MODELS[args.model]
         self._args = args
         self._text = standard_library()
@@ -48,7 +49,7 @@ class Calculation:
         self._scheduler = make_scheduler(self._optimizer, args.steps)
 
     def step(self, step: int, origins: Sequence[int]) -> None:
-        """`origins`: the data-parallel ranks that are there, ascending."""
+        """Computes one step. `origins`: the data-parallel ranks present, ascending."""
         everything = range(len(self._parameters))
         self.cut_step(
             step,
@@ -56,7 +57,7 @@ class Calculation:
         )
 
     def cut_step(self, step: int, buckets: Sequence[Mapping[str, Any]]) -> None:
-        """One whose `buckets` have each their own contributors and divisor."""
+        """Computes a step whose `buckets` each have their own contributors and divisor."""
         origins = sorted({origin for bucket in buckets for origin in bucket["contributors"]})
         gradients = {origin: self._gradients(step, origin) for origin in origins}
         self._optimizer.zero_grad()
@@ -73,11 +74,11 @@ class Calculation:
         self._scheduler.step()
 
     def divisor(self, origins: Sequence[int]) -> int:
-        """Of a sum over these."""
+        """Returns the divisor of a sum over these origins."""
         return len(origins)
 
     def _gradients(self, step: int, origin: int) -> list[torch.Tensor]:
-        """Of the origin's batch: the mean over its microbatches."""
+        """Returns the gradients of the origin's batch: the mean over its microbatches, per parameter."""
         self._optimizer.zero_grad()
         count = self._args.microbatches
         batch = count * self._config.microbatch
@@ -94,7 +95,7 @@ class Calculation:
         return [p.grad / count for p in self._parameters if p.grad is not None]
 
     def digests(self) -> dict[str, str]:
-        """By the names of `TRAINED_FIELDS`."""
+        """Returns the digests of the current state, keyed by `TRAINED_FIELDS`."""
         parts = {
             "parameters": {"0": self._module.state_dict()},
             "optimizer": [self._optimizer.state_dict()],

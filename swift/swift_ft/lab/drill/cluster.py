@@ -1,7 +1,7 @@
-"""What `swift-ft drill --secure` makes for one run: a CA, certificates, a signing key, tokens.
+"""The processes of one run of a drill, and the CA, certificates, signing key and tokens of `--secure`.
 
-The tokens are so short-lived that the run outlives them (its ranks rest before the last step for that): they are
-renewed in their files meanwhile, as `swift-ft token --renew` does it for a run of months.
+The tokens expire before the run ends (its ranks pause before the last step for that). They are renewed in their files
+meanwhile, as `swift-ft token --renew` does for a run of months.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 
-# A certificate authority for one machine or one drill. An organisation has its own; it needs none of this.
+# A certificate authority for one machine or one drill. An organisation has its own and does not need this.
 
 DAYS_DEFAULT = 30.0
 _BACKDATED = datetime.timedelta(minutes=5)  # clocks differ
@@ -49,7 +49,7 @@ class Pair:
 
 
 class PrivateCA:
-    """Its own key stays in memory: what it is to sign, it signs while it is there."""
+    """A certificate authority whose own key stays in memory, so that it can sign only while this object exists."""
 
     def __init__(self, directory: Path, *, days: float = DAYS_DEFAULT) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,8 @@ class PrivateCA:
         write_file(self.certificate, _pem(self._signed), secret=False)
 
     def issue(self, name: str, *hosts: str, days: float | None = None) -> Pair:
-        """``name.pem`` and ``name.key``, for a server at `hosts` or, without any, a client. Replaces older ones."""
+        """Creates ``name.pem`` and ``name.key`` for a server at `hosts` or, without hosts, for a client. Replaces older
+        ones."""
         from cryptography.hazmat.primitives import serialization as s
 
         key = _new_key()
@@ -126,11 +127,11 @@ def _general_name(host: str) -> "x509.GeneralName":
 
 
 LOG_SERVER, COORDINATOR, LAUNCHER = "logserver", "coordinator", "launcher"
-"""The processes of a run that the drill starts."""
+"""Names of the processes that the drill starts."""
 
 
 class Security:
-    """Files in `directory`. Both services listen with mutual TLS and take calls with tokens only."""
+    """Credentials in `directory`. Both services listen with mutual TLS and accept only calls with tokens."""
 
     def __init__(self, directory: Path, job: str) -> None:
         make_directory(directory)
@@ -149,11 +150,11 @@ class Security:
         self.renew()
 
     def renew(self) -> list[str]:
-        """(every so often) Whose tokens are new ones now."""
+        """(called periodically) Renews tokens that are due; returns the names of their holders."""
         return [who for who, renewal in self._tokens.items() if renewal.turn()]
 
     def server_flags(self) -> list[str]:
-        """The flags with which a service takes callers that have a certificate and a token only."""
+        """Returns the flags with which a service accepts only callers with a certificate and a token."""
         return [
             "--tls-cert",
             str(self._server.certificate),
@@ -166,7 +167,7 @@ class Security:
         ]
 
     def environment(self, name: str) -> dict[str, str]:
-        """Of a process and of those that it starts."""
+        """Returns the credential variables of a process and its children."""
         if name not in self._tokens:
             return {}
         return {
@@ -181,15 +182,15 @@ class Security:
 #
 # Everything lies in one directory::
 #
-#     log/ coordinator/ checkpoints/   what the services and ranks keep
+#     log/ coordinator/ checkpoints/   files of the services and ranks
 #     events/                          the trace of every process
-#     digests/                         what ranks wrote of their state
+#     digests/                         digests of the ranks' state
 #     faults/                          <id>.fired, <id>.reached, <id>.go
 #     output/                          stdout and stderr of every process
 #
-# A single thread looks after all of it (`Cluster.poll`): the kernel kills the children of a thread that ends. Ranks
-# are the launcher's. A service that a fault killed is started again at once, on the same port and directory; one
-# that ends by itself ends the run.
+# A single thread supervises all of it (`Cluster.poll`): the kernel kills the children of a thread that ends. Ranks
+# are children of the launcher. A service killed by a fault is restarted at once, on the same port and directory. A
+# service that exits by itself ends the run.
 
 JOB = "drill"
 SERVE_TIMEOUT_S = 30.0
@@ -214,7 +215,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def own_environment() -> dict[str, str]:
-    """This process's, without what an outer job would say to the ranks of this one."""
+    """Returns this process's environment without the variables by which an outer job would configure the ranks."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -223,8 +224,8 @@ def own_environment() -> dict[str, str]:
 
 
 def dying_with_this(last: signal.Signals) -> Callable[[], None]:
-    """What a child of this thread calls before its program begins: the kernel sends it this signal when the thread
-    ends, however it ends. SIGTERM for who has children of its own to end."""
+    """Returns a `preexec_fn`: the kernel sends the child signal `last` when the calling thread ends, however it ends.
+    SIGTERM is for a child that has children of its own to end."""
     parent = os.getpid()
 
     def ask() -> None:
@@ -236,7 +237,7 @@ def dying_with_this(last: signal.Signals) -> Callable[[], None]:
 
 
 class Process:
-    """One child that leads a session of its own, and dies with this process."""
+    """A child process that leads its own session and dies with this process."""
 
     def __init__(
         self,
@@ -247,7 +248,7 @@ class Process:
         cwd: Path | None = None,
         last: signal.Signals = signal.SIGKILL,
     ) -> None:
-        """`last`: as in `dying_with_this`."""
+        """Starts the child. `last`: as in `dying_with_this`."""
         self.name = name
         self.output = output
         with open(output, "ab", opener=private) as file:
@@ -264,26 +265,26 @@ class Process:
         self.pid = self._popen.pid
 
     def poll(self) -> int | None:
-        """The exit code (negative: killed by that signal); None while it runs. Reaps."""
+        """Returns the exit code (negative: killed by that signal), or None while it runs. Reaps."""
         return self._popen.poll()
 
     def kill(self) -> None:
         self._popen.kill()
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL to its session; reaped when this returns."""
+        """Sends SIGTERM, then SIGKILL to its session. The process is reaped when this returns."""
         if self.poll() is None:
             self._popen.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._popen.wait(grace_s)
         if self.poll() is None:
-            # Not reaped, so the number of its group is still its own.
+            # It has not been reaped, so its process group id cannot have been reused.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait(KILL_WAIT_S)
 
     def tail(self) -> str:
-        """The last lines it wrote."""
+        """Returns the last lines of its output."""
         with contextlib.suppress(OSError):
             lines = self.output.read_text(errors="replace").splitlines()
             return "\n".join(f"  {self.name}: {line}" for line in lines[-TAIL_LINES:])
@@ -291,7 +292,7 @@ class Process:
 
 
 class Cluster:
-    """A run of the job. Use as a context: whatever happens, all processes are gone when it is left."""
+    """One run of the job, as a context manager: on exit all processes are gone, also after an error."""
 
     def __init__(
         self,
@@ -314,9 +315,9 @@ class Cluster:
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory = directory
-        """`faults`: ``SWIFT_FAULTS``. `die_at`: (fault id, state) of the coordinator, one after the other.
-        `settings`: more of the environment. `security`: keys and certificates of this run; None: plain. `log_servers`
-        of them, each as if on a machine of its own.
+        """`faults`: ``SWIFT_FAULTS``. `die_at`: (fault id, state) pairs at which the coordinator kills itself, in
+        order. `settings`: additional environment. `security`: keys and certificates of this run; None: plain text.
+        `log_servers`: their number, each as if on a machine of its own.
 
         `check_stop` is called while waiting and raises to end the run.
         """
@@ -333,9 +334,9 @@ class Cluster:
         self._copies = copies
         self._log_lost_s = log_lost_s
         self._lost: set[str] = set()
-        """Killed for good."""
+        """Log servers that were killed and are not restarted."""
         self._gone: set[str] = set()
-        """And reaped."""
+        """Members of `_lost` that have been reaped."""
         self._check_stop = check_stop
         self._processes: dict[str, Process] = {}
         self._addresses: dict[str, str] = {}
@@ -348,7 +349,7 @@ class Cluster:
             "PYTHONUNBUFFERED": "1",
             events.ENV_EVENTS_DIR: str(directory / "events"),
             "SWIFT_DIGESTS": str(directory / "digests"),
-            # Of what a run measures, nothing is computed beside it unless that is asked for.
+            # Rehearsals would run concurrently with what a run measures, so they are off unless requested.
             LAUNCHER_SETTINGS["rehearse"]: "off",
             ENV_FAULTS: faults,
             ENV_FAULTS_DIR: str(directory / "faults"),
@@ -359,7 +360,7 @@ class Cluster:
 
     @property
     def log_directories(self) -> list[Path]:
-        """One for each log server."""
+        """Returns one directory for each log server."""
         return [self.directory / _directory_of(name) for name in self._log_servers]
 
     @property
@@ -368,7 +369,7 @@ class Cluster:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of the services and the launcher, by their names."""
+        """Returns the pids of the services and the launcher, by name."""
         return {name: process.pid for name, process in self._processes.items()}
 
     @property
@@ -376,7 +377,7 @@ class Cluster:
         return self.directory / "faults"
 
     def release(self, fault: str) -> None:
-        """Who waits there goes on."""
+        """Lets the process held at this fault continue."""
         (self.fault_directory / f"{fault}.go").touch(0o600)
 
     def __enter__(self) -> "Cluster":
@@ -402,11 +403,11 @@ class Cluster:
         arguments += ["--checkpoint-dir", str(self.directory / "checkpoints")]
         if self._max_restarts is not None:
             arguments += ["--max-restarts", str(self._max_restarts)]
-        arguments += ["--sigterm-checkpoint-s", "0"]  # nobody goes on with it
+        arguments += ["--sigterm-checkpoint-s", "0"]  # no later run resumes from it
         self._spawn(LAUNCHER, [*arguments, *self._launcher_flags, *self._trainer])
 
     def _start_service(self, name: str) -> None:
-        """With the address it had before, if it had one."""
+        """Starts a service, on its previous address if it had one."""
         service = COORDINATOR if name == COORDINATOR else LOG_SERVER
         arguments = [f"swift_ft_services.{service}", "--directory", str(self.directory / _directory_of(name))]
         arguments += ["--address-file", str(self.directory / f"{name}.address")]
@@ -450,14 +451,14 @@ class Cluster:
         self._addresses[name] = path.read_text().strip()
 
     def trace(self, event: str, **fields: Any) -> None:
-        """An event of the drill itself, in the run's trace."""
+        """Writes an event of the drill itself to the run's trace."""
         line = {"t": events.now(), "who": "drill", "pid": os.getpid(), "event": event, **fields}
         with open(self.directory / "events" / f"drill-{os.getpid()}.jsonl", "a", opener=private) as file:
             file.write(json.dumps(line) + "\n")
 
     def poll(self) -> int | None:
-        """Starts killed services again. The launcher's exit code once it has ended. Raises ServiceError if a service
-        has ended by itself."""
+        """Restarts killed services. Returns the launcher's exit code once it has exited, else None. Raises ServiceError
+        if a service has exited by itself."""
         self._look_around()
         for name in (*self._log_servers, COORDINATOR):
             if name in self._gone:
@@ -485,7 +486,7 @@ class Cluster:
             self.trace("token_renewed", service=name)
 
     def kill_log_server(self, fault: str, server: int = 0, *, for_good: bool = False) -> None:
-        """SIGKILL; the next `poll` starts it again, unless it is `for_good`."""
+        """Sends SIGKILL to a log server. The next `poll` restarts it, unless `for_good`."""
         name = self._log_servers[server]
         self._to_be_killed.add(name)
         if for_good:
@@ -499,7 +500,8 @@ class Cluster:
         )
 
     def fetch_profile(self, path: Path) -> str:
-        """What `swift-ft plan` gets of the job, as if each rank had a machine, into `path`. Why not; empty: it did."""
+        """Runs `swift-ft plan` on the job, one machine per rank, and saves the profile to `path`. Returns the error, or
+        "" if it succeeded."""
         env = self._env | (self._security.environment(LAUNCHER) if self._security is not None else {})
         command = [
             sys.executable,
@@ -515,11 +517,11 @@ class Cluster:
         return "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
 
     def output_tail(self) -> str:
-        """The last lines of every process, for a person who has to find out."""
+        """Returns the last lines of every process's output, for debugging."""
         return "\n".join(filter(None, (process.tail() for process in self._processes.values())))
 
     def stop(self) -> None:
-        """Ends and reaps all processes: first those that would complain about the others' end."""
+        """Ends and reaps all processes, first those that would report errors when the others end."""
         ours = (LAUNCHER, COORDINATOR, *self._log_servers)
         for name in (*(self._processes.keys() - ours), *ours):
             if name in self._processes:
@@ -529,12 +531,12 @@ class Cluster:
                 os.kill(pid, signal.SIGKILL)
 
     def strays(self) -> list[int]:
-        """Processes that carry this run's environment and are still there."""
+        """Returns the pids of running processes that have this run's environment."""
         return with_environment(events.ENV_EVENTS_DIR, str(self.directory / "events"))
 
 
 def with_environment(name: str, value: str) -> list[int]:
-    """The other processes of this machine that were started with this variable, and are still there."""
+    """Returns the pids of other running processes on this machine that were started with this variable."""
     mark = f"{name}={value}".encode()
     pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):

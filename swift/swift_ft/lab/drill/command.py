@@ -26,18 +26,18 @@ from swift_ft.planner import quickest
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.planner.types import QUICKEST
 
-# Kills of ranks at coordinates that a seed decides (``--random-kills``).
+# Kills of ranks at seeded coordinates (``--random-kills``).
 
 RANDOM_GAP = 4
-"""Steps between two random kills: the first one's recovery is over long before the next."""
+"""Least distance in steps between two random kills, so that a recovery ends long before the next kill."""
 _SPREAD_ATTEMPTS = 20
 
 
 def kills_of(
     count: int, topology: Topology, seed: int, updates: str, beside: Sequence[Fault] = ()
 ) -> tuple[RankFault, ...]:
-    """`count` kills of ranks at seeded coordinates, in the order of their steps, apart from each other and from
-    those that are there already (`beside`). Raises UsageError if there are too few steps for that."""
+    """Returns `count` kills of ranks at seeded coordinates, by step. They are at least `RANDOM_GAP` steps from each
+    other and from the kills in `beside`. Raises UsageError if there are too few steps."""
     taken = [fault.step for fault in beside if isinstance(fault, RankFault) and fault.step is not None]
     generator = random.Random(f"kills {seed}")
     free = [step for step in range(1, topology.steps) if all(abs(step - t) >= RANDOM_GAP for t in taken)]
@@ -47,7 +47,7 @@ def kills_of(
             f"--random-kills {count}: {topology.steps} steps have no room for them, {RANDOM_GAP} steps apart; "
             "give more --steps"
         )
-    left_out = ("save", "weights", *RECOVERY_PHASES)  # not every microbatch has its weights apart
+    left_out = ("save", "weights", *RECOVERY_PHASES)  # some microbatches have no separate weight gradients
     phases = [phase for phase in phases_of(topology, updates) if phase not in left_out]
     kills = []
     for step in steps:
@@ -66,10 +66,10 @@ def kills_of(
 
 
 def _spread(free: Sequence[int], count: int, generator: random.Random) -> list[int] | None:
-    """`count` of the ascending `free`, at least `RANDOM_GAP` apart, ascending. None: they do not fit."""
+    """Returns `count` of the ascending `free`, at least `RANDOM_GAP` apart, ascending. None: they do not fit."""
     for attempt in range(_SPREAD_ATTEMPTS + 1):
         order = list(free)
-        if attempt < _SPREAD_ATTEMPTS:  # the last attempt packs them, which fits if anything does
+        if attempt < _SPREAD_ATTEMPTS:  # the last attempt packs them, which succeeds if any choice fits
             generator.shuffle(order)
         chosen: list[int] = []
         for step in order:
@@ -123,7 +123,7 @@ def make_parser() -> Parser:
 
 
 def parse(argv: Sequence[str]) -> DrillConfig:
-    """The drill that is asked for. UsageError, in one line, for whatever cannot be."""
+    """Returns the drill's configuration. Raises UsageError, in one line, for invalid options."""
     given = options.given(make_parser().parse_args(argv))
     topology = Topology(**{field.name: given.pop(field.name) for field in fields(Topology)})
     if given["lost_shard"] == QUICKEST and given["strategy"] == "auto":
@@ -143,7 +143,7 @@ def _groups(text: str) -> RecoveryGroups:
 def _faults(
     specs: Sequence[str], random_kills: int | None, topology: Topology, given: Mapping[str, Any]
 ) -> tuple[fault_grammar.Fault, ...]:
-    """Those that were given, and the random ones; without either, the default."""
+    """Returns the given faults and the random ones; without either, the default kill."""
     chosen = tuple(fault_grammar.parse(spec) for spec in specs)
     if random_kills is None:
         return chosen or (default_kill(topology),)
@@ -153,7 +153,7 @@ def _faults(
 
 
 def default_kill(topology: Topology) -> fault_grammar.RankFault:
-    """`options.DEFAULT_KILL`, or what is most like it in a smaller drill: late, and not right behind a checkpoint."""
+    """Returns `options.DEFAULT_KILL`, or its equivalent in a smaller drill: late, and not right after a checkpoint."""
     step = min(17, topology.steps * 17 // 30)
     if step > 1 and step % topology.checkpoint_every == 0:
         step -= 1
@@ -166,8 +166,8 @@ def default_kill(topology: Topology) -> fault_grammar.RankFault:
 
 
 def check_paths(config: DrillConfig) -> None:
-    """Everything that will be written can be, before anything runs. Raises UsageError for what cannot be written, or
-    has too little room."""
+    """Checks before the run that all results can be written. Raises UsageError for a path that cannot be written or has
+    too little space."""
     check_file("--json", config.json_path)
     check_file("--html", config.html_path)
     check_directory("--directory", config.directory, empty=True)
@@ -184,7 +184,7 @@ def check_paths(config: DrillConfig) -> None:
 
 
 def drill(config: DrillConfig, check_stop: Callable[[], None]) -> int:
-    """Runs it and shows the report; the exit code."""
+    """Runs the drill, shows the report and returns the exit code."""
     with (
         work_directory(config.directory, keep=config.keep, name="drill") as (place, keep),
         LiveProgress() as progress,
@@ -215,8 +215,7 @@ def drill(config: DrillConfig, check_stop: Callable[[], None]) -> int:
 
 
 def write(config: DrillConfig, result: dict[str, Any]) -> None:
-    """The files that were asked for; each appears whole or not at all. Raises ServiceError for one that cannot be
-    written."""
+    """Writes the requested files; each appears whole or not at all. Raises ServiceError if one cannot be written."""
     try:
         if config.json_path is not None:
             write_whole(config.json_path, json.dumps(result, indent=2) + "\n", mode=None)

@@ -1,4 +1,4 @@
-"""One drill, checked: what `swift-ft drill` was asked for, and the command that asks for it again."""
+"""The validated configuration of one drill, and the command line that reproduces it."""
 
 import json
 import platform
@@ -20,69 +20,70 @@ from swift_ft.planner import SNAPSHOTTING, shrinks
 from swift_ft.planner.groups import RecoveryGroups
 
 TOKEN_LIFETIME_S = 4.0
-"""Of `--secure`: the run's ranks rest for longer than this once, and every connection's token has expired."""
+"""Lifetime of tokens with `--secure`. Ranks pause for longer than this once, so that the token of every connection
+expires."""
 
 
 SNAPSHOT_EVERY = 4
-"""With --strategy snapshot."""
+"""Default of `--snapshot-every` with `--strategy snapshot`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrillConfig:
-    """Frozen and valid once it exists; nothing has been started yet."""
+    """The configuration of a drill. Construction validates it (`UsageError`) before anything is started."""
 
     topology: Topology
     faults: tuple[Fault, ...]
     strategy: str = DEFAULTS["strategy"]
     checkpoint_mode: str = DEFAULTS["checkpoint_mode"]
     lost_shard: str = DEFAULTS["lost_shard"]
-    """Of a strategy that shrinks. Empty: "redistribute"."""
+    """Treatment of a lost rank's batches, for strategies that shrink the world. Empty: "redistribute"."""
     exact_gradients: str = DEFAULTS["exact_gradients"]
-    """Of "adaptive". "on" or "off", as the next one."""
+    """"on" or "off", for the strategy "adaptive"; so is `split_backward`."""
     split_backward: str = DEFAULTS["split_backward"]
     adaptive_memory: float = DEFAULTS["adaptive_memory"]
     staggered: str = DEFAULTS["staggered"]
     snapshot_every: int = DEFAULTS["snapshot_every"]
-    """Steps, of the strategies "snapshot" and "auto"."""
+    """Steps between snapshots, for the strategies "snapshot" and "auto"."""
     allow_inexact: bool = DEFAULTS["allow_inexact"]
     grow: str = DEFAULTS["grow"]
-    """step=N: lost ranks come back behind that step. Empty: never."""
+    """step=N: lost ranks rejoin after that step. Empty: never."""
     unfit: str = DEFAULTS["unfit"]
-    """rank=R,times=N: the place of a lost rank fails its health check. Empty: there is none."""
+    """rank=R,times=N: the place of a lost rank fails its health check N times. Empty: no health check."""
     groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)
-    """Stages that recover together; empty: every rank by itself."""
+    """Stages that recover together; empty: each rank recovers by itself."""
     seed: int = DEFAULTS["seed"]
     log_servers: int = DEFAULTS["log_servers"]
-    """Each as if on a machine of its own."""
+    """Number of log servers, each as if on a machine of its own."""
     copies: int = DEFAULTS["copies"]
-    """Of every record, on as many log servers."""
+    """Copies of every record, each on another log server."""
     spares: int = DEFAULTS["spares"]
     """Warm spare processes the launcher keeps."""
     warm_up: bool = DEFAULTS["warm_up"]
-    """Each victim waits until one has been warmed up as its rank."""
+    """Each victim waits until a spare has been warmed up as its rank."""
     model: str = DEFAULTS["model"]
     updates: str = DEFAULTS["updates"]
     data_parallel: str = DEFAULTS["data_parallel"]
-    """Who averages gradients over replicas: the session, or "ddp": torch's DistributedDataParallel."""
+    """Component that averages gradients over replicas: "session", or "ddp" (torch's DistributedDataParallel)."""
     optimizer: str = DEFAULTS["optimizer"]
     optimizer_implementation: str = DEFAULTS["optimizer_implementation"]
     """Empty: torch's choice."""
     undo: str = DEFAULTS["undo"]
     reduction: str = DEFAULTS["reduction"]
     helpers: int = DEFAULTS["helpers"]
-    """So many ranks help to replay a lost stage."""
+    """Number of ranks that help to replay a lost stage."""
     rehearse: str = DEFAULTS["rehearse"]
-    """When recoveries are rehearsed, as in `SessionConfig.rehearse`."""
+    """Times at which recoveries are rehearsed, as in `SessionConfig.rehearse`."""
     secure: bool = DEFAULTS["secure"]
-    """Over mutual TLS, and with tokens."""
+    """Use mutual TLS and tokens."""
     json_path: Path | None = DEFAULTS["json_path"]
     html_path: Path | None = DEFAULTS["html_path"]
     directory: Path | None = DEFAULTS["directory"]
-    """Where everything of the run is kept; None: a temporary directory, removed at the end."""
+    """Directory of both runs' files; None: a temporary one, removed at the end."""
     keep: bool = DEFAULTS["keep"]
     """Keep the temporary directory as well."""
     twin: Path | None = DEFAULTS["twin"]
-    """Directory of a failure-free run to compare with: used if finished there, made there if not."""
+    """Directory of the failure-free run: reused if finished there, otherwise run there."""
 
     def __post_init__(self) -> None:
         options.check(self._values())
@@ -130,7 +131,7 @@ class DrillConfig:
             )
 
     def _check_data_parallelism(self) -> None:
-        """What cannot go together."""
+        """Raises UsageError for options of data parallelism that conflict."""
         alone, wait_free = self.topology.replicas == 1, self.updates == "wait_free"
         for flag, value, harmless in (
             ("--updates", self.updates, "after_backward"),
@@ -161,74 +162,76 @@ class DrillConfig:
 
     @property
     def ordered_reduction(self) -> bool:
-        """Gradients are added in the order of data-parallel ranks, whatever the layout of the buckets is."""
+        """Returns whether gradients are summed in the order of data-parallel ranks, whatever the layout of the
+        buckets."""
         if self.data_parallel == "ddp":  # its group is the session's, whose sums are
             return True
         return self.reduction == "ordered" or (self.reduction == "auto" and self.topology.replicas > 2)
 
     @property
     def exact_reduction(self) -> bool:
-        """The sum does not depend on how a backend lays its buffers out: two addends have one order only."""
+        """Returns whether the sum is independent of the backend's buffer layout: two addends have only one order."""
         return self.topology.replicas < 3 or self.ordered_reduction
 
     @property
     def shrinks(self) -> bool:
-        """Slots of lost ranks stay vacant."""
+        """Returns whether slots of lost ranks stay vacant."""
         return shrinks(self.strategy) or (self.strategy == "auto" and bool(self.lost_shard))
 
     @property
     def drops(self) -> bool:
-        """Nobody computes the batches of lost ranks."""
+        """Returns whether the batches of lost ranks are dropped instead of computed by other ranks."""
         return self.finishes_cut_steps or (self.shrinks and self.lost_shard == "drop")
 
     @property
     def promises_no_bits(self) -> str:
-        """What was asked for that is close to the failure-free run, and not bit for bit. Empty: nothing."""
+        """Returns why the result is close to the failure-free run but not bit-identical; empty: it is bit-identical."""
         if self.exact_gradients == "off":
             return "gradients of lost ranks were added to other ranks' own"
         return "an arithmetic undo is not exact" if self.undo == "arithmetic" else ""
 
     @property
     def finishes_cut_steps(self) -> bool:
-        """A step that a loss cuts short is finished with the gradients of those that are left."""
+        """Returns whether a step interrupted by a loss is finished with the remaining ranks' gradients."""
         return self.strategy == "lossy-forward"
 
     @property
     def grown_at(self) -> int | None:
-        """The version at which lost ranks come back; None: they do not."""
+        """Returns the version at which lost ranks rejoin; None: they do not."""
         return shrinking.grown_at(self.grow)
 
     def _values(self) -> dict[str, Any]:
-        """Of all options, by the fields that hold them."""
+        """Returns the values of all options by field name."""
         return {
             field.name: getattr(part, field.name) for part in (self.topology, self) for field in fields(part)
         }
 
     def arguments(self) -> list[str]:
-        """The command line that makes this configuration, without where its results go."""
+        """Returns the command line of this configuration, without the options that name result files."""
         values = self._values()
         kills = {"faults": values.pop("faults")}
         return [*options.words(values, *Reach), *options.words(kills, Reach.DRILL)]
 
     def rerun(self) -> str:
-        """The exact command, for a shell."""
+        """Returns the exact command, quoted for a shell."""
         return shlex.join(["swift-ft", "drill", *self.arguments()])
 
     def trainer_arguments(self) -> list[str]:
-        """What the trainer of the drill is started with; the same for the failure-free twin."""
+        """Returns the trainer's arguments, the same for the failure-free twin."""
         return options.words(self._values(), Reach.BOTH)
 
     def recovery_arguments(self) -> list[str]:
-        """What the trainer of the run with faults gets besides: how to recover changes no bit of the twin."""
+        """Returns additional trainer arguments of the run with faults: recovery settings, which change no bit of the
+        twin."""
         rest = ["--rest-s", str(TOKEN_LIFETIME_S + 0.5)] if self.secure else []
         return [*options.words(self._values(), Reach.RUN), *rest]
 
     def identity(self) -> dict[str, object]:
-        """What two runs must share for their digests to be comparable."""
+        """Returns the settings and versions that two runs must share for their digests to be comparable."""
         return {"trainer": self.trainer_arguments(), "versions": versions()}
 
     def shape(self) -> dict[str, object]:
-        """`topology` of the report."""
+        """Returns `topology` of the report."""
         shape = self.topology
         return {
             "ranks": shape.ranks,
@@ -254,7 +257,7 @@ class DrillConfig:
 
 
 def versions() -> dict[str, str]:
-    """Of everything whose version can change the bits or the behaviour. Imports none of it."""
+    """Returns the versions of everything that can change bits or behaviour, without importing it."""
     by_package = {"python": platform.python_version(), "machine": platform.machine()}
     for name in ("swift-ft", "torch", "numpy", "grpcio", "protobuf"):
         try:
@@ -265,5 +268,5 @@ def versions() -> dict[str, str]:
 
 
 def same_identity(stored: object, wanted: Mapping[str, object]) -> bool:
-    """Compares as JSON, which is how it was stored."""
+    """Compares after a JSON round trip, because the stored identity is JSON."""
     return bool(stored == json.loads(json.dumps(wanted)))

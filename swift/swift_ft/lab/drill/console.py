@@ -1,4 +1,4 @@
-"""What a person sees: progress while the drill runs, and the report in short."""
+"""Terminal output: progress while the drill runs, and the short report."""
 
 import time
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ PHASE_COLOURS = {
     "rejoin": "green",
 }
 BAR_CELLS = 60
-# What the timeline shows; the report in JSON has everything.
+# Events that the timeline shows; the report in JSON has all of them.
 _MARKS = (
     "fault",
     "service_killed",
@@ -53,11 +53,12 @@ _MARKS = (
     "ready",
 )
 _MERGED = ("notice", "freed", "group_built", "ready", "restore_begin", "restore_end", "roll_forward")
-"""Every rank says them at about the same time: one line for all."""
+"""Events that every rank emits at about the same time: one line for all ranks."""
 
 
 class LiveProgress:
-    """A bar for each run on a terminal, nothing elsewhere. Never starts a thread: children die with theirs."""
+    """Progress bar for each run on a terminal; no output elsewhere. Never starts a thread: children die with the thread
+    that started them."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -94,7 +95,7 @@ class LiveProgress:
         self._progress.refresh()
 
     def tick(self) -> None:
-        """(again and again) Draws, but not more often than an eye can follow."""
+        """(called in each iteration of the run's loop) Redraws at most ten times per second."""
         if time.monotonic() - self._drawn > 0.1:
             self._drawn = time.monotonic()
             self._progress.refresh()
@@ -121,7 +122,7 @@ def seconds(value: float | None) -> str:
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """The verdict, and how it was come by."""
+    """Returns the verdict and its basis."""
     if result["verdict"] != "PASS":
         return str(result["verdict"])
     if result["exact"]:
@@ -134,7 +135,7 @@ def headline(result: Mapping[str, Any]) -> str:
 
 
 def describe(event: Mapping[str, Any]) -> str:
-    """One event in words."""
+    """Returns a description of one event."""
     name, rank = event["event"], event.get("rank")
     match name:
         case "fault":
@@ -201,7 +202,8 @@ def describe(event: Mapping[str, Any]) -> str:
 
 
 def timeline_rows(result: Mapping[str, Any]) -> list[tuple[float, str, str]]:
-    """(seconds since the first kill, who, what) of what matters, ranks that say the same in one row."""
+    """Returns (seconds since the first kill, source, description) of the relevant events. Ranks with the same event
+    share a row."""
     first_steps = [event for event in result["timeline"] if event["event"] in _MARKS]
     kills = [e["t"] for e in first_steps if e["event"] in ("fault", "service_killed")]
     start = min(kills, default=0.0)
@@ -229,7 +231,7 @@ def timeline_rows(result: Mapping[str, Any]) -> list[tuple[float, str, str]]:
 
 
 def phase_bar(phases: Mapping[str, float]) -> Text:
-    """The recovery as one line of coloured blocks, a phase as wide as it is long."""
+    """Returns the recovery as one line of coloured blocks, as many per phase as its share of the time."""
     total = phases["total"] or 1.0
     bar = Text()
     for name, colour in PHASE_COLOURS.items():
@@ -255,7 +257,7 @@ def _phases(result: Mapping[str, Any]) -> list[Any]:
 
 
 def facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(name, value) of what a person asks first; what does not apply is left out."""
+    """Returns (name, value) of the main results; those that do not apply are left out."""
     log, rates, undo = result["log"], result["throughput"], result["undo"]
     rows = [("faults", "\n".join(fault["spec"] for fault in result["faults"]))]
     if result["strategy"]:
@@ -373,7 +375,7 @@ def _facts(result: Mapping[str, Any]) -> Table:
 
 
 def show(result: Mapping[str, Any], console: Console | None = None) -> None:
-    """The short report, on stdout."""
+    """Prints the short report to stdout."""
     console = console or Console()
     timeline = Table(box=None, padding=(0, 1), show_header=False)
     timeline.add_column(justify="right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Where the runs of a command lie, and how a signal ends them."""
+"""The evidence of a drill, the facts derived from it, and the helpers of a command: work directory, signals, paths."""
 
 import contextlib
 import os
@@ -21,69 +21,69 @@ from swift_ft.lab.drill.verdict_checks import TRAINED_FIELDS, Comparison, Digest
 from swift_ft.lab.plan.profile import Profile
 from swift_ft.text import tell
 
-# What a report is made of, made once: what was asked for, what the drill left behind, and what follows from both.
+# The input of a report, built once: the configuration, the evidence of both runs, and the facts derived from them.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the drill looked at besides the trace."""
+    """Measurements of the drill other than the trace."""
 
     cores: int | None = None
-    """That all processes of the run share."""
+    """Number of cores, shared by all processes of the run."""
     in_log: Mapping[str, Mapping[int, int]] | None = None
-    """stream -> step -> raw bytes of the records that were in the log at the end; None: nobody looked."""
+    """stream -> step -> raw bytes of the records in the log at the end; None: not examined."""
     checkpoint_bytes: Mapping[int, int] | None = None
     """rank -> bytes of its last checkpoint."""
     fetched: Profile | None = None
-    """What `swift-ft plan` got of the job itself."""
+    """Profile that `swift-ft plan` fetched from the job itself."""
     not_fetched: str = ""
-    """Why there is none."""
+    """Reason that `fetched` is None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All that a drill leaves behind."""
+    """Everything collected from both runs of a drill."""
 
     events: Sequence[Event]
-    """Of the run with faults, by time."""
+    """Events of the run with faults, by time."""
     digests: Mapping[str, Digest]
     """``rank0-v10-g2`` (at a recovery) and ``rank0-v30`` (at the end) -> digests."""
     twin_digests: Mapping[str, Digest]
     """``rank0-v10`` -> digests, for every version."""
     exit_code: int | None
-    """Of the run's launcher; None: it did not end by itself."""
+    """Exit code of the run's launcher; None: it did not exit by itself."""
     stalled: bool = False
-    """It was cut off because nothing happened any more."""
+    """The run was cut off because its trace showed no progress."""
     twin_exit_code: int | None = None
     twin_recoveries: int = 0
     fired: frozenset[str] = frozenset()
-    """Ids of the faults that were carried out."""
+    """Ids of the faults that were injected."""
     corruption: Mapping[str, Any] | None = None
-    """What the drill flipped in the live log."""
+    """The bit that the drill flipped in the live log or in a checkpoint."""
     log: Mapping[str, Any] | None = None
-    """``records`` and ``bytes`` in the log."""
+    """``records`` and ``bytes`` that were logged."""
     negative_control: Mapping[str, Any] | None = None
     calculated: Mapping[int, Digest] = field(default_factory=dict)
-    """version -> what an independent calculation has of a run that drops batches; empty: none was asked for."""
+    """version -> digests of an independent calculation of a run that drops batches; empty: not calculated."""
     twin_losses: loss.Losses = field(default_factory=dict)
     measured: Measured = field(default_factory=Measured)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Every part of the report takes this, and nothing else but the recovery that it is about."""
+    """Common input of all parts of the report."""
 
     asked: DrillConfig
     evidence: Evidence
     recoveries: Sequence[Recovery]
-    """In order of time."""
+    """Recoveries, by time."""
     at_recovery: Sequence[Comparison]
-    """With the failure-free run, where each recovery led."""
+    """Comparison with the failure-free run at the version that each recovery reached."""
     at_end: Comparison
 
     @classmethod
     def of(cls, asked: DrillConfig, evidence: Evidence) -> Self:
-        """Behind what was asked for and promises no bits, digests may differ."""
+        """Compares digests at each recovery and at the end. After a requested inexact operation digests may differ."""
         recoveries = timeline.recoveries(evidence.events)
         at_recovery: list[Comparison] = []
         inexact = False
@@ -112,33 +112,33 @@ class Facts:
 
     @property
     def events(self) -> Sequence[Event]:
-        """Of the run with faults, by time."""
+        """Returns the events of the run with faults, by time."""
         return self.evidence.events
 
     @property
     def measured(self) -> Measured:
-        """Besides the trace."""
+        """Returns the measurements other than the trace."""
         return self.evidence.measured
 
     @property
     def comparisons(self) -> list[Comparison]:
-        """At each recovery, and at the end."""
+        """Returns the comparisons at each recovery and at the end."""
         return [*self.at_recovery, self.at_end]
 
     @property
     def fell_back(self) -> list[str]:
-        """Why recoveries went back to a checkpoint, those that did."""
+        """Returns the reasons of the recoveries that restored a checkpoint."""
         return [recovery.fell_back for recovery in self.recoveries if recovery.fell_back]
 
 
 def _as_calculated(theirs: Digest, evidence: Evidence, version: int) -> Digest:
-    """Of a rank of the failure-free run: all but what is trained, which is the calculation's."""
+    """Returns a failure-free rank's digest with the trained fields replaced by those of the calculation."""
     others = {name: value for name, value in theirs.items() if name not in TRAINED_FIELDS}
     return {**others, **evidence.calculated.get(version, {})}
 
 
 class Stopped(BaseException):
-    """A signal asked the command to end."""
+    """Raised after a signal that asks the command to end."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -146,7 +146,7 @@ class Stopped(BaseException):
 
 
 class Signals:
-    """Notes SIGINT, SIGTERM and SIGHUP; `check` acts on them where it is safe to."""
+    """Records SIGINT, SIGTERM and SIGHUP; `check` raises where the caller can stop safely."""
 
     def __init__(self) -> None:
         self.signum = 0
@@ -157,14 +157,14 @@ class Signals:
         self.signum = number
 
     def check(self) -> None:
-        """Raises Stopped if one has come."""
+        """Raises Stopped if a signal has arrived."""
         if self.signum:
             raise Stopped(self.signum)
 
 
 def until_stopped(name: str, run: Callable[[Callable[[], None]], int]) -> int:
-    """The exit code of a command. `run` gets a call that ends it where a signal has come, and gives the code. Whatever
-    it raises is said."""
+    """Returns the exit code of a command. `run` gets a call that raises Stopped after a signal, and returns the code.
+    Errors that it raises are printed and turned into exit codes."""
     signals = Signals()
     try:
         return run(signals.check)
@@ -184,8 +184,8 @@ def until_stopped(name: str, run: Callable[[Callable[[], None]], int]) -> int:
 
 @contextlib.contextmanager
 def work_directory(given: Path | None, *, keep: bool, name: str) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """(where the runs lie, a call that keeps it). Without a `given` one it is temporary, and removed at the end unless
-    it is kept; `name` is what it belongs to."""
+    """Yields (directory of the runs, a call that keeps it). Without `given` the directory is temporary and removed at
+    the end unless kept. `name`: the command that it belongs to."""
     if given is not None:
         yield given.resolve(), lambda: None
         return
@@ -206,7 +206,7 @@ def work_directory(given: Path | None, *, keep: bool, name: str) -> Iterator[tup
 
 
 def check_file(flag: str, path: Path | None) -> None:
-    """Raises UsageError if it cannot be written."""
+    """Raises UsageError if the file cannot be written."""
     if path is None:
         return
     if path.is_dir() or not path.parent.is_dir():
@@ -216,7 +216,7 @@ def check_file(flag: str, path: Path | None) -> None:
 
 
 def check_directory(flag: str, directory: Path | None, *, empty: bool) -> None:
-    """Makes it. Raises UsageError if it cannot be used."""
+    """Creates the directory. Raises UsageError if it cannot be used."""
     if directory is None:
         return
     try:

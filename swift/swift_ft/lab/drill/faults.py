@@ -1,10 +1,10 @@
-"""What each fault of ``--kill`` needs to be possible in a drill. The grammar is `swift_ft.fault_grammar`.
+"""Checks that the faults of ``--kill`` are possible in a drill. The grammar is `swift_ft.fault_grammar`.
 
-`check` knows the topology, and raises `UsageError` with one line that names what would be allowed.
+`check` knows the topology, and raises `UsageError` with one line that names the allowed values.
 
-The runtime inside a rank fires rank faults (`swift_ft.fault_grammar`). With "hold" it waits for the drill's word, so
-that the drill can flip its bit at a moment when the rank is certain to die and nothing has been read back yet, and so
-that several victims of one step die at once.
+The runtime inside a rank injects rank faults (`swift_ft.fault_grammar`). With "hold" it waits for the drill's release.
+So the drill can flip its bit when the rank is certain to die and no record has been read back yet, and several victims
+of one step die together.
 """
 
 import json
@@ -32,7 +32,7 @@ from swift_ft.planner import shrinks
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.planner.strategies import may_copy, may_finish, may_replay
 
-# What ranks are told of the faults that they carry out themselves (`swift_ft.fault_grammar`).
+# The faults that ranks inject themselves, as passed to them (`swift_ft.fault_grammar`).
 
 
 def to_environment(
@@ -44,9 +44,9 @@ def to_environment(
     strategy: str = "auto",
     each_held: bool = False,
 ) -> str:
-    """`pauses`: id -> the step before which rank `paused` waits for ``<id>.go``. `topology`: who dies with half an
-    update applied waits for its replicas; so does who dies in a reduction that these are to finish. `each_held`: every
-    victim waits for the drill's word."""
+    """Returns the JSON list of faults for `ENV_FAULTS`. `pauses`: id -> the step before which rank `paused` waits for
+    ``<id>.go``. `topology`: lets a victim that dies with half an update applied wait for its replicas, and so a victim
+    in a reduction that the replicas are to finish. `each_held`: every victim waits for the drill's release."""
     waits = {"update", "reduce"} if may_finish(strategy) else {"update"}
     held = {index for group in fault_grammar.held_together(faults, each=each_held) for index in group}
 
@@ -55,7 +55,7 @@ def to_environment(
             return []
         if (
             fault.bucket is not None
-        ):  # replicas come to the middle, which may wait for what is behind that bucket
+        ):  # replicas report in the middle of the phase, where they may wait for what follows that bucket
             return []
         gone = _lost_before(fault, faults) if shrinks(strategy) else set()
         return [r for r in topology.replicas_of(fault.rank) if r not in {fault.rank, *gone}]
@@ -69,13 +69,13 @@ def to_environment(
 
 
 def _lost_before(fault: RankFault, faults: Sequence[Fault]) -> set[int]:
-    """The ranks that are killed in an earlier step."""
+    """Returns the ranks that are killed in an earlier step."""
     steps = {other.rank: other.step for other in faults if isinstance(other, RankFault)}
     return {rank for rank, step in steps.items() if step is not None and step < (fault.step or 0)}
 
 
 SNAPSHOT = "snapshot"
-"""The strategy under which a state is copied without a replica."""
+"""Strategy under which a state is copied without a replica."""
 
 
 def check(
@@ -87,7 +87,7 @@ def check(
     log_servers: int = 1,
     groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
 ) -> None:
-    """Refuses faults that this topology cannot have. Raises `UsageError`."""
+    """Raises `UsageError` for faults that this topology cannot have."""
     for fault in faults:
         _check_kind(fault)
         match fault:
@@ -113,7 +113,7 @@ def check(
 
 
 def _check_kind(fault: Fault) -> None:
-    """A drill kills, and flips bits."""
+    """Raises `UsageError` unless the fault is a kill or a bit flip at coordinates: a drill supports no others."""
     others = isinstance(fault, FillFault) or (isinstance(fault, RankFault) and fault.kind != "kill")
     timed = getattr(fault, "at_s", None) is not None or getattr(fault, "for_s", None) is not None
     if others or timed or (isinstance(fault, CoordinatorFault) and not fault.state):
@@ -123,7 +123,7 @@ def _check_kind(fault: Fault) -> None:
 
 
 def phases_of(topology: Topology, updates: str, strategy: str = "auto") -> tuple[str, ...]:
-    """The phases in which a rank can be killed here."""
+    """Returns the phases in which a rank can be killed here."""
     absent = {"reduce", "update", "copy", "finish"} if topology.replicas == 1 else set()
     if topology.schedule not in SPLITTING:
         absent |= {"weights"}
@@ -255,7 +255,7 @@ def _check_corrupt_checkpoint(
 
 
 def victim_of(fault: CorruptFault | CorruptCheckpointFault, faults: Sequence[Fault]) -> RankFault | None:
-    """The rank fault under which the log, or a checkpoint, is corrupted."""
+    """Returns the fault of the rank that dies in the step whose log or checkpoint is corrupted; None: there is none."""
     for other in faults:
         if isinstance(other, RankFault) and other.step == fault.step and other.phase not in RECOVERY_PHASES:
             return other
@@ -268,17 +268,18 @@ def corrupted_stream(
     topology: Topology,
     groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
 ) -> str:
-    """The stream named, or the first that the victim's replay reads."""
+    """Returns the named stream, or the first one that the victim's replay reads."""
     victim = victim_of(fault, faults)
     assert victim is not None, "check() ran first"
     return fault.stream or topology.replay_streams(victim.rank, groups)[0]
 
 
 def all_get_there(group: Sequence[Fault], topology: Topology) -> bool:
-    """Whether none of these victims of one step needs anything of another that stands where it dies.
+    """Returns whether no victim of this step depends on another that is held where it dies.
 
-    Those of different pipelines do not, as long as no gradients are reduced; nor do those that have all ended the
-    step before. Of one pipeline a rank may wait for what its neighbour would send next; for these it is not worked out.
+    Victims in different pipelines are independent while no gradients are reduced, and so are victims that have all
+    ended the step before. A victim may wait for a neighbour in the same pipeline; that case is not analysed and returns
+    False.
     """
     ranks = [fault.rank for fault in group if isinstance(fault, RankFault)]
     phases = {fault.phase for fault in group if isinstance(fault, RankFault)}

@@ -1,7 +1,7 @@
-"""A drill of the health check before rejoin: the place of a lost rank is not fit at first (`--unfit rank=R,times=N`).
+"""Drill of the health check before rejoin: the place of a lost rank is unfit at first (`--unfit rank=R,times=N`).
 
-The launcher is given a health check (`swift-ft run --health-check`), which is in this module: it fails for that place
-until it was asked so often. What the report says comes from the launcher's trace.
+The launcher runs the health check of this module (`swift-ft run --health-check`), which fails the given number of times
+for that place. The report uses the launcher's trace.
 """
 
 import os
@@ -37,7 +37,7 @@ class Unfit:
 
     @classmethod
     def parse(cls, spec: str) -> "Unfit":
-        """Raises UsageError."""
+        """Parses the value of `--unfit`. Raises UsageError."""
         match = re.fullmatch(r"rank=([0-9]{1,6})(?:,times=([0-9]{1,3}))?", spec.strip().lower())
         times = int(match[2] or 1) if match else 0
         if match is None or not 1 <= times <= CHECKS_MAX:
@@ -46,7 +46,7 @@ class Unfit:
 
     @property
     def given_up(self) -> bool:
-        """The place gets no process any more."""
+        """Returns whether the launcher gives the place up."""
         return self.times >= CHECKS_MAX
 
 
@@ -55,7 +55,7 @@ def asked(config: "DrillConfig") -> Unfit | None:
 
 
 def check(config: "DrillConfig") -> None:
-    """Refuses what cannot be shown. Raises UsageError."""
+    """Raises UsageError for configurations in which the health check would show no effect."""
     unfit = asked(config)
     if unfit is None:
         return
@@ -92,7 +92,7 @@ def environment(config: "DrillConfig") -> dict[str, str]:
 
 
 def fit() -> bool:
-    """(in a process of the check) The health check itself. One machine: a rank is a local rank."""
+    """(in the health check's process) Returns whether the place is fit. On one machine a rank is a local rank."""
     unfit = Unfit.parse(os.environ[ENV_UNFIT])
     if os.environ["SWIFT_HEALTH_CHECK"] == "start" or int(os.environ["LOCAL_RANK"]) != unfit.rank:
         return True
@@ -110,7 +110,7 @@ def fit() -> bool:
 
 
 def checks(facts: "Facts") -> list[Check]:
-    """The place failed as often as it was to, and had no process before it passed."""
+    """Checks that the place failed as often as requested, and got no process before it passed."""
     unfit = asked(facts.asked)
     if unfit is None:
         return []
@@ -118,7 +118,7 @@ def checks(facts: "Facts") -> list[Check]:
     return [
         Check(
             "the place was not fit as often as it was to be",
-            # A place that is given up is tried as long as the job lasts.
+            # A place that is to be given up may have failed fewer checks when the job ends.
             len(failed) == unfit.times or (unfit.given_up and bool(failed)),
             f"{len(failed)} health checks failed",
         ),
@@ -127,7 +127,7 @@ def checks(facts: "Facts") -> list[Check]:
 
 
 def _checked(facts: "Facts", rank: int) -> list[dict[str, Any]]:
-    """The health checks of that rank's place after its loss. One machine: its local rank is its rank."""
+    """Returns the health checks of that rank's place after its loss. On one machine its local rank is its rank."""
     begun = [event for event in facts.events if event["event"] == "place_check_begin"]
     start = sum(event["local_rank"] == rank and event["because"] == "start" for event in begun)
     ended = [
@@ -149,12 +149,12 @@ def _used_unfit(facts: "Facts", unfit: Unfit) -> tuple[bool | None, str]:
 
 
 def _given(facts: "Facts", rank: int) -> list[dict[str, Any]]:
-    """The processes that have got that rank after its first one."""
+    """Returns the "spare_assigned" events of that rank after its first process."""
     return [e for e in facts.events if e["event"] == "spare_assigned" and e["rank"] == rank][1:]
 
 
 def section(facts: "Facts") -> dict[str, Any] | None:
-    """`gate` of the report; None: no health check was asked for."""
+    """Returns `gate` of the report; None: no health check was asked for."""
     unfit = asked(facts.asked)
     if unfit is None:
         return None

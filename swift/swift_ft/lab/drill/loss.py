@@ -1,8 +1,8 @@
-"""Loss curves of both runs, side by side.
+"""Loss curves of both runs, compared step by step.
 
-A loss is averaged over the data-parallel ranks that both runs have told at that step. What an arithmetic undo gets
-wrong is a few ulps of a parameter: it moves the drill's losses by 1e-7 of their size, 150 steps later still. A step
-that is lost, doubled, or applied in some of the buckets only moves them by 1e-3 and more. The bound lies between.
+A loss is averaged over the data-parallel ranks whose loss both runs report at that step. An arithmetic undo is wrong by
+a few ulps of a parameter: it moves the drill's losses by 1e-7 of their size, also 150 steps later. A step that is lost,
+repeated, or applied in only some of the buckets moves them by 1e-3 or more. The bound lies between.
 """
 
 import math
@@ -17,12 +17,12 @@ from swift_ft.lab.drill.verdict_checks import Check
 
 WIDTH, HEIGHT = 960, 280
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 34
-"""Pixels: of the drawing, and of the margins that hold the labels."""
+"""Pixels of the drawing, and of the margins that hold the labels."""
 TWIN_COLOUR, OWN_COLOUR, KILL_COLOUR = "#8c959f", "#0969da", "#cf222e"
 
 
 def loss_curves(loss: Mapping[str, Any] | None, kills: Iterable[int | None]) -> str:
-    """A section with both runs' curves over the steps, and a line at each kill; empty without losses."""
+    """Returns a section with both runs' curves over the steps and a line at each kill; empty without losses."""
     if loss is None:
         return ""
     steps: list[int] = loss["steps"]
@@ -37,7 +37,7 @@ def loss_curves(loss: Mapping[str, Any] | None, kills: Iterable[int | None]) -> 
             f'<line class="kill" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" '
             f'stroke="{KILL_COLOUR}" stroke-dasharray="3 3"><title>kill in step {step}</title></line>'
         )
-    # The wide one below: where both are the same, both are seen.
+    # The wide curve is drawn first, so that both are visible where they coincide.
     for name, colour, width in (("failure_free", TWIN_COLOUR, 5), ("recovered", OWN_COLOUR, 1.6)):
         for run in _runs(steps, loss[name]):
             points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in run)
@@ -60,7 +60,7 @@ def loss_curves(loss: Mapping[str, Any] | None, kills: Iterable[int | None]) -> 
 
 
 def _runs(steps: Sequence[int], values: Sequence[float | None]) -> list[list[Point]]:
-    """Neighbouring finite values; one that is not finite is a gap."""
+    """Returns runs of consecutive finite values; a value that is not finite is a gap."""
     runs: list[list[Point]] = [[]]
     for step, value in zip(steps, values, strict=True):
         if value is None:
@@ -85,14 +85,14 @@ def _grid(x: Scale, y: Scale, steps: Sequence[int], known: Sequence[float]) -> l
 
 
 TOLERANCE = 1e-4
-"""Of the loss, at every single step."""
+"""Allowed relative difference of the loss, at every single step."""
 
 Losses = Mapping[int, Mapping[int, float]]
 """step -> data-parallel rank -> loss"""
 
 
 def losses(events: Sequence[Event]) -> dict[int, dict[int, float]]:
-    """Of the last time that each step was done: a step that was dropped is done again."""
+    """Returns step -> data-parallel rank -> loss. A dropped step is done again; the last loss counts."""
     losses_of: dict[int, dict[int, float]] = {}
     for event in events:
         if event["event"] == "loss":
@@ -103,7 +103,7 @@ def losses(events: Sequence[Event]) -> dict[int, dict[int, float]]:
 def curves(
     ours: Losses, twin: Losses, steps: int, dp_size: int, *, vacancies: bool = False
 ) -> dict[str, Any] | None:
-    """`loss` of the report; None: there are no losses in a trace. `vacancies`: ranks that are lost tell none."""
+    """Returns `loss` of the report, or None if a trace has no losses. `vacancies`: lost ranks report none."""
     rows = []
     for step in sorted(ours):
         common = sorted(ours[step].keys() & twin.get(step, {}).keys())
@@ -126,7 +126,7 @@ def curves(
         "recovered": [_finite(row[1]) for row in rows],
         "failure_free": [_finite(row[2]) for row in rows],
         "whole": whole,
-        # Not a number is the largest of all.
+        # NaN counts as the largest difference.
         "largest_relative_difference": None if any(map(math.isnan, relative)) else _finite(max(relative)),
         "final_window_steps": window,
         "final": {
@@ -139,7 +139,7 @@ def curves(
 
 
 def check_losses(loss: Mapping[str, Any] | None) -> Check:
-    """Is it the failure-free run's at every step?"""
+    """Checks that the loss equals the failure-free run's at every step, within `TOLERANCE`."""
     name = "the loss curve is the failure-free run's"
     if loss is None or not loss["whole"]:
         return Check(name, None, "losses of some steps are not in the traces")
@@ -157,7 +157,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no word for the others."""
+    """Returns None for NaN and infinities, which JSON cannot express."""
     return value if math.isfinite(value) else None
 
 

@@ -1,7 +1,8 @@
-"""What the strategy "lossy-forward" adds to a report: of what buckets were made, in a step that a loss had cut short.
+"""The report's part on the strategy "lossy-forward": the contributors of each bucket in a step interrupted by a loss.
 
-Every rank that has finished such a step tells it (event "lossy_step"). The drill calculates the step from there
-(`swift_ft.lab.drill.calculation`), so what is told must be what was done, bit for bit, and here it must be what can be.
+Every rank that has finished such a step reports its buckets (event "lossy_step"). The drill recomputes the step from
+them (`swift_ft.lab.drill.calculation`), so the report must match what was done, bit for bit. The checks here verify
+that the reported buckets are possible.
 """
 
 from collections import Counter
@@ -14,11 +15,11 @@ from swift_ft.lab.drill.timeline import Event
 from swift_ft.lab.drill.verdict_checks import Check
 
 Bucket = Mapping[str, Any]
-"""`parameters`: numbers in the optimizer's order; `contributors`: data-parallel ranks; `divisor`."""
+"""One bucket. `parameters`: indices in the optimizer's order; `contributors`: data-parallel ranks; `divisor`."""
 
 
 def told(events: Sequence[Event]) -> dict[int, list[Bucket]]:
-    """Step -> its buckets, as the first rank has told them."""
+    """Returns step -> its buckets, as reported by the first rank."""
     steps: dict[int, list[Bucket]] = {}
     for event in events:
         if event["event"] == "lossy_step":
@@ -27,7 +28,7 @@ def told(events: Sequence[Event]) -> dict[int, list[Bucket]]:
 
 
 def checks(facts: Facts) -> list[Check]:
-    """Those that a drill of this strategy needs besides."""
+    """Returns the additional checks of a drill of this strategy."""
     if not facts.asked.finishes_cut_steps:
         return []
     return [
@@ -39,7 +40,7 @@ def checks(facts: Facts) -> list[Check]:
 
 
 def _finished(facts: Facts) -> set[tuple[int, int]]:
-    """(rank, step)"""
+    """Returns (rank, step) of every interrupted step that a rank finished, according to the plans."""
     return {
         (rank, recovery.target_version - 1)
         for recovery in facts.recoveries
@@ -49,8 +50,8 @@ def _finished(facts: Facts) -> set[tuple[int, int]]:
 
 
 def _finished_check(facts: Facts) -> Check:
-    """A rank that is killed in a reduction waits until the others are in it
-    (`swift_ft.lab.drill.faults`)."""
+    """Checks that steps with an interrupted reduction were finished. A rank killed in a reduction waits until the
+    others are in it (`swift_ft.lab.drill.faults`)."""
     cut = {
         fault.step
         for fault in facts.asked.faults
@@ -61,7 +62,7 @@ def _finished_check(facts: Facts) -> Check:
 
 
 def _told_check(facts: Facts) -> Check:
-    """Whoever has finished a step that was cut short has told of it, and nobody has told of another one."""
+    """Checks that exactly the ranks that finished an interrupted step reported its buckets."""
     finished = _finished(facts)
     have_told = {(int(e["rank"]), int(e["step"])) for e in facts.events if e["event"] == "lossy_step"}
     return Check(
@@ -82,7 +83,8 @@ def _alike_check(facts: Facts) -> Check:
 
 
 def _possible_check(step: int, facts: Facts) -> Check:
-    """Each parameter is in one bucket; each bucket is the mean of those that were there at a time."""
+    """Checks that each parameter is in one bucket, and that each bucket is the mean over ranks that were present
+    together."""
     name = f"the buckets of step {step} are means of ranks that were there together"
     buckets = told(facts.events)[step]
     numbers = sorted(number for bucket in buckets for number in bucket["parameters"])
@@ -97,7 +99,7 @@ def _possible_check(step: int, facts: Facts) -> Check:
 
 
 def _worlds(step: int, facts: Facts) -> list[set[int]]:
-    """The ranks that were there in each generation in which this step may have been reduced."""
+    """Returns the ranks present in each generation in which this step may have been reduced."""
     ranks = set(range(facts.asked.topology.ranks))
     before: set[int] = ranks
     worlds = []
@@ -105,14 +107,14 @@ def _worlds(step: int, facts: Facts) -> list[set[int]]:
         after = ranks - recovery.vacant
         if recovery.target_version is not None and recovery.target_version - 1 == step:
             worlds += [before, after]
-            # A second loss in the same recovery: each of the lost may have been the first one.
+            # Several losses in the same recovery: each of the lost ranks may have been the first.
             worlds += [before - {rank} for rank in before - after]
         before = after
     return worlds
 
 
 def section(facts: Facts) -> list[dict[str, Any]] | None:
-    """`lossy` of the report: the steps that were cut short; None with another strategy."""
+    """Returns `lossy` of the report: the interrupted steps; None with another strategy."""
     if not facts.asked.finishes_cut_steps:
         return None
     return [
@@ -132,7 +134,7 @@ def section(facts: Facts) -> list[dict[str, Any]] | None:
 
 
 def words(section: Sequence[Mapping[str, Any]] | None) -> str:
-    """A line for each step that was cut short: of whose gradients its buckets are means."""
+    """Returns a line for each interrupted step, with the ranks whose gradients its buckets average."""
     lines = []
     for cut in section or ():
         kinds = Counter(tuple(bucket["contributors"]) for bucket in cut["buckets"])

@@ -39,7 +39,7 @@ _MADE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 def make_optimizer(
     name: str, implementation: str, parameters: Iterable[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """`implementation`: one of `IMPLEMENTATIONS`, or empty for torch's choice."""
+    """Creates an optimizer. `implementation`: one of `IMPLEMENTATIONS`, or empty for torch's choice."""
     kind, settings = _MADE[name]
     if implementation:
         settings = {**settings, "foreach": implementation == "foreach"}
@@ -52,7 +52,7 @@ def make_optimizer(
 
 
 class _Paced(torch.autograd.Function):
-    """Takes its time, once in the forward and once in the backward; changes nothing."""
+    """Identity that sleeps once in the forward and once in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
@@ -67,8 +67,8 @@ class _Paced(torch.autograd.Function):
 
 
 def paced(x: Tensor, forward_s: float, backward_s: float) -> Tensor:
-    """`x`, after a wait of `forward_s`; its gradient comes after one of `backward_s`. As a device would take them: the
-    rank's thread waits, and no core is busy."""
+    """Returns `x` after a wait of `forward_s`; its gradient comes after a wait of `backward_s`. As with a device, the
+    rank's thread waits and no core is busy."""
     return _Paced.apply(x, forward_s, backward_s)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -128,20 +128,20 @@ class StageModule(nn.Module):
 
 
 def make_stage(config: ModelConfig, stage: int, num_stages: int, seed: int) -> StageModule:
-    """A stage with weights that depend on (seed, stage) alone."""
+    """Creates a stage whose weights depend on (seed, stage) only."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed((seed * 4096 + stage) % 2**63)
         return StageModule(config, stage, num_stages)
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of the next byte, averaged over a microbatch."""
+    """Returns the cross entropy of the next byte, averaged over a microbatch."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def standard_library(limit: int = 1 << 20) -> bytes:
-    """The first `limit` bytes of the interpreter's own library sources, in a fixed order. Raises ServiceError if
-    there are hardly any."""
+    """Returns the first `limit` bytes of the interpreter's own library sources, in a fixed order. Raises ServiceError
+    if there are fewer than 64 KiB."""
     root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for path in sorted(root.glob("*.py")):
@@ -154,7 +154,8 @@ def standard_library(limit: int = 1 << 20) -> bytes:
 
 
 class ByteLoader:
-    """Batches of (inputs, targets), each [batch, S] int64, at offsets drawn from (seed, dp_rank, position).
+    """Iterator over batches of (inputs, targets), each [batch, S] int64, at offsets drawn from (seed, dp_rank,
+    position).
 
     Its whole state is the position, so a restored loader gives the same batch again.
     """

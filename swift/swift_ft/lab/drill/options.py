@@ -1,7 +1,7 @@
-"""Every option of `swift-ft drill`, stated once.
+"""The table of all options of `swift-ft drill`.
 
-The command's flags and help, the trainer's flags, the configuration's defaults, what is refused by itself, and the
-command that asks for a drill again come from this table. A new option is an entry here and a field of `DrillConfig`.
+The command's flags and help, the trainer's flags, the configuration's defaults, the checks of single values, and the
+command that reproduces a drill come from this table. A new option is an entry here and a field of `DrillConfig`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from swift_ft.planner.types import LOST_SHARDS, QUICKEST
 from swift_ft.state import MODES as CHECKPOINT_MODES
 
 IMPLEMENTATIONS = ("for-loop", "foreach", "fused")
-# name -> torch's versions of it; none of those that are the project's own
+# name -> torch's implementations of it; the project's own optimizers have none
 OPTIMIZERS = {
     "adamw": IMPLEMENTATIONS,
     "sgd": IMPLEMENTATIONS,
@@ -37,45 +37,45 @@ DEFAULT_KILL = "rank=2,step=17,microbatch=3,phase=backward"
 
 
 class Reach(Enum):
-    """Who has to know."""
+    """Processes that an option is passed to."""
 
     DRILL = auto()
     """The drill alone."""
     RUN = auto()
-    """The trainer of the run with faults as well: how to recover changes no bit of the twin."""
+    """The trainer of the run with faults as well: recovery settings, which change no bit of the twin."""
     BOTH = auto()
-    """The trainers of both runs, whose digests are comparable only if it is the same."""
+    """The trainers of both runs: their digests are comparable only if the option is the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One option of the drill's command line, and what it means for the run."""
+    """One option of the drill's command line, and its effect on the run."""
 
     name: str
-    """Without the dashes."""
+    """The flag without the leading dashes."""
     help: str = ""
     metavar: str = "NAME"
     """Empty: the option is a switch."""
     kind: type = str
     default: Any = ""
-    """Help does not show "" and None."""
+    """The default. Help does not show "" and None."""
     known: tuple[str, ...] = ()
-    """The values that there are; case, and - for _, do not matter."""
+    """Valid values; case, and - for _, do not matter."""
     bounds: tuple[float, float] | None = None
     several: bool = False
-    """It may be given several times."""
+    """The option may be given several times."""
     field: str = ""
-    """Of `DrillConfig` or `Topology`, if it is not the name with underscores."""
+    """Field of `DrillConfig` or `Topology`, if it differs from the name with underscores."""
     reach: Reach = Reach.DRILL
     updates: bool = False
-    """Help has it under "updates": from gradients to parameters, and back."""
+    """The option is in the help's group "updates": from gradients to parameters, and back."""
 
     @property
     def attribute(self) -> str:
         return self.field or self.name.replace("-", "_")
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
-        """Its flag, with a help that names known values and the default."""
+        """Adds the flag, with a help that lists known values and the default."""
         flag = f"--{self.name}"
         description = ": ".join(filter(None, [self.help, ", ".join(self.known)]))
         if not self.metavar:
@@ -87,13 +87,13 @@ class Option:
             parser.add_argument(flag, type=self.kind, default=self.default, metavar=self.metavar, help=shown)
 
     def value(self, given: Any) -> Any:
-        """What was given, as the table spells it."""
+        """Returns the given value in the table's spelling."""
         if not self.known:
             return given
         return next((known for known in self.known if _plain(known) == _plain(given)), given)
 
     def check(self, value: Any) -> None:
-        """Raises UsageError for a value that cannot be, whatever the others are."""
+        """Raises UsageError for a value that is invalid whatever the other options are."""
         if self.known and value != self.default and value not in self.known:
             raise UsageError(f"unknown --{self.name} {value!r}: one of {', '.join(self.known)}")
         if self.bounds is not None:
@@ -102,7 +102,7 @@ class Option:
                 raise UsageError(f"--{self.name} must be {least:g} to {_power(int(most))}, not {value}")
 
     def words(self, value: Any) -> list[str]:
-        """That ask for this value."""
+        """Returns the command-line words for this value."""
         if not self.metavar:
             return [f"--{self.name}"] if value else []
         values = value if self.several else [value]
@@ -379,32 +379,32 @@ OPTIONS = (
 _BY_ATTRIBUTE = {option.attribute: option for option in OPTIONS}
 DEFAULTS = {attribute: option.default for attribute, option in _BY_ATTRIBUTE.items()}
 _RESULTS = ("json", "html", "directory", "keep", "twin")
-"""Where results go: no part of what is asked for again."""
+"""Options for result files, which are no part of the command that reproduces a drill."""
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """All of them."""
+    """Adds all options."""
     updates = parser.add_argument_group("updates")
     for option in OPTIONS:
         option.add_to(updates if option.updates else parser)
 
 
 def add_trainers_to(parser: argparse.ArgumentParser) -> None:
-    """Those that reach the trainer."""
+    """Adds the options of the trainer."""
     for option in OPTIONS:
         if option.reach is not Reach.DRILL:
             option.add_to(parser)
 
 
 def check(values: Mapping[str, Any]) -> None:
-    """`values`: by attribute. Raises UsageError for one that cannot be, whatever the others are."""
+    """Checks each value by itself. `values`: by attribute. Raises UsageError for an invalid one."""
     for attribute, value in values.items():
         if attribute in _BY_ATTRIBUTE:
             _BY_ATTRIBUTE[attribute].check(value)
 
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was given, by attribute."""
+    """Returns the given values by attribute."""
     return {
         option.attribute: option.value(getattr(arguments, option.name.replace("-", "_")))
         for option in OPTIONS
@@ -412,8 +412,8 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def words(values: Mapping[str, Any], *reaches: Reach) -> list[str]:
-    """The options that reach so far, for a command line. Those of the drill alone are left out where they are the
-    default, and where they say what becomes of the results."""
+    """Returns the command-line words of the options with one of these reaches. Options of the drill alone are left out
+    if they have their default or name result files."""
     return [
         word
         for option in OPTIONS

@@ -1,4 +1,4 @@
-"""The report as one self-contained page: no script, no font, no picture from elsewhere."""
+"""The report as one self-contained page, without scripts, fonts or pictures from elsewhere."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ PHASE_COLOURS = {
 STEP_COLOUR, REPLAY_COLOUR, KILL_COLOUR = "#b6d7ff", "#8250df", "#cf222e"
 
 WIDTH, LEFT, LANE = 960, 96, 26
-"""Pixels: of the drawing, of its labels, of one lane."""
+"""Width of the drawing, width of its labels and height of one lane, in pixels."""
 
 STYLE = """
 :root { color-scheme: light dark; --fg: #1f2328; --dim: #59636e; --line: #d1d9e0; --bg: #fff; --card: #f6f8fa }
@@ -49,7 +49,7 @@ def text(value: object) -> str:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The whole page of one report."""
+    """Returns the page of one report."""
     shape = result["topology"]
     verdict = result["verdict"]
     ranks = f"{shape['pipeline_ranks']} ranks"
@@ -85,7 +85,7 @@ def _key(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def _recovery(number: int, recovery: Mapping[str, Any]) -> str:
-    """A bar of the phases, each as wide as it is long."""
+    """Returns a bar of the phases, each as wide as its share of the time."""
     phases = recovery["recovery_seconds"]
     if phases is None:
         return f"<h2>Recovery {number}</h2><p>The trace does not say how long it took.</p>"
@@ -108,7 +108,7 @@ def _recovery(number: int, recovery: Mapping[str, Any]) -> str:
 
 
 class _Scale:
-    """Time to pixels, around all recoveries."""
+    """Maps time to pixels, over the range of all recoveries."""
 
     def __init__(self, result: Mapping[str, Any]) -> None:
         events = result["timeline"]
@@ -124,7 +124,7 @@ class _Scale:
 
 
 def _drawing(result: Mapping[str, Any]) -> str:
-    """A lane for the coordinator and one for each rank: steps, replays, kills."""
+    """Returns the drawing: a lane for the coordinator and one for each rank, with steps, replays and kills."""
     scale = _Scale(result)
     ranks = range(result["topology"]["ranks"])
     height = LANE * (len(ranks) + 1) + 26
@@ -160,7 +160,7 @@ def _bar(scale: _Scale, start: float, end: float, y: int, colour: str, title: st
 
 
 def _spans(result: Mapping[str, Any], scale: _Scale, rank: int, y: int) -> list[str]:
-    """Pairs of begin and end; a step that was cut short ends where its rank was freed, or killed."""
+    """Returns the bars of one rank. An interrupted step ends at the rank's notice or kill."""
     shapes: list[str] = []
     opened: dict[str, Mapping[str, Any]] = {}
     for event in result["timeline"]:
@@ -190,7 +190,7 @@ def _spans(result: Mapping[str, Any], scale: _Scale, rank: int, y: int) -> list[
 
 
 def _states(result: Mapping[str, Any], scale: _Scale) -> str:
-    """The coordinator's lane."""
+    """Returns the coordinator's lane."""
     colours = {"FENCING": "fence", "PLANNING": "plan", "RECOVERING": "rebuild"}
     shapes = ['<text x="0" y="16">coordinator</text>']
     states = [event for event in result["timeline"] if event["event"] == "state"]
@@ -212,7 +212,7 @@ def _states(result: Mapping[str, Any], scale: _Scale) -> str:
 
 
 def _axis(scale: _Scale, height: int) -> str:
-    """A label every tenth of the width or so, on a round number."""
+    """Returns time labels at round numbers, at most about twelve."""
     span = scale.end - scale.start
     unit = next(u for u in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300, 1e9) if span / u <= 12)
     labels = []
@@ -255,7 +255,7 @@ def _checks(result: Mapping[str, Any]) -> str:
 
 
 def _cut_steps(steps: Sequence[Mapping[str, Any]]) -> str:
-    """Of what the buckets were made of steps that a loss had cut short."""
+    """Returns the table of the buckets in steps interrupted by a loss: contributors and divisor."""
     rows = "".join(
         f"<tr><td>step {step['step']}</td><td>bucket {number}</td><td>{bucket['parameters']}</td>"
         f"<td>{text(', '.join(map(str, bucket['contributors'])))}</td><td>{bucket['divisor']}</td></tr>"
@@ -269,7 +269,7 @@ def _cut_steps(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _digests(result: Mapping[str, Any]) -> str:
-    """Digests of the parameters, both runs; the report in JSON has those of everything."""
+    """Returns the table of the parameters' digests in both runs. The report in JSON has the digests of all fields."""
     rows = []
     for comparison in [*result["digests"]["recovery"], result["digests"]["end"]]:
         where = f"version {comparison['version']}"

@@ -1,4 +1,5 @@
-"""Replays in the report: what set their pace, whether they took what was predicted, what an interruption cost. Pure."""
+"""The report's part on replays: what limited them, whether they took the predicted time, and what an interruption cost.
+Pure."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,23 +19,23 @@ from swift_ft.planner import Assignment, Help, RankPlan, Strategy
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.planner.replay_cost import Predictor, StageCost
 
-# What the planner predicts for the drill's recovery groups, beside what was measured. Pure.
+# The planner's predictions for the drill's recovery groups, compared with measurements. Pure.
 #
 # Bytes per stream and step follow from the sizes of the model, V = 2 M b s h e for a boundary (docs/planning.md). They
-# must be what ranks gave to the log in every step, and what is in the log. Recovery times follow from the planner's
+# must equal what ranks logged in every step, and what is in the log. Recovery times follow from the planner's
 # cost model, with a profile that was measured in the same run before its first failure.
 
 TOLERANCE = 0.25
-"""Of a recovery's predicted time."""
+"""Allowed deviation from a recovery's predicted time, relative to it."""
 _WARM_STEPS = 2
-"""The first steps allocate memory and infer shapes."""
+"""Number of first steps left out: they allocate memory and infer shapes."""
 _UNKNOWN_MTBF_S = 86400.0
 _SHOWN = 4
-"""So much of what is wrong is told."""
+"""Number of differences that a detail lists."""
 
 
 def section(facts: Facts) -> tuple[dict[str, Any] | None, list[Check]]:
-    """`prediction` of the report and what the verdict rests on; (None, []) without recovery groups."""
+    """Returns `prediction` of the report and its checks; (None, []) without recovery groups."""
     if not facts.asked.groups.starts:
         return None, []
     sizes, bytes_check = _bytes(facts)
@@ -56,7 +57,7 @@ def section(facts: Facts) -> tuple[dict[str, Any] | None, list[Check]]:
 
 
 def is_planned(config: DrillConfig) -> bool:
-    """`swift-ft plan` knows such jobs."""
+    """Returns whether `swift-ft plan` supports this job."""
     shape = config.topology
     return bool(config.groups.starts) and shape.replicas == 1 and shape.stages_per_rank == 1
 
@@ -65,8 +66,8 @@ def is_planned(config: DrillConfig) -> bool:
 
 
 def predicted_streams(config: DrillConfig, groups: RecoveryGroups | None = None) -> dict[str, int]:
-    """stream -> raw bytes that each step gives to the log; what is not named logs nothing. `groups`: others than the
-    drill's."""
+    """Returns stream -> raw bytes that each step logs; other streams log none. `groups`: replaces the drill's
+    groups."""
     shape, model, bytes_of = config.topology, MODELS[config.model], {}
     groups = config.groups if groups is None else groups
     if not groups.logs:
@@ -123,7 +124,7 @@ def _bytes(facts: Facts) -> tuple[dict[str, Any], Check]:
 
 
 def _written_by(config: DrillConfig, rank: int, wanted: Mapping[str, int]) -> list[str]:
-    """The streams that a rank must have given something to in each of its steps."""
+    """Returns the streams to which a rank must write in each of its steps."""
     shape = config.topology
     names = {record.collectives(rank)} | {
         record.boundary(stage, kind, shape.dp_rank(rank), shape.replicas)
@@ -134,7 +135,8 @@ def _written_by(config: DrillConfig, rank: int, wanted: Mapping[str, int]) -> li
 
 
 def _in_log(facts: Facts, wanted: Mapping[str, int]) -> tuple[dict[str, Any] | None, list[str]]:
-    """What of the log was kept at the end: the steps behind the newest complete checkpoint. And what is wrong."""
+    """Compares the log at the end with `wanted`: it must hold the steps after the newest complete checkpoint. Returns
+    (section or None, differences)."""
     lossy = any(isinstance(fault, LogLossFault) for fault in facts.asked.faults)
     if facts.measured.in_log is None or lossy:
         return None, []
@@ -151,7 +153,8 @@ def _in_log(facts: Facts, wanted: Mapping[str, int]) -> tuple[dict[str, Any] | N
 
 
 def _of_job(facts: Facts) -> tuple[dict[str, Any], list[Check]]:
-    """What the ranks count for their coordinator: of all boundaries, those inside a group as well."""
+    """Checks the bytes in the profile that the ranks report to their coordinator: of all boundaries, also those inside
+    a group."""
     if facts.measured.fetched is None:
         return {"profile": None, "why": facts.measured.not_fetched}, []
     every = predicted_streams(facts.asked, RecoveryGroups())
@@ -188,12 +191,12 @@ def before_the_first_failure(events: Sequence[Event]) -> list[Event]:
 
 
 class Missing(Exception):
-    """Something was not measured in this run."""
+    """Raised if a value was not measured in this run."""
 
 
 def measured_profile(facts: Facts) -> Profile:
-    """Of the steps before the first failure; what the log gives to a replay is measured in the replays. Raises
-    Missing if something was not measured."""
+    """Returns the profile of the steps before the first failure; the log's read rate is measured in the replays. Raises
+    Missing if a value was not measured."""
     shape, model = facts.asked.topology, MODELS[facts.asked.model]
     before = before_the_first_failure(facts.events)
     boundary = shape.microbatches * model.boundary_bytes
@@ -262,7 +265,7 @@ def _step_s(before: Sequence[Event]) -> float:
 
 
 def _saves(before: Sequence[Event]) -> list[tuple[int, float]]:
-    """(rank, seconds) of each checkpoint: from the end of its last step until it was durable."""
+    """Returns (rank, seconds) of each checkpoint, from the end of its last step until it was durable."""
     ended = {(e["rank"], e["step"] + 1): e["t"] for e in before if e["event"] == "step_end"}
     return [
         (e["rank"], e["t"] - ended[e["rank"], e["version"]])
@@ -272,7 +275,7 @@ def _saves(before: Sequence[Event]) -> list[tuple[int, float]]:
 
 
 def _read_rate(events: Sequence[Event]) -> float:
-    """Of all replays: bytes over the seconds for which they waited for the log."""
+    """Returns the log's read rate over all replays: bytes per second of waiting for the log."""
     reads = [event["read"] for event in events if event["event"] == "profiled" and event["replay"]]
     waited = sum(seconds for _, seconds in reads)
     return sum(size for size, _ in reads) / waited if waited else RATE_MAX
@@ -309,7 +312,7 @@ def _compared(facts: Facts, recovery: Recovery, profile: Profile) -> dict[str, A
     return {
         "generation": recovery.generation,
         "replayed": runs,
-        # What the model derives: a state loaded, and steps replayed. The rest is measured and taken as it is.
+        # The model predicts loading a state and replaying steps. The other phases are taken as measured.
         "predicted_seconds": predicted,
         "measured_seconds": took,
         "total": {
@@ -323,7 +326,7 @@ def _compared(facts: Facts, recovery: Recovery, profile: Profile) -> dict[str, A
 
 
 def _copies(recovery: Recovery, first: int, last: int, steps: int) -> tuple[int, int]:
-    """(in how many copies such a run is replayed, in how many of its steps): its owners and the helpers of each."""
+    """Returns (number of ranks, owner and helpers, that replay such a run; number of steps they share)."""
     ended = {event["rank"]: event for event in recovery.replays}
     copies = {
         (1 + len(begun["helpers"]), int(ended[begun["rank"]]["shared_steps"]))
@@ -334,8 +337,8 @@ def _copies(recovery: Recovery, first: int, last: int, steps: int) -> tuple[int,
 
 
 def _replay_s(events: Sequence[Event], recovery: Recovery) -> float:
-    """Until the last has replayed, since all that replay have begun: until then the first wait for a fresh process,
-    whose log is opened."""
+    """Returns seconds from when all replaying ranks have begun until the last has finished. Before that the first ones
+    wait for a fresh process, whose log is opened."""
     ended = max(event["t"] for event in recovery.replays)
     begun = max(
         event["t"]
@@ -350,7 +353,7 @@ def _unjudged(recovery: Recovery, why: str) -> dict[str, Any]:
 
 
 def why_not(facts: Facts) -> str:
-    """Why the times cannot be compared; empty: they can."""
+    """Returns why the times cannot be compared; empty: they can."""
     if MODELS[facts.asked.model].forward_s:
         return ""
     ranks = facts.asked.topology.ranks
@@ -363,8 +366,8 @@ def why_not(facts: Facts) -> str:
 
 
 def _runs(recovery: Recovery) -> list[tuple[int, int, int, bool]]:
-    """(first stage, last stage, steps, whether a checkpoint is loaded) of what replays side by side: neighbours that
-    begin at the same version feed each other as one pipeline."""
+    """Returns (first stage, last stage, steps, whether a checkpoint is loaded) of each concurrent replay. Neighbours
+    that begin at the same version feed each other as one pipeline."""
     plan = recovery.plan or {}
     target, runs = int(plan["target_version"]), list[tuple[int, int, int, bool]]()
     for entry in sorted(plan["ranks"], key=lambda entry: entry["rank"]):
@@ -380,11 +383,11 @@ def _runs(recovery: Recovery) -> list[tuple[int, int, int, bool]]:
     return runs
 
 
-# What the trace says about replays that other ranks helped with. Pure.
+# Replays that other ranks helped with, from the trace. Pure.
 
 
 def helped_replays(recoveries: Sequence[Recovery]) -> list[dict[str, Any]]:
-    """Of every shared replay: who, how many microbatches of a step each, how many steps; and who did not, and why."""
+    """Returns for each shared replay the ranks, their microbatches per step, the steps, and who declined and why."""
     return [replay for recovery in recoveries for replay in _of(recovery)]
 
 
@@ -411,7 +414,7 @@ def _of(recovery: Recovery) -> list[dict[str, Any]]:
 
 
 def check_helpers(helpers: int, recoveries: Sequence[Recovery]) -> list[Check]:
-    """Help that was planned was given, in the recoveries that were not cut short."""
+    """Checks that planned help was given, in the recoveries that were not interrupted."""
     if not helpers:
         return []
     planned = [recovery for recovery in recoveries if (recovery.made_by or {}).get("help")]
@@ -437,13 +440,13 @@ def words(shared: Mapping[str, Any]) -> str:
 
 
 STEP_S_MIN = 0.1
-"""A shorter step says nothing where ranks share cores: a message takes a millisecond or two from thread to thread."""
+"""Shortest step whose time is judged where ranks share cores: a message between threads takes a millisecond or two."""
 _WORDS = {"compute": "computing", "log": "the log", "neighbour": "a stage beside it", "line": "the line"}
 
 
 def replays(facts: Facts, recovery: Recovery) -> list[dict[str, Any]]:
-    """Every replay that came to its end: where its time went, and what was predicted. All wait for the one that was to
-    take longest, so that one's time is judged; what replays beside it waits for it."""
+    """Returns for each finished replay where its time went and what was predicted. Only the replay predicted to take
+    longest is judged, because all others wait for it."""
     predicted, by = _predicted(facts, recovery)
     longest = max(predicted, key=lambda rank: predicted[rank], default=None)
     shown = []
@@ -473,7 +476,7 @@ def replays(facts: Facts, recovery: Recovery) -> list[dict[str, Any]]:
 
 
 def _why_not(facts: Facts, expected: float, steps: int) -> str:
-    """Why the time cannot be compared; empty: it can."""
+    """Returns why the time cannot be compared; empty: it can."""
     if why := why_not(facts):
         return why
     if expected < steps * STEP_S_MIN and (facts.measured.cores or 0) < facts.asked.topology.ranks:
@@ -485,7 +488,8 @@ def _why_not(facts: Facts, expected: float, steps: int) -> str:
 
 
 def _predicted(facts: Facts, recovery: Recovery) -> tuple[dict[int, float], str]:
-    """rank -> seconds, as the plan said; if it did not, with what was measured before the first failure."""
+    """Returns (rank -> predicted seconds, source): from the plan if it has predictions, else from the profile measured
+    before the first failure."""
     plan = recovery.plan or {}
     if plan.get("predictions"):
         return {int(each["rank"]): float(each["seconds"]) for each in plan["predictions"]}, "plan"
@@ -535,7 +539,8 @@ def _costs(facts: Facts) -> dict[int, StageCost]:
 
 
 def interruptions(events: Sequence[Event], recovery: Recovery) -> list[dict[str, Any]]:
-    """A helper that died while it helped: what its owner had done already and did not do again, and when it went on."""
+    """Returns, for each helper that died while helping, the steps its owner kept and repeated, and when the owner
+    continued."""
     shown = []
     for fault in recovery.faults:
         begun = [
@@ -578,8 +583,9 @@ def _interruption(events: Sequence[Event], recovery: Recovery, fault: Event, beg
 def _phases(
     events: Sequence[Event], generation: int, killed_t: float, replaying_t: float, resumed_t: float | None
 ) -> dict[str, float]:
-    """From the kill to the owner's next step: until the coordinator had heard of it; until there was a plan; until
-    the owner replayed again, its groups being built and a fresh process in them; until its first step."""
+    """Returns phase -> seconds from the kill to the owner's next step: until the coordinator detected it; until there
+    was a plan; until the owner replayed again, with groups rebuilt and a fresh process in them; until its first
+    step."""
     states = {
         str(e["state"]).lower(): e["t"]
         for e in events
@@ -601,7 +607,7 @@ def _phases(
 
 
 def replay_checks(shown: Sequence[Mapping[str, Any]]) -> list[Check]:
-    """`shown`: the recoveries of the report."""
+    """Returns the checks of replays and interruptions. `shown`: the recoveries of the report."""
     judged = [replay for recovery in shown for replay in recovery["replays"] if replay["within"] is not None]
     cut = [interruption for recovery in shown for interruption in recovery["interruptions"]]
     answers = []
@@ -617,7 +623,7 @@ def replay_checks(shown: Sequence[Mapping[str, Any]]) -> list[Check]:
 
 
 def paced_by(replay: Mapping[str, Any]) -> str:
-    """What set the pace of a replay."""
+    """Returns which resource limited a replay, as text."""
     spent = replay["split"]
     rest = ", ".join(f"{spent[name]:.2f} s {_WORDS[name]}" for name in _WORDS if spent[name] >= 0.005)
     pace, seconds = _WORDS[replay["bottleneck"]], replay["seconds"]
@@ -633,7 +639,7 @@ def took(replay: Mapping[str, Any]) -> str:
 
 
 def cut_short(interruption: Mapping[str, Any]) -> str:
-    """What the death of a helper cost the replay that it helped."""
+    """Returns the cost of a helper's death to the replay that it helped, as text."""
     seconds, helper, owner = (interruption[name] for name in ("seconds", "helper", "owner"))
     on = "it did not go on" if seconds is None else f"it went on after {seconds:.2f} s"
     return (

@@ -1,7 +1,7 @@
-"""The verdict: from evidence to the report. Pure, so that each piece of evidence can be broken in a test.
+"""Builds the report and its verdict from the evidence. Pure, so that each piece of evidence can be broken in a test.
 
-`PASS` needs every check to be answered with yes. One "no" makes `FAIL`; one question without an answer (a
-digest that is not there, an event that nobody wrote) makes `INCONCLUSIVE`: no data is never PASS.
+`PASS` needs every check to be True. One False makes `FAIL`. One check without evidence (a missing digest or event)
+makes `INCONCLUSIVE`: missing data is never PASS.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,13 +43,13 @@ _PARTS = {
     "gate": health_check,
     "warm_up": warming,
 }
-"""What strategies and options add: each has `checks(facts)`, and a `section(facts)` under that name."""
-# A stage that got back in different ways (its ranks, or several recoveries) shows the one that cost most.
+"""Parts that strategies and options add: each has `checks(facts)`, and a `section(facts)` under that name."""
+# A stage recovered by several strategies (of its ranks, or in several recoveries) shows the most expensive one.
 _COST = tuple(strategy.lower() for strategy in TABLE)
 
 
 def build(facts: Facts) -> dict[str, Any]:
-    """The whole report."""
+    """Returns the whole report."""
     inexact = any(recovery.inexact for recovery in facts.recoveries)
     curves = loss.curves(
         loss.losses(facts.events),
@@ -91,7 +91,7 @@ def build(facts: Facts) -> dict[str, Any]:
         "exact": verdict == PASS and exact,
         "not_exact": named,
         "by_the_loss_curve": facts.asked.promises_no_bits if facts.at_end.inexact else "",
-        # With the failure-free run, with which nothing is compared that drops batches.
+        # Equality with the failure-free run; a drill that drops batches is not compared with it.
         "bitwise_equal": not facts.asked.drops
         and all_of(comparison.equal for comparison in facts.comparisons),
         "digests": {
@@ -152,11 +152,11 @@ def _reason(facts: Facts, verdict: str, checks: Sequence[Check], curves: Mapping
 
 
 def _run_checks(facts: Facts) -> list[Check]:
-    """Both runs ended, the faults happened, and nothing else did."""
+    """Checks that both runs finished, the faults were injected, and no other process failed."""
     how = "nothing happened any more" if facts.evidence.stalled else f"exit code {facts.evidence.exit_code}"
     ended: bool | None = facts.evidence.exit_code == 0
     if not ended and not facts.evidence.fired:
-        # It failed before anything was done to it: the machine's fault, and no word about recovery.
+        # It failed before any fault was injected: a problem of the machine, not evidence about recovery.
         ended = None
     if facts.evidence.exit_code is None and not facts.evidence.stalled:
         ended, how = None, "it was cut off"
@@ -182,7 +182,7 @@ def _run_checks(facts: Facts) -> list[Check]:
 
 
 def _unplanned_check(facts: Facts) -> Check:
-    """Nothing died that was not told to."""
+    """Checks that only processes killed by a fault died, and that every recovery has a cause."""
     told = {event["pid"] for event in facts.events if event["event"] == "fault"}
     died = {
         f"rank {event['rank']} (exit code {event.get('code')})"
@@ -224,7 +224,7 @@ def _recovery_checks(facts: Facts) -> list[Check]:
 
 
 def _strategy_check(facts: Facts) -> Check:
-    """What was asked for took place; a corrupt log or copy was noticed and not used."""
+    """Checks that the requested strategy was used, or that a corrupt log or copy was detected and not used."""
     fell_back = facts.fell_back
     if any(isinstance(fault, CorruptFault) for fault in facts.asked.faults):
         name = "the corrupt log was noticed"
@@ -250,12 +250,13 @@ def _strategy_check(facts: Facts) -> Check:
 
 
 def _planned_by(facts: Facts) -> str:
-    """A stage that moves is restored as with "auto": nobody else has it."""
+    """Returns the strategy that planned the recovery. A stage that moves is restored as with "auto", because no other
+    rank holds it."""
     return "auto" if shrinking.moves(facts.asked) else facts.asked.strategy
 
 
 def _damaged_checkpoint_check(facts: Facts) -> Check:
-    """The rank whose checkpoint was damaged said so, and all went back to one before it."""
+    """Checks that the rank with the damaged checkpoint refused it and that all went back to an earlier one."""
     name, flipped = "the damaged checkpoint was noticed", facts.evidence.corruption
     if flipped is None:
         return Check(name, None, "no bit was flipped")
@@ -271,7 +272,7 @@ def _damaged_checkpoint_check(facts: Facts) -> Check:
 
 
 def _negative_control(facts: Facts) -> dict[str, Any]:
-    """A flipped bit in a log; and whether what replicas gave is what joiners got."""
+    """Returns whether a flipped bit in a log was caught, and whether joiners received what replicas sent."""
     control = dict(facts.evidence.negative_control or {"caught": None})
     copied = [recovery for recovery in facts.recoveries if report_replicas.copied(recovery)]
     if copied:
@@ -283,7 +284,8 @@ def _negative_control(facts: Facts) -> dict[str, Any]:
 
 
 def _restores(facts: Facts) -> bool:
-    """Going back to the checkpoint is what was asked for."""
+    """Returns whether going back to a saved state was requested: by the strategy, or by a single recovery group, which
+    logs no tensors."""
     return facts.asked.strategy in FROM_CHECKPOINT | {"snapshot"} or not facts.asked.groups.logs
 
 
@@ -317,7 +319,7 @@ def _faults(facts: Facts) -> list[dict[str, Any]]:
 
 
 def _strategy(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    """`strategy` and `strategy_reasons` per stage; over several recoveries the dearest."""
+    """Returns `strategy` and `strategy_reasons` per stage; over several recoveries the most expensive one."""
     strategies: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for recovery in recoveries:
@@ -366,7 +368,7 @@ def _recovery(facts: Facts, recovery: Recovery) -> dict[str, Any]:
 
 
 def _cost(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    """Seconds by phase, steps and microbatches: sums over the recoveries."""
+    """Returns seconds by phase, steps and microbatches, summed over the recoveries."""
     seconds: dict[str, float] | None = None
     if recoveries and all(recovery.seconds is not None for recovery in recoveries):
         names = ("detect", "fence", "plan", "rebuild", "restore", "replay", "rejoin", "total", "superseded")
@@ -398,7 +400,7 @@ def _log(facts: Facts) -> dict[str, Any]:
 
 
 def _unlogged(events: Sequence[Event]) -> dict[str, Any]:
-    """What was dropped because the log could not keep up; nothing, where that did not happen."""
+    """Returns the records dropped because the log could not keep up; {} if there were none."""
     if not events:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""Log servers in the report: where streams were, what moved, and whether a loss was dealt with. Pure."""
+"""The report's part on log servers: placement of streams, moves, and whether a loss was handled. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,8 @@ from swift_ft.lab.drill.verdict_checks import Check
 
 
 def places(events: Sequence[Event]) -> dict[str, Any]:
-    """`log.placement`: rank -> its log servers at the start; `log.moved`; `log.lost`; `log.copies_changed`."""
+    """Returns `placement`: rank -> its log servers at the start; `moved`; `lost`; `copies_changed`, all of `log` of the
+    report."""
     placed: dict[str, list[str]] = {}
     moved: list[dict[str, Any]] = []
     for event in events:
@@ -18,7 +19,7 @@ def places(events: Sequence[Event]) -> dict[str, Any]:
             continue
         rank, servers = str(event["rank"]), list(event["servers"])
         before = placed.setdefault(rank, servers)
-        # A replacement finds its streams where its predecessor had them.
+        # A replacement process uses its predecessor's log servers.
         last = next((move["to"] for move in reversed(moved) if move["rank"] == event["rank"]), before)
         if servers != last:
             moved.append(
@@ -37,7 +38,7 @@ def places(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def checks(facts: Facts) -> list[Check]:
-    """Each log server that was killed for good was given up, and nobody's records are there any more."""
+    """Checks that each log server killed for good was given up."""
     wanted = sum(isinstance(fault, LogLossFault) for fault in facts.asked.faults)
     if not wanted:
         return []
@@ -47,6 +48,6 @@ def checks(facts: Facts) -> list[Check]:
 
 
 def may_fall_back(facts: Facts) -> bool:
-    """With one copy, what only the lost log server had is gone: a replay that needs it is not possible. The plan must
-    say so."""
+    """Returns whether a fallback to a checkpoint is permitted: with one copy, records of the lost log server are gone,
+    so a replay that needs them is impossible. The plan must give that reason."""
     return facts.asked.copies == 1 and all("is lost" in reason for reason in facts.fell_back)

@@ -1,4 +1,5 @@
-"""What the strategy "reinit" adds to a report: which ranks began their training function again, in which process."""
+"""The report's part on the strategy "reinit": the ranks that restarted their training function, and in which
+process."""
 
 from collections.abc import Set
 from typing import Any
@@ -11,7 +12,7 @@ REINIT = "reinit"
 
 
 def checks(facts: Facts) -> list[Check]:
-    """Every survivor of a recovery began again in it."""
+    """Checks that every survivor of a recovery restarted its training function in it."""
     if facts.asked.strategy != REINIT:
         return []
     name = "every survivor began its training function again"
@@ -41,7 +42,7 @@ def _rank(event: Event) -> int:
 
 
 def section(facts: Facts) -> dict[str, Any] | None:
-    """`reinit` of the report; None with another strategy."""
+    """Returns `reinit` of the report; None with another strategy."""
     if facts.asked.strategy != REINIT:
         return None
     again = [event for event in facts.events if event["event"] == "reinit"]

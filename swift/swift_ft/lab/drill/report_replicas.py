@@ -1,4 +1,4 @@
-"""What data parallelism adds to a report: copies, undone and rolled forward updates, what reductions cost."""
+"""The report's part on data parallelism: copies, undone and rolled-forward updates, and the cost of reductions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from swift_ft.planner.strategies import may_copy
 
 
 def checks(facts: Facts) -> list[Check]:
-    """Those that a drill with replicas needs besides."""
+    """Returns the additional checks of a drill with replicas."""
     if facts.asked.topology.replicas == 1:
         return []
     undone = [recovery for recovery in facts.recoveries if recovery.undone]
@@ -25,7 +25,7 @@ def checks(facts: Facts) -> list[Check]:
 
 
 def _agree_check(facts: Facts) -> Check:
-    """Replicas of a stage hold the same bits, whatever the failure-free run holds."""
+    """Checks that replicas of a stage hold the same bits, independently of the failure-free run."""
     name = "replicas hold the same state"
     answers: list[bool | None] = []
     wrong = []
@@ -49,16 +49,17 @@ def _same(digests: Sequence[Mapping[str, Any] | None]) -> bool | None:
 
 
 def copied(recovery: Recovery) -> bool:
-    """A copy was planned, or made."""
+    """Returns whether a copy was planned or done."""
     return bool(recovery.received) or any(name == "replica" for name, _ in recovery.strategies().values())
 
 
 def copy_equal(recovery: Recovery) -> bool | None:
-    """What joiners got has the digest that each of their sources told. None: some copy left no record."""
+    """Returns whether joiners received the digest that each of their sources reported. None: some copy left no
+    record."""
     answers: list[bool | None] = []
     for event in recovery.received:
         told: list[Any] = [source.get("digest") for source in event.get("sources") or ()] or [None]
-        # What sources say themselves, in traces of their own.
+        # Digests that the sources reported in their own traces.
         told += [
             sent["digest"]
             for sent in recovery.sent
@@ -95,7 +96,7 @@ def _undo_check(facts: Facts) -> Check:
 
 
 def corrupt_copy_check(events: Sequence[Event]) -> Check:
-    """The rank that was given a flipped bit refused the state, and said why."""
+    """Checks that the rank that received a flipped bit refused the state for that reason."""
     name = "the corrupt copy was noticed"
     flipped = [event for event in events if event["event"] == "corrupted" and "stream" not in event]
     if not flipped:
@@ -108,7 +109,8 @@ def corrupt_copy_check(events: Sequence[Event]) -> Check:
 
 
 def _refused(rank: int, later: Sequence[Event]) -> bool | None:
-    """Whether this rank has refused the copy that it was in. None: the copy had no end, because a peer died."""
+    """Returns whether this rank refused the copy that it was receiving. None: the copy did not finish, because a peer
+    died."""
     for event in later:
         if event.get("rank") != rank:
             continue
@@ -122,7 +124,7 @@ def _refused(rank: int, later: Sequence[Event]) -> bool | None:
 
 
 def _is_lost_with_others(facts: Facts, rank: int, recovery: Recovery) -> bool:
-    """Of some stage of its recovery group nobody lives."""
+    """Returns whether some stage of this rank's recovery group has no living replica."""
     shape, groups = facts.asked.topology, facts.asked.groups
     stages = {other for own in shape.stages_of(rank) for other in groups.stages(own)}
     first_ranks = [shape.pipeline_rank_of(stage) * shape.replicas for stage in stages]
@@ -130,7 +132,8 @@ def _is_lost_with_others(facts: Facts, rank: int, recovery: Recovery) -> bool:
 
 
 def _living_check(facts: Facts) -> Check:
-    """Nothing is replayed or restored where a replica of it lives, and of each stage of its recovery group."""
+    """Checks that a rank is not replayed or restored from a checkpoint if replicas of every stage of its recovery group
+    live."""
     name = "living replicas were used"
     wrong = []
     for number, recovery in enumerate(facts.recoveries, start=1):
@@ -147,11 +150,11 @@ def _living_check(facts: Facts) -> Check:
     return Check(name, not wrong, "; ".join(wrong))
 
 
-# What the report says.
+# Sections of the report.
 
 
 def copies(recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    """Of these recoveries."""
+    """Returns the sources and bytes of the copies in these recoveries."""
     return {
         "sources": {
             str(rank): sources
@@ -163,7 +166,7 @@ def copies(recoveries: Sequence[Recovery]) -> dict[str, Any]:
 
 
 def undo(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    """`undo` of the report. The errors are the largest that any rank measured; None: nobody did."""
+    """Returns `undo` of the report. The errors are the largest that any rank measured; None: not measured."""
     done = [event for recovery in recoveries for event in recovery.undone]
     modes = sorted({str(event.get("mode")) for event in done})
     return {
@@ -182,13 +185,13 @@ def _largest(events: Sequence[Event], name: str) -> float | None:
 
 
 def reduction(facts: Facts) -> dict[str, Any] | None:
-    """`reduction` of the report: what is added in which order, and its cost; None without replicas."""
+    """Returns `reduction` of the report: the order of summation and its cost; None without replicas."""
     if facts.asked.topology.replicas == 1:
         return None
     done = steps_done(facts.events)
     costs: dict[str, list[float]] = {"reduce_seconds": [], "vote_seconds": []}
     for event in facts.events:
-        # A process that took over in the middle has not done all steps; its own count is what it is divided by.
+        # A process that joined later has not done all steps, so its own count is the divisor.
         steps = done.get((event.get("rank", -1), event["pid"]))
         if event["event"] == "finished" and steps:
             for name, values in costs.items():

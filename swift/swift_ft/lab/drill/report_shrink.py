@@ -1,4 +1,4 @@
-"""What a strategy that shrinks the world adds to a report: which slots were vacant, and who computed their batches."""
+"""The report's part on shrinking the world: the vacant slots, and the ranks that computed their batches."""
 
 from collections import Counter
 from typing import Any
@@ -10,7 +10,7 @@ from swift_ft.lab.drill.verdict_checks import TRAINED_FIELDS, Check
 
 
 def checks(facts: Facts) -> list[Check]:
-    """Those that a drill of this strategy needs besides."""
+    """Returns the additional checks of a drill whose strategy shrinks the world."""
     if not facts.asked.shrinks:
         return []
     if shrinking.moves(facts.asked):
@@ -20,7 +20,7 @@ def checks(facts: Facts) -> list[Check]:
 
 
 def _vacant_check(facts: Facts) -> Check:
-    """Every lost rank left its slot vacant, and no other did."""
+    """Checks that every lost rank left its slot vacant, and no other did."""
     name = "the slots of lost ranks were left vacant"
     lost = shrinking.victims(facts.asked)
     left = {int(event["rank"]) for event in facts.events if event["event"] == "left_vacant"}
@@ -35,7 +35,7 @@ def _vacant_check(facts: Facts) -> Check:
 
 
 def _moved_check(facts: Facts) -> Check:
-    """Every lost rank got a process in the place of another one, and no other did."""
+    """Checks that every lost rank, and no other, got a process in the place of another rank."""
     lost, moved = shrinking.victims(facts.asked), set(_moves(facts))
     return Check(
         "the stages of lost ranks moved", lost == moved, f"lost {sorted(lost)}, moved {sorted(moved)}"
@@ -43,7 +43,7 @@ def _moved_check(facts: Facts) -> Check:
 
 
 def _moves(facts: Facts) -> dict[int, int]:
-    """Rank -> the rank beside which its stage went on."""
+    """Returns lost rank -> the rank whose place its new process shares."""
     return {int(e["rank"]): int(e["beside"]) for e in facts.events if e["event"] == "moved"}
 
 
@@ -68,13 +68,13 @@ def _growth_checks(facts: Facts) -> list[Check]:
 
 
 def _shares_check(facts: Facts) -> Check:
-    """In every step that was done without a rank another computed its batch; with "drop" nobody did."""
+    """Checks that another rank computed the batch in every step done without a rank; with "drop", that none did."""
     name = (
         "nobody computed a lost batch" if facts.asked.drops else "every lost batch was computed, and no other"
     )
     computed: set[tuple[int, int]] = set()
     shared: dict[tuple[int, int], set[int]] = {}
-    """Microbatches, where several ranks share a batch."""
+    """(step, lost rank) -> microbatches computed, where several ranks share a batch."""
     needless = []
     for event in facts.events:
         if event["event"] == "adopted_step":
@@ -83,7 +83,7 @@ def _shares_check(facts: Facts) -> Check:
             microbatches.update(event.get("microbatches", range(facts.asked.topology.microbatches)))
             if len(microbatches) == facts.asked.topology.microbatches:
                 computed.add((event["step"], lost))
-            # By the time: a step that is taken back as one comes back was done without it.
+            # By time, not by version: a step undone when a rank rejoins was done without that rank.
             before = [r.vacant for r in facts.recoveries if r.ended_t is not None and r.ended_t <= event["t"]]
             if not before or lost not in before[-1]:
                 needless.append((event["step"], lost))
@@ -103,13 +103,14 @@ def _shares_check(facts: Facts) -> Check:
 
 
 def _computed_for(event: dict[str, Any], facts: Facts) -> int:
-    """The rank that is missing where an origin's batch is computed by another one of the same stage."""
+    """Returns the lost rank whose origin's batch another rank of the same stage computed."""
     rank, replicas = int(event["rank"]), facts.asked.topology.replicas
     return rank // replicas * replicas + int(event["origin"])
 
 
 def _calculation_check(facts: Facts) -> Check:
-    """As long as nobody is absent it has the bits of the failure-free run, so it calculates what is trained."""
+    """Checks that the calculation has the failure-free run's bits until the first loss, so that it calculates the right
+    thing."""
     name = "the calculation has the failure-free run's bits until the loss"
     evidence = facts.evidence
     lost = [r.target_version for r in facts.recoveries if r.vacant and r.target_version is not None]
@@ -126,7 +127,7 @@ def _calculation_check(facts: Facts) -> Check:
 
 
 def section(facts: Facts) -> dict[str, Any] | None:
-    """`shrink` of the report; None with another strategy."""
+    """Returns `shrink` of the report; None with another strategy."""
     if not facts.asked.shrinks:
         return None
     adopted = Counter(

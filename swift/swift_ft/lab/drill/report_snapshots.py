@@ -1,7 +1,7 @@
-"""What the strategy "snapshot" adds to a report: which copies there were, which were gone back to, and what they cost.
+"""The report's part on the strategy "snapshot": the copies, the ones restored, and their cost.
 
-Which version a recovery should lead to is worked out from what ranks told of the copies that they have taken, and from
-which of their processes live; nothing of the planner's is used.
+The version that a recovery should reach is derived from the copies that ranks reported and from which of their
+processes live, independently of the planner.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,15 @@ from swift_ft.lab.drill.verdict_checks import Check, all_of
 
 
 def checks(facts: Facts) -> list[Check]:
-    """Those that a drill of this strategy needs besides."""
+    """Returns the additional checks of a drill that takes snapshots."""
     if not facts.asked.snapshot_every:
         return []
     return [_newest_check(facts), _same_check(facts), _lost_check(facts)]
 
 
 def may_fall_back(facts: Facts) -> bool:
-    """(to a checkpoint) No snapshot is whole any more, the checkpoint is newer, or a snapshot was refused."""
+    """Returns whether a fallback to a checkpoint is permitted: no snapshot is whole any more, the checkpoint is newer,
+    or a snapshot was refused."""
     if not facts.asked.snapshot_every:
         return False
     corrupt = any(isinstance(fault, CorruptCopyFault) for fault in facts.asked.faults)
@@ -42,8 +43,8 @@ def _went_back(recovery: Recovery) -> bool:
 
 
 def _newest_whole(facts: Facts, recovery: Recovery) -> int | None:
-    """The newest version that all ranks had agreed on, and of which a copy of each rank's state lives at the end of the
-    recovery; None: there is none."""
+    """Returns the newest version on which all ranks agreed, if a copy of each rank's state lives at the end of the
+    recovery; else None."""
     end = recovery.ended_t if recovery.ended_t is not None else float("inf")
     dead = {event["pid"] for event in facts.events if event["event"] == "fault" and event["t"] <= end}
     agreed: dict[int, set[int]] = {}
@@ -71,17 +72,17 @@ def _newest_check(facts: Facts) -> Check:
         if not _went_back(recovery):
             continue
         seen += 1
-        # Newer: one that no rank knew to be whole, and that was.
+        # A newer target was whole without any rank knowing it.
         if newest is not None and (recovery.target_version is None or recovery.target_version < newest):
             wrong.append(f"recovery {number}: to version {recovery.target_version}, and {newest} was whole")
     if not seen and not any(recovery.fell_back for recovery in facts.recoveries):
-        chosen = facts.asked.strategy != SNAPSHOT  # another way was as good
+        chosen = facts.asked.strategy != SNAPSHOT  # another strategy was as good
         return Check(name, True if chosen else None, "no plan went back")
     return Check(name, not wrong, "; ".join(wrong))
 
 
 def _same_check(facts: Facts) -> Check:
-    """What each rank has got is what was taken of that rank at that version."""
+    """Checks that each rank restored the snapshot taken of that rank at that version."""
     name = "every restored snapshot is the one that was taken"
     taken: dict[tuple[int, int], set[str]] = {}
     answers: list[bool | None] = []
@@ -100,7 +101,7 @@ def _same_check(facts: Facts) -> Check:
 
 
 def _lost_check(facts: Facts) -> Check:
-    """At most the steps since the last snapshot, and those under way."""
+    """Checks that at most the steps since the last snapshot and those in progress were lost."""
     name = "no more steps were lost than there are between snapshots"
     lost = [recovery.steps_lost for recovery in facts.recoveries if _went_back(recovery)]
     if None in lost:
@@ -114,11 +115,11 @@ def _lost_check(facts: Facts) -> Check:
 
 
 def section(facts: Facts) -> dict[str, Any] | None:
-    """`snapshot` of the report: bytes and seconds; None with another strategy."""
+    """Returns `snapshot` of the report: bytes and seconds; None without snapshots."""
     if not facts.asked.snapshot_every:
         return None
     taken = [event for event in facts.events if event["event"] == "snapshot_taken"]
-    # The first one of a process makes its memory, and optimizers have no state before their first step.
+    # A process allocates memory for its first snapshot, and optimizers have no state before their first step.
     warm = [event for event in taken if event["version"] > 0]
     restored = [event for event in facts.events if event["event"] == "snapshot_restored"]
     return {
@@ -141,7 +142,7 @@ def section(facts: Facts) -> dict[str, Any] | None:
 
 
 def _partners(taken: Sequence[Event]) -> dict[str, list[int]]:
-    """Rank -> the ranks that have kept its copies."""
+    """Returns rank -> the ranks that kept its copies."""
     keepers: dict[int, set[int]] = {}
     for event in taken:
         for rank in event["kept_for"]:

@@ -1,9 +1,8 @@
-"""Runs the job twice, with the faults and without, and collects the evidence.
+"""Runs the job with and without faults and collects the evidence.
 
-The run with faults: ranks carry out their own faults; this loop follows the trace, kills the log server at its
-step, flips the bit under a rank that is held, and copies a segment file for the negative control. The
-failure-free twin: the same seed and settings, digests at every version; kept in a directory, it serves many
-drills (`--twin`).
+The run with faults: ranks inject their own faults. This loop follows the trace, kills the log server at its step, flips
+the bit while a rank is held, and copies a segment file for the negative control. The failure-free twin: the same seed
+and settings, with digests at every version. Kept in a directory, it serves many drills (`--twin`).
 """
 
 import json
@@ -43,16 +42,16 @@ from swift_ft.lab.plan.command import read as read_profile
 from swift_ft.log import segment
 from swift_ft.text import rank_of, version_of
 
-# Negative controls: a flipped bit in a log must be noticed, or a PASS says nothing.
+# Negative controls: a flipped bit in a log must be detected, or a PASS is meaningless.
 #
 # Every drill copies a segment file of its run, flips one bit of the copy and reads it back (`snapshot`,
-# `flip_and_read`). `swift_ft.lab.failures.damage` flips bits of what is in use.
+# `flip_and_read`). `swift_ft.lab.failures.damage` flips bits of files in use.
 
 FILES_TRIED_MAX = 32
 
 
 def snapshot(log_directories: Sequence[Path], into: Path) -> Path | None:
-    """A copy of a segment file with at least one record. None: there is none yet."""
+    """Copies a segment file with at least one record and returns its path. None: there is none yet."""
     make_directory(into)
     files = (*segment_files(log_directories), *segment_files(log_directories, EXTERNAL))
     for path in files[:FILES_TRIED_MAX]:
@@ -64,14 +63,15 @@ def snapshot(log_directories: Sequence[Path], into: Path) -> Path | None:
             if segment.scan(copy).records:
                 return copy
         except (FileNotFoundError, LogError):
-            # Trimmed while it was copied; or corrupt already, which is for the run itself to notice.
+            # Trimmed while it was copied, or already corrupt, which the run itself must detect.
             pass
         copy.unlink(missing_ok=True)
     return None
 
 
 def logged_bytes(log_directories: Iterable[Path]) -> dict[str, dict[int, int]]:
-    """(the services have ended) stream -> step -> raw bytes of its records; of each the most that one server has."""
+    """(after the services have ended) Returns stream -> step -> raw bytes of its records: the maximum over the log
+    servers."""
     bytes_of: dict[str, dict[int, int]] = {}
     for directory in log_directories:
         here: dict[str, Counter[int]] = {}
@@ -87,7 +87,7 @@ def logged_bytes(log_directories: Iterable[Path]) -> dict[str, dict[int, int]]:
 
 
 def checkpoint_bytes(directory: Path) -> dict[int, int]:
-    """rank -> bytes of its newest checkpoint."""
+    """Returns rank -> bytes of its newest checkpoint."""
     bytes_of: dict[int, int] = {}
     for shard in sorted(directory.glob("v*/rank*")):  # ascending versions
         rank = rank_of(shard.name)
@@ -97,7 +97,7 @@ def checkpoint_bytes(directory: Path) -> dict[int, int]:
 
 
 def flip_and_read(copy: Path | None, seed: int) -> dict[str, Any]:
-    """`negative_control` of the report: is a flipped bit refused where the unflipped file is read?"""
+    """Returns `negative_control` of the report: whether a flipped bit is rejected where the intact file is readable."""
     if copy is None:
         return {"caught": None, "reason": "the run left no segment file to try it on"}
     whole = segment.scan(copy)
@@ -107,7 +107,7 @@ def flip_and_read(copy: Path | None, seed: int) -> dict[str, Any]:
     try:
         segment.scan(copy)
     except LogError as error:
-        # Without the directory: what a report says does not depend on where the run lay.
+        # Without the directory: a report does not depend on where the run's files were.
         return {"caught": True, **shown, "refused": str(error).replace(f"{copy.parent}/", "")}
     finally:
         flip(copy, bit)
@@ -115,25 +115,26 @@ def flip_and_read(copy: Path | None, seed: int) -> dict[str, Any]:
 
 
 STALL_S = 90.0
-"""A run in whose trace nothing happens for so long is cut off. Longer than any timeout inside of it."""
+"""Seconds without progress in the trace after which a run is cut off. Longer than any timeout in the run."""
 HOLD_S = 10.0
-"""A held rank waits for its corrupt record so long; the runtime gives up on us later than that."""
+"""Seconds that a held rank waits for its record to be corrupted. The runtime stops waiting for the drill later than
+that."""
 TOGETHER_S = 2.0
-"""Victims of one step wait for each other so long if one of them may not get there while another stands still."""
+"""Seconds that victims of one step wait for each other, if one of them may depend on another that is held."""
 ALL_THERE_S = 20.0
-"""And so long if all of them get there: not for ever, as ranks do not wait either."""
+"""Seconds that they wait if all of them get there. Finite, because ranks do not wait forever either."""
 _DIGESTS = re.compile(r"rank[0-9]+-v[0-9]+(-g[0-9]+)?\.json")
 TWIN_FILE, LOSSES_FILE = "twin.json", "losses.json"
-# A run that hangs may go on saying these.
+# Events that a hanging run may go on emitting.
 CALCULATION_S = 600.0
-"""The independent calculation of a drill that drops batches has so long: one process for the whole run."""
+"""Timeout of the independent calculation of a drill that drops batches: one process computes the whole run."""
 LOG_LOST_S = 6.0
-"""A log server that was killed for good is given up after so long, in drills that do that."""
+"""Seconds after which a log server is given up, in drills that kill one for good."""
 _NO_PROGRESS = ("denied", "heartbeat_unanswered", "suspect", "token_renewed", "trim_failed")
 
 
 class Progress(Protocol):
-    """Where the drill tells a person how far it is."""
+    """Interface by which the drill shows its progress to the user."""
 
     def begin(self, title: str, steps: int) -> None: ...
 
@@ -144,7 +145,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Twin:
-    """What a failure-free run left."""
+    """Results of a failure-free run."""
 
     digests: Mapping[str, Digest]
     exit_code: int | None
@@ -154,26 +155,27 @@ class Twin:
 
 
 class _Watch:
-    """One run, followed to its end."""
+    """Follows one run to its end and keeps what its trace has shown so far."""
 
     def __init__(self, cluster: Cluster, progress: Progress) -> None:
         self.cluster = cluster
         self.step = -1
-        """The highest that any rank has begun."""
+        """The highest step that any rank has begun."""
         self.replayed = False
-        """A replay has begun."""
+        """Whether a replay has begun."""
         self.present: frozenset[int] = frozenset()
-        """Ranks that have joined, and were not lost since then with nobody in their slot."""
+        """Ranks that have joined and whose slot was not left vacant since."""
         self.saved = -1
-        """The newest version of which every rank's checkpoint is durable."""
+        """The newest version whose checkpoints are durable on all ranks."""
         self.warmed: Counter[int] = Counter()
-        """By rank: spares that have been warmed up as it."""
+        """rank -> number of spares warmed up as that rank."""
         self.stalled = False
         self._progress = progress
         self._moved = time.monotonic()
 
     def follow(self, each_turn: Callable[[], None] = lambda: None) -> int | None:
-        """The launcher's exit code; None if nothing moves any more."""
+        """Polls until the launcher exits and returns its exit code; None if the run stalls. Calls `each_turn` in each
+        iteration."""
         while True:
             code = self.cluster.poll()
             for event in self.cluster.tail.read():
@@ -204,7 +206,7 @@ class _Watch:
 
 
 class FaultedRun:
-    """The run that the drill is about."""
+    """The run with faults."""
 
     def __init__(
         self, config: DrillConfig, directory: Path, progress: Progress, check_stop: Callable[[], None]
@@ -219,7 +221,7 @@ class FaultedRun:
         self._copy_tried = 0.0
         self._not_fetched = "nobody asked for it"
         self.output = ""
-        """The last lines of every process, if the run failed."""
+        """The last lines of every process's output, if the run failed."""
         self.directory = directory
         self._cluster = Cluster(
             directory,
@@ -240,7 +242,7 @@ class FaultedRun:
                 for index, fault in enumerate(config.faults)
                 if isinstance(fault, CoordinatorFault)
             ],
-            # Costs copies of what is in flight: a drill wants to know how far an undo is off.
+            # Measuring an undo's error costs copies of state that the step changes; a drill needs the error.
             launcher_flags=[*health_check.launcher_flags(config), *warming.launcher_flags(config)],
             settings={
                 **health_check.environment(config),
@@ -257,7 +259,7 @@ class FaultedRun:
         self._watch = _Watch(self._cluster, progress)
 
     def run(self, twin: Callable[[], Twin]) -> Evidence:
-        """All of the evidence; `twin` is asked for its part once this run is over."""
+        """Runs the job and returns the evidence. Calls `twin` after this run has ended."""
         self._progress.begin("with faults", self._config.topology.steps)
         with self._cluster:
             code = self._watch.follow(self._turn)
@@ -288,8 +290,8 @@ class FaultedRun:
         )
 
     def _calculated(self, trace: list[dict[str, Any]]) -> dict[int, Digest]:
-        """What `swift_ft.lab.drill.calculation` has of the origins that were there in each step, and of the buckets
-        of those that were cut short; {}: it failed."""
+        """Runs `swift_ft.lab.drill.calculation` with the origins present in each step and the buckets of interrupted
+        steps. Returns version -> digests; {} if it failed."""
         recoveries = timeline.recoveries(trace)
         absent = {
             step: sorted(timeline.vacant_at(step, recoveries)) for step in range(self._config.topology.steps)
@@ -352,20 +354,20 @@ class FaultedRun:
         if self._config.grow and shrinking.has_grown(self._cluster, self._watch.present, self._config):
             self._cluster.release(shrinking.PAUSE)
         self._held = [group for group in self._held if not self._let_go(group)]
-        # In the third step the records of the first ones have long been acknowledged.
+        # By the third step the records of the first ones have been acknowledged.
         if self._copy is None and self._watch.step >= 2 and time.monotonic() - self._copy_tried > 0.2:
             self._copy_tried = time.monotonic()
             self._copy = snapshot(self._cluster.log_directories, self.directory / "control")
 
     def _reached(self, index: int) -> bool:
-        """This victim stands where it dies."""
+        """Returns whether this victim waits at the point where it is to die."""
         if not (self._cluster.fault_directory / f"{fault_id(index)}.reached").exists():
             return False
         self._held_since.setdefault(index, time.monotonic())
         return True
 
     def _corrupt(self, index: int, fault: CorruptFault | CorruptCheckpointFault) -> None:
-        """Once its victim is held: flips the bit."""
+        """Flips the bit once its victim is held."""
         victim = faults.victim_of(fault, self._config.faults)
         assert victim is not None, "checked before"
         held = self._config.faults.index(victim)
@@ -380,7 +382,7 @@ class FaultedRun:
         self._done.add(index)
 
     def _flip(self, fault: CorruptFault | CorruptCheckpointFault) -> dict[str, Any] | None:
-        """None: what is to be damaged is not there yet."""
+        """Flips the bit and describes it. Returns None if the record or checkpoint does not exist yet."""
         if isinstance(fault, CorruptCheckpointFault):
             newest = fault.step - fault.step % self._config.topology.checkpoint_every
             if self._watch.saved < newest:
@@ -393,7 +395,8 @@ class FaultedRun:
         return damage.corrupt_stream(self._cluster.log_directories, stream, fault.step, self._config.seed)
 
     def _let_go(self, group: list[int]) -> bool:
-        """Lets the victims of one step die at once: all are there and their log is corrupted, if it is to be."""
+        """Releases the victims of one step together, once all are held and the requested log corruption is done.
+        Returns whether they were released."""
         there = [index for index in group if self._reached(index)]
         if not there:
             return False
@@ -413,7 +416,7 @@ class FaultedRun:
         all_come = faults.all_get_there(victims, self._config.topology)
         if len(there) < len(group) and waited < (ALL_THERE_S if all_come else TOGETHER_S):
             return False
-        for index in group:  # those that are not there yet do not wait any more
+        for index in group:  # victims that arrive later do not wait any more
             self._cluster.release(fault_id(index))
         return True
 
@@ -424,7 +427,7 @@ class FaultedRun:
 
 
 def _logged(trace: list[dict[str, Any]]) -> dict[str, int] | None:
-    """What the ranks that lived to the end have logged; a killed process took its count with it."""
+    """Returns the records and bytes logged by ranks that ran to the end; a killed process's count is lost."""
     totals = [event for event in trace if event["event"] == "finished" and "records" in event]
     if not totals:
         return None
@@ -437,7 +440,8 @@ def read_digests(directory: Path) -> dict[str, Digest]:
 
 
 def stored_twin(config: DrillConfig, directory: Path) -> Twin | None:
-    """The finished twin in `directory`; None: there is none yet. UsageError: it is of another run."""
+    """Returns the finished twin in `directory`, or None if there is none yet. Raises UsageError if it is of another
+    run."""
     path = directory / TWIN_FILE
     if not path.exists():
         if any(entry.name not in ("digests", LOSSES_FILE) for entry in directory.glob("*")):
@@ -466,7 +470,7 @@ def stored_twin(config: DrillConfig, directory: Path) -> Twin | None:
 def run_twin(
     config: DrillConfig, directory: Path, progress: Progress, check_stop: Callable[[], None]
 ) -> Twin:
-    """The failure-free run, in `directory`; `store_twin` keeps what it is needed for."""
+    """Runs the failure-free twin in `directory`; `store_twin` keeps its results."""
     progress.begin("failure-free", config.topology.steps)
     cluster = Cluster(
         directory,
@@ -490,7 +494,7 @@ def run_twin(
 
 
 def store_twin(config: DrillConfig, twin: Twin, directory: Path) -> None:
-    """Keeps a finished twin for other drills. The file that says so comes last."""
+    """Stores a finished twin for other drills. The file that marks it as finished is written last."""
     if twin.exit_code != 0 or twin.recoveries:
         return
     make_directory(directory / "digests")

@@ -1,7 +1,6 @@
-"""Checkpoints in a report: what those of a run cost, as its ranks told of each (`checkpoint`), and to which one all had
-to go back.
+"""The report's part on checkpoints: their cost, as reported by the ranks, and the one to which all had to go back.
 
-The latter is worked out from what was complete and what was refused; nothing of the planner's is used.
+The latter is derived from the checkpoints that were complete or refused, independently of the planner.
 """
 
 from statistics import median
@@ -13,7 +12,7 @@ from swift_ft.planner import FROM_CHECKPOINT
 
 
 def checks(facts: Facts) -> list[Check]:
-    """Those that a drill needs besides whose ranks always go back to the checkpoint."""
+    """Returns the additional checks of a drill whose ranks always go back to a checkpoint."""
     return [_newest_check(facts)] if facts.asked.strategy in FROM_CHECKPOINT else []
 
 
@@ -27,7 +26,7 @@ def _newest_check(facts: Facts) -> Check:
                 complete.add(event["version"])
             case "plan":
                 planned = event["target_version"]
-                # Newer: one that was complete before the coordinator, killed then, could say so.
+                # A newer target was complete, but the coordinator was killed before it could record that.
                 if not complete or planned < max(complete):
                     there = f"{max(complete)} was complete" if complete else "none was complete"
                     wrong.append(f"to version {planned}, and {there}")
@@ -36,16 +35,17 @@ def _newest_check(facts: Facts) -> Check:
             case "state" if event["state"] == "RUNNING" and planned is not None:
                 complete = {version for version in complete if version <= planned}
     if planned is None:
-        return Check(name, True, "none was needed")  # whether one was is for other checks to say
+        return Check(name, True, "none was needed")  # other checks decide whether one was needed
     return Check(name, not wrong, "; ".join(wrong))
 
 
 def section(facts: Facts) -> dict[str, Any]:
-    """Bytes and seconds of one rank's part of a version; None where nobody has told."""
+    """Returns `checkpoint` of the report: bytes and seconds of one rank's part of a version; None where no rank
+    reported any."""
     durable = [
         event for event in facts.events if event["event"] == "checkpoint_durable" and "stall_s" in event
     ]
-    # Before the first step optimizers have no state.
+    # Version 0 is left out: before the first step optimizers have no state.
     warm = [event for event in durable if event["version"] > 0]
     return {
         "mode": facts.asked.checkpoint_mode,
@@ -61,7 +61,7 @@ def section(facts: Facts) -> dict[str, Any]:
 
 
 def words(shown: dict[str, Any]) -> str:
-    """For the table of results; empty: nobody has told of a save."""
+    """Returns the line for the table of results; empty: no save was reported."""
     if shown["stall_s_median"] is None:
         return ""
     return (

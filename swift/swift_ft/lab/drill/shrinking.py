@@ -1,8 +1,8 @@
-"""Drills of strategies that shrink the world: lost ranks leave their slots vacant, to the end or until `--grow`.
+"""Drills of strategies that shrink the world: slots of lost ranks stay vacant, to the end or until `--grow`.
 
-With ``--grow step=N`` one survivor stands still before the step behind N. Its ``grow.reached`` is what the processes
-wait for that the launcher has started for the lost ranks. The survivor goes on once they have joined. So they come back
-at version N + 1, whatever takes its time.
+With ``--grow step=N`` one survivor pauses before the step after N, and the file ``grow.reached`` appears. The processes
+that the launcher started for the lost ranks wait for that file. The survivor continues once they have joined. So they
+rejoin at version N + 1, however long each part takes.
 """
 
 import json
@@ -29,7 +29,7 @@ _LOOK_S = 0.02
 
 
 def grown_at(spec: str) -> int | None:
-    """The version at which lost ranks come back. Raises UsageError."""
+    """Returns the version at which lost ranks rejoin; None: never. Raises UsageError."""
     if not spec:
         return None
     match = re.fullmatch(r"step=([0-9]{1,9})", spec.strip().lower())
@@ -39,7 +39,7 @@ def grown_at(spec: str) -> int | None:
 
 
 def check(config: "DrillConfig") -> None:
-    """Refuses what shrinking does not go with. Raises UsageError."""
+    """Raises UsageError for options that conflict with shrinking."""
     version = grown_at(config.grow)
     if problem := lost_shard_problem(config.strategy, config.lost_shard):
         raise UsageError(f"--lost-shard {config.lost_shard} with --strategy {config.strategy}: {problem}")
@@ -107,7 +107,7 @@ def _reroutes(config: "DrillConfig") -> bool:
 
 
 def _nobody_left(config: "DrillConfig", victims: set[int]) -> str:
-    """Why the others could not go on; empty: they can."""
+    """Returns why the other ranks could not continue; empty: they can."""
     shape = config.topology
     if shape.pipeline_ranks == 1:
         return "every rank is killed; leave one" if len(victims) == shape.replicas else ""
@@ -123,7 +123,8 @@ def _nobody_left(config: "DrillConfig", victims: set[int]) -> str:
 
 
 def _check_late(config: "DrillConfig") -> None:
-    """Of strategy "auto", under which others go on once no process comes. Raises UsageError."""
+    """Checks strategy "auto" with a lost-shard policy: the others continue if no replacement process comes. Raises
+    UsageError."""
     if config.topology.replicas == 1:
         raise UsageError(
             f"--lost-shard {config.lost_shard} with --strategy auto and one replica: nobody else holds a lost rank's "
@@ -136,7 +137,7 @@ def _check_late(config: "DrillConfig") -> None:
 
 
 def _check_moving(config: "DrillConfig") -> None:
-    """Of a pipeline without replicas, whose lost stages move. Raises UsageError."""
+    """Checks a pipeline without replicas, whose lost stages move to other ranks. Raises UsageError."""
     if config.grow:
         raise UsageError(
             f"--grow {config.grow} with one replica: a lost rank's stage has moved, and is there"
@@ -148,39 +149,39 @@ def _check_moving(config: "DrillConfig") -> None:
 
 
 def moves(config: "DrillConfig") -> bool:
-    """The stages of lost ranks move to where others are."""
+    """Returns whether the stages of lost ranks move to the places of other ranks."""
     return config.shrinks and config.topology.replicas == 1
 
 
 def is_replaced(config: "DrillConfig") -> bool:
-    """The launcher starts another process for a lost rank."""
+    """Returns whether the launcher starts another process for a lost rank."""
     return not config.shrinks or config.grown_at is not None or bool(config.unfit)
 
 
 def victims(config: "DrillConfig") -> frozenset[int]:
-    """The ranks that are lost."""
+    """Returns the ranks that are lost."""
     return frozenset(fault.rank for fault in config.faults if isinstance(fault, RankFault))
 
 
 def first_survivor(config: "DrillConfig") -> int:
-    """Who stands still until the lost ranks are back."""
+    """Returns the rank that pauses until the lost ranks have rejoined."""
     return min(set(range(config.topology.ranks)) - victims(config), default=0) if config.shrinks else 0
 
 
 def pauses(config: "DrillConfig") -> dict[str, int]:
-    """id -> the step before which training stands still until the drill has made its `.go`."""
+    """Returns id -> the step before which training pauses until the drill creates ``<id>.go``."""
     return {} if config.grown_at is None else {PAUSE: config.grown_at}
 
 
 def has_grown(cluster: "Cluster", present: frozenset[int], config: "DrillConfig") -> bool:
-    """The lost ranks have joined. `present`: all that have, and were not lost."""
+    """Returns whether the lost ranks have joined. `present`: the ranks that have joined and were not lost since."""
     waits = (cluster.fault_directory / f"{PAUSE}.reached").exists()
     return waits and len(present) == config.topology.ranks
 
 
 def await_growth() -> None:
-    """(a trainer, before it joins) A process for a rank that was lost waits until it may come back. Raises
-    ServiceError if the others do not come to that step."""
+    """(a trainer, before it joins) If this process replaces a lost rank, waits until it may rejoin. Raises ServiceError
+    if the other ranks do not reach that step in time."""
     directory, rank = Path(os.environ[ENV_FAULTS_DIR]), int(os.environ["RANK"])
     own = [fault["id"] for fault in json.loads(os.environ[ENV_FAULTS]) if fault["rank"] == rank]
     if not any((directory / f"{fault}.fired").exists() for fault in own):

@@ -1,14 +1,14 @@
-"""From the merged event trace to what happened: recoveries, their phases, throughput. Pure.
+"""Derives recoveries, their phases and throughput from the merged event trace. Pure.
 
-A *recovery* begins when the coordinator leaves RUNNING and ends when it is RUNNING again; a second failure or
-a refused replay in it makes more generations, not more recoveries. Its phases lie between milestones:
+A *recovery* begins when the coordinator leaves RUNNING and ends when it is RUNNING again. A second failure or a refused
+replay within it adds generations, not recoveries. Its phases lie between milestones:
 
     kill -detect-> FENCING -fence-> PLANNING -plan-> RECOVERING -rebuild-> restore begins -restore-> restored
          -replay-> replayed -rejoin-> every rank has begun a step
 
-A copy from a replica counts as a restore. A recovery of several generations spends the time from its first
-FENCING to its last one in `superseded`. A coordinator that is killed may leave a state out of the trace: a
-milestone is the first sign of that state or of a later one. Phases never overlap and sum to `total`.
+A copy from a replica counts as a restore. A recovery of several generations spends the time from its first FENCING to
+its last one in `superseded`. A coordinator that is killed may leave a state out of the trace: a milestone is the first
+sign of that state or of a later one. Phases never overlap and sum to `total`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,57 +20,58 @@ Event = dict[str, Any]
 STATES = ("forming", "running", "fencing", "planning", "recovering")
 PHASES = ("detect", "superseded", "fence", "plan", "rebuild", "restore", "replay", "rejoin")
 STEPS_SHOWN = 3
-"""So many steps before and after a recovery are in the timeline of the report."""
+"""Steps before and after a recovery that the timeline of the report shows."""
 
 
 @dataclass(kw_only=True)
 class Recovery:
-    """One way back to RUNNING, as the events tell it."""
+    """One recovery, as recorded in the trace."""
 
     began_t: float
-    """The coordinator's first FENCING."""
+    """Time of the coordinator's first FENCING."""
     ended_t: float | None = None
-    """RUNNING again; None: it never was."""
+    """Time of the return to RUNNING; None: it never returned."""
     generations: list[int] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     faults: list[Event] = field(default_factory=list)
-    """"fault" events of ranks that this recovery answers."""
+    """"fault" events of ranks whose loss this recovery handles."""
     servers_killed: list[Event] = field(default_factory=list)
-    """"service_killed" events of the log servers that were given up in it."""
+    """"service_killed" events of the log servers given up in it."""
     servers_lost: list[Event] = field(default_factory=list)
     """"log_server_lost" events."""
     exits: list[Event] = field(default_factory=list)
     planned: dict[int, Event] = field(default_factory=dict)
-    """generation -> its plan."""
+    """generation -> its "plan" event."""
     restored: dict[int, int] = field(default_factory=dict)
-    """rank -> the last generation in which it got its state from elsewhere (a replica, a checkpoint)."""
+    """rank -> the last generation in which it received its state from a replica or a checkpoint."""
     received: list[Event] = field(default_factory=list)
-    """"replica_received" of all generations."""
+    """"replica_received" events of all generations."""
     sent: list[Event] = field(default_factory=list)
-    """"copy_end" of sources that tell their digest, of all generations."""
+    """"copy_end" events of sources that report their digest, of all generations."""
     undone: list[Event] = field(default_factory=list)
-    """"undone" of all generations."""
+    """"undone" events of all generations."""
     rolled_forward: list[Event] = field(default_factory=list)
-    """"roll_forward" of all generations."""
+    """"roll_forward" events of all generations."""
     replays: list[Event] = field(default_factory=list)
-    """"replay_end" of the generation that made the state."""
+    """"replay_end" events of the generation that produced the state (`made_in`)."""
     helps: list[Event] = field(default_factory=list)
-    """"help_begin" of that generation: owners whose replays others share."""
+    """"help_begin" events of that generation: owners whose replays other ranks share."""
     left: list[Event] = field(default_factory=list)
-    """"help_end" of that generation, of these owners."""
+    """"help_end" events of that generation, of these owners."""
     helped: list[Event] = field(default_factory=list)
-    """"helped" of that generation, of those who have helped."""
+    """"helped" events of that generation, of the helpers."""
     vacant: frozenset[int] = frozenset()
-    """The slots of lost ranks that it leaves without one."""
+    """Slots of lost ranks that it leaves vacant."""
     returned: frozenset[int] = frozenset()
-    """Ranks that were not there before it, and are."""
+    """Ranks that were absent before it and present after it."""
     seconds: dict[str, float] | None = None
-    """Phase -> seconds and their `total`; None: a milestone is not in the trace."""
+    """phase -> seconds, and their `total`; None: a milestone is missing from the trace."""
     missing: list[str] = field(default_factory=list)
-    """Milestones and events that are not in the trace."""
+    """Milestones and events missing from the trace."""
     steps_lost: int | None = None
     freed_seconds: float | None = None
-    """From the notice to the last survivor being out of whatever it waited in; None: nobody waited."""
+    """Longest time from a survivor's new-generation notification until it left the wait it was in; None: no rank was
+    waiting."""
 
     @property
     def generation(self) -> int:
@@ -79,7 +80,7 @@ class Recovery:
     @property
     def kill_t(self) -> float | None:
         times = [event["t"] for event in (self.faults or self.exits or self.servers_killed)]
-        if not times and self.returned:  # nothing failed: a rank came back
+        if not times and self.returned:  # no failure: a rank rejoined
             return self.began_t
         return min(times) if times else None
 
@@ -89,13 +90,13 @@ class Recovery:
 
     @property
     def plan(self) -> Event | None:
-        """The last one; earlier ones were superseded."""
+        """Returns the last plan; earlier ones were superseded."""
         return self.planned[max(self.planned)] if self.planned else None
 
     @property
     def made_in(self) -> int:
-        """The generation that made the state: the last one that was planned, but for those in which only the log of a
-        state that it does not lead to began anew."""
+        """Returns the generation that produced the state: the last planned one, except for generations that only
+        restart the log because it does not lead to that state."""
         for generation in sorted(self.planned, reverse=True):
             plan = self.planned[generation]
             before = [self.planned[other] for other in self.planned if other < generation]
@@ -106,17 +107,17 @@ class Recovery:
 
     @property
     def made_by(self) -> Event | None:
-        """Its plan."""
+        """Returns the plan of the generation `made_in`."""
         return self.planned.get(self.made_in, self.plan)
 
     @property
     def victims(self) -> set[int]:
-        """The ranks of which a process died in it."""
+        """Returns the ranks that lost a process in it."""
         return {int(event["rank"]) for event in (*self.faults, *self.exits)}
 
     def strategies(self) -> dict[int, tuple[str, str]]:
-        """rank -> (strategy, reason): the last plan's; of a rank that keeps what an earlier generation of this
-        recovery gave it, the one by which it came by that."""
+        """Returns rank -> (strategy, reason) of the last plan. For a rank that keeps the state that an earlier
+        generation of this recovery gave it, returns that generation's strategy."""
         strategies = _strategies_of(self.plan)
         for rank, generation in self.restored.items():
             if generation in self.planned and strategies.get(rank, ("", ""))[0] == "keep":
@@ -124,7 +125,7 @@ class Recovery:
         return strategies
 
     def sources(self) -> dict[int, list[int]]:
-        """rank -> the replicas that it copied from."""
+        """Returns rank -> the replicas from which it copied."""
         sources: dict[int, list[int]] = {}
         for event in self.received:
             sources[int(event["rank"])] = [int(source["rank"]) for source in event.get("sources") or ()]
@@ -135,7 +136,7 @@ class Recovery:
 
     @property
     def fell_back(self) -> str:
-        """Why a checkpoint was restored; "" if none was."""
+        """Returns why a checkpoint was restored; "" if none was."""
         if not any(name == "checkpoint" for name, _ in self.strategies().values()):
             return ""
         reasons = [
@@ -147,12 +148,12 @@ class Recovery:
 
     @property
     def replay_expected(self) -> bool:
-        """Some rank had steps to replay."""
+        """Returns whether some rank had steps to replay."""
         return _replays(self.made_by)
 
     @property
     def inexact(self) -> bool:
-        """Some rank took buckets back, and not bit for bit."""
+        """Returns whether some rank undid buckets inexactly."""
         return any(event.get("exact") is not True for event in self.undone)
 
     def replayed(self, name: str) -> int:
@@ -181,7 +182,7 @@ def state_of(event: Event) -> str:
 
 
 def recoveries(events: Sequence[Event]) -> list[Recovery]:
-    """All of them, in order."""
+    """Returns all recoveries, by time."""
     so_far: list[Recovery] = []
     running_before: float | None = None
     for event in _states(events):
@@ -220,8 +221,8 @@ def _fault_key(event: Event) -> tuple[Any, Any]:
 
 
 def _noticed(events: Sequence[Event]) -> dict[tuple[Any, Any], float]:
-    """When the process that each fault killed was seen to be gone: one that dies as a recovery ends is for the
-    next. If nobody saw it, when it was killed."""
+    """Returns fault -> time when its process was seen to be gone, or, if that was not seen, when it was killed. A
+    process that dies as a recovery ends belongs to the next one."""
     exits = {event["pid"]: event["t"] for event in _named(events, "child_exit")}
     return {_fault_key(e): max(e["t"], exits.get(e["pid"], e["t"])) for e in _named(events, "fault")}
 
@@ -233,11 +234,11 @@ def _fill(
     events: Sequence[Event],
     vacant: frozenset[int],
 ) -> None:
-    """`vacant`: what was before."""
+    """Fills in a recovery from the events. `vacant`: the vacant slots before it."""
     recovery.exits = [event for event in _named(window, "child_exit") if event.get("rank") is not None]
     recovery.servers_lost = _named(window, "log_server_lost")
     numbers = {event["server"] for event in recovery.servers_lost}
-    # It may have died long before: in an earlier recovery, say.
+    # It may have died long before, for example in an earlier recovery.
     killed = [e for e in _named(events, "service_killed") if e.get("lost")]
     recovery.servers_killed = [event for event in killed if event.get("number") in numbers]
     plans = _named(window, "plan")
@@ -256,7 +257,7 @@ def _fill(
     if recovery.plan is None:
         recovery.missing.append("plan")
         recovery.vacant = vacant
-    else:  # only who was lost can be absent: of all others a digest is asked for, whatever the plan says
+    else:  # only lost ranks can be absent: all others need a digest, whatever the plan says
         present = {int(entry["rank"]) for entry in _entries(recovery.plan)}
         recovery.vacant = (vacant | recovery.victims) - present
         recovery.returned = vacant & present
@@ -278,7 +279,7 @@ def _fill(
 
 
 def _freed(window: list[Event]) -> float | None:
-    """The longest time between a rank's notice and its next "freed"."""
+    """Returns the longest time between a rank's "notice" event and its next "freed" event."""
     noticed: dict[int, float] = {}
     took = []
     for event in window:
@@ -290,7 +291,7 @@ def _freed(window: list[Event]) -> float | None:
 
 
 def _of_generation(events: list[Event], generation: int, window: list[Event]) -> list[Event]:
-    """Those of the last generation: by their field, or by the time that generation began."""
+    """Returns the events of this generation, by their field, or without one those since the generation began."""
     begun = min(
         (e["t"] for e in _states(window) if int(e.get("generation") or 0) >= generation),
         default=float("-inf"),
@@ -299,7 +300,7 @@ def _of_generation(events: list[Event], generation: int, window: list[Event]) ->
 
 
 def _phases(recovery: Recovery, window: list[Event], after: list[Event]) -> dict[str, float] | None:
-    """Phase -> seconds. Milestones that must be there and are not go to `recovery.missing`."""
+    """Returns phase -> seconds, or None. Adds missing milestones to `recovery.missing`."""
     kill_t = recovery.kill_t
     if kill_t is None:
         recovery.missing.append("fault")
@@ -335,13 +336,13 @@ def _phases(recovery: Recovery, window: list[Event], after: list[Event]) -> dict
         seconds[name] = until - at
         at = until
     if recovery.generations[0] == recovery.made_in:
-        # One generation has one FENCING, even if its coordinator died in it.
+        # A generation has one FENCING, even if its coordinator died in it.
         seconds["fence"] += seconds.pop("superseded")
     return {**seconds, "total": resumed - kill_t}
 
 
 def _milestones(window: list[Event], generation: int) -> dict[str, float]:
-    """state -> when this generation was first seen in it, or in a later one."""
+    """Returns state -> when this generation was first seen in it or in a later state."""
     seen = [
         (event["t"], state_of(event))
         for event in _states(window)
@@ -355,7 +356,7 @@ def _milestones(window: list[Event], generation: int) -> dict[str, float]:
 
 
 def _all_ranks_stepping(window: list[Event], after: list[Event], vacant: frozenset[int]) -> float | None:
-    """When the last of the ranks has begun its first step after the recovery (or had none left to do)."""
+    """Returns when the last rank began its first step after the recovery, or finished because none was left."""
     ranks = {
         event["rank"] for event in (*window, *after) if event["event"] in ("step_begin", "fault")
     } - vacant
@@ -368,7 +369,7 @@ def _all_ranks_stepping(window: list[Event], after: list[Event], vacant: frozens
 
 
 def _states(events: Iterable[Event]) -> list[Event]:
-    """What the coordinator said of its state: at each transition, and when it was started again."""
+    """Returns the coordinator's state events: transitions, and the state at a restart."""
     return [e for e in events if e["event"] == "state" or (e["event"] == "resumed" and "state" in e)]
 
 
@@ -381,7 +382,7 @@ def fault_ids(events: Iterable[Event]) -> set[str]:
 
 
 def rehearsals(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Those that were done, in their order."""
+    """Returns the rehearsals that were done, in order."""
     return [
         {
             "rank": event["rank"],
@@ -395,9 +396,9 @@ def rehearsals(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 
 def survivors_kept(events: Sequence[Event], ranks: int) -> dict[int, bool] | None:
-    """rank -> the process that ran it first ran it to the end; ranks that were killed are not in it.
+    """Returns rank -> whether its first process ran it to the end, for ranks that were not killed.
 
-    None: some rank left no trace, so nothing can be said.
+    Returns None if some rank left no trace.
     """
     killed = {event["rank"] for event in _named(events, "fault")}
     pids: dict[int, set[int]] = {}
@@ -412,10 +413,10 @@ def survivors_kept(events: Sequence[Event], ranks: int) -> dict[int, bool] | Non
 def throughput(
     events: Sequence[Event], recoveries: Sequence[Recovery], ranks: int
 ) -> dict[str, float | None]:
-    """Steps per second before the first kill, from it to the first step after the last recovery, after.
+    """Returns steps per second before the first kill, from it to the first step after the last recovery, and after.
 
-    A step is done once all ranks have ended it. `during` counts the steps done in that time: what a failure
-    costs is that it is near zero for `recovery_seconds.total`.
+    A step is done once all ranks have ended it. `during` counts the steps done in that time: a failure's cost shows as
+    a rate near zero for `recovery_seconds.total`.
     """
     kills = [recovery.kill_t for recovery in recoveries if recovery.kill_t is not None]
 
@@ -441,7 +442,7 @@ def throughput(
 
 
 def vacant_at(version: int, recoveries: Sequence[Recovery]) -> frozenset[int]:
-    """The slots that had no rank in the step from this version on."""
+    """Returns the slots without a rank in the step that starts from this version."""
     vacant: frozenset[int] = frozenset()
     for recovery in recoveries:
         if recovery.target_version is not None and recovery.target_version <= version:
@@ -450,7 +451,7 @@ def vacant_at(version: int, recoveries: Sequence[Recovery]) -> frozenset[int]:
 
 
 def _completed(ended: Iterable[Event], ranks: int, recoveries: Sequence[Recovery]) -> dict[int, float]:
-    """step -> when its last rank ended it, for steps that all ranks ended that were there."""
+    """Returns step -> when its last rank ended it, for steps that all present ranks ended."""
     times: dict[int, dict[int, float]] = {}
     for event in ended:
         times.setdefault(event["step"], {})[event["rank"]] = event["t"]
@@ -462,14 +463,14 @@ def _completed(ended: Iterable[Event], ranks: int, recoveries: Sequence[Recovery
 
 
 def _rate(done: dict[int, float]) -> float | None:
-    """From the first step's end: its beginning holds the start of everything."""
+    """Returns steps per second, from the end of the first step: its beginning includes the start-up."""
     if len(done) < 2:
         return None
     return (len(done) - 1) / (max(done.values()) - min(done.values()))
 
 
 def shown(events: Sequence[Event], recoveries: Sequence[Recovery]) -> list[Event]:
-    """The timeline of the report: everything but the steps that are far from any recovery."""
+    """Returns the timeline of the report: all events except steps far from any recovery."""
     near = {
         step
         for recovery in recoveries
@@ -487,7 +488,7 @@ def shown(events: Sequence[Event], recoveries: Sequence[Recovery]) -> list[Event
 
 
 def steps_done(events: Sequence[Event]) -> dict[tuple[int, int], int]:
-    """(rank, pid) -> live steps that this process has done."""
+    """Returns (rank, pid) -> number of live steps that this process has done."""
     done: dict[tuple[int, int], int] = {}
     for event in _named(events, "step_end"):
         if not event.get("replay"):

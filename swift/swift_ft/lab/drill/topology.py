@@ -1,10 +1,10 @@
-"""Which stage runs on which rank, and what a schedule asks of the numbers it is given.
+"""The drill's mesh of ranks, its placement of stages, and the limits that schedules set.
 
-Ranks are a mesh (pipeline rank, data-parallel rank), numbered as torch's device mesh numbers it:
-rank = pipeline rank * replicas + dp_rank. Ranks with the same pipeline rank are replicas of each other.
+Ranks are a mesh (pipeline rank, data-parallel rank), numbered as torch's device mesh numbers it: rank = pipeline rank *
+replicas + dp_rank. Ranks with the same pipeline rank are replicas of each other.
 
-1F1B and GPipe have one stage on each pipeline rank. Looped schedules put stages k and k + P on pipeline rank k; V
-schedules fold the stages, so that it has k and 2P - 1 - k, and the last one holds two neighbours.
+1F1B and GPipe have one stage on each of P pipeline ranks. Looped schedules put stages k and k + P on pipeline rank k. V
+schedules fold the stages: pipeline rank k has k and 2P - 1 - k, and the last one holds two neighbours.
 """
 
 from dataclasses import dataclass, replace
@@ -30,22 +30,22 @@ class ModelConfig:
     microbatch: int
     """Sequences in one microbatch."""
     bucket_bytes: int
-    """Gradients reduced and applied together: small enough that every stage has several buckets."""
+    """Size of a bucket of gradients, reduced and applied together: small enough that every stage has several."""
     dropout: float = 0.1
     checkpoint_activations: bool = False
     """Recompute each block in backward instead of keeping its activations."""
     forward_s: float = 0.0
-    """For which a stage sleeps in every forward of a microbatch, as if a device of its own computed meanwhile."""
+    """Seconds that a stage sleeps in each microbatch's forward, like a device that computes without using the CPU."""
     backward_s: float = 0.0
 
     @property
     def boundary_bytes(self) -> int:
-        """Of what crosses a boundary for one microbatch, in each direction: b s h e."""
+        """Returns the bytes that cross a boundary for one microbatch, in each direction: b s h e."""
         return self.microbatch * self.sequence * self.width * _FLOAT_BYTES
 
     @property
     def batch_bytes(self) -> int:
-        """Of the inputs of one microbatch, and of its targets."""
+        """Returns the bytes of the inputs of one microbatch, and equally of its targets."""
         return self.microbatch * self.sequence * _TOKEN_BYTES
 
 
@@ -53,12 +53,12 @@ _TINY = ModelConfig(layers=8, width=32, heads=2, sequence=16, microbatch=2, buck
 MODELS = {
     "tiny": _TINY,
     "default": ModelConfig(layers=8, width=128, heads=4, sequence=64, microbatch=4, bucket_bytes=256 << 10),
-    # Every rank has a stage that takes a fixed time: schedules and replays take what their formulas say, although all
+    # Every stage takes a fixed time, so schedules and replays take the time that their formulas predict, although all
     # ranks share two cores.
     "paced": replace(_TINY, forward_s=0.01, backward_s=0.02),
 }
 NORM_BYTES = 4
-"""Of the global gradient norm, the only result of a collective that a rank logs."""
+"""Size of the global gradient norm, the only result of a collective that a rank logs."""
 
 
 # name -> (stages on each rank, placed as a V)
@@ -73,31 +73,31 @@ SCHEDULES = {
 
 
 def schedule_name(name: str) -> str:
-    """The schedule's name as the project spells it; case does not matter. Raises UsageError for one that is not
-    known."""
+    """Returns the schedule's name as the project spells it, ignoring case. Raises UsageError for an unknown one."""
     if name.lower() not in SCHEDULES:
         raise UsageError(f"unknown schedule {name!r}: one of {', '.join(SCHEDULES)}")
     return name.lower()
 
 
 RANKS_MAX = 256
-"""Of one drill: all of its ranks are processes of this machine."""
+"""Maximum ranks of a drill: all of them are processes of this machine."""
 
 SPLITTING = ("interleavedzerobubble", "zbv")
-"""Schedules that compute gradients of weights apart from those of inputs. (DualPipeV does so for some microbatches.)"""
+"""Schedules that compute weight gradients separately from input gradients. (DualPipeV does so for some
+microbatches.)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """The shape of one drill. Checked here, before anything is started."""
+    """The shape of one drill. Construction validates it (`UsageError`) before anything is started."""
 
     pipeline_ranks: int
     """``--stages``: ranks of one pipeline."""
     replicas: int = 1
-    """``--replicas``: the number of pipelines beside each other; each has batches of its own."""
+    """``--replicas``: number of parallel pipelines; each has its own batches."""
     steps: int
     microbatches: int
-    """Of one replica in one step."""
+    """Microbatches of one replica in one step."""
     schedule: str
     checkpoint_every: int
 
@@ -142,7 +142,7 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Returns the number of ranks."""
         return self.pipeline_ranks * self.replicas
 
     def pipeline_rank(self, rank: int) -> int:
@@ -152,7 +152,7 @@ class Topology:
         return rank % self.replicas
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the same stages, this one among them."""
+        """Returns the ranks with the same stages, including this one."""
         first = rank - self.dp_rank(rank)
         return tuple(range(first, first + self.replicas))
 
@@ -162,12 +162,12 @@ class Topology:
 
     @property
     def splits_backward(self) -> bool:
-        """Computes the gradients of weights apart from those of inputs."""
+        """Returns whether the schedule computes weight gradients separately from input gradients."""
         return SCHEDULES[self.schedule][1] or self.schedule == "interleavedzerobubble"
 
     @property
     def stages(self) -> int:
-        """Model stages of one pipeline."""
+        """Returns the number of model stages of one pipeline."""
         return self.pipeline_ranks * self.stages_per_rank
 
     def pipeline_rank_of(self, stage: int) -> int:
@@ -179,10 +179,10 @@ class Topology:
         return tuple(s for s in range(self.stages) if self.pipeline_rank_of(s) == self.pipeline_rank(rank))
 
     def replay_streams(self, rank: int, groups: RecoveryGroups = RecoveryGroups()) -> tuple[str, ...]:  # noqa: B008
-        """Log streams whose tensors a replay of this rank takes in, or of those that recover together with it: what
-        they had received from others.
+        """Returns the log streams whose tensors a replay of this rank's recovery group reads: what the group received
+        from stages outside it.
 
-        It does not read the bodies of what it has sent itself, nor of external inputs: those it makes again, and
+        A replay does not read the bodies of what it sent itself, nor of external inputs: it recomputes those and
         compares their digests with the logged ones.
         """
         received: list[str] = []
@@ -194,7 +194,8 @@ class Topology:
         return tuple(received)
 
     def is_logged(self, source: int, destination: int, groups: RecoveryGroups) -> bool:
-        """What one stage sends to its neighbour is: it leaves its rank, and its recovery group."""
+        """Returns whether a tensor from `source` to its neighbour `destination` is logged: it leaves its rank and its
+        recovery group."""
         return (
             0 <= source < self.stages
             and self.pipeline_rank_of(source) != self.pipeline_rank_of(destination)

@@ -30,7 +30,8 @@ V_SHAPED = {"zbv": schedules.ScheduleZBVZeroBubble, "dualpipev": schedules.Sched
 
 
 def stages_of(schedule: str, rank: int, ranks: int) -> tuple[list[int], int]:
-    """(stage indices of pipeline rank `rank`, number of stages): one stage a rank, or two in a loop or a V."""
+    """Returns (stage indices of pipeline rank `rank`, number of stages): one stage per rank, or two in a loop or a
+    V."""
     if schedule in SINGLE:
         return [rank], ranks
     if schedule in LOOPED:
@@ -53,14 +54,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, steps: int) -> SequentialLR:
-    """A linear warm-up over a tenth of the steps, then a cosine."""
+    """Returns a linear warm-up over a tenth of the steps, followed by a cosine."""
     warm_up = max(1, steps // 10)
     parts = [LinearLR(optimizer, 0.1, 1.0, warm_up), CosineAnnealingLR(optimizer, max(1, steps - warm_up))]
     return SequentialLR(optimizer, parts, [warm_up])
 
 
 LOG_QUEUE_BYTES = 32 << 20
-"""Many times what a step of these models logs; the default is for larger ones, and every rank's takes memory."""
+"""Capacity of the log queue: many times the bytes that a step of these models logs. The default is for larger models,
+and every rank's queue takes memory."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -89,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
         bucket_bytes=config.bucket_bytes,
         log_queue_bytes=LOG_QUEUE_BYTES,
         helpers=args.helpers,
-        last_checkpoint=False,  # what the log holds at the end is compared with the prediction
+        last_checkpoint=False,  # the log's content at the end is compared with the prediction
     ) as session:
         indices, num_stages = stages_of(args.schedule, session.pipeline_rank, args.stages)
         modules: list[torch.nn.Module] = [make_stage(config, i, num_stages, args.seed) for i in indices]
@@ -124,12 +126,12 @@ def main(argv: list[str] | None = None) -> None:
                 return_outputs=False,
             )
             if last and not session.replaying:
-                # Before the update: a rank that dies in it has said what its step's loss was.
+                # Before the update, so that a rank that dies in the update has reported its step's loss.
                 loss = float(torch.stack(losses).detach().mean())
                 events.emit("loss", rank=session.rank, dp_rank=session.dp_rank, step=step, loss=loss)
             if (
                 args.updates == "after_backward"
-            ):  # wait-free, the norm is not known when the first bucket is applied
+            ):  # with wait-free updates the norm is unknown when the first bucket is applied
                 session.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             scheduler.step()
@@ -139,6 +141,6 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-    # Taking an interpreter with torch apart takes a second, on a machine where all ranks do it at once.
+    # Finalizing an interpreter with torch takes a second on a machine where all ranks do it at once.
     sys.stdout.flush()
     os._exit(0)

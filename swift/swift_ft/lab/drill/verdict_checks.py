@@ -1,4 +1,4 @@
-"""Questions that a verdict rests on, and digests compared."""
+"""Checks on which a verdict rests, and the comparison of digests."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,14 +6,14 @@ from typing import Any
 
 DIGEST_FIELDS = ("parameters", "optimizer", "scheduler", "rng", "data")
 TRAINED_FIELDS = ("parameters", "optimizer")
-"""What an arithmetic undo changes, and what replicas have in common."""
+"""Fields that an arithmetic undo changes and that replicas share."""
 
 Digest = Mapping[str, Any]
 
 
 @dataclass
 class Check:
-    """One question. `answer` None: there is no evidence."""
+    """One check of the verdict. `answer` None: there is no evidence."""
 
     name: str
     answer: bool | None
@@ -21,7 +21,7 @@ class Check:
 
 
 def all_of(answers: Iterable[bool | None]) -> bool | None:
-    """False wins over None, None over True; nothing at all is None."""
+    """Returns False if any answer is False, else None if any is None or there is none, else True."""
     known = list(answers)
     if False in known:
         return False
@@ -34,10 +34,10 @@ class Comparison:
 
     version: int
     generation: int | None
-    """Of the recovery; None: at the end of the run."""
+    """Generation of the recovery; None: at the end of the run."""
     ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
     inexact: bool = False
-    """What promises no bits came before: trained fields may differ from the failure-free run's."""
+    """Whether an inexact operation came before: trained fields may differ from the failure-free run's."""
 
     def as_json(self) -> dict[str, Any]:
         head = {"version": self.version, "equal": self.equal}
@@ -46,11 +46,11 @@ class Comparison:
         return {**head, "ranks": self.ranks}
 
     def theirs(self, rank: int) -> str:
-        """The name of a rank's digest in the failure-free run."""
+        """Returns the name of a rank's digest in the failure-free run."""
         return f"rank{rank}-v{self.version}"
 
     def ours(self, rank: int) -> str:
-        """The same in the run with faults."""
+        """Returns the name of a rank's digest in the run with faults."""
         name = self.theirs(rank)
         return name if self.generation is None else f"{name}-g{self.generation}"
 
@@ -63,7 +63,7 @@ class Comparison:
         return "at the end" if self.generation is None else f"at version {self.version}"
 
     def check(self) -> Check:
-        """Are all of them equal, as far as they can be?"""
+        """Returns whether all digests are equal, except for trained fields after an inexact operation."""
         name = f"digests {self.where}"
         absent = [rank for rank, entry in self.ranks.items() if entry["equal"] is None]
         differing = self._differing(DIGEST_FIELDS)
@@ -76,7 +76,7 @@ class Comparison:
         return Check(name, True, f"rank {', '.join(differing)} differ, as they may" if differing else "")
 
     def _differing(self, fields: Sequence[str]) -> dict[str, list[str]]:
-        """rank -> fields that both runs have, with different values."""
+        """Returns rank -> fields that both runs have, with different values."""
         differing_of = {}
         for rank, entry in self.ranks.items():
             ours, twin = entry["recovered"] or {}, entry["failure_free"] or {}
@@ -95,7 +95,7 @@ def compare(
     *,
     inexact: bool,
 ) -> Comparison:
-    """Digests of these ranks at one version, of the drill and of its failure-free twin."""
+    """Compares the digests of these ranks at one version, of the drill and of its failure-free twin."""
     comparison = Comparison(version, generation, inexact=inexact)
     for rank in ranks:
         ours, theirs = digests.get(comparison.ours(rank)), twin.get(comparison.theirs(rank))

@@ -1,8 +1,8 @@
-"""A drill in which the process that takes a lost rank's place has been warmed up (`--warm-up`).
+"""Drill in which a lost rank's replacement process has been warmed up (`--warm-up`).
 
-A victim waits, where it is to die, until there is a spare that has run the script as its rank. What the warm-up saves
-is what the script and one forward and backward took the first time, less what they took the second time: in the same
-process, and beside the same training ranks. The report also has what they took when the process was needed.
+A victim waits, where it is to die, until a spare has run the script as its rank. The saving is the time of the first
+run of the script and of one forward and backward, minus the time of the second run, in the same process and
+concurrently with the same training ranks. The report also has the times when the process was needed.
 """
 
 from collections import Counter
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 HOLD_S = 25.0
-"""So long a victim waits for the warm-up of its spare."""
+"""Seconds that a victim waits for the warm-up of its spare."""
 
 
 def check(config: "DrillConfig") -> None:
-    """Refuses what cannot be shown. Raises UsageError."""
+    """Raises UsageError for configurations that cannot show a warm-up."""
     if not config.warm_up:
         return
     if not shrinking.is_replaced(config) or config.shrinks:
@@ -40,7 +40,7 @@ def launcher_flags(config: "DrillConfig") -> list[str]:
 
 
 def count(event: dict[str, Any], there: Counter[int]) -> None:
-    """(while the run is watched) `there`: spares that are warmed up, by rank."""
+    """(for each event of the run) Updates `there`: rank -> number of spares that are warmed up as it."""
     if event["event"] == "warmed_up" and not event["why_not"]:
         there[int(event["rank"])] += 1
     if event["event"] == "spare_assigned" and event["warmed_up"]:
@@ -55,7 +55,7 @@ def are_there(victims: Sequence[Fault], there: Counter[int]) -> bool:
 
 
 def checks(facts: "Facts") -> list[Check]:
-    """Every replacement had been warmed up."""
+    """Checks that every replacement had been warmed up."""
     if not facts.asked.warm_up:
         return []
     name = "every replacement had been warmed up"
@@ -71,7 +71,7 @@ def checks(facts: "Facts") -> list[Check]:
 
 
 def section(facts: "Facts") -> dict[str, Any] | None:
-    """`warm_up` of the report; None without."""
+    """Returns `warm_up` of the report; None without `--warm-up`."""
     if not facts.asked.warm_up:
         return None
     replaced = _replaced(facts)
@@ -80,8 +80,8 @@ def section(facts: "Facts") -> dict[str, Any] | None:
 
 
 def _replaced(facts: "Facts") -> list[dict[str, Any]]:
-    """Of each process that took a lost rank's place: what its warm-up took the first time and the second (None: it had
-    none), the difference, and what the same took when it was needed."""
+    """Returns for each replacement process the times of its warm-up's first and second run (None: it had none), the
+    difference, and the times when it was needed."""
     given: set[int] = set()
     shown = []
     for event in facts.events:
@@ -118,7 +118,8 @@ def _seconds(warmed: dict[str, Any], which: str) -> dict[str, float]:
 
 
 def _needed(facts: "Facts", pid: int) -> dict[str, Any] | None:
-    """`step_seconds`: of the first step that it has replayed, with its update; None: it has replayed none."""
+    """Returns the times when the process was needed. `step_seconds`: of the first step that it replayed, with its
+    update; None: it replayed none."""
     own = [event for event in facts.events if event["pid"] == pid]
     begun = next((event for event in own if event["event"] == "run_begin"), None)
     if begun is None:

@@ -1,10 +1,9 @@
-"""Failures that are made on purpose (`swift_ft.fault_grammar` has the words for one failure).
+"""Injected failures (`swift_ft.fault_grammar` parses the specification of one failure).
 
-    schedule       FILE or SPEC -> the failures, each with its coordinates; traces
-    distributions  failures that a seed draws: exponential, Weibull, lemons, whole hosts
-    injector       checks a schedule before a run starts, and makes happen what a rank cannot do to itself
-    services       kills a job's services; damage: flips a bit of a log or of a checkpoint
-    report         what was injected beside what was noticed
+    schedule       FILE or SPEC -> failures with coordinates: single ones, distributions drawn by a seed, traces
+    injector       checks a schedule before a run starts; injects what a rank cannot do to itself
+    services       kills and restarts a job's services; damage: flips a bit of a log or of a checkpoint
+    report         compares the injected failures with the detected ones
 
-`swift_ft.train.fault_points` makes those happen that are at exact coordinates in a rank.
+`swift_ft.train.fault_points` injects the failures that happen at exact coordinates inside a rank.
 """

@@ -1,4 +1,4 @@
-"""`swift-ft failures`: shows what a specification comes to, and converts other people's traces."""
+"""`swift-ft failures`: shows the failures of a specification, and converts traces in other formats."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Bits that are flipped in what is in use: the live log (``corrupt=log``), a checkpoint (``corrupt=checkpoint``)."""
+"""Bit flips in files that are in use: the live log (``corrupt=log``) and a checkpoint (``corrupt=checkpoint``)."""
 
 import os
 import random
@@ -13,11 +13,11 @@ from swift_ft.log.directory import SEGMENTS
 from swift_ft.text import generation_of, version_folder
 
 BOUNDARIES, EXTERNAL = "s*.[FB]", "s*.[XT]"
-"""Streams between stages; and, all there is in a pipeline of one stage, what comes from outside."""
+"""Glob patterns of streams: between stages; and external inputs, the only streams of a one-stage pipeline."""
 
 
 def segment_files(log_directories: Iterable[Path], stream: str = BOUNDARIES) -> Iterator[Path]:
-    """Of every job, those with anything behind their header, the smallest first: a copy should cost little."""
+    """Yields the segments of all jobs that hold more than a header, the smallest first, so that a copy is cheap."""
     sized = []
     for path in (p for place in log_directories for p in place.glob(f"*/{stream}/{SEGMENTS}")):
         try:
@@ -30,7 +30,7 @@ def segment_files(log_directories: Iterable[Path], stream: str = BOUNDARIES) -> 
 
 
 def corrupt_checkpoint(directory: Path, rank: int, version: int, seed: int) -> dict[str, Any] | None:
-    """Flips a bit of the tensors that this rank has saved at this version. None: they are not there."""
+    """Flips a bit in the newest tensors file that this rank saved at this version. Returns None if there is none."""
     files = directory.glob(f"{version_folder(version)}/rank{rank}/g*/*.safetensors")
     shards = {
         path: generation for path in files if (generation := generation_of(path.parent.name)) is not None
@@ -44,7 +44,7 @@ def corrupt_checkpoint(directory: Path, rank: int, version: int, seed: int) -> d
 
 
 def flip(path: Path, bit: int) -> None:
-    """Turns one bit of a file over, in place."""
+    """Flips one bit of a file in place."""
     fd = open_regular(path, os.O_RDWR)
     try:
         (byte,) = os.pread(fd, 1, bit // 8)
@@ -58,8 +58,8 @@ def corrupt_stream(
 ) -> dict[str, Any] | None:
     """Flips a bit in the body of a live record of the newest step below `step`: the replay needs that record.
 
-    Not in the file's last block: the server holds that one in memory, and would write it again as it was.
-    None: the log has no record of step - 1 in that stream yet.
+    Avoids the file's last block: the server holds it in memory and would overwrite the damage.
+    Returns None if the log has no record of step - 1 in that stream yet.
     """
     for path in segment_files(log_directories, stream):
         records = segment.walk(path, verify_bodies=False).records

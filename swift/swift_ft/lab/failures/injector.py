@@ -1,9 +1,9 @@
-"""``swift-ft run --failures FILE|SPEC``: what is to fail, checked before anything is started, and the report behind it.
+"""``swift-ft run --failures FILE|SPEC``: validates the failures before anything starts, and reports them after the run.
 
     (command) ``schedule_of`` → ``planned`` → ``around`` the run
 
-Whatever cannot be is refused in one line (exit code 2): a specification that makes no sense, a rank that is not there,
-a service that is on another machine, a disk that must not be filled, a report that cannot be written.
+Invalid requests are refused in one line (exit code 2): a malformed specification, a rank that does not exist, a
+service on another machine, a disk that must not be filled, a report that cannot be written.
 """
 
 import argparse
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from swift_ft.rpc.client import CoordinatorClient
 
 
-# A file system that is full, without harm: only a small one that stands for itself is ever filled.
+# Fills a file system, to inject a full disk. Only a small one that is mounted for this purpose is ever filled.
 #
-# ``fill=DIR``: DIR lies on a file system of its own, mounted there or above it, of at most `BYTES_MAX`: a tmpfs, or a
-# loop device. Everything else is refused before anything is started, the machine's own disk first of all.
+# ``fill=DIR``: DIR is on a file system of its own of at most `BYTES_MAX`, mounted there or above it: a tmpfs or a loop
+# device. Any other is refused before anything starts, in particular the machine's own disk.
 
 BYTES_MAX = 1 << 30
 FILE = "swift-ft-failures.fill"
@@ -62,7 +62,7 @@ _NOT_THERE = ("/", "/home", "/tmp", "/var", "/var/tmp", "/root", "/usr")
 
 
 def check_file_system(directory: str, flag: str) -> None:
-    """Raises UsageError, in one line, if it must not be filled."""
+    """Raises UsageError, in one line, if the file system of `directory` must not be filled."""
     path = Path(directory)
     if not path.is_dir() or not os.access(path, os.W_OK):
         raise UsageError(f"{flag} fill={directory}: name a directory that is there and can be written")
@@ -78,7 +78,8 @@ def check_file_system(directory: str, flag: str) -> None:
 
 
 def fill(directory: str) -> int:
-    """Takes all space that is left; how many bytes. OSError: for another reason than that there is none left."""
+    """Allocates all space that is left. Returns the number of bytes. Raises OSError for any error but a full disk or
+    quota."""
     taken, chunk = 0, _CHUNK_BYTES
     descriptor = os.open(Path(directory, FILE), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
@@ -99,27 +100,27 @@ def fill(directory: str) -> int:
 
 
 def free(directory: str) -> None:
-    """Gives the space back."""
+    """Frees the space that `fill` took."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(Path(directory, FILE))
 
 
-# A network device of this machine that is down for a while: ``kind=network``.
+# Sets a network device of this machine down for a while: ``kind=network``.
 #
-# The machine is the network namespace in which the launcher runs. The device is one that was named, never another
-# one: it is set down, and up again with the routes that it had. A launcher in the first namespace of the machine is
-# refused, because it would cut off whoever else works there; so is one that may not change the device.
+# "Machine" is the network namespace of the launcher. Only the named device is set down; then it is set up again, with
+# the routes that it had. A launcher in the machine's first namespace is refused, because it would cut off all other
+# users of the machine. So is a launcher that lacks the permission to change the device.
 
 _TIMEOUT_S = 10.0
 _HOW = "start swift-ft run inside a network namespace of its own (docs/failures.md#network)"
 
 
 def check_link(link: str, flag: str) -> None:
-    """Raises UsageError, in one line, if that device cannot or must not be set down."""
+    """Raises UsageError, in one line, if the device cannot or must not be set down."""
     try:
         if os.readlink("/proc/self/ns/net") == os.readlink("/proc/1/ns/net"):
             raise UsageError(f"{flag} kind=network: this is the network of the whole machine: {_HOW}")
-    except OSError:  # another user's: then it is not ours
+    except OSError:  # /proc/1 is another user's: so this is another namespace
         pass
     try:
         routes = _routes(link)
@@ -132,23 +133,23 @@ def check_link(link: str, flag: str) -> None:
 
 
 def cut(link: str) -> list[str]:
-    """Sets it down. Its routes, for `restore`. OSError, subprocess.SubprocessError."""
+    """Sets the device down. Returns its routes, for `restore`. Raises OSError or subprocess.SubprocessError."""
     routes = _routes(link)
     _ip("link", "set", link, "down")
     return routes
 
 
 def restore(link: str, routes: list[str]) -> None:
-    """OSError, subprocess.SubprocessError."""
+    """Sets the device up and restores its routes. Raises OSError or subprocess.SubprocessError."""
     _ip("link", "set", link, "up")
     for route in sorted(
         routes, key=lambda route: "via" in route.split()
-    ):  # gateways are reached by the others
+    ):  # first the direct routes, which reach the gateways
         _ip("route", "replace", *route.split(), "dev", link)
 
 
 def _routes(link: str) -> list[str]:
-    """Those of IPv4, as the command takes them."""
+    """Returns the device's IPv4 routes as arguments of ``ip route``."""
     shown = _ip("-4", "route", "show", "dev", link).decode().splitlines()
     return [" ".join(word for word in line.split() if word != "linkdown") for line in shown]
 
@@ -157,37 +158,37 @@ def _ip(*words: str) -> bytes:
     return subprocess.run(["ip", *words], capture_output=True, timeout=_TIMEOUT_S, check=True).stdout
 
 
-# Makes the failures of a run happen that a rank cannot do to itself, on a thread of the launcher beside its loop.
+# Injects the failures that a rank cannot do to itself, on threads of the launcher parallel to its loop.
 #
-#     (rank)     stands at its coordinates: ``<id>.reached``, and waits for ``<id>.go`` (`swift_ft.train.fault_points`)
-#     (injector) does what is to be done, and says ``<id>.go``; what has a time, or a step that any rank has begun, it
-#                does when that has come; what lasts, it ends
-#     (asker)    asks the coordinator what is suspected, as long as somebody may notice, and writes it into the trace;
-#                it may wait for an answer
+#     (rank)     reaches its coordinates: writes ``<id>.reached``, waits for ``<id>.go`` (`swift_ft.train.fault_points`)
+#     (injector) injects the failure and writes ``<id>.go``; injects failures with a time, or with a step of any rank,
+#                when that has come; ends the failures that last
+#     (asker)    polls the coordinator for suspicions while a detection is possible, and writes them into the trace; a
+#                thread of its own, because it may block on the answer
 #
-# It learns of ranks and their processes from the launcher's own events, and of all else from the trace of the run. A
-# process is signalled by its pidfd, so never another one.
+# Ranks and their processes are known from the launcher's own events, everything else from the trace of the run.
+# Processes are signalled by pidfd, so a reused pid is never hit.
 
 TURN_S = 0.01
 ASK_S = 0.25
 TOGETHER_S = 2.0
-"""Victims of one step wait for each other so long."""
+"""Longest time that the victims of one step wait for each other."""
 HOLD_S = 10.0
-"""A victim waits so long for what is to be damaged; ranks give up later than that."""
+"""Longest time that a victim waits for data to damage; shorter than the ranks' own timeout."""
 WATCHED_S = 120.0
-"""So long after a failure it is looked for who has noticed."""
+"""Seconds after an injection in which the coordinator is polled for its detection."""
 SLICE_S = 0.005
-"""A slow process runs for so long at a time."""
+"""Time slice in which a slowed process runs between two stops."""
 PATIENCE_S = 1.0
-"""A coordinator that does not answer for so long is one that somebody has noticed."""
+"""Timeout of a coordinator call. A coordinator that does not answer in time counts as detected."""
 SILENT_S = 2.0
-"""A log server that has not answered for so long is one that somebody has noticed."""
+"""Silence of a log server after which its failure counts as detected."""
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 class _Process:
-    """A rank's, as long as it lives."""
+    """A living process of a rank, by pidfd."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -202,22 +203,22 @@ class _Process:
 
 
 class Injector:
-    """Around the run: ``with Injector(plan) as injector``. Whatever happens, nothing lasts longer than that: what was
-    stopped goes on, links are up, space is free."""
+    """Injects the failures of a run: ``with Injector(plan) as injector``. Leaving the block ends every failure, also
+    after an error: stopped processes continue, links are set up, disk space is freed."""
 
     def __init__(self, plan: "Planned") -> None:
         self._plan = plan
         self._faults = dict(enumerate(plan.schedule.faults))
         self._held = fault_grammar.held_together(plan.schedule.faults)
         self._processes: dict[int, _Process] = {}
-        """By rank, of this launcher."""
+        """Rank -> its current process, for ranks of this launcher."""
         self._local: set[int] = set()
-        """The ranks that it has had."""
+        """Ranks that this launcher has started."""
         self._lock = threading.Lock()
-        """Around `_processes`, and while one of them is signalled: the launcher's thread reports their ends."""
+        """Guards `_processes` and every signal to one of them: the launcher's thread reports ends concurrently."""
         self._done: set[int] = set()
         self._ends: dict[int, tuple[float, Callable[[], None]]] = {}
-        """By failure: when it is over, and what is to be done then."""
+        """Failure index -> (time when it is over, function that ends it)."""
         self._held_since: dict[int, float] = {}
         self._step = -1
         self._replayed = False
@@ -234,10 +235,10 @@ class Injector:
             for name, work in (("inject", self._run), ("ask", self._ask_again))
         ]
         self.began: float = self._began_at
-        """The clock of the events when the first rank was started."""
+        """Event clock when the first rank was started."""
         self._rank_started = False
         self.why_not: dict[str, str] = {}
-        """id -> why a failure could not be injected."""
+        """id -> reason why a failure could not be injected."""
 
     def __enter__(self) -> Self:
         self._end_listening = events.listen(self._hear)
@@ -263,13 +264,13 @@ class Injector:
             self._client.close()
 
     def trace(self) -> list[dict[str, Any]]:
-        """(behind the run) All events of this run."""
+        """(after the run) Returns all events of this run."""
         return [event for event in events.read(self._plan.trace) if event["t"] >= self._began_at]
 
-    # --- what is heard ---
+    # --- events ---
 
     def _hear(self, event: str, fields: Mapping[str, Any]) -> None:
-        """(any thread of the launcher)"""
+        """(any thread of the launcher) Tracks the ranks' processes from the launcher's events."""
         if event == "spare_assigned":
             with contextlib.suppress(OSError), self._lock:
                 if not self._rank_started:
@@ -287,7 +288,7 @@ class Injector:
                 self._step = max(self._step, int(event["step"]))
             case "replay_begin":
                 self._replayed = True
-            case "fault":  # of a rank that has done it itself
+            case "fault":  # injected by the rank itself
                 self._injected_at = events.now()
                 index = self._index_of(event)
                 fault = self._faults.get(index)
@@ -328,7 +329,7 @@ class Injector:
             self._go(index)
 
     def _due(self, index: int, fault: Fault) -> bool:
-        """Whether this launcher is to do something about it now."""
+        """Returns whether this launcher must act on the failure now."""
         step, at_s = getattr(fault, "step", None), getattr(fault, "at_s", None)
         if at_s is not None:
             return self._rank_started and events.now() >= self.began + at_s
@@ -345,7 +346,7 @@ class Injector:
         return False
 
     def _inject(self, index: int, fault: Fault) -> None:
-        """Raises SwiftError, OSError or subprocess.SubprocessError: it cannot be done."""
+        """Injects the failure. Raises SwiftError, OSError or subprocess.SubprocessError if that is impossible."""
         match fault:
             case RankFault():
                 self._hurt_rank(index, fault)
@@ -367,7 +368,7 @@ class Injector:
             about |= {"step": fault.step, "phase": fault.phase}
         with self._lock:
             process = self._processes.get(fault.rank)
-            if process is None:  # of another machine; or it is being replaced, and the next process is hit
+            if process is None:  # on another machine; or being replaced: then the next process is hit
                 return
             pid = process.pid
             self._tell("fault", index, pid=pid, **about)
@@ -384,14 +385,14 @@ class Injector:
         self._go(index)
 
     def _signal(self, rank: int, signum: signal.Signals, pid: int) -> None:
-        """Nothing, if it is another process by now."""
+        """Signals the rank's process; does not if `pid` has been replaced by another process."""
         with self._lock:
             process = self._processes.get(rank)
             if process is not None and process.pid == pid:
                 process.send(signum)
 
     def _slow(self, fault: RankFault, pid: int) -> Callable[[], None]:
-        """From now on it takes turns with standing still; the result ends that."""
+        """Slows the process down from now on, by stopping it periodically. Returns a function that ends this."""
         over = threading.Event()
 
         def take_turns() -> None:
@@ -412,7 +413,7 @@ class Injector:
     # --- services and files ---
 
     def _log_server(self, number: int) -> str:
-        """Its address. ServiceError; UsageError: there is no such one."""
+        """Returns the address of a log server. Raises ServiceError; UsageError if there is no server of that number."""
         view = self._status().view
         addresses = [place.address for place in view.log_places] or list(view.log_servers)
         if number >= len(addresses):
@@ -420,7 +421,7 @@ class Injector:
         return addresses[number]
 
     def _kill(self, index: int, address: str, down_s: float | None) -> None:
-        """`down_s`: it is started again so much later; None: never."""
+        """Kills the service at `address`. It is started again after `down_s` seconds; with None never."""
         service = service_at(address)
         self._tell("service_killed", index, address=address, pid=service.pid)
         service.kill()
@@ -435,7 +436,7 @@ class Injector:
             self._lasts(index, down_s, start_again)
 
     def _corrupt(self, index: int, fault: CorruptFault | CorruptCheckpointFault) -> None:
-        """As soon as there is something to damage; a victim does not wait for it for ever."""
+        """Damages the data as soon as there is any. Raises UsageError if there is none for `HOLD_S`."""
         since = self._held_since.setdefault(-1 - index, time.monotonic())
         if isinstance(fault, CorruptCheckpointFault):
             saved = self._status().view.checkpoints
@@ -449,7 +450,7 @@ class Injector:
         elif time.monotonic() - since > HOLD_S:
             raise UsageError("there is nothing that could be damaged")
 
-    # --- what lasts, and what waits ---
+    # --- lasting failures, and held victims ---
 
     def _tell(self, event: str, index: int, **fields: Any) -> None:
         self._done.add(index)
@@ -478,7 +479,8 @@ class Injector:
         (self._plan.fault_directory / f"{fault_id(index)}.go").touch(0o600)
 
     def _let_go(self, group: list[int]) -> bool:
-        """Lets the victims of one step die at once, once what belongs to their death is done."""
+        """Releases the victims of one step together, once everything injected before their death is done. Returns
+        whether they were released."""
         there = [index for index in group if self._reached(index)]
         if not there:
             return False
@@ -496,10 +498,10 @@ class Injector:
             self._go(index)
         return True
 
-    # --- who has noticed ---
+    # --- detection ---
 
     def _status(self) -> "pb.StatusReply":
-        """ServiceError, UsageError."""
+        """Queries the coordinator's status. Raises ServiceError or UsageError."""
         from swift_ft.rpc.client import CoordinatorClient
 
         with self._client_lock:
@@ -516,21 +518,21 @@ class Injector:
     def _ask(self) -> None:
         try:
             status = self._status()
-        except (UsageError, AccessDenied):  # there is no such job, or it is not for us to know
+        except (UsageError, AccessDenied):  # no such job, or no permission
             return
         except SwiftError as error:
             self._note("coordinator_unanswered", reason=" ".join(str(error).split()))
             return
         for suspicion in status.suspicions:
             self._note("suspicion_seen", rank=suspicion.rank, told=suspicion.told)
-        if status.view.checkpoint_reason:  # a log that runs full asks for one
+        if status.view.checkpoint_reason:  # set by a log that runs full
             self._note("checkpoint_wanted_seen", reason=status.view.checkpoint_reason)
         for server in status.log_servers:
             if server.silent_s > SILENT_S:
                 self._note("log_silent_seen", address=server.address)
 
     def _note(self, event: str, **fields: Any) -> None:
-        """Once for each failure."""
+        """Emits an event, at most once for each failure."""
         key = (event, self._injected_at, *(value for name, value in fields.items() if name != "reason"))
         if key not in self._said:
             self._said.add(key)
@@ -540,14 +542,14 @@ class Injector:
 FLAG = "--failures"
 REPORT = "failures.json"
 _RESERVED_BYTES = 1 << 20
-"""Of the disk, for the report at the end."""
+"""Disk space reserved for the report at the end."""
 _TOLD_BYTES_MAX = 120_000
-"""Linux takes 128 KiB in one variable of the environment."""
+"""Limit of the environment variable for ranks. Linux allows 128 KiB for one variable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """The failures of this launcher's run."""
+    """Checked failures of this launcher's run."""
 
     schedule: Schedule
     run_dir: Path
@@ -559,12 +561,12 @@ class Planned:
 
     @property
     def trace(self) -> Path:
-        """Where all processes of the run write their events."""
+        """Directory to which all processes of the run write their events."""
         return Path(os.environ[events.ENV_EVENTS_DIR])
 
 
 def schedule_of(args: argparse.Namespace, config: LaunchConfig) -> Schedule:
-    """Raises UsageError."""
+    """Reads and checks the value of ``--failures``. Raises UsageError."""
     ranks, machines = config.nproc_per_node * config.max_nodes, config.max_nodes
     found = schedule.schedule_of(
         args.failures, ranks, per_host=config.nproc_per_node if machines > 1 else 1, flag=f"run: {FLAG}"
@@ -574,7 +576,7 @@ def schedule_of(args: argparse.Namespace, config: LaunchConfig) -> Schedule:
 
 
 def _check(found: Schedule, args: argparse.Namespace, *, alone: bool) -> None:
-    """Raises UsageError, in one line, for what a run cannot make happen here."""
+    """Raises UsageError, in one line, for a failure that this run cannot inject."""
     flag = f"run: {FLAG}"
     for fault in found.faults:
         match fault:
@@ -597,7 +599,7 @@ def _check(found: Schedule, args: argparse.Namespace, *, alone: bool) -> None:
 
 
 def planned(found: Schedule, run_dir: Path | None, log_dir: str | None, job: RankProgram) -> Planned:
-    """Makes the directories and the report, so that a disk without space is known now. Raises UsageError."""
+    """Creates the directories and a first report, so that a full disk shows before the run. Raises UsageError."""
     told = _for_ranks(found)
     made = make_run_dir(log_dir, job.name) if run_dir is None else run_dir
     plan = Planned(schedule=found, run_dir=made, job=job)
@@ -632,13 +634,13 @@ def _for_ranks(found: Schedule) -> str:
 
 
 def _reserve(directory: Path) -> None:
-    """OSError: there is not even so much space."""
+    """Reserves disk space for the report. Raises OSError if there is not enough."""
     with open(directory / f"{REPORT}.space", "wb", opener=private) as file:
         os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
 
 
 def around(plan: Planned, run: Callable[[], Outcome]) -> Outcome:
-    """The run, with its failures, and the report of them behind it."""
+    """Executes the run with its failures, then writes their report."""
 
     try:
         with Injector(plan) as injector:
@@ -667,7 +669,7 @@ def _about(plan: Planned) -> dict[str, object]:
 
 
 def _write(plan: Planned, content: dict[str, object]) -> Path:
-    """Whole or not at all. OSError."""
+    """Writes the report atomically. Raises OSError."""
     path = plan.run_dir / REPORT
     aside = path.with_suffix(".part")
     with open(aside, "w", opener=private) as file:

@@ -1,9 +1,9 @@
-"""What was injected beside what was noticed: from the events of a run to ``failures.json``. Pure.
+"""Compares injected with detected failures: from the events of a run to ``failures.json``. Pure.
 
-An injection is an event with the failure's id: "fault" (a rank, a machine, a disk), "service_killed", "corrupted". It
-was noticed by the first event after it that could only come of such a failure: which these are, `_SIGNS` says for each
-kind. Whoever notices is named by the event. After that come the first View of a newer generation, and the first one in
-which the job runs again.
+An injection is an event with the failure's id: "fault" (a rank, a machine, a disk), "service_killed", "corrupted".
+Its detection is the first later event that only such a failure can cause; `_is_sign` defines these events for each
+kind. The event names the detecting process. The report also has the first View of a newer generation, and the first
+one in which the job runs again.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,49 +26,51 @@ from swift_ft.fault_grammar import (
 Event = Mapping[str, Any]
 INJECTED = ("fault", "service_killed", "corrupted")
 _WATCHED_S = 120.0
-"""What is seen later than this is of something else."""
+"""Seconds after an injection in which an event counts as its detection. A later one has another cause."""
 _ASKED_LATER_S = 2.0
-"""So long after a failure that lasts is over, what was suspected while it lasted may become known."""
+"""Seconds after the end of a lasting failure in which a suspicion from its duration may still be reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Detected:
-    """Who noticed."""
+    """The first detection of a failure."""
 
     by: str
     """The event's name."""
     who: str
-    """The process that wrote it ("launcher", "rank2")."""
+    """Name of the process that wrote the event ("launcher", "rank2")."""
     after_s: float
-    """Since the failure was injected: the detection latency."""
+    """Detection latency: seconds since the failure was injected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of one failure. Times are seconds since the first rank was started."""
+    """Result of one planned failure. Times are seconds since the first rank was started."""
 
     id: str
     failure: str
     injected_s: float | None
-    """None: it did not happen."""
+    """None: the failure was not injected."""
     why_not: str = ""
     where: Mapping[str, Any]
-    """Rank, process, step, ... as far as they are known."""
+    """Coordinates as far as they are known: rank, process, step, ..."""
     over_s: float | None = None
-    """When a failure that lasts was over."""
+    """End of a failure that lasts for a while."""
     detected: Detected | None = None
-    """None: nobody has noticed."""
+    """None: the failure was not detected."""
     generation: int | None = None
-    """That was made after it."""
+    """First generation created after the failure."""
     running_after_s: float | None = None
-    """Since it was injected, until the job ran in a newer generation."""
+    """Seconds from the injection until the job ran in a newer generation."""
 
 
 def outcomes(
     faults: Sequence[Fault], trace: Sequence[Event], began: float, why_not: Mapping[str, str]
 ) -> list[Outcome]:
-    """Of every failure, in the order of the schedule. `trace`: by time. `began`: the clock of the events when the first
-    rank was started. `why_not`: id -> why a failure did not happen, where that is known."""
+    """Returns the result of every failure, in the order of the schedule.
+
+    `trace`: events in order of time. `began`: event clock when the first rank was started. `why_not`: id -> reason why
+    a failure was not injected, where it is known."""
     found = []
     for index, fault in enumerate(faults):
         name = fault_id(index)
@@ -125,7 +127,8 @@ def _rank_of(injected: Event) -> Callable[[Event], bool]:
 
 
 def _is_sign(fault: Fault, injected: Event, event: Event) -> bool:
-    """`event`: if it is a View, one of a newer generation."""
+    """Returns whether `event` shows that the failure was detected. The caller passes only Views of newer
+    generations."""
     name, mine = event["event"], _rank_of(injected)(event)
     made_anew, reason = name == "view_seen", f"{event.get('reason', '')} "
     match fault:
@@ -134,7 +137,7 @@ def _is_sign(fault: Fault, injected: Event, event: Event) -> bool:
         case RankFault():
             fenced = f"rank {injected.get('rank')} " in reason
             silent = name == "heartbeat_unanswered" and fault.kind == "network"
-            # What a rank tells, it tells of another.
+            # A suspicion with `told` set was reported by a rank, and it is about another rank.
             suspected = name == "suspicion_seen" and not event.get("told")
             return (mine and (suspected or silent or name == "fenced_kill")) or (made_anew and fenced)
         case CoordinatorFault():
@@ -152,11 +155,11 @@ def _is_sign(fault: Fault, injected: Event, event: Event) -> bool:
 
 
 _DAMAGE = (" refused ", "corrupt", "damage")
-"""Words of a reason for a generation that somebody's refusal of what it was given has made."""
+"""Substrings of a generation's reason that show that a process refused damaged data."""
 
 
 def as_json(found: Iterable[Outcome], **about: Any) -> dict[str, Any]:
-    """``failures.json``. `about`: what else stands in it, first."""
+    """Builds ``failures.json``. `about`: further fields, placed first."""
     listed = list(found)
     return {
         **about,
@@ -168,7 +171,7 @@ def as_json(found: Iterable[Outcome], **about: Any) -> dict[str, Any]:
 
 
 def lines(found: Sequence[Outcome]) -> list[str]:
-    """The same for people: a line that sums up, and one for each failure."""
+    """Formats the results as text: a summary line, then one line for each failure."""
     injected = [outcome for outcome in found if outcome.injected_s is not None]
     noticed = sum(outcome.detected is not None for outcome in injected)
     head = f"failures: {len(found)} planned, {len(injected)} injected, {noticed} noticed"

@@ -1,17 +1,17 @@
-"""Failures that a file tells of: ``trace=FILE,per=0.5``, and the converter of the InfiniteHBD trace.
+"""Schedules of failures: SPEC and FILE, distributions, traces (``trace=FILE,per=0.5``), the InfiniteHBD converter.
 
-A trace is CSV (RFC 4180) in UTF-8. Its first line names the columns, in any order; others are passed over:
+A trace is CSV (RFC 4180) in UTF-8. Its first line names the columns, in any order; unknown columns are ignored:
 
-    node     who failed: a name; or, if all of them are numbers, the number of a host of the job
-    start    when, a number of 0 or more in a unit of the file's own
-    end      when it was well again, in the same unit; empty: never
-    kind     kill, stop, hang, slow or network; empty or no such column: as the schedule says, else kill
-    class    what it was, for people
+    node     the failed node: a name; or, if all of them are numbers, the number of a host of the job
+    start    time of the failure, 0 or more, in a unit of the file's own
+    end      time of its recovery, in the same unit; empty: never
+    kind     kill, stop, hang, slow or network; empty or no such column: that of the schedule, else kill
+    class    description of the cause, for people
 
-``per`` says how many units of the file one step stands for (with ``unit=seconds``: one second). A lost process is
-replaced at once, however long its node was away. ``from`` and ``until`` take a part of the file, in its unit. Names
-become hosts by the seed: so many of the file's nodes as the job has hosts are drawn. ``nodes`` says how many nodes
-there were, those that never failed included, so that the rate per host is the real one.
+``per``: units of the file in one step (with ``unit=seconds``: in one second). A killed process is replaced at once,
+however long its node was away. ``from`` and ``until`` select a part of the file, in its unit. Nodes with names are
+mapped to hosts by the seed: as many nodes are drawn as the job has hosts. ``nodes``: number of nodes including those
+that never failed, so that the failure rate per host is the real one.
 """
 
 import csv
@@ -43,35 +43,34 @@ from swift_ft.fault_grammar import (
 from swift_ft.files import read_given
 from swift_ft.text import WORLD_SIZE_MAX, parse_json, whole_number
 
-# Failures that a seed draws: ``every=exponential,mtbf=40,until=200,seed=7``.
+# Failures drawn by a seed: ``every=exponential,mtbf=40,until=200,seed=7``.
 #
-# Every host is a renewal process of its own: the time between two of its failures is drawn again and again, from a host
-# that is new at the start. ``mtbf`` is the mean of that time. With N hosts that are alike, a job sees a failure every
-# mtbf / N.
+# Every host is a renewal process of its own, new at the start: the times between its failures are drawn independently.
+# ``mtbf`` is the mean of that time. With N identical hosts, a job sees a failure every mtbf / N.
 #
-#     exponential    no memory: a host that has just failed is as good as any other
-#     weibull        shape below 1: who has failed is likely to fail soon again (Titan's GPUs: 0.55, its memory: 0.92)
-#     lemons=K       K hosts, drawn by the seed, fail ``lemon`` times as often (10, if it is not given)
-#     together=P     with that probability all ranks of the host fail at once; else one of them, drawn
+#     exponential    memoryless: a host that has just failed is as reliable as any other
+#     weibull        shape below 1: a recent failure makes another more likely (Titan's GPUs: 0.55, its memory: 0.92)
+#     lemons=K       K hosts, drawn by the seed, fail ``lemon`` times as often (default 10)
+#     together=P     with probability P all ranks of the host fail at once; else one of them, drawn
 #
 # Each host draws from a generator of its own. So a longer run, or one with more hosts, has the same failures and more.
 #
-# Times are steps, unless ``unit=seconds`` is given. A step is a place in the computation, which is the same in every
-# run: what fails there can be repeated bit for bit. A second is not: the same time finds another run at another place.
+# Times are steps, unless ``unit=seconds`` is given. A step is a place in the computation, the same in every run, so its
+# failures can be repeated bit for bit. The same second finds another run at another place.
 
 FAILURES_MAX = 500
-"""Of one schedule: ranks are told of them in their environment."""
+"""Limit of one schedule: its failures are passed to ranks in an environment variable."""
 LAWS = ("exponential", "weibull")
 UNITS = ("steps", "seconds")
 DRAWN_PHASES = ("forward", "backward", "optimizer", "idle")
-"""Of ``phase=any``."""
+"""Phases among which ``phase=any`` draws."""
 _PHASES = (*DRAWN_PHASES, "any")
 _SEED = 10**9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hosts:
-    """Which ranks are on which host: `per_host` at a time, in order."""
+    """Mapping of ranks to hosts: `per_host` consecutive ranks on each."""
 
     ranks: int
     per_host: int = 1
@@ -86,7 +85,7 @@ class Hosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class What:
-    """What happens to a host that fails, if nothing else says so: the same keys in every kind of schedule."""
+    """Default effect of a failure on its host, with the same keys in every kind of schedule."""
 
     unit: str = "steps"
     kind: str = "kill"
@@ -95,13 +94,13 @@ class What:
     link: str = ""
     phase: str = "idle"
     microbatches: int = 1
-    """``phase=any`` draws one of so many."""
+    """Number of microbatches among which ``phase=any`` draws."""
 
     KEYS = ("unit", "kind", "for", "factor", "link", "phase", "microbatches")
 
     @classmethod
     def of(cls, given: Fields, *, mixed: bool = False) -> "What":
-        """`mixed`: see `lasting`. Raises UsageError."""
+        """Parses the common keys. `mixed`: see `lasting`. Raises UsageError."""
         kind = given.one_of("kind", KINDS, "kill")
         for_s, factor, link = lasting(given, kind, mixed=mixed)
         return cls(
@@ -115,7 +114,7 @@ class What:
         )
 
     def words(self) -> list[str]:
-        """As `of` reads them."""
+        """Formats the keys as `of` parses them."""
         words = [f"{name}={value}" for name, value in self._words().items() if value is not None]
         return words if self.microbatches == 1 else [*words, f"microbatches={self.microbatches}"]
 
@@ -130,7 +129,7 @@ class What:
         }
 
     def hits(self, ranks: Sequence[int], at: float, generator: random.Random) -> Iterator[RankFault]:
-        """The failures of these ranks of one host at that time."""
+        """Yields the failures of these ranks of one host at time `at`, in steps or seconds."""
         lasts = None if self.kind == "kill" else self.for_s
         fields_: dict[str, Any] = {"kind": self.kind, "for_s": lasts}
         if self.kind == "slow":
@@ -139,7 +138,7 @@ class What:
             fields_["link"] = self.link
         phase = generator.choice(DRAWN_PHASES) if self.phase == "any" else self.phase
         microbatch = generator.randrange(self.microbatches) if phase in MICROBATCH_PHASES else 0
-        # A machine has one network.
+        # All ranks of a machine share its network, so one failure is enough.
         for rank in ranks[:1] if self.kind == "network" else ranks:
             if self.unit == "seconds":
                 yield RankFault(rank=rank, at_s=round(at, 3), **fields_)
@@ -149,11 +148,11 @@ class What:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """A distribution, as it was given."""
+    """A distribution of failures, as specified."""
 
     law: str
     mtbf: float
-    """Of one host, in steps or seconds."""
+    """Mean time between two failures of one host, in steps or seconds."""
     shape: float = 1.0
     seed: int = 0
     until: float | None = None
@@ -162,14 +161,14 @@ class Drawn:
     lemon: float = 10.0
     together: float = 0.0
     per_host: int | None = None
-    """None: as the job's machines are."""
+    """None: the number of ranks on each machine of the job."""
     what: What = field(default_factory=What)
 
     KEYS = ("every", "mtbf", "shape", "seed", "until", "count", "lemons", "lemon", "together", "per_host")
 
     @classmethod
     def of(cls, given: Fields) -> "Drawn":
-        """Raises UsageError."""
+        """Parses a distribution. Raises UsageError."""
         given.only(*cls.KEYS, *What.KEYS)
         law = given.one_of("every", LAWS, "")
         if (law == "weibull") != ("shape" in given):
@@ -214,7 +213,9 @@ class Drawn:
         return ",".join([*words, *self.what.words()])
 
     def faults(self, hosts: Hosts, flag: str = "--failures") -> list[Fault]:
-        """The failures of a job with these hosts, by time. UsageError: too many, or there are not so many hosts."""
+        """Returns the failures of a job with these hosts, in order of time. Raises UsageError for too many failures, or
+        for more
+        lemons than hosts."""
         if self.lemons > hosts.count:
             raise UsageError(f"{flag} {self}: lemons must be 0 to {hosts.count}, the hosts of this job")
         lemons = random.Random(f"lemons {self.seed}").sample(range(hosts.count), self.lemons)
@@ -235,7 +236,7 @@ class Drawn:
         return found
 
     def _times(self, host: int, is_lemon: bool) -> Iterator[tuple[float, int]]:
-        """When that host fails, and its number; at most one more than a schedule may have."""
+        """Yields (time, host number) of the host's failures; at most one more than the limit of a schedule."""
         generator = random.Random(f"host {self.seed} {host}")
         mtbf = self.mtbf / (self.lemon if is_lemon else 1.0)
         scale, at = mtbf / math.gamma(1.0 + 1.0 / self.shape), 0.0
@@ -254,18 +255,18 @@ _PATH = re.compile(r"[^,;]+\Z")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outage:
-    """One row. Times are in the file's unit."""
+    """One row of a trace. Times are in the file's unit."""
 
     node: str
     start: float
     end: float | None = None
     kind: str = ""
     reason: str = ""
-    """The column `class`."""
+    """Value of the column `class`."""
 
 
 def text_of(path: Path, flag: str) -> str:
-    """A file of the user's. Raises UsageError."""
+    """Reads a user's file as UTF-8. Raises UsageError."""
     try:
         return read_given(path, f"{flag} {path}").decode()
     except UnicodeDecodeError:
@@ -273,13 +274,13 @@ def text_of(path: Path, flag: str) -> str:
 
 
 def is_trace(text: str) -> bool:
-    """Whether a file is a trace and no list of failures: its first line names the columns."""
+    """Returns whether a file is a trace rather than a list of failures: its first line names the columns."""
     first = text.lstrip("\ufeff").partition("\n")[0].strip().lower().split(",")
     return set(NEEDED) <= {name.strip() for name in first}
 
 
 def read_trace(path: Path, flag: str = "--failures") -> list[Outage]:
-    """The rows, by time. Raises UsageError, which names the line."""
+    """Returns the rows of a trace, in order of time. Raises UsageError, which names the line."""
     lines = text_of(path, flag).lstrip("\ufeff").splitlines()
     if not lines or not is_trace(lines[0]):
         raise UsageError(
@@ -325,7 +326,7 @@ def _time(text: str, where: str) -> float:
 
 
 def write_trace(outages: Iterable[Outage], path: Path, flag: str = "--out") -> int:
-    """As `read` reads them; how many. Raises UsageError."""
+    """Writes the rows in the format of `read_trace`. Returns their number. Raises UsageError."""
     count = 0
     try:
         with path.open("w", encoding="utf-8", newline="") as file:
@@ -341,9 +342,9 @@ def write_trace(outages: Iterable[Outage], path: Path, flag: str = "--out") -> i
 
 
 def from_infinitehbd(path: Path, without: Sequence[str] = (), flag: str = "convert") -> list[Outage]:
-    """The public fault trace of InfiniteHBD (github.com/stepfun-ai/InfiniteHBD-Trace, ``fault_trace.json``): starts and
-    ends of faults, in days. A start that has no end stays open. `without`: classes that are left out, such as "Stress
-    Test Failure", which is no failure of a training job. Raises UsageError."""
+    """Converts the public fault trace of InfiniteHBD (github.com/stepfun-ai/InfiniteHBD-Trace, ``fault_trace.json``):
+    starts and ends of faults, in days. A fault without an end stays open. `without`: classes to leave out, such as
+    "Stress Test Failure", which is no failure of a training job. Raises UsageError."""
     events = parse_json(text_of(path, flag), f"{flag} {path}")
     if not isinstance(events, list):
         raise UsageError(f"{flag} {path}: not an InfiniteHBD trace: a list of events is expected")
@@ -377,7 +378,7 @@ def from_infinitehbd(path: Path, without: Sequence[str] = (), flag: str = "conve
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traced:
-    """A trace file, and how its times and nodes become those of a job."""
+    """A trace file, with the mapping of its times and nodes to those of a job."""
 
     path: str
     per: float = 1.0
@@ -392,7 +393,7 @@ class Traced:
 
     @classmethod
     def of(cls, given: Fields) -> "Traced":
-        """Raises UsageError."""
+        """Parses the keys of a trace. Raises UsageError."""
         given.only(*cls.KEYS, *What.KEYS)
         if given.number_or_none("per_host") == 0:
             raise given.error("per_host must be at least 1")
@@ -422,8 +423,8 @@ class Traced:
         return ",".join([*words, *self.what.words()])
 
     def faults(self, hosts: Hosts, flag: str = "--failures") -> list[Fault]:
-        """The failures of a job with these hosts, by time. UsageError: the file is no trace, names a host that is not
-        there, or has too many."""
+        """Returns the failures of a job with these hosts, in order of time. Raises UsageError if the file is no trace,
+        names a host that does not exist, or has too many failures or none in the selected part."""
         outages = read_trace(Path(self.path), flag)
         host_of = self._hosts_of(outages, hosts, flag)
         found: list[Fault] = []
@@ -444,7 +445,7 @@ class Traced:
         return found
 
     def _what(self, outage: Outage, flag: str) -> What:
-        """With what the row itself says of its failure."""
+        """Merges the schedule's defaults with what the row says of its failure. Raises UsageError for a missing key."""
         kind, for_s = outage.kind or self.what.kind, self.what.for_s
         if for_s is None and self.what.unit == "seconds" and outage.end is not None:
             for_s = round((outage.end - outage.start) / self.per, 3)
@@ -474,32 +475,31 @@ class Traced:
 
 # FILE or SPEC of ``swift-ft run --failures`` -> the failures of one run, each with its coordinates.
 #
-# SPEC is one entry, or several between semicolons. In a FILE each line is an entry; ``#`` begins a comment. An entry
-# is a failure (`swift_ft.fault_grammar`), a distribution (``every=…``, `swift_ft.lab.failures.schedule`) or a
-# trace (``trace=…``, `swift_ft.lab.failures.schedule`). A FILE may also be a trace itself, or the ``failures.json``
-# of an earlier run, whose failures are made again.
+# SPEC is one entry, or several separated by semicolons. In a FILE each line is an entry; ``#`` begins a comment. An
+# entry is a failure (`swift_ft.fault_grammar`), a distribution (``every=…``) or a trace (``trace=…``). A FILE may also
+# be a trace itself, or the ``failures.json`` of an earlier run, whose failures are repeated.
 #
-# The outcome is a list of failures alone, by time. It depends on what was given and on the number of ranks, on nothing
-# else; as text it is a FILE, with which the same failures are made again.
+# The result is a list of single failures, in order of time. It depends only on the input and on the number of ranks.
+# Its text is a valid FILE, which repeats the same failures.
 
 Entry = Fault | Drawn | Traced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """What is to happen in one run."""
+    """Planned failures of one run."""
 
     given: str
-    """The entries, as text."""
+    """Entries as text."""
     faults: tuple[Fault, ...]
-    """By step, then those that have a time, by time; those without either last."""
+    """First those with a step, in its order; then those with a time, in its order; then those with neither."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.faults))
 
 
 def parse_entry(text: str, flag: str = "--failures") -> Entry:
-    """One entry. Raises UsageError."""
+    """Parses one entry. Raises UsageError."""
     fields = Fields(text, flag)
     if "every" in fields:
         return Drawn.of(fields)
@@ -509,7 +509,7 @@ def parse_entry(text: str, flag: str = "--failures") -> Entry:
 
 
 def parse_schedule(text: str, flag: str = "--failures") -> list[Entry]:
-    """Entries between semicolons or line ends. Raises UsageError."""
+    """Parses entries separated by semicolons or line ends. Raises UsageError."""
     lines = (line.partition("#")[0] for line in text.splitlines())
     entries = [part.strip() for line in lines for part in line.split(";")]
     return _parsed([entry for entry in entries if entry], flag)
@@ -522,8 +522,8 @@ def _parsed(entries: Sequence[str], flag: str) -> list[Entry]:
 
 
 def read_schedule(given: str, flag: str = "--failures") -> list[Entry]:
-    """The entries of FILE or SPEC. Raises UsageError."""
-    is_there = os.path.exists(given)  # False, too, of what cannot be a name
+    """Parses the entries of FILE or SPEC. Raises UsageError."""
+    is_there = os.path.exists(given)  # False also for an invalid name
     if "=" in given and not is_there:
         entries = parse_schedule(given, flag)
     elif not is_there:
@@ -552,8 +552,8 @@ def _of_file(path: Path, flag: str) -> list[Entry]:
 
 
 def schedule_of(given: str, ranks: int, per_host: int = 1, flag: str = "--failures") -> Schedule:
-    """The failures of a job with so many ranks, `per_host` on each machine unless an entry says otherwise. Raises
-    UsageError: what was given makes no sense, or names a rank that is not there."""
+    """Returns the failures of a job with `ranks` ranks, `per_host` on each machine unless an entry says otherwise.
+    Raises UsageError if the input is malformed, or names a rank that does not exist."""
     if not 1 <= ranks <= WORLD_SIZE_MAX:
         raise UsageError(f"{flag} a job has 1 to {WORLD_SIZE_MAX} ranks, not {ranks}")
     entries = read_schedule(given, flag)
@@ -572,7 +572,7 @@ def schedule_of(given: str, ranks: int, per_host: int = 1, flag: str = "--failur
 
 
 def check_ranks(faults: Iterable[Fault], ranks: int, flag: str) -> None:
-    """Raises UsageError: a failure is of a rank that is not there."""
+    """Raises UsageError if a failure names a rank that does not exist."""
     for fault in faults:
         if isinstance(fault, RankFault | CorruptCopyFault | CorruptCheckpointFault) and fault.rank >= ranks:
             raise UsageError(f"{flag} {fault}: rank must be 0 to {ranks - 1}")

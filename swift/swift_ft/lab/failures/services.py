@@ -1,6 +1,6 @@
-"""The job's services as processes of this machine: who listens at an address, SIGKILL, and the same command again.
+"""The job's services as processes of this machine: found by listening address, killed by SIGKILL, started again.
 
-Only what is a log server or a coordinator of swift is ever killed, whoever else may listen there.
+Kills only a log server or a coordinator of swift, even if another process listens at the address.
 """
 
 import contextlib
@@ -24,24 +24,24 @@ _GONE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Service:
-    """A process that listens, and how it was started."""
+    """A listening process, with what is needed to start it again."""
 
     pid: int
     address: str
     command: tuple[str, ...]
     directory: str
-    """In which it was started."""
+    """Working directory in which it was started."""
     environment: dict[str, str]
     output: tuple[int, int]
-    """Where its stdout and stderr go: descriptors of ours."""
+    """Descriptors, owned by this process, of the files to which its stdout and stderr go."""
 
     @property
     def data(self) -> Path:
-        """Its ``--directory``."""
+        """Its data directory: the value of ``--directory``."""
         return Path(self.directory, _option(self.command, "--directory"))
 
     def kill(self) -> None:
-        """SIGKILL; it has gone when this returns. OSError: it has gone before."""
+        """Sends SIGKILL and waits up to 10 s for the process to end. Raises OSError if it had already ended."""
         descriptor = os.pidfd_open(self.pid)
         try:
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -50,13 +50,14 @@ class Service:
             os.close(descriptor)
 
     def start_again(self) -> "subprocess.Popen[bytes]":
-        """The same command at the same address. It outlives this process, as the first one would have. OSError."""
+        """Starts the same command at the same address, in a session of its own, so that it outlives this process.
+        Raises OSError."""
         return subprocess.Popen(
             [
                 *self.command,
                 "--listen",
                 self.address,
-            ],  # the last one counts; with port 0 it would take another one
+            ],  # the last flag wins; port 0 in the command would choose another port
             cwd=self.directory,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -66,13 +67,13 @@ class Service:
         )
 
     def close(self) -> None:
-        """Nothing is started again."""
+        """Closes the output descriptors; the service can then no longer be started again."""
         for descriptor in self.output:
             os.close(descriptor)
 
 
 def _option(command: Sequence[str], flag: str) -> str:
-    """Empty: it is not there."""
+    """Returns the flag's value, or an empty string if the command does not have it."""
     for word, following in itertools.pairwise([*command, ""]):
         if word == flag:
             return following
@@ -82,8 +83,8 @@ def _option(command: Sequence[str], flag: str) -> str:
 
 
 def service_at(address: str, where: str = "") -> Service:
-    """Who listens at this HOST:PORT. UsageError, which begins with `where`: nobody of this machine does, or it is none
-    of swift's services."""
+    """Finds the swift service that listens at this HOST:PORT. Raises UsageError, prefixed by `where`, if no process of
+    this machine listens there, or none that is a swift service."""
     host, _, port = address.rpartition(":")
     number = port_number(port)
     inodes = set() if number is None else _listening(number)
@@ -99,7 +100,7 @@ def service_at(address: str, where: str = "") -> Service:
 
 
 def _listening(port: int) -> set[str]:
-    """The sockets that listen at this port, as /proc names them."""
+    """Returns the sockets that listen at this port, in the notation of /proc ("socket:[inode]")."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
@@ -139,7 +140,7 @@ def _service(process: Path, address: str) -> Service | None:
 
 
 def _written_to(place: Path) -> int:
-    """What a process writes to, for its successor."""
+    """Opens the file or terminal that a process writes to, for its successor; /dev/null if it cannot be opened."""
     with contextlib.suppress(OSError):
         return os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY)
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

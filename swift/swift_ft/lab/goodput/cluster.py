@@ -1,7 +1,7 @@
-"""Faults of a cluster, as a file: when a fault came, and when its node was back.
+"""Reads a trace of a cluster's faults: the times of each fault and of the return of its node.
 
-Two formats. CSV, with a first line that names the columns in any order: `node`, and `start` and `end` with their unit
-(`start_s`, `start_h` or `start_days`); further columns are left alone. And the JSON of InfiniteHBD-Trace: a list of
+There are two formats. CSV, whose first line names the columns in any order: `node`, and `start` and `end` with their
+unit (`start_s`, `start_h` or `start_days`); further columns are ignored. And the JSON of InfiniteHBD-Trace: a list of
 events with `node_id`, `event_time` in days, `event_type` (`fault_start` or `fault_end`) and `fault_type`.
 """
 
@@ -19,20 +19,20 @@ from swift_ft.text import parse_json
 FAULTS_MAX = 1_000_000
 TIME_MAX_S = 1e12
 FAULTS_MIN = 10
-"""Fewer say nothing about how faults follow each other."""
+"""Smallest number of faults from which the distribution of their times can be estimated."""
 _UNITS = {"s": 1.0, "h": 3600.0, "days": DAY_S}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """Faults in the order in which they came."""
+    """Faults in order of their times."""
 
     gaps_s: tuple[float, ...]
-    """From each fault to the next one; 0 where they came together."""
+    """Time from each fault to the next; 0 for simultaneous faults."""
     outages_s: tuple[float, ...]
-    """Of each fault but the first one: as long as `gaps_s`."""
+    """Outage of each fault except the first; same length as `gaps_s`."""
     nodes: int
-    """In the trace."""
+    """Number of different nodes in the trace."""
 
     @property
     def mean_gap_s(self) -> float:
@@ -46,7 +46,7 @@ class Trace:
 
     @property
     def together(self) -> float:
-        """The share of faults that came at the moment of the one before."""
+        """Share of faults that are simultaneous with the previous one."""
         return sum(gap == 0 for gap in self.gaps_s) / len(self.gaps_s)
 
     @property
@@ -55,7 +55,7 @@ class Trace:
 
 
 def parse(text: str) -> Trace:
-    """UsageError says in one line what is wrong with the file."""
+    """Parses a trace in either format. Raises UsageError, in one line, if it is invalid."""
     faults = _events(text) if text.lstrip()[:1] in ("[", "{") else _table(text)
     if len(faults) < FAULTS_MIN:
         raise UsageError(f"has {len(faults)} faults: give {FAULTS_MIN} or more")
@@ -133,7 +133,7 @@ def _events(text: str) -> list[tuple[float, float, str]]:
     return faults
 
 
-# A cluster: ranks, nodes and replicas; how often a fault comes, and how long a repair takes. Times are seconds.
+# A cluster: ranks, nodes and replicas; the rate of faults, and the duration of repairs. Times are seconds.
 
 RANKS_MAX = 1_000_000
 CV_MIN, CV_MAX = 0.1, 10.0
@@ -142,17 +142,17 @@ SHAPE_MIN, SHAPE_MAX = 0.2, 15.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """A job on `ranks` ranks, `replicas` times the same model."""
+    """A job on `ranks` ranks with `replicas` copies of the model."""
 
     ranks: int
     ranks_per_node: int
     replicas: int
     stages: int
-    """Of the pipeline."""
+    """Stages of the pipeline."""
     microbatches: int
-    """Of each replica in a step."""
+    """Microbatches of each replica in a step."""
     spares: int | None = None
-    """Nodes that wait for a loss. None: enough."""
+    """Spare nodes that replace lost ones. None: always enough."""
 
     def __post_init__(self) -> None:
         for flag, value, least, most in (
@@ -188,16 +188,17 @@ class Cluster:
 
     @property
     def holders(self) -> int:
-        """Nodes that hold the same part of the model; all of it, where a node has several replicas."""
+        """Number of nodes that hold the same part of the model (all of it, if a node has several replicas)."""
         return min(self.replicas, self.nodes)
 
     @property
     def parts(self) -> int:
-        """Parts of the model, each on other nodes."""
+        """Number of parts of the model on different nodes."""
         return max(1, math.ceil(self.nodes / self.replicas))
 
     def resized(self, ranks: int) -> "Cluster":
-        """The same model on another number of ranks, of whole replicas. Without replicas, another model."""
+        """Returns the cluster with another number of ranks: as many whole replicas of the same model as fit. Without
+        replicas, the model itself has another size."""
         if self.replicas == 1:
             return replace(self, ranks=ranks, stages=min(self.stages, ranks))
         return replace(self, ranks=ranks, replicas=ranks // self.replica_ranks)
@@ -205,18 +206,18 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """How faults come to a job: one in `mtbf_s / nodes` on average, whatever the job does meanwhile.
+    """Fault process of a job: one fault in `mtbf_s / nodes` on average, regardless of the job's state.
 
-    The times between two faults of the job are exponential, Weibull's, or those of a trace in their order. Where nodes
-    have Weibull times of their own and there are many nodes, the job's are nearly exponential (Palm and Khintchine).
+    The times between two faults of the job are exponential, Weibull, or those of a trace in their order. If many nodes
+    have independent Weibull times, the job's are nearly exponential (Palm and Khintchine).
     """
 
     mtbf_s: float
-    """Of a node."""
+    """Mean time between failures of a node."""
     shape: float = 1.0
-    """Weibull's, of the times between two faults of the job; 1: exponential."""
+    """Weibull shape of the times between two faults of the job; 1: exponential."""
     together: float = 0.0
-    """The share of faults that come at the same moment as the one before."""
+    """Share of faults that are simultaneous with the previous one."""
     trace: Trace | None = None
 
     def __post_init__(self) -> None:
@@ -233,7 +234,7 @@ class Faults:
 
     @property
     def cv(self) -> float:
-        """Coefficient of variation of the times between faults (those that come together left out)."""
+        """Coefficient of variation of the times between faults, without simultaneous ones unless from a trace."""
         return self.trace.cv if self.trace is not None else cv_of(self.shape)
 
     def job_mtbf_s(self, cluster: Cluster) -> float:
@@ -241,12 +242,13 @@ class Faults:
 
 
 def cv_of(shape: float) -> float:
-    """Of Weibull's distribution: sqrt(gamma(1 + 2 / k) / gamma(1 + 1 / k)^2 - 1)."""
+    """Returns the coefficient of variation of a Weibull distribution: sqrt(gamma(1 + 2 / k) / gamma(1 + 1 / k)^2 -
+    1)."""
     return math.sqrt(math.expm1(math.lgamma(1 + 2 / shape) - 2 * math.lgamma(1 + 1 / shape)))
 
 
 def shape_of(cv: float) -> float:
-    """The shape with this coefficient of variation. UsageError: there is none within bounds."""
+    """Returns the Weibull shape with this coefficient of variation. Raises UsageError if it is out of bounds."""
     if cv == 1.0:
         return 1.0
     if not CV_MIN <= cv <= CV_MAX:

@@ -18,11 +18,11 @@ from swift_ft.lab.goodput import figures, ways
 from swift_ft.lab.goodput.cluster import Cluster, Faults, shape_of
 from swift_ft.text import parse_json, show
 
-# Figures out of a file: the JSON of a bench, or names and values. Pure.
+# Reads figures from a file: the JSON of a bench, or names and values. Pure.
 #
-# - `swift-ft bench recovery --json`: for each strategy, what all wait for after a fault: the time from the kill to the
-#   next new step, without that step and without the steps that were done again; and what a session adds to a step.
-# - `swift-ft bench coordinator --json`: the seconds of a recovery for each member, of the largest case.
+# - `swift-ft bench recovery --json`: per strategy the time that all ranks wait after a fault: from the kill to the next
+#   new step, without that step and without repeated steps; and the overhead of a session in a step.
+# - `swift-ft bench coordinator --json`: seconds of a recovery per member, from the largest case.
 # - `{"step_s": 5.5, "load_s": 40, "stop_s": {"restart": 300}}`: figures by name, and stops by strategy.
 
 SYSTEMS = {
@@ -34,21 +34,21 @@ SYSTEMS = {
     "swift-shrink": (ways.SHRINK,),
     "swift-replay": (ways.REPLAY,),
 }
-"""System of the bench -> strategies. In the bench two replicas run, so `auto` has copied one."""
+"""System of the bench -> strategies. The bench runs two replicas, so `auto` copied from one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What a file says."""
+    """Figures read from a file."""
 
     figures: Mapping[str, tuple[float, str]] = field(default_factory=dict)
     """Name -> value and source."""
     stops: Mapping[str, float] = field(default_factory=dict)
-    """Strategy -> seconds."""
+    """Strategy -> seconds that all ranks wait after a fault."""
 
 
 def parse_figures(text: str, name: str) -> Measured:
-    """`name`: of the file, for the source. UsageError says in one line what is wrong with it."""
+    """Parses a file of figures. `name`: file name for the source. Raises UsageError, in one line, if it is invalid."""
     document = parse_json(text)
     if not isinstance(document, dict):
         raise UsageError('is no object: give names and values, such as {"load_s": 40}')
@@ -125,19 +125,19 @@ def _plain(document: dict[str, Any], name: str) -> Measured:
 
 
 def check_way(name: str, flag: str) -> None:
-    """UsageError, with `flag` in front: there is no such strategy, or its stop cannot be given."""
+    """Raises UsageError, prefixed by `flag`, if there is no such strategy or its stop cannot be given."""
     known = [way for way in ways.NAMES if way not in (ways.GIVEN, ways.WAIT)]
     if name not in known:
         raise UsageError(f"{flag}: there is no strategy {name!r}; there are {', '.join(map(repr, known))}")
 
 
 def value_of(name: str, text: str) -> float | None:
-    """Of a figure; only times have a unit. None: it is no number."""
+    """Parses the value of a figure; only times may have a unit. Returns None if it is not a number."""
     return duration(text) if name.endswith("_s") or not text[-1:].isalpha() else None
 
 
 def duration(text: str) -> float | None:
-    """Seconds of 90, 90s, 30min, 20h or 264d. None: it is none of these."""
+    """Parses a duration such as 90, 90s, 30min, 20h or 264d to seconds. Returns None if it is not one."""
     units = {"": 1.0, "s": 1.0, "ms": 1e-3, "min": 60.0, "h": 3600.0, "d": figures.DAY_S}
     number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
     unit = text[len(number) :]
@@ -148,10 +148,10 @@ def duration(text: str) -> float | None:
     return value if math.isfinite(value) and value >= 0 else None
 
 
-# The share of useful time against the size of the cluster as one SVG file, a line for each strategy. Pure.
+# Draws the useful share against the size of the cluster as one SVG file, a line for each strategy. Pure.
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 600, 540, 56, 188, 76, 62
-"""Pixels: of the drawing, and of the margins that hold the labels. A phone shows about half of them."""
+"""Pixels: size of the drawing, and its margins for labels. A phone shows about half of them."""
 LABEL = 20
 """Pixels from one label to the next."""
 X_LABELS_MAX, X_LABEL = 6, 48
@@ -171,7 +171,7 @@ STYLES = {
     ways.DROP: ("#cf222e", "7 4"),
     ways.LOSSY: ("#cf222e", "2 3"),
 }
-"""Colour, and dashes: strategies of one family have one colour."""
+"""Colour and dash pattern; strategies of one family have one colour."""
 _STYLE = (
     "svg{background:#fff}text{font:16px system-ui,sans-serif;fill:#1f2328}.axis{stroke:#d1d9e0}"
     ".title{font-weight:600;font-size:18px}.words{fill:#59636e}.label{font-weight:600}.own{stroke:#59636e}"
@@ -179,7 +179,7 @@ _STYLE = (
 
 
 def draw_goodput(document: dict[str, Any]) -> str:
-    """Of a document with a sweep (`swift_ft.lab.goodput.report.build`)."""
+    """Draws a document with a sweep (`swift_ft.lab.goodput.report.build`)."""
     sweep = document["sweep"]
     x = Scale(math.log(sweep[0]["ranks"]), math.log(sweep[-1]["ranks"]), LEFT, WIDTH - RIGHT)
     y = Scale(0.0, 1.0, HEIGHT - BOTTOM, TOP)
@@ -265,7 +265,7 @@ def _line(name: str, points: list[tuple[float, dict[str, float], int]], y: Scale
 
 
 def _labels(ends: dict[str, tuple[float, dict[str, float], int]], y: Scale) -> list[str]:
-    """Names at the right, in the order of the lines' ends, so far apart that each can be read."""
+    """Draws the names at the right, in the order of the lines' ends, spaced so that they do not overlap."""
     order = sorted(ends, key=lambda name: -ends[name][1]["formula"])
     places: list[float] = []
     for name in order:
@@ -305,7 +305,7 @@ OWN = (
     "seed",
 )
 SHARED = ("replicas", "stages", "microbatches")
-"""Flags of --adaptive that this mode takes as well."""
+"""Flags that this mode shares with --adaptive."""
 PRESET_DEFAULT, REPLICA_RANKS_DEFAULT, STAGES_DEFAULT, MICROBATCHES_DEFAULT = "llama3", 128, 16, 16
 """Llama 3 405B (table 4): 8 x 16 ranks hold a replica, the pipeline has 16 stages, a replica 16 sequences in a step."""
 
@@ -314,7 +314,7 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goodput:
-    """What the command line says, checked."""
+    """Checked command line of ``--goodput``."""
 
     cluster: Cluster
     faults: Faults
@@ -377,7 +377,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(options: argparse.Namespace) -> Goodput:
-    """Raises UsageError for a value that is none, or a file that cannot be used."""
+    """Checks the options. Raises UsageError for an invalid value or an unusable file."""
     preset = figures.PRESETS[options.preset or PRESET_DEFAULT]
     given, stops = _figures(options)
     faults, source = _faults(options, preset)
@@ -430,7 +430,7 @@ def _cluster(options: argparse.Namespace, preset: figures.Preset) -> Cluster:
 
 
 def _faults(options: argparse.Namespace, preset: figures.Preset) -> tuple[Faults, str]:
-    """And where they come from, in words."""
+    """Returns the faults and a description of their source."""
     ways_given = [
         f"--{name.replace('_', '-')}"
         for name in ("weibull_shape", "cv", "trace")
@@ -474,7 +474,7 @@ def _traced(options: argparse.Namespace, mtbf_s: float | None) -> tuple[Faults, 
 
 
 def _figures(options: argparse.Namespace) -> tuple[dict[str, tuple[float, str]], dict[str, float]]:
-    """Name -> value and source; strategy -> stop. What stands on the command line outweighs files."""
+    """Returns (name -> value and source, strategy -> stop). The command line takes precedence over files."""
     given: dict[str, tuple[float, str]] = {}
     stops: dict[str, float] = {}
     for path in options.measured or ():
@@ -518,7 +518,8 @@ def _time(text: str | None, flag: str) -> float | None:
 
 
 def run(config: Goodput) -> dict[str, str]:
-    """Shows the tables. Returns what is to be written as JSON and as SVG, by flag. ServiceError: numpy is missing."""
+    """Prints the tables. Returns the JSON and SVG contents to write, by flag. Raises ServiceError if numpy is
+    missing."""
     try:
         from swift_ft.lab.goodput import report
     except ModuleNotFoundError as error:

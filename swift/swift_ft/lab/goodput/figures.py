@@ -1,7 +1,7 @@
-"""What recoveries and overheads take, each with its source, and published failure data.
+"""Durations of recoveries and overheads, each with its source, and published failure data.
 
-The figures of recovery are parts that strategies share, so that none has the advantage of a smaller machine. Each can
-be given (`--set NAME=VALUE`), or measured (`--measured FILE`).
+All strategies share the parts of a recovery, so that none is modelled on a smaller machine. Each figure can be given
+(`--set NAME=VALUE`), or measured (`--measured FILE`).
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from swift_ft.errors import UsageError
 
 DAY_S = 86400.0
 RESTART_S = 4.45 * 60
-"""TrainMover (OSDI 2026, arXiv 2412.12636): a restart of 8,192 GPUs. 35 % of it loads the checkpoint, 24.5 % builds
-NCCL's groups, 40.4 % starts and warms up."""
+"""TrainMover (OSDI 2026, arXiv 2412.12636): a restart of 8,192 GPUs. Loading the checkpoint takes 35 % of it, building
+NCCL's groups 24.5 %, start and warm-up 40.4 %."""
 RESTART_RANKS = 8192
 _RESTART = "TrainMover (OSDI 2026), a restart of 8,192 GPUs in 4.45 min"
 _RECOVERY = "swift-ft bench recovery (docs/benchmarks.md)"
@@ -21,7 +21,7 @@ VALUE_MAX = 1e15
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """One number that the model needs. Names end with the unit."""
+    """One parameter of the model. Its name ends with the unit."""
 
     name: str
     value: float
@@ -38,7 +38,7 @@ class Preset:
     source: str
     ranks_per_node: int = 8
     cv: float = 1.0
-    """Coefficient of variation of the times between faults; 1: exponential, where nothing is published."""
+    """Coefficient of variation of the times between faults; 1 (exponential) if none is published."""
 
     @property
     def mtbf_s(self) -> float:
@@ -182,7 +182,7 @@ SAVE_STEPS = 1.3
 
 
 def check(name: str, value: float, flag: str) -> None:
-    """UsageError, with `flag` in front: there is no such figure, or it cannot have this value."""
+    """Raises UsageError, prefixed by `flag`, if there is no such figure or the value is invalid."""
     if name not in NAMES:
         raise UsageError(f"{flag}: there is no figure {name}; there are {', '.join(NAMES)}")
     least = "0" if name in _MAY_BE_ZERO else "more than 0"
@@ -191,9 +191,9 @@ def check(name: str, value: float, flag: str) -> None:
 
 
 def resolve(given: Mapping[str, tuple[float, str]]) -> dict[str, Figure]:
-    """All figures by name. `given`: value and source of those that are not to be the default.
+    """Returns all figures by name. `given`: value and source of those that differ from the default.
 
-    Two follow from others unless they are given: a checkpoint costs 1.3 steps, and a snapshot two copies of the state.
+    Unless given, two follow from others: a checkpoint costs 1.3 steps, and a snapshot two copies of the state.
     """
     figures = {figure.name: figure for figure in FIGURES}
     for name, (value, source) in given.items():

@@ -1,4 +1,4 @@
-"""All of a calculation as one document, and as tables. The simulation is needed, and with it numpy."""
+"""Builds the whole calculation as one document, and as tables. Needs the simulation, and so numpy."""
 
 import math
 import textwrap
@@ -13,26 +13,26 @@ from swift_ft.lab.plan.interval import daly_s, expected_s, young_s
 
 # The share of time that is training, in closed form.
 #
-# Assumed: times between faults are exponential, whatever the job does; a fault in a recovery makes it begin again;
-# there is always a node to take a lost one's place; and what brings the lost state back is never lost as well. Where
-# these do not hold the simulation stands beside it.
+# Assumptions: times between faults are exponential, regardless of the job's state; a fault during a recovery restarts
+# it; a replacement node is always available; the state for a recovery is never lost as well. Where these do not hold,
+# the simulation is the reference.
 #
 # A strategy that replaces lost nodes: Daly's expected time of an interval (`swift_ft.lab.plan.interval.expected_s`;
 # Daly, Future Generation Computer Systems 22, 2006), from one of its resting points to the next.
 #
-# One that goes on: faults and returns are two Poisson streams (the departures of an M/G/infinity queue are one:
-# Mirasol, Operations Research 11, 1963), and each event stops the job for its time s. An event in a stop begins
-# another one, so work x into a step costs exp(Lambda x) / l, with Lambda the rate of both and l the mean of
-# exp(-Lambda s); a step of w
+# A strategy that continues without them: faults and returns are two Poisson processes (the departures of an
+# M/G/infinity queue are one: Mirasol, Operations Research 11, 1963), and each event stops the job for its time s. An
+# event during a stop begins another one. So work x into a step costs exp(Lambda x) / l, with Lambda the rate of both
+# and l the mean of exp(-Lambda s); a step of w
 #
 #     E = (exp(Lambda w) - 1) / (Lambda l)
 #
-# How many nodes are missing is Poisson's, with mean repair / MTBF, whatever the distribution of repairs is (Palm's
-# theorem). The missing nodes and the stops are taken to be independent; to the size of a fault's share that is not so.
+# The number of missing nodes is Poisson distributed with mean repair / MTBF, for any distribution of repairs (Palm's
+# theorem). Missing nodes and stops are assumed to be independent; the error is of the order of one fault's share.
 
 
 def useful_share(way: Way, cluster: Cluster, faults: Faults, repair_s: float) -> float:
-    """Useful time over all time, 0 to 1."""
+    """Returns useful time over all time, 0 to 1."""
     mtbf_s = faults.job_mtbf_s(cluster)
     missing = repair_s / mtbf_s
     if way.speeds:
@@ -45,7 +45,7 @@ def useful_share(way: Way, cluster: Cluster, faults: Faults, repair_s: float) ->
 
 
 def running(way: Way, mtbf_s: float, together: float) -> float:
-    """The share of time in which a job that goes on without lost nodes does new work."""
+    """Returns the share of time in which a job that continues without lost nodes does new work."""
     lost, back = (1 - together) / mtbf_s, 1 / mtbf_s
     rate = lost + back
     mean = (lost * math.exp(-rate * way.stop_s) + back * math.exp(-rate * way.back_s)) / rate
@@ -54,7 +54,7 @@ def running(way: Way, mtbf_s: float, together: float) -> float:
 
 
 def mean_speed(way: Way, cluster: Cluster, missing: float) -> float:
-    """Over the number of missing nodes, `missing` on average."""
+    """Returns the mean speed over the number of missing nodes, whose mean is `missing`."""
     parts = cluster.parts if way.by_part else 1
     total, below = 0.0, 0.0
     for speed, at_most in zip(way.speeds, cdfs(len(way.speeds) - 1, missing / parts), strict=True):
@@ -65,7 +65,7 @@ def mean_speed(way: Way, cluster: Cluster, missing: float) -> float:
 
 
 def cdfs(most: int, mean: float) -> list[float]:
-    """P(N <= k) of a Poisson number, for k = 0 to `most`."""
+    """Returns P(N <= k) of a Poisson number, for k = 0 to `most`."""
     if mean == 0:
         return [1.0] * (most + 1)
     total, sums = 0.0, []
@@ -76,16 +76,16 @@ def cdfs(most: int, mean: float) -> list[float]:
 
 
 def cdf(most: int, mean: float) -> float:
-    """P(N <= most) of a Poisson number."""
+    """Returns P(N <= most) of a Poisson number."""
     return cdfs(most, mean)[-1]
 
 
 AGREE_SIGMA = 3.2905
-"""Half of the 99.9 % interval."""
+"""Half width of the 99.9 % interval, in standard errors."""
 AGREE_LEAST = 1e-3
-"""A smaller difference is not told: the formula leaves out terms of second order (docs/goodput.md)."""
+"""Differences below this are not reported: the formula omits terms of second order (docs/goodput.md)."""
 WORTH_TELLING = 0.2
-"""A cause is told if it makes so much of a difference, or more."""
+"""Share of the difference that a violated assumption must explain to be reported."""
 SWEEP_RANKS = 100_000
 SPAN_OF_SWEEP, TRIALS_OF_SWEEP = 40.0, 200
 COLUMNS_MAX = 118
@@ -93,7 +93,7 @@ COLUMNS_MAX = 118
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What the command line says, checked."""
+    """Checked command line."""
 
     cluster: Cluster
     faults: Faults
@@ -101,12 +101,12 @@ class Request:
     given: ways.Given
     seed: int
     source: str
-    """Of the faults, in words."""
+    """Description of the source of the faults."""
     repair_s: float
 
 
 def build(request: Request, *, sweep: bool) -> dict[str, Any]:
-    """The document; with `sweep`, also the shares by the size of the cluster."""
+    """Builds the document; with `sweep`, also the shares by the size of the cluster."""
     cluster, faults = request.cluster, request.faults
     maker = ways.Maker(cluster, faults, request.figures, request.given)
     mtbf_s = faults.job_mtbf_s(cluster)
@@ -156,7 +156,8 @@ def build(request: Request, *, sweep: bool) -> dict[str, Any]:
 
 
 def sizes(cluster: Cluster) -> list[int]:
-    """Of the picture: from one replica (or one node, if there are none) by doubling, and the cluster's own."""
+    """Returns the sizes in the picture: doubling from one replica (or one node without replicas), and the cluster's
+    own."""
     unit = cluster.ranks_per_node
     if cluster.replicas > 1:
         unit = math.lcm(unit, cluster.replica_ranks)
@@ -214,7 +215,8 @@ def _rows(request: Request, cluster: Cluster, trials: int, span: float) -> list[
 
 
 def _compared(way: ways.Way, faults: Faults, row: dict[str, Any], mtbf_s: float) -> tuple[bool, str]:
-    """Whether the formula is within the simulation's 99.9 % interval; if it is not, which assumption does not hold."""
+    """Returns whether the formula is within the simulation's 99.9 % interval, and if not, the assumption that is
+    violated."""
     difference = abs(row["simulated"] - row["formula"])
     if difference <= max(AGREE_LEAST, row["error"] * AGREE_SIGMA / simulation.SIGMA_95):
         return True, ""
@@ -242,7 +244,7 @@ def _compared(way: ways.Way, faults: Faults, row: dict[str, Any], mtbf_s: float)
 
 
 def text(document: dict[str, Any]) -> list[str]:
-    """Tables, and what they rest on."""
+    """Formats the tables and the explanation of their columns."""
     return [
         *_head(document),
         "",
@@ -286,7 +288,7 @@ def _head(document: dict[str, Any]) -> list[str]:
 
 
 def seconds(value: float) -> str:
-    """In the unit in which it is easiest to read."""
+    """Formats a duration in a readable unit."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if value >= 2 * size:
             return f"{value / size:.3g} {unit}"
@@ -356,7 +358,7 @@ def _figures(document: dict[str, Any]) -> list[str]:
 
 
 def _wrapped(line: str) -> list[str]:
-    """In lines that fit a terminal."""
+    """Wraps a line to the width of a terminal."""
     indent = " " * (len(line) - len(line.lstrip()))
     return textwrap.wrap(
         line.lstrip(),

@@ -1,9 +1,9 @@
 """The share of time that is training, by discrete events: many trials at once, one row of the arrays each.
 
-Events are faults, which come whatever the job does, and nodes that are back. Between two events a job pays what it owes
-of a recovery, then it runs. Work counts once the next resting point is reached: what never gets there is no progress. A
-fault in a recovery makes it begin again; if that takes the last node that has what is needed, the job falls back. All
-strategies see the same faults (`Sample`), so their difference has little noise.
+Events are faults, which occur regardless of the job's state, and returns of nodes. Between two events a job first
+spends the remaining time of its recovery, then trains. Work counts only once the next resting point is reached. A fault
+during a recovery restarts it; if that takes the last node with the required state, the job falls back. All strategies
+see the same faults (`Sample`), so their difference has little noise.
 """
 
 import math
@@ -20,39 +20,40 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 TRIALS, SPAN, BURN = 400, 60.0, 10.0
-"""Rows; their length in mean times between faults of the job; and how much of it is not counted."""
+"""Number of trials; their length, and the uncounted part at their start, in mean times between faults of the job."""
 TRIALS_MIN, CELLS_MAX = 40, 4_000_000
 MOMENTS = 50
-"""Of each trial, at which nodes that are away are counted."""
+"""Moments in each trial at which the missing nodes are counted."""
 SIGMA_95 = 1.959963984540054
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """What happens to a cluster, in trials x faults. Seconds."""
+    """Random draws for all strategies, as arrays of trials x faults. Seconds."""
 
     burn_s: float
     until_s: float
     at: Floats
-    """Of faults, ascending, the last one at `until_s` or later."""
+    """Times of the faults, ascending; the last one is at `until_s` or later."""
     hit: Floats
-    """0 to 1: whether a fault takes a node on which a recovery depends."""
+    """Uniform draw, 0 to 1: decides whether a fault hits a node on which a recovery depends."""
     spot: Floats
-    """0 to 1: which part of the model is on the node."""
+    """Uniform draw, 0 to 1: selects the part of the model on the node."""
     repair: Floats
-    """How long the node is away."""
+    """Time until the node returns."""
     begun_until: Floats
-    """Trials x nodes that are away when the trial begins: when they are back; inf: no node."""
+    """Trials x nodes that are missing when the trial begins: times of their return; inf: no node."""
     begun_spot: Floats
 
 
 def sample(
     faults: Faults, cluster: Cluster, repair_s: float, *, seed: int, trials: int = TRIALS, span: float = SPAN
 ) -> Sample:
-    """Draws one. The process is stationary: the first fault, and the nodes that are away, are those of any moment.
+    """Draws a sample of the stationary process: the first fault and the initially missing nodes are those of a random
+    moment.
 
-    With a trace the nodes that are away at first are as many as if faults were independent. Large clusters get fewer
-    trials than `trials`, so that all fits in memory.
+    With a trace, the number of initially missing nodes is drawn as if faults were independent. Large clusters get fewer
+    trials than `trials`, to limit memory.
     """
     rng = np.random.default_rng([seed, cluster.ranks])
     mtbf_s = faults.job_mtbf_s(cluster)
@@ -78,10 +79,10 @@ def sample(
 
 
 def _drawn(faults: Faults, rng: np.random.Generator, rows: int, columns: int) -> tuple[Floats, Floats]:
-    """Times between faults, and repairs, each with mean 1."""
+    """Draws times between faults, and repair times, each with mean 1."""
     if faults.trace is not None:
         gaps_s, outages_s = np.array(faults.trace.gaps_s), np.array(faults.trace.outages_s)
-        # The first gap is that of any moment: a long one is more likely, and part of it is over.
+        # The first gap contains a random moment: its choice is weighted by length, and a random part of it has passed.
         first = rng.choice(len(gaps_s), size=(rows, 1), p=gaps_s / gaps_s.sum())
         at = (first + np.arange(columns)) % len(gaps_s)
         mean_s = max(float(outages_s.mean()), 1e-9)
@@ -90,7 +91,7 @@ def _drawn(faults: Faults, rng: np.random.Generator, rows: int, columns: int) ->
         return gaps, outages_s[at] / mean_s
     mean = math.gamma(1 + 1 / faults.shape)
     gaps = rng.weibull(faults.shape, (rows, columns)) / mean
-    if faults.shape != 1.0:  # the first one of any moment: a part of one drawn by its length
+    if faults.shape != 1.0:  # the gap around a random moment: a part of one drawn by its length
         whole = rng.gamma(1 + 1 / faults.shape, 1.0, rows) ** (1 / faults.shape) / mean
         gaps[:, 0] = whole * rng.random(rows)
     alone = rng.random((rows, columns)) >= faults.together
@@ -110,7 +111,7 @@ def _rest_of_repairs(faults: Faults, rng: np.random.Generator, shape: tuple[int,
 
 
 def spares_needed(sample: Sample, sure: float = 0.999) -> int:
-    """So many spare nodes are enough for `sure` of the time."""
+    """Returns the number of spare nodes that suffices for the share `sure` of the time."""
     moments = np.linspace(sample.burn_s, sample.until_s, MOMENTS)
     away = [
         (sample.begun_until > moment).sum(axis=1, where=np.isfinite(sample.begun_until))
@@ -122,28 +123,28 @@ def spares_needed(sample: Sample, sure: float = 0.999) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What the trials have come to. Shares are of the time that counts."""
+    """Result of all trials. Shares are of the counted time."""
 
     useful: float
     error: float
     """Half of the 95 % interval of `useful`."""
     shares: Floats
-    """Of each trial."""
+    """Useful share of each trial."""
     stopped: float
-    """In recoveries, with the work that is done again."""
+    """Share spent in recoveries, repeated work included."""
     waited: float
-    """For a repair."""
+    """Share spent waiting for a repair."""
     slowed: float
-    """What was lost because nodes were missing."""
+    """Share lost to reduced speed while nodes were missing."""
     faults: int
     in_recovery: int
-    """Of the faults."""
+    """Number of the faults that occurred during a recovery or a wait."""
     fell: int
-    """Recoveries that fell back because what they needed was lost."""
+    """Number of fallbacks because the state for a recovery was lost."""
 
 
 def simulate(way: Way, cluster: Cluster, sample: Sample) -> Outcome:
-    """Follows every trial to its end. Deterministic in its arguments."""
+    """Simulates every trial to its end. Deterministic in its arguments."""
     return _Trials(way, cluster, sample).outcome()
 
 
@@ -203,7 +204,7 @@ class _Trials:
         return speed
 
     def _run(self, until_s: Floats) -> None:
-        """Pays, then runs, up to there."""
+        """Advances to `until_s`: first the remaining recovery, then training."""
         passed_s, speed = until_s - self._now, self._speed()
         counts = self._now >= self._sample.burn_s
         idle = speed == 0
@@ -247,7 +248,7 @@ class _Trials:
             self._owe(happens, self._way.back_s)
 
     def _owe(self, who: Bools, stop_s: float) -> None:
-        """A recovery begins, or begins again."""
+        """Starts or restarts a recovery in the rows of `who`."""
         way = self._way
         back_s = np.where(
             self._fell, way.fall_stop_s + way.fall_ratio * self._saved, stop_s + way.ratio * self._place
@@ -256,7 +257,7 @@ class _Trials:
 
 
 class _Away:
-    """The nodes that are being repaired. When each is back is known from the begin, so a pointer goes through them."""
+    """The missing nodes. All return times are drawn in advance, so a pointer into their sorted list suffices."""
 
     def __init__(self, way: Way, cluster: Cluster, sample: Sample) -> None:
         self._parts = cluster.parts
@@ -283,19 +284,19 @@ class _Away:
 
     def _find(self) -> None:
         self.next_s: Floats = self._backs[self._rows, self._next]
-        """When the next node is back."""
+        """Time of the next node's return."""
         self.most: Ints = self.total if self._of_part is None else self._of_part.max(axis=1)
-        """Missing in the part that lacks most."""
+        """Number of missing nodes in the part that lacks most."""
 
     def leave(self, who: Bools, spot: Floats) -> None:
-        """In each row of `who`, a node is away from now on."""
+        """Marks a node as missing in each row of `who`."""
         self.total = self.total + who
         if self._of_part is not None:
             self._of_part[self._rows[who], self._part_of(spot)[who]] += 1
         self._find()
 
     def come_back(self, who: Bools) -> None:
-        """In each row of `who`, the next node is back."""
+        """Marks the next node as returned in each row of `who`."""
         self.total = self.total - who
         if self._of_part is not None:
             rows = self._rows[who]

@@ -1,8 +1,8 @@
-"""Each strategy in the terms of the model: what a fault costs it, and what it costs while nothing fails.
+"""Parameters of each strategy in the model: the cost of a fault, and the overhead without faults.
 
-M microbatches, P stages; a node has w of them. What is done again after a fault is all work since the strategy's own
-resting point: a checkpoint, a snapshot, or the begin of the step. Parts of recoveries are those of
-`swift_ft.lab.goodput.figures`, so every strategy has the same machine.
+M microbatches, P stages; a node has w of the stages. After a fault, all work since the strategy's last resting point is
+repeated: a checkpoint, a snapshot, or the start of the step. The parts of recoveries are those of
+`swift_ft.lab.goodput.figures`, so every strategy is modelled on the same machine.
 """
 
 import math
@@ -32,40 +32,40 @@ NAMES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """A strategy, in seconds and shares."""
+    """Parameters of one strategy, in seconds and shares."""
 
     name: str
     words: str
     stop_parts: tuple[tuple[str, float], ...]
-    """What all ranks wait for after each fault, besides the work that is done again."""
+    """Parts of the time that all ranks wait after each fault, without the repeated work."""
     work_s: float
-    """Between two resting points."""
+    """Work between two resting points."""
     stall_s: float = 0.0
-    """That a resting point costs."""
+    """Time that a resting point stalls training."""
     ratio: float = 1.0
-    """Time of work that is done again over its first time."""
+    """Time of repeated work over its first time."""
     every_s: float
     """Work between two checkpoints."""
     save_s: float
     overhead: float = 0.0
-    """On a step, as a share of it."""
+    """Overhead of a step, as a share of it."""
     by_checkpoint: bool = False
-    """The resting points are the checkpoints."""
+    """True if the resting points are the checkpoints."""
     speeds: tuple[float, ...] = ()
-    """It goes on without a lost node: its speed by the number of holders that are missing; the last one is 0."""
+    """Speed by the number of missing holders, for a strategy that continues without lost nodes; the last one is 0."""
     by_part: bool = False
-    """`speeds` goes by the part that lacks most; else by all missing nodes."""
+    """Whether `speeds` is indexed by the missing nodes of the part that lacks most; else by all missing nodes."""
     back_s: float = 0.0
-    """What all ranks wait for when a node comes back; the step under way is done again."""
+    """Time that all ranks wait when a node returns; the current step is then repeated."""
     spares: int | None = None
-    """None: a lost node is replaced at once. Else it waits for a repair once so many are missing."""
+    """None: a lost node is replaced at once. Else a node waits for a repair once more nodes than this are missing."""
     partners: int = 0
-    """Nodes that hold what is needed to bring a lost one back."""
+    """Number of other nodes that hold the state for recovering a lost one."""
     needed: int = 0
-    """If so many of them are lost in the same recovery, the job falls back."""
+    """Number of partners whose loss in the same recovery makes the job fall back."""
     fall_stop_s: float = 0.0
     fall_ratio: float = 1.0
-    """Of the work since the checkpoint."""
+    """Time of repeated work since the checkpoint, over its first time, in a fallback."""
 
     @property
     def stop_s(self) -> float:
@@ -73,28 +73,28 @@ class Way:
 
     @property
     def again_s(self) -> float:
-        """What is done again after a fault, on average."""
+        """Mean time of the work that is repeated after a fault."""
         return self.ratio * (self.work_s + self.stall_s) / 2
 
     @property
     def share_of_runs(self) -> float:
-        """Useful time in time that runs at full speed: without stalls, checkpoints and overhead."""
+        """Useful share of the time at full speed: without stalls, checkpoints and overhead."""
         share = self.work_s / (self.work_s + self.stall_s) / (1 + self.overhead)
         return share if self.by_checkpoint else share * self.every_s / (self.every_s + self.save_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """What the user says of intervals and recoveries. None: the best, or the parts."""
+    """User's values for intervals and recoveries. None: the best interval."""
 
     every_s: float | None = None
     snapshot_every_s: float | None = None
     stops: Mapping[str, float]
-    """Strategy -> what all ranks wait for after a fault, as measured."""
+    """Strategy -> measured time that all ranks wait after a fault; replaces the sum of the parts."""
 
 
 class Maker:
-    """Makes the ways of one cluster. (caller) `ways()`, `left_out()`."""
+    """Builds the ways of one cluster. (caller) `ways()`, `left_out()`."""
 
     def __init__(self, cluster: Cluster, faults: Faults, figures: Mapping[str, Figure], given: Given) -> None:
         self._cluster, self._given = cluster, given
@@ -107,11 +107,11 @@ class Maker:
 
     @property
     def best_s(self) -> float:
-        """The checkpoint interval with the greatest share, where all work since the checkpoint is done again."""
+        """Checkpoint interval with the greatest useful share if all work since the checkpoint is repeated."""
         return self._best_s
 
     def _swift(self, *further: tuple[str, float], detect: bool = True) -> tuple[tuple[str, float], ...]:
-        """The parts of each of swift's recoveries."""
+        """Returns the common parts of swift's recoveries, with `further` ones."""
         parts = [("detect", self._of["detect_s"])] if detect else []
         parts.append(("coordinate", self._of["coordinate_s_per_rank"] * self._cluster.ranks))
         return (*parts, ("rebuild", self._of["rebuild_s"]), *further)
@@ -129,7 +129,7 @@ class Maker:
         return "copy", self._copy_s
 
     def ways(self) -> list[Way]:
-        """Those that this cluster can have, in the order of `NAMES`."""
+        """Returns the strategies that are possible on this cluster, in the order of `NAMES`."""
         many = self._cluster.holders > 1
         made = [
             *self._restarts(),
@@ -149,7 +149,7 @@ class Maker:
         return [way for way in made if way is not None]
 
     def left_out(self) -> list[tuple[str, str]]:
-        """Strategies, and why the model has none of their lines."""
+        """Returns the strategies that the model leaves out, with the reasons."""
         out = [
             ("rollback", "shrink to within the step under way, so it would have shrink's line"),
             (
@@ -180,7 +180,8 @@ class Maker:
         stop_of: str = "",
         **more: Any,
     ) -> Way:
-        """All work since the checkpoint is done again, or `ratio` of it. `stop_of`: whose stop may be given."""
+        """Builds a strategy that repeats all work since the checkpoint, at `ratio` of its time. `stop_of`: strategy
+        whose user-given stop applies."""
         return Way(
             name=name,
             words=words,
@@ -249,7 +250,8 @@ class Maker:
         ]
 
     def _behind(self) -> dict[str, Any]:
-        """The checkpoints that stand behind a strategy which does without them as long as it can."""
+        """Returns the checkpoints, and the fallback to them, of a strategy that recovers without checkpoints if it
+        can."""
         stop = self._stop(CHECKPOINT, self._swift(self._load))
         every_s = self._given.every_s
         return {
@@ -295,7 +297,7 @@ class Maker:
         )
 
     def _ratio(self, copies: int) -> float:
-        """(ceil(M / d) + w - 1) / (M + P - 1): docs/planning.md (4), of stages that are alike."""
+        """Returns (ceil(M / d) + w - 1) / (M + P - 1): docs/planning.md (4), for equal stages."""
         microbatches, stages = self._cluster.microbatches, self._cluster.stages
         own = math.ceil(stages / self._cluster.parts)
         copies = max(1, min(copies, stages // own))
@@ -345,10 +347,11 @@ class Maker:
         return self._goes_on(SHRINK, words, (*speeds, 0.0))
 
     def _adaptive(self) -> Way:
-        """Of whole backwards, without a use of the bubbles: the column `fused` of `swift-ft plan --adaptive`."""
+        """Models whole backwards that leave the bubbles unused: the column `fused` of `swift-ft plan --adaptive`."""
         holders, stages = self._cluster.holders, self._cluster.stages
         microbatches = self._cluster.microbatches
-        # M D / (D - f), in whole numbers: a node may hold several replicas, and has as large a share of them.
+        # M D / (D - f) for holders instead of replicas: a node with several replicas has as large a share of the
+        # microbatches.
         loads = (-(-microbatches * holders // (holders - lost)) for lost in range(holders))
         speeds = ((microbatches + stages - 1) / (load + stages - 1) for load in loads)
         words = "the others go on; the peers of a lost node share its microbatches"

@@ -1,4 +1,4 @@
-"""`swift-ft plan --adaptive`: what a job with replicas does with losses, before it has any."""
+"""`swift-ft plan --adaptive`: predicts the throughput of a job with replicas after losses."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ _TIMES = "1,1,1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adaptive:
-    """What the command line says, checked."""
+    """Checked command line of ``--adaptive``."""
 
     request: rerouted.Request
     json: Path | None
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(options: argparse.Namespace) -> Adaptive:
-    """Raises UsageError for a value that is none, or flags that are missing."""
+    """Checks the options. Raises UsageError for an invalid value or a missing flag."""
     missing = [
         f"--{name}" for name in ("stages", "replicas", "microbatches") if getattr(options, name) is None
     ]
@@ -95,7 +95,7 @@ def _moves(text: str) -> rerouted.Moves:
 
 
 def run(config: Adaptive) -> dict[str, str]:
-    """Shows the table. Returns what is to be written, by flag."""
+    """Prints the table. Returns the contents of files to write, by flag."""
     document = rerouted.build_rerouted(config.request)
     show(rerouted.rerouted_text(document))
     return {"json": json.dumps(document, indent=2) + "\n"}

@@ -1,6 +1,6 @@
-"""`swift-ft plan`: which boundaries to log, out of a profile of the job: a file, or what a running job has measured.
-With --adaptive, what a job with replicas does with losses (`swift_ft.lab.plan.adaptive`); with --goodput, the share
-of time that is training (`swift_ft.lab.goodput`)."""
+"""`swift-ft plan`: chooses which boundaries to log, from a profile of the job: a file, or measured by a running job.
+With --adaptive, predicts the throughput of a job with replicas after losses (`swift_ft.lab.plan.adaptive`). With
+--goodput, predicts the share of time that is training (`swift_ft.lab.goodput`)."""
 
 import argparse
 import contextlib
@@ -21,34 +21,34 @@ from swift_ft.lab.plan import adaptive
 from swift_ft.lab.plan.profile import Cap, Profile, parse
 from swift_ft.text import show, tell
 
-# A profile of a job that runs: what has to be assumed, and who knows the rest.
+# A running job's profile: assumptions, and the interface that supplies the measurements.
 
 DEFAULT_RATE = 1e9
-"""Bytes per second, of a log that nobody has measured."""
+"""Assumed bytes per second of a log whose rate was not measured."""
 DEFAULT_MTBF_S = 30 * 86400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """What the operator says. None: what was measured, else a default, and the plan says so."""
+    """Operator's values for a running job. None: the measured value, else a default, which the plan then names."""
 
     log_read_bytes_per_s: float | None = None
     log_write_bytes_per_s: float | None = None
     network_bytes_per_s: float | None = None
-    """None: nobody helps a replay."""
+    """Rate between two ranks. None: replay without helpers."""
     machine_mtbf_s: float | None = None
     fixed_s: float | None = None
     machine_per_rank: bool = False
-    """As if each rank had a machine of its own."""
+    """Plans as if each rank had a machine of its own."""
 
 
 class RunningJob(Protocol):
-    """The line to a job."""
+    """Connection to a running job."""
 
     def profile(self, given: Given) -> tuple[Profile, list[str]]:
-        """What its ranks have measured, and what of it is assumed, in words.
+        """Returns the profile that the job's ranks have measured, and the assumptions in it as text.
 
-        ServiceError: there is nothing yet. UsageError: such a job cannot be planned.
+        Raises ServiceError if not all ranks have measured yet, UsageError if such a job cannot be planned.
         """
 
     def close(self) -> None: ...
@@ -61,7 +61,7 @@ _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "P
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Running:
-    """A job whose ranks have measured the profile."""
+    """A running job that supplies the profile."""
 
     coordinator: str
     job: str
@@ -74,13 +74,13 @@ _ALONE = ("coordinator", "profile", "storage_cap", "recovery_cap", "worst_recove
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """What the command line says, checked."""
+    """Checked command line."""
 
     profile: Path | None
     running: Running | None
-    """One of the two."""
+    """Set if `profile` is None."""
     cap: Cap | None
-    """None: the profile's own, if it has one."""
+    """None: the profile's cap, if it has one."""
     json: Path | None
     svg: Path | None
 
@@ -96,7 +96,7 @@ def _check_places(places: Mapping[str, Path | None]) -> None:
 
 
 def _bytes(text: str, flag: str) -> int:
-    """800GB, or a plain number."""
+    """Parses a number of bytes with an optional unit, such as 800GB."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([A-Za-z]*)", text)
     if match is None or match[2] not in _UNITS:
         raise UsageError(
@@ -180,7 +180,7 @@ def _parser() -> Parser:
 
 
 def config_of(argv: Sequence[str]) -> PlanConfig | adaptive.Adaptive | command.Goodput:
-    """What the command line says. UsageError: a value that is none, or flags that contradict each other."""
+    """Parses and checks the command line. Raises UsageError for an invalid value or contradicting flags."""
     options = _parser().parse_args(argv)
     if options.adaptive or options.goodput:
         return _other(options)
@@ -203,7 +203,7 @@ def config_of(argv: Sequence[str]) -> PlanConfig | adaptive.Adaptive | command.G
 
 
 def _other(options: argparse.Namespace) -> adaptive.Adaptive | command.Goodput:
-    """What is planned without a profile."""
+    """Checks the modes that need no profile: --adaptive and --goodput."""
     if options.adaptive and options.goodput:
         raise UsageError("give --adaptive or --goodput, not both")
     mode = "--adaptive" if options.adaptive else "--goodput"
@@ -266,7 +266,7 @@ def _running(options: argparse.Namespace) -> Running | None:
 
 
 def read(path: Path) -> Profile:
-    """UsageError: it cannot be read, or is no profile."""
+    """Reads a profile. Raises UsageError if the file cannot be read or is no valid profile."""
     content = read_given(path, str(path))
     try:
         return parse(content)
@@ -275,7 +275,8 @@ def read(path: Path) -> Profile:
 
 
 def measured(running: Running, connect: Callable[[str, str], RunningJob]) -> Profile:
-    """Of a running job; saved where it is wanted. ServiceError: nothing was measured yet, or nobody answers."""
+    """Returns the profile of a running job, and saves it if requested. Raises ServiceError if not all ranks have
+    measured yet, or the job does not answer."""
     with contextlib.closing(connect(running.coordinator, running.job)) as job:
         profile, assumed = job.profile(running.given)
     profile = replace(profile, source="; ".join([SOURCE, *(f"assumed: {what}" for what in assumed)]))
@@ -286,7 +287,8 @@ def measured(running: Running, connect: Callable[[str, str], RunningJob]) -> Pro
 
 
 def _write(path: Path, content: str) -> None:
-    """Whole or not at all, but into what is no file (/dev/stdout) as it comes."""
+    """Writes a regular file atomically; writes directly to anything else (/dev/stdout). Raises UsageError on an
+    OSError."""
     try:
         if path.exists() and not path.is_file():
             path.write_text(content)
@@ -297,7 +299,7 @@ def _write(path: Path, content: str) -> None:
 
 
 def run_other(config: adaptive.Adaptive | command.Goodput) -> int:
-    """The command with --adaptive or --goodput. Raises UsageError for what cannot be planned."""
+    """Executes --adaptive or --goodput. Raises UsageError for a job that cannot be planned."""
     if isinstance(config, adaptive.Adaptive):
         written, places = adaptive.run(config), {"json": config.json}
     else:
@@ -309,9 +311,9 @@ def run_other(config: adaptive.Adaptive | command.Goodput) -> int:
 
 
 def run(config: PlanConfig, connect: Callable[[str, str], RunningJob]) -> int:
-    """The command. Returns the exit code: `EXIT_NOT_MET` if no groups keep within the cap.
+    """Executes the command. Returns the exit code: `EXIT_NOT_MET` if no groups keep within the cap.
 
-    Raises UsageError for a profile that cannot be read, ServiceError without numpy or if the job does not answer.
+    Raises UsageError for an invalid profile; ServiceError if numpy is missing or the job does not answer.
     """
     running = config.running
     if running is not None:
@@ -337,13 +339,13 @@ def run(config: PlanConfig, connect: Callable[[str, str], RunningJob]) -> int:
 
 
 def _connect(coordinator: str, job: str) -> RunningJob:
-    from swift_ft.lab.plan.running_job import MeasuredJob  # gRPC only where a job is asked
+    from swift_ft.lab.plan.running_job import MeasuredJob  # imports gRPC only if a job is queried
 
     return MeasuredJob(coordinator, job)
 
 
 def main(argv: Sequence[str] | None = None, connect: Callable[[str, str], RunningJob] = _connect) -> int:
-    """`connect(coordinator, job)` gives the line to a running job."""
+    """`connect(coordinator, job)` returns the connection to a running job."""
     try:
         config = config_of(sys.argv[1:] if argv is None else argv)
         return run(config, connect) if isinstance(config, PlanConfig) else run_other(config)

@@ -1,14 +1,14 @@
-"""How often to save a checkpoint, and whether the log pays: Young's and Daly's question with the log's own terms.
+"""Checkpoint intervals, and whether logging pays off: Young's and Daly's question with the log's own terms.
 
-Failures come at random, one in `mtbf_s` on average. Without a log all work since the checkpoint is done again; with one
-the lost group alone replays it, at `ratio` of its time, and the others lose nothing. An interval of `work_s` seconds of
-work and `save_s` of saving then takes, failures during a recovery included (docs/planning.md derives it)::
+Failures are random, one in `mtbf_s` on average. Without a log, all work since the checkpoint is repeated. With one,
+only the lost group replays it, at `ratio` of its time; the others lose no work. The expected time of an interval with
+`work_s` seconds of work and `save_s` of saving, failures during recovery included (docs/planning.md derives it)::
 
     E = exp(down / mtbf) * (mtbf / ratio) * (exp(ratio * (work + save) / mtbf) - 1)
 
-For ratio = 1 that is Daly's formula (Future Generation Computer Systems 22, 2006), and otherwise the same with the MTBF
-mtbf / ratio: to the choice of an interval, a log that replays four times as fast is a job that fails a fourth as often.
-`down_s`, what every recovery takes whatever the interval is, changes nothing about the choice.
+For ratio = 1 that is Daly's formula (Future Generation Computer Systems 22, 2006); otherwise it is Daly's with the MTBF
+mtbf / ratio. So a log that replays four times as fast acts on the interval like a failure rate a fourth as high.
+`down_s` is the part of a recovery that does not depend on the interval; it does not affect the optimum.
 """
 
 import math
@@ -19,37 +19,37 @@ NEWTON_STEPS_MAX = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """What becomes of a job's time under one choice of groups."""
+    """Time model of a job under one choice of groups."""
 
     step_s: float
-    """With what logging adds to it."""
+    """Time of a step, with the overhead of logging."""
     save_s: float
-    """For which a checkpoint holds training up."""
+    """Time for which a checkpoint stalls training."""
     down_s: float
-    """Of a recovery, besides replay."""
+    """Time of a recovery without the replay."""
     ratio: float
     """Time of a replayed step over `step_s`."""
     mtbf_s: float
     useful_step_s: float
-    """Without a log."""
+    """Time of a step without a log."""
 
     def interval_s(self, steps: float) -> float:
-        """Expected time for so many steps and a checkpoint."""
+        """Returns the expected time of so many steps and a checkpoint."""
         return expected_s(steps * self.step_s, self.save_s, self.down_s, self.ratio, self.mtbf_s)
 
     def useful(self, steps: float) -> float:
-        """The share of time that is training, 0 to 1."""
+        """Returns the share of time that is training, 0 to 1."""
         return steps * self.useful_step_s / self.interval_s(steps)
 
     def best_steps(self, steps_max: float = math.inf) -> int:
-        """The whole number of steps, at least 1, with the greatest useful share."""
+        """Returns the number of steps, at least 1, with the greatest useful share."""
         wanted = best_work_s(self.save_s, self.ratio, self.mtbf_s) / self.step_s
         wanted = max(1.0, min(wanted, steps_max))
         return max((math.floor(wanted), min(math.ceil(wanted), int(min(steps_max, 1e18)))), key=self.useful)
 
 
 def expected_s(work_s: float, save_s: float, down_s: float, ratio: float, mtbf_s: float) -> float:
-    """E above; infinite where it cannot be had any more."""
+    """Returns E as defined above; infinity if it overflows."""
     try:
         growth = math.expm1(ratio * (work_s + save_s) / mtbf_s)
         return math.exp(down_s / mtbf_s) * (mtbf_s / ratio) * growth
@@ -58,12 +58,12 @@ def expected_s(work_s: float, save_s: float, down_s: float, ratio: float, mtbf_s
 
 
 def young_s(save_s: float, ratio: float, mtbf_s: float) -> float:
-    """First order in save / mtbf (Young, CACM 17(9), 1974): sqrt(2 save mtbf / ratio)."""
+    """Returns Young's first-order optimum in save / mtbf (CACM 17(9), 1974): sqrt(2 save mtbf / ratio)."""
     return math.sqrt(2 * save_s * mtbf_s / ratio)
 
 
 def daly_s(save_s: float, ratio: float, mtbf_s: float) -> float:
-    """Higher order (Daly 2006), for the MTBF mtbf / ratio."""
+    """Returns Daly's higher-order optimum (2006), for the MTBF mtbf / ratio."""
     mtbf_s /= ratio
     if save_s >= 2 * mtbf_s:
         return mtbf_s
@@ -72,10 +72,10 @@ def daly_s(save_s: float, ratio: float, mtbf_s: float) -> float:
 
 
 def best_work_s(save_s: float, ratio: float, mtbf_s: float) -> float:
-    """Where E / work is least.
+    """Returns the work between checkpoints that minimizes E / work.
 
-    dE/dwork = E / work, with x = ratio work / mtbf and c = ratio save / mtbf, is log(1 - x) + x + c = 0, which has one
-    root in (0, 1) for c > 0. Newton's method from Young's x, kept between bounds that close in.
+    With x = ratio work / mtbf and c = ratio save / mtbf, dE/dwork = E / work becomes log(1 - x) + x + c = 0. It has one
+    root in (0, 1) for c > 0. Uses Newton's method from Young's x, with bisection outside the known bounds.
     """
     c = ratio * save_s / mtbf_s
     if c == 0:
@@ -98,7 +98,7 @@ def best_work_s(save_s: float, ratio: float, mtbf_s: float) -> float:
 
 
 def _above_line(x: float) -> float:
-    """-log(1 - x) - x, without the cancellation of small x: their series."""
+    """Returns -log(1 - x) - x; by its series for small x, to avoid cancellation."""
     if x > 0.01:
         return -math.log1p(-x) - x
     return sum(x**power / power for power in range(9, 1, -1))
@@ -106,23 +106,23 @@ def _above_line(x: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BytesBalance:
-    """The log's bytes against those of the checkpoints that would shorten recovery as much.
+    """Bytes of the log, compared with those of the checkpoints that would shorten recovery as much.
 
-    Everybody restoring a checkpoint that is K' steps apart is back as soon as with the log after
+    Restoring a checkpoint in all ranks, with K' steps between checkpoints, is as fast as a recovery with the log if
 
         down + (K' - 1) / 2 step + step / 2  =  recovery with the log
 
-    so the log avoids K / K' - 1 of them in K steps.
+    so in K steps the log avoids K / K' - 1 checkpoints.
     """
 
     log_bytes: int
-    """K V: of one interval."""
+    """K V: log bytes of one interval."""
     checkpoint_bytes: int
-    """One checkpoint of all stages."""
+    """Bytes of one checkpoint of all stages."""
     equal_interval_steps: float
-    """K'; 0: no checkpoint is frequent enough."""
+    """K'; 0: no checkpoint interval is short enough."""
     avoided: float
-    """Checkpoints; infinite if K' is 0."""
+    """Number of avoided checkpoints; infinite if K' is 0."""
 
     @property
     def pays(self) -> bool:
@@ -132,9 +132,9 @@ class BytesBalance:
 def balance(
     *, steps: int, log_bytes: int, checkpoint_bytes: int, recovery_s: float, restore_s: float, step_s: float
 ) -> BytesBalance:
-    """`restore_s`: everybody's recovery besides the steps that are done again, half a step of them included."""
+    """Computes the balance. `restore_s`: recovery of all ranks without the repeated steps, except for half a step."""
     equal = max(0.0, 1 + 2 * (recovery_s - restore_s) / step_s)
-    if equal < 1:  # not even one in every step would do
+    if equal < 1:  # even one in every step is not enough
         return BytesBalance(
             log_bytes=log_bytes,
             checkpoint_bytes=checkpoint_bytes,

@@ -1,7 +1,7 @@
-"""What contiguous recovery groups cost: bytes, time in every step, time in a recovery. docs/planning.md derives it.
+"""Cost of contiguous recovery groups: bytes, time in every step, time of a recovery. docs/planning.md derives it.
 
-A group is a run of neighbouring machines. Legend: `n` machines; cell [i, j] of a table is the group of machines i to
-j - 1; `M` microbatches; `K` steps from checkpoint to checkpoint; `d` copies of a group that replay together.
+A group is a range of consecutive machines. Legend: `n` machines; cell [i, j] of a table is the group of machines i to
+j - 1; `M` microbatches; `K` steps from checkpoint to checkpoint; `d` copies of a group that replay in parallel.
 """
 
 import functools
@@ -17,7 +17,7 @@ from swift_ft.lab.plan.profile import Profile
 
 Floats = NDArray[np.float64]
 Cuts = tuple[int, ...]
-"""The machines, without machine 0, at which a new group begins; ascending."""
+"""Machines at which a new group begins, without machine 0; ascending."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,36 +25,36 @@ class Group:
     """Machines that recover together."""
 
     machines: tuple[int, int]
-    """The first, and the one behind the last."""
+    """Range: the first machine, and the one after the last."""
     stages: tuple[int, int]
     probability: float
-    """That a failure is one of theirs."""
+    """Probability that a failed machine belongs to this group."""
     recovery_s: float
-    """Expected, given that one of them has failed."""
+    """Expected recovery time, given that one of its machines has failed."""
     replay_step_s: float
-    """One step of the replay."""
+    """Time of one replayed step."""
     copies: int
-    """That replay together."""
+    """Number of copies that replay in parallel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What one choice of groups costs."""
+    """Predicted cost of one choice of groups."""
 
     groups: tuple[Group, ...]
     logged: tuple[int, ...]
-    """Boundaries; boundary b is the one behind stage b."""
+    """Logged boundaries; boundary b follows stage b."""
     bytes_per_step: int
     storage_bytes: int
-    """Until the next checkpoint: the most that is kept."""
+    """Log bytes from one checkpoint to the next, the maximum that is kept."""
     overhead_s: float
-    """That logging adds to a step."""
+    """Time that logging adds to a step."""
     recovery_s: float
-    """Expected over the machine that fails and the step in which it does."""
+    """Expectation over the failed machine and the step of the failure."""
     worst_recovery_s: float
-    """Of the group that takes longest; expected over the step alone."""
+    """Recovery time of the slowest group; expectation over the step only."""
     down_s: float
-    """Of `recovery_s`, what does not grow with the steps since the checkpoint."""
+    """Part of `recovery_s` that does not grow with the steps since the checkpoint."""
     replay_ratio: float
     """Expected time of a replayed step over the time of a step."""
 
@@ -70,7 +70,7 @@ class CostModel:
         self.n = profile.machines
         machines = np.asarray(profile.machine_of_stage)
         self.starts = np.searchsorted(machines, np.arange(self.n + 1))
-        """The first stage of each machine, then the number of stages."""
+        """First stage of each machine, then the number of stages."""
         self._stage_s = np.asarray(profile.forward_s) + np.asarray(profile.backward_s)
         self._update_s = (
             np.zeros(profile.stages) if profile.update_s is None else np.asarray(profile.update_s)
@@ -80,9 +80,9 @@ class CostModel:
         )
         self.step_s = self.formula_step_s if profile.step_s is None else profile.step_s
         self.rates = 1.0 / np.asarray(profile.machine_mtbf_s)
-        """Failures of each machine per second."""
+        """Failure rate of each machine, per second."""
         self.mtbf_s = float(1.0 / self.rates.sum())
-        """Of the whole job."""
+        """Mean time between failures of the whole job."""
         edges = [0, *(int(self.starts[m]) - 1 for m in range(1, self.n)), 0]
         forward, backward = (
             np.array([0, *(sizes[b] for b in edges[1:-1]), 0], dtype=np.int64)
@@ -92,17 +92,17 @@ class CostModel:
             np.asarray(profile.checkpoint_bytes, dtype=np.float64), self.starts[:-1]
         )
         self.load_s: Floats = per_machine / profile.checkpoint_bytes_per_s
-        """A machine's part of a checkpoint, loaded or saved."""
+        """Time to load or save each machine's part of a checkpoint."""
         self.save_s = float(self.load_s.max())
         self.edges = edges
-        """edges[m]: the boundary in front of machine m, for 0 < m < n."""
+        """edges[m]: boundary before machine m, for 0 < m < n."""
         self.forward_bytes, self.backward_bytes = forward, backward
-        """Of that boundary; 0 in front of the first machine and behind the last."""
+        """Bytes of that boundary; 0 before the first machine and after the last."""
         self.edge_bytes = forward + backward
         self._tables()
 
     def _tables(self) -> None:
-        """Row by row: all groups that begin at machine i."""
+        """Fills the tables by rows; row i has all groups that begin at machine i."""
         shape = (self.n, self.n + 1)
         self.recovery_s: Floats = np.full(shape, np.inf)
         self.replay_step_s: Floats = np.full(shape, np.inf)
@@ -150,8 +150,8 @@ class CostModel:
                     table[i, row] = np.where(better, values, table[i, row])
 
     def replay_step_with(self, i: int, j: int, copies: int) -> float:
-        """One step of the replay of the group [i, j] in so many copies, be they the best number or not. Without
-        `parallel` in the profile what the copies exchange takes no time."""
+        """Returns the time of one replayed step of the group [i, j] in this number of copies, which need not be the
+        optimum. Without `parallel` in the profile, the exchange among copies takes no time."""
         profile, stages = self.profile, slice(int(self.starts[i]), int(self.starts[j]))
         pace_s = self._stage_s[stages]
         shares = -(-profile.microbatches // copies)
@@ -164,7 +164,7 @@ class CostModel:
 
     @cached_property
     def expected_s(self) -> Floats:
-        """What each group adds to the expected recovery time; infinite where there is no group."""
+        """Contribution of each group to the expected recovery time; infinite where there is no group."""
         expected_s: Floats = np.full(self.recovery_s.shape, np.inf)
         np.multiply(self.probability, self.recovery_s, out=expected_s, where=np.isfinite(self.recovery_s))
         return expected_s
@@ -178,14 +178,14 @@ class CostModel:
         return cells
 
     def expected_recovery_s(self, cuts: Sequence[int]) -> float:
-        """Summed from the first group to the last, as the frontier does it."""
+        """Returns the sum from the first group to the last, in the frontier's order of summation."""
         return float(np.cumsum(self._of(self.expected_s, cuts))[-1])
 
     def worst_recovery_s(self, cuts: Sequence[int]) -> float:
         return float(self._of(self.recovery_s, cuts).max())
 
     def parts(self, cuts: Sequence[int]) -> list[tuple[float, float]]:
-        """Of each group: (what a recovery takes besides whole steps, the replay of one step)."""
+        """Returns for each group: (time of a recovery without whole steps, time of one replayed step)."""
         return list(
             zip(
                 self._of(self.down_s, cuts).tolist(), self._of(self.replay_step_s, cuts).tolist(), strict=True
@@ -193,20 +193,21 @@ class CostModel:
         )
 
     def means(self, cuts: Sequence[int], steps: float) -> tuple[float, float]:
-        """Expected over all failures: (a recovery with so many steps to replay, the replay of one step)."""
+        """Returns expectations over all failures: (time of a recovery with `steps` to replay, time of one replayed
+        step)."""
         chances = self._of(self.probability, cuts)
         down_s = float(chances @ self._of(self.down_s, cuts))
         replay_s = float(chances @ self._of(self.replay_step_s, cuts))
         return down_s + steps * replay_s, replay_s
 
     def bytes_per_step(self, cuts: Sequence[int]) -> int:
-        """What is logged. One group of all logs nothing, as there is nobody to replay for."""
+        """Returns the logged bytes. A single group logs none: all of it recovers from the checkpoint."""
         if not cuts:
             return 0
         return int(self.edge_bytes[list(cuts)].sum()) + self.profile.other_bytes
 
     def overhead_s(self, cuts: Sequence[int]) -> float:
-        """The pace of the slowest machine, over the step without a log."""
+        """Returns the step time of the slowest machine minus the step time without a log."""
         profile, at = self.profile, np.array(cuts, dtype=np.int64)
         written = np.zeros(self.n)
         written[at - 1] += self.forward_bytes[at]
@@ -226,7 +227,8 @@ class CostModel:
         )
 
     def predict(self, cuts: Sequence[int]) -> Prediction:
-        """What the groups between these cuts cost. `cuts`: ascending numbers of boundaries that are logged."""
+        """Predicts the cost of the groups between these cuts. `cuts`: machines before which a boundary is logged,
+        ascending."""
         groups = tuple(self.group(i, j) for i, j in self.bounds(cuts))
         per_step = self.bytes_per_step(cuts)
         down_s, replay_s = self.means(cuts, 0.0)
@@ -243,8 +245,8 @@ class CostModel:
         )
 
 
-@functools.lru_cache(maxsize=16)  # of one choice all tables are asked, one after the other
+@functools.lru_cache(maxsize=16)  # all tables are queried for the same choice
 def _groups(cuts: Cuts, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first machine of each group, and the one behind its last."""
+    """Returns the first machine of each group, and the one after its last."""
     edges = np.array([0, *cuts, n], dtype=np.int64)
     return edges[:-1], edges[1:]

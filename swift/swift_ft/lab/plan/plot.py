@@ -1,4 +1,4 @@
-"""The frontier as one SVG file: bytes until the next checkpoint against expected recovery time. Pure."""
+"""Draws the frontier as one SVG file: bytes until the next checkpoint against expected recovery time. Pure."""
 
 import html
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from swift_ft.lab.chart import Point, Scale, ticks
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 420, 72, 16, 60, 44
-"""Pixels: of the drawing, and of the margins that hold the labels."""
+"""Pixels: size of the drawing, and its margins for labels."""
 EXACT_COLOUR, SWIFT_COLOUR, GREEDY_COLOUR, CAP_COLOUR = "#0969da", "#bf8700", "#8c959f", "#cf222e"
 _STYLE = (
     "svg{background:#fff}text{font:12px system-ui,sans-serif;fill:#1f2328}.axis{stroke:#d1d9e0}"
@@ -17,7 +17,7 @@ _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 
 def draw(document: dict[str, Any]) -> str:
-    """Of a plan's document (`swift_ft.lab.plan.report.build`)."""
+    """Draws a plan's document (`swift_ft.lab.plan.report.build`)."""
     exact, swift, own = (
         _points(rows) for rows in (document["frontier"]["points"], document["swift"], document["greedy"])
     )
@@ -56,7 +56,7 @@ def _points(rows: Sequence[dict[str, Any]]) -> list[Point]:
 
 
 def _steps(points: Sequence[Point], most: float) -> list[Point]:
-    """What is to be had with so many bytes: level from each point to the next."""
+    """Returns the corners of the step function: the recovery time of a point holds until the bytes of the next."""
     corners: list[Point] = []
     for (size, time), (following, _) in zip(points, [*points[1:], (most, 0.0)], strict=True):
         corners += [(size, time), (following, time)]
@@ -89,7 +89,7 @@ def _cap(document: dict[str, Any], x: Scale, y: Scale, scale: float) -> list[str
     if document["cap"] is None:
         return []
     ((kind, value),) = document["cap"].items()
-    if kind == "worst_recovery_s":  # of another quantity than the axis shows
+    if kind == "worst_recovery_s":  # the axis shows another quantity
         return []
     down = kind == "storage_bytes"
     if value > (x.high * scale if down else y.high):

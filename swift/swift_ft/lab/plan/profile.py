@@ -1,7 +1,7 @@
-"""What the planner must know of a job: a JSON document (docs/planning.md lists its fields), read strictly.
+"""Profile of a job, the planner's input: a JSON document, parsed strictly (docs/planning.md lists its fields).
 
-A number where a list is meant stands for every entry of it. Times are seconds, sizes bytes, both of one optimizer step
-unless the field says otherwise. UsageError: one line that names the field and what it must be.
+A number in place of a list stands for every entry. Times are seconds, sizes bytes, both of one optimizer step unless
+the field says otherwise. UsageError: one line that names the field and its valid values.
 """
 
 import json
@@ -15,11 +15,11 @@ from swift_ft.text import parse_json
 FORMAT = 1
 STAGES_MAX = 100_000
 MACHINES_MAX = 2_000
-"""The planner's tables have a cell for every pair of machines."""
+"""Limited because the planner's tables have a cell for every pair of machines."""
 MICROBATCHES_MAX = 1_000_000
 STEPS_MAX = 1_000_000_000
 BYTES_MAX = 10**13
-"""Of one boundary and direction, or of one stage's state. Sums over all stages stay below 2**63."""
+"""Limit for one boundary and direction, or for one stage's state. Sums over all stages stay below 2**63."""
 SECONDS_MIN, SECONDS_MAX = 1e-12, 1e12
 RATE_MAX = 1e18
 COPIES_MAX = 64
@@ -28,7 +28,7 @@ CAPS = ("storage_bytes", "recovery_s", "worst_recovery_s")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cap:
-    """What must not be exceeded: one of `CAPS`."""
+    """Limit of a plan: one of `CAPS`."""
 
     kind: str
     value: float
@@ -44,11 +44,11 @@ class Cap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
-    """Replay in several copies of the lost group, each doing its share of the microbatches."""
+    """Replay in several copies of the lost group, each with its share of the microbatches."""
 
     copies_max: int
     gradient_bytes: tuple[int, ...]
-    """Of each stage: what the copies combine after every replayed step."""
+    """Per stage: bytes that the copies reduce after every replayed step."""
 
     def __post_init__(self) -> None:
         _whole(self.copies_max, "parallel.copies_max", 1, COPIES_MAX)
@@ -57,45 +57,45 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """A job as the planner sees it. UsageError: a field is missing, too much, or not what it must be."""
+    """Checked profile. Raises UsageError if a field is missing, unknown or invalid."""
 
     name: str
     source: str = ""
-    """Where the numbers come from, for readers."""
+    """Origin of the numbers, for readers."""
     microbatches: int
     forward_s: tuple[float, ...]
-    """Of each stage: one microbatch."""
+    """Per stage: time of one microbatch."""
     backward_s: tuple[float, ...]
     update_s: tuple[float, ...] | None = None
-    """Of each stage: what a step takes besides its microbatches, as for the optimizer; None: nothing worth counting."""
+    """Per stage: time of a step outside its microbatches, such as the optimizer's; None: negligible."""
     step_s: float | None = None
-    """A step without failures, as measured; None: what the schedule's formula gives."""
+    """Measured time of a step without failures; None: computed by the schedule's formula."""
     forward_bytes: tuple[int, ...]
-    """Of the boundary behind each stage but the last: activations of one step."""
+    """Per boundary (after each stage but the last): activations of one step."""
     backward_bytes: tuple[int, ...]
-    """Likewise: gradients that come back over it."""
+    """Per boundary: gradients of one step."""
     other_bytes: int = 0
-    """Logged in every step whatever the groups are: external inputs, targets, results of collectives."""
+    """Bytes logged in every step for any groups: external inputs, targets, results of collectives."""
     machine_of_stage: tuple[int, ...]
     log_write_bytes_per_s: float
-    """That one machine's ranks get into the log."""
+    """Rate at which one machine's ranks write into the log."""
     log_read_bytes_per_s: float
-    """That one recovery group gets out of it."""
+    """Rate at which one recovery group reads from the log."""
     log_copy_bytes_per_s: float | None = None
-    """At which the trainers of a machine themselves are held up by what is logged; None: not at all."""
+    """Rate of the copies for the log, for which a machine's trainers wait; None: they do not wait."""
     network_bytes_per_s: float | None = None
-    """Between two ranks; None: transfers are not what anybody waits for."""
+    """Rate between two ranks; None: transfers take no relevant time."""
     checkpoint_interval_steps: int
     checkpoint_bytes: tuple[int, ...]
-    """Of each stage: parameters and optimizer state."""
+    """Per stage: parameters and optimizer state."""
     checkpoint_bytes_per_s: float
-    """Of one machine, for saving as for loading."""
+    """Rate of one machine, both for saving and for loading."""
     checkpoint_stall_s: float | None = None
-    """For which a checkpoint holds training up; None: until it is written."""
+    """Time for which a checkpoint stalls training; None: until it is written."""
     machine_mtbf_s: tuple[float, ...]
-    """Of each machine: the mean time between its failures."""
+    """Per machine: mean time between its failures."""
     fixed_s: float = 0.0
-    """Of every recovery, besides loading and replay: detect, fence, plan, rebuild."""
+    """Fixed time of every recovery, besides loading and replay: detect, fence, plan, rebuild."""
     parallel: Parallel | None = None
     """None: one copy."""
     cap: Cap | None = None
@@ -176,7 +176,7 @@ class Profile:
         return len(self.machine_mtbf_s)
 
     def document(self) -> dict[str, Any]:
-        """What `parse` makes this of again; for programs that measure a job."""
+        """Returns the JSON document that `parse` reads; for programs that measure a job."""
         fields: dict[str, Any] = {"profile": FORMAT, "name": self.name, "source": self.source}
         fields["stages"] = self.stages
         for name in ("microbatches", "step_s", "other_bytes", "network_bytes_per_s", "fixed_s"):
@@ -208,7 +208,7 @@ class Profile:
 
 
 def parse(text: str | bytes) -> Profile:
-    """The profile that a document describes. UsageError: it does not, in one line."""
+    """Parses a document. Raises UsageError, in one line, if it is invalid."""
     fields = _Fields(parse_json(text), "")
     version = fields.pop("profile")
     if version != FORMAT or isinstance(version, bool):
@@ -268,7 +268,7 @@ def _services(fields: "_Fields", stages: int) -> dict[str, Any]:
 
 
 def _machines(fields: "_Fields", stages: int) -> tuple[Any, ...]:
-    """Of every stage, either as it is written or a whole number of stages to a machine."""
+    """Returns the machine of every stage: as listed, or a fixed number of stages per machine."""
     if fields.has("of_stage"):
         of_stage = fields.pop("of_stage")
         fields.end()
@@ -290,7 +290,7 @@ _MISSING = object()
 
 
 class _Fields:
-    """An object of the document, of which every field is taken once."""
+    """JSON object whose fields are each read once; the rest are unknown."""
 
     def __init__(self, value: Any, where: str) -> None:
         if not isinstance(value, dict):
@@ -310,7 +310,7 @@ class _Fields:
         return value
 
     def spread(self, name: str, count: int, of: str = "") -> tuple[Any, ...]:
-        """A list with an entry for every `of` (unchecked if that is empty), or one number for all of its entries."""
+        """Reads a list with an entry for every `of` (unchecked if `of` is empty), or one number for all its entries."""
         value = self.pop(name)
         if isinstance(value, list):
             if of:
@@ -339,7 +339,7 @@ class _Fields:
 
 
 def _shown(value: Any) -> str:
-    """A value of the document in a message: on one line, and not all of a long one."""
+    """Formats a value of the document for a message: on one line, shortened."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
     text = json.dumps(value)
@@ -349,7 +349,7 @@ def _shown(value: Any) -> str:
 def _number(value: Any, where: str, least: float, most: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{where}: must be a number, not {_shown(value)}")
-    if not least <= value <= most:  # nor is NaN
+    if not least <= value <= most:  # also rejects NaN
         raise UsageError(f"{where}: must be from {least:g} to {most:g}, not {_shown(value)}")
 
 

@@ -1,4 +1,4 @@
-"""What a plan says, as one document and as text. Pure."""
+"""Builds a plan as one document and as text. Pure."""
 
 import json
 import math
@@ -13,26 +13,25 @@ from swift_ft.lab.plan.interval import Pace, balance, daly_s, young_s
 from swift_ft.lab.plan.model import CostModel, Cuts, Floats, Prediction
 from swift_ft.lab.plan.profile import Cap, Profile
 
-# Every choice of groups than which none has both fewer bytes and a shorter expected recovery: exact.
+# The exact frontier: all choices of groups of which no other has both fewer bytes and a shorter expected recovery.
 #
-# Groups are runs of machines and both costs are sums over them, so choices for the machines before j matter to others
-# by their sums alone: a dynamic program over (j, bytes). Two of them, for the same answer:
+# Groups are ranges of machines and both costs are sums over groups. So of the choices for the machines before j only
+# the sums matter later: a dynamic program over (j, bytes). There are two, with the same result:
 #
-# grid    sizes are multiples of a unit g, as when all boundaries are alike: best[u, j], the least expected recovery of
-#         the machines before j with u units logged. O(n^2 U) time for n machines and U units, those above which nothing
-#         is gained any more: at most n^3 / 6 additions and comparisons for boundaries of one size. O(n U) memory
-# labels  any sizes: at each j the pairs (bytes, recovery) of which none is better in both. O(C log C) time, C
-# candidates,
-#         whose number may double with every machine: above CANDIDATES_MAX sizes are rounded up to a grid, and the
-#         result says so. Then for every choice with k boundaries, bytes b and recovery r it has one with at most b +
-#         k g bytes and at most r
+# grid    sizes are multiples of a unit g, as with equal boundaries: best[u, j] is the least expected recovery of the
+#         machines before j with u units logged. O(n^2 U) time and O(n U) memory for n machines and U units, the most
+#         that still shorten recovery: at most n^3 / 6 additions and comparisons for boundaries of one size
+# labels  any sizes: for each j the undominated pairs (bytes, recovery). O(C log C) time for C candidates, whose number
+#         may double with every machine. Above CANDIDATES_MAX, sizes are rounded up to a grid, and the result says so.
+#         Then for every choice with k boundaries, bytes b and recovery r the result has one with at most b + k g bytes
+#         and at most r
 #
-# A point must be better than the one before by more than IMPROVEMENT of it; less is the rounding of a sum.
+# A point must be better than the previous one by more than the relative IMPROVEMENT; less is rounding error of a sum.
 
 CANDIDATES_MAX = 2_000_000
 GRID_WORK = 250_000_000
 GRID_UNITS_PER_MACHINE, GRID_UNITS_MAX = 2, 16_384
-"""A grid has as many units as GRID_WORK allows, but not fewer nor more than these."""
+"""Limits of a grid's units. Between them GRID_WORK decides."""
 IMPROVEMENT = 1e-12
 _BLOCK = 64
 
@@ -42,41 +41,42 @@ Ints = NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class Point:
     edge_bytes: int
-    """Of the logged boundaries, per step."""
+    """Bytes per step of the logged boundaries."""
     recovery_s: float
     cuts: Cuts
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Ascending in bytes, descending in recovery time."""
+    """Undominated choices, ascending in bytes, descending in recovery time."""
 
     points: tuple[Point, ...]
     resolution_bytes: int
-    """0: exact. Else bytes per step, to which each boundary's size was rounded up."""
+    """0: exact. Else the unit, in bytes per step, to which each boundary's size was rounded up."""
 
     def within(self, edge_bytes: float) -> Point | None:
-        """The shortest recovery with at most so many bytes per step; None: there is none."""
+        """Returns the point with the shortest recovery within so many bytes per step; None if there is none."""
         fitting = [point for point in self.points if point.edge_bytes <= edge_bytes]
         return fitting[-1] if fitting else None
 
     def by(self, recovery_s: float) -> Point | None:
-        """The fewest bytes with at most this expected recovery."""
+        """Returns the point with the fewest bytes within this expected recovery; None if there is none."""
         return next((point for point in self.points if point.recovery_s <= recovery_s), None)
 
 
 class TooManyCandidates(Exception):
-    """The frontier of arbitrary sizes may have a point for every choice of groups."""
+    """Raised if the frontier needs too many candidates: arbitrary sizes may give a point for every choice of groups."""
 
 
 def exact(model: CostModel, *, worst_s: float = math.inf, candidates_max: int = CANDIDATES_MAX) -> Frontier:
-    """Of all choices in which no group takes longer than `worst_s`; without points if there is none."""
+    """Returns the frontier of all choices in which no group takes longer than `worst_s`; without points if there is
+    none."""
     cost = np.where(model.recovery_s <= worst_s, model.expected_s, np.inf)
-    sizes = model.edge_bytes[: model.n].copy()  # sizes[0] = 0: nothing is in front of machine 0
+    sizes = model.edge_bytes[: model.n].copy()  # sizes[0] = 0: no boundary before machine 0
     quickest = shortest(cost)
     if quickest is None:
         return Frontier(points=(), resolution_bytes=0)
-    most = int(sizes[list(quickest)].sum())  # more bytes than these gain nothing
+    most = int(sizes[list(quickest)].sum())  # more bytes do not shorten recovery
     unit = int(np.gcd.reduce(sizes)) or 1
     least, allowed = GRID_UNITS_PER_MACHINE * model.n, GRID_WORK // model.n**2
     units_max = max(least, min(allowed, GRID_UNITS_MAX))
@@ -87,7 +87,7 @@ def exact(model: CostModel, *, worst_s: float = math.inf, candidates_max: int = 
         try:
             frontier = by_labels(cost, sizes, candidates_max)
         except TooManyCandidates:
-            # Rounding up adds less than a unit for each boundary: with these, the grid is as big as it may be.
+            # Rounding up adds less than a unit per boundary, so the rounded sizes fit into units_max.
             resolution = -(-most // (units_max - model.n))
             frontier = on_grid(cost, -(-sizes // resolution), units_max)
     return _made(model, [*frontier, quickest], resolution)
@@ -96,7 +96,7 @@ def exact(model: CostModel, *, worst_s: float = math.inf, candidates_max: int = 
 def joined(
     model: CostModel, frontier: Frontier, choices: Iterable[Cuts], *, worst_s: float = math.inf
 ) -> Frontier:
-    """With what others have found: a frontier that is not exact may lack it."""
+    """Merges known choices into the frontier: one that is not exact may lack them."""
     allowed = [cuts for cuts in choices if model.worst_recovery_s(cuts) <= worst_s]
     return _made(model, [*(point.cuts for point in frontier.points), *allowed], frontier.resolution_bytes)
 
@@ -106,7 +106,7 @@ def _made(model: CostModel, choices: Iterable[Cuts], resolution: int) -> Frontie
 
 
 def shortest(cost: Floats) -> Cuts | None:
-    """A choice with the least cost, whatever its bytes; None if every choice's is infinite."""
+    """Returns a choice with the least cost, regardless of its bytes; None if the cost of every choice is infinite."""
     n = len(cost)
     best = np.zeros(n + 1)
     begins = [0] * (n + 1)
@@ -137,21 +137,21 @@ def _undominated(points: Iterable[Point]) -> tuple[Point, ...]:
 
 
 def on_grid(cost: Floats, units: Ints, units_max: int) -> list[Cuts]:
-    """The choices with the least cost for each number of units, at most `units_max`, at which it falls.
+    """Returns the choices with the least cost for each number of units, at most `units_max`, at which the cost falls.
 
-    `units[i]`: at least 1 for 0 < i < n, of the boundary in front of machine i. Row u of the table needs rows below u
-    only, so each is one vector operation over a block of columns.
+    `units[i]`: units of the boundary before machine i, at least 1 for 0 < i < n. Row u of the table depends only on
+    rows below u, so each row is one vector operation per block of columns.
     """
     n = len(units)
     columns = np.ascontiguousarray(cost.T)  # [j, i]
-    reach = np.concatenate([[0, 0], np.cumsum(units[1:])])  # the units in front of machines 1 to j - 1
+    reach = np.concatenate([[0, 0], np.cumsum(units[1:])])  # the units before machines 1 to j - 1
     best = np.full((min(int(reach[n]), units_max) + 1, n + 1), np.inf)
     begins = np.zeros(best.shape, dtype=np.int32)
     best[0] = columns[:, 0]
     machines = np.arange(n)
     buffer = np.empty((_BLOCK, n))
     for u in range(1, len(best)):
-        first = int(np.searchsorted(reach, u))  # no fewer machines have so many units
+        first = int(np.searchsorted(reach, u))  # the fewest machines that can have so many units
         low = max(1, first - 1)
         rows = u - units
         before = np.where(rows >= 0, best[np.maximum(rows, 0), machines], np.inf)
@@ -166,14 +166,15 @@ def on_grid(cost: Floats, units: Ints, units_max: int) -> list[Cuts]:
 
 
 def _falls(values: Floats) -> list[int]:
-    """Where a value is below all that come before it."""
+    """Returns the indices at which a value is below all previous values."""
     lowest = np.minimum.accumulate(np.concatenate([[np.inf], values[:-1]]))
     return [int(index) for index in np.flatnonzero(values < lowest)]
 
 
 def _walks(begins: NDArray[np.int32], units: Ints, ends: Ints, n: int) -> list[Cuts]:
-    """The cuts of the best choices with `ends` units, all walked back at once, from machine n to the first one."""
-    taken = np.zeros((len(ends), n), dtype=np.int32)  # a choice in each row, from the end
+    """Returns the cuts of the best choices with `ends` units. Traces all of them back at once, from machine n to the
+    first."""
+    taken = np.zeros((len(ends), n), dtype=np.int32)  # one choice per row, in reverse
     left, at, lengths = ends.copy(), np.full(len(ends), n), np.zeros(len(ends), dtype=np.int64)
     while len(under_way := np.flatnonzero(left)):
         at[under_way] = begins[left[under_way], at[under_way]]
@@ -184,9 +185,9 @@ def _walks(begins: NDArray[np.int32], units: Ints, ends: Ints, n: int) -> list[C
 
 
 def by_labels(cost: Floats, sizes: Ints, candidates_max: int) -> list[Cuts]:
-    """The same for any sizes. TooManyCandidates: more than `candidates_max` in all."""
+    """Solves `on_grid` for arbitrary sizes. Raises TooManyCandidates above `candidates_max` in all."""
     n = len(sizes)
-    at: list[tuple[Ints, Floats]] = [(np.zeros(1, dtype=np.int64), np.zeros(1))]  # of machine 0: nothing yet
+    at: list[tuple[Ints, Floats]] = [(np.zeros(1, dtype=np.int64), np.zeros(1))]  # machine 0: no groups yet
     parents: list[tuple[Ints, Ints]] = [(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))]
     count = 0
     for j in range(1, n + 1):
@@ -212,24 +213,24 @@ def _climb(parents: list[tuple[Ints, Ints]], j: int, label: int) -> Cuts:
     return tuple(reversed(cuts[:-1]))
 
 
-# Merging neighbours one pair at a time: SWIFT's selective logging, the baseline (arXiv 2302.06173, and the authors'
-# planner, `merge_groups` in github.com/jasperzhong/swift).
+# Greedy merge of neighbours: SWIFT's selective logging, the baseline (arXiv 2302.06173, and the authors' planner,
+# `merge_groups` in github.com/jasperzhong/swift).
 #
-# Every machine is a group. While the log is too big, the pair of neighbours is merged for which the recovery time grows
-# least for the bytes that are saved:
+# At first every machine is a group. While the log is too big, the pair of neighbours is merged whose recovery time
+# grows least per saved byte:
 #
 #     score = (R(merged) (p_a + p_b) - R(a) p_a - R(b) p_b) / V       p: probability that a failure is the group's
 #
-# Two things are put right here: V counts both directions, where the authors' program counts activations alone, and p
-# counts the machines of the groups as they are, where theirs takes every group for one machine. The cap only says
-# where to stop, so there is one sequence of n choices.
+# Two errors of the authors' program are corrected here: V counts both directions (theirs: activations only), and p
+# counts the machines of a group (theirs takes every group for one machine). The cap only decides where to stop, so
+# there is one sequence of n choices.
 
 
 def merges(model: CostModel, *, additive: bool) -> list[Cuts]:
-    """All choices on the way from every machine by itself to one group of all.
+    """Returns all choices on the way from one group per machine to a single group.
 
-    `additive`: R as the paper estimates it, of one step, R(merged) = R(a) + R(b) + V / network bandwidth; else as this
-    model has it. Either way what comes out is to be judged by the model.
+    `additive`: R is the paper's estimate for one step, R(merged) = R(a) + R(b) + V / network bandwidth; otherwise this
+    model's R. In both cases the choices must be evaluated by the model.
     """
     n, network = model.n, model.profile.network_bytes_per_s
     begins = np.arange(n)
@@ -256,7 +257,7 @@ def merges(model: CostModel, *, additive: bool) -> list[Cuts]:
     return choices
 
 
-# Does the log pay, and how often is a checkpoint to be saved? docs/planning.md derives it.
+# Whether the log pays off, and the best checkpoint interval. docs/planning.md derives it.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,15 +266,15 @@ class Option:
 
     cuts: Cuts
     steps: int
-    """From checkpoint to checkpoint."""
+    """Steps from checkpoint to checkpoint."""
     useful: float
-    """The share of time that is training, 0 to 1."""
+    """Share of time that is training, 0 to 1."""
     limited_by_cap: bool
-    """More steps would be better, and the cap does not allow them."""
+    """True if more steps would be better but exceed the cap."""
 
 
 def pays_bytes(model: CostModel, chosen: Cuts) -> dict[str, Any]:
-    """The log's bytes against those of the checkpoints that it avoids."""
+    """Compares the log's bytes with those of the checkpoints that it avoids."""
     profile = model.profile
     restore_s, step_s = model.means((), 0.0)
     balanced = balance(
@@ -288,9 +289,9 @@ def pays_bytes(model: CostModel, chosen: Cuts) -> dict[str, Any]:
 
 
 def pace(model: CostModel, cuts: Cuts) -> Pace:
-    """What the interval between checkpoints depends on, with these cuts; in seconds."""
+    """Returns the time model of a checkpoint interval with these cuts."""
     profile, step_s = model.profile, model.step_s + model.overhead_s(cuts)
-    # Replay is counted from the failure on, not in whole steps: half a step more of it, which the rest had.
+    # The interval's formula replays K / 2 steps on average, the model (K - 1) / 2: subtract the half step.
     down_s, replay_s = model.means(cuts, -0.5)
     save_s = profile.checkpoint_stall_s
     return Pace(
@@ -304,7 +305,7 @@ def pace(model: CostModel, cuts: Cuts) -> Pace:
 
 
 def steps_max(model: CostModel, cuts: Cuts, cap: Cap | None) -> float:
-    """The longest interval that keeps to the cap; below 1 if none does."""
+    """Returns the longest interval, in steps, that keeps within the cap; below 1 if none does."""
     if cap is None:
         return math.inf
     if cap.kind == "storage_bytes":
@@ -316,7 +317,7 @@ def steps_max(model: CostModel, cuts: Cuts, cap: Cap | None) -> float:
 
 
 def option(model: CostModel, cuts: Cuts, cap: Cap | None) -> Option | None:
-    """These cuts with their best interval, in steps. None: the cap leaves no interval at all."""
+    """Returns these cuts with their best interval. None: no interval keeps within the cap."""
     most = steps_max(model, cuts, cap)
     if most < 1:
         return None
@@ -331,9 +332,9 @@ def option(model: CostModel, cuts: Cuts, cap: Cap | None) -> Option | None:
 
 
 def intervals(model: CostModel, chosen: Cuts, choices: Iterable[Cuts], cap: Cap | None) -> dict[str, Any]:
-    """The best interval with the chosen groups, without a log, and with the best of `choices`.
+    """Returns the best interval with the chosen groups, without a log, and with the best of `choices`.
 
-    Groups are those that are worth having at the profile's own interval, with as many copies as there.
+    `choices` are optimal for the profile's own interval; their numbers of copies are kept.
     """
     mine, alone = option(model, chosen, cap), option(model, (), cap)
     others = [option(model, cuts, cap) for cuts in choices]
@@ -370,7 +371,7 @@ def _shown(model: CostModel, option: Option) -> dict[str, Any]:
 
 
 def _best(options: Sequence[Option | None]) -> Option | None:
-    """The first of those with the greatest useful share: what logs nothing stands first."""
+    """Returns the first option with the greatest useful share. The caller puts the one without a log first."""
     return max((option for option in options if option is not None), key=lambda o: o.useful, default=None)
 
 
@@ -378,11 +379,11 @@ FORMAT = 1
 ROWS_MAX = 24
 GROUPS_SHOWN = 16
 BETTER = 1e-9
-"""By less than that share of it, two recovery times are the same."""
+"""Relative difference below which two recovery times count as equal."""
 
 
 def build(profile: Profile, cap: Cap | None) -> dict[str, Any]:
-    """The whole document. Numbers that are infinite become None."""
+    """Builds the whole document. Infinite numbers become None."""
     model = CostModel(profile)
     merged = {additive: merges(model, additive=additive) for additive in (True, False)}
     curve, chosen, problem = choose(model, cap, [*merged[True], *merged[False]])
@@ -415,15 +416,15 @@ def build(profile: Profile, cap: Cap | None) -> dict[str, Any]:
 
 
 def groups_text(prediction: Prediction) -> str:
-    """The stages of each group, as `Session.from_env(groups=...)` takes them."""
+    """Formats the stages of each group as `Session.from_env(groups=...)` reads them."""
     ends = [(first, end - 1) for first, end in (group.stages for group in prediction.groups)]
     return ",".join(f"{first}" if last == first else f"{first}-{last}" for first, last in ends)
 
 
 def choose(model: CostModel, cap: Cap | None, others: Sequence[Cuts] = ()) -> tuple[Frontier, Cuts, str]:
-    """(frontier, groups, "" or why the cap cannot be met, with the groups that come closest).
+    """Returns (frontier, groups, problem): an empty problem, or why the cap cannot be met, with the closest groups.
 
-    `others`: choices that are known already, for a frontier that is not exact.
+    `others`: further known choices, for a frontier that is not exact.
     """
     if cap is not None and cap.kind == "worst_recovery_s":
         within = _frontier(model, others, cap.value)
@@ -443,7 +444,7 @@ def choose(model: CostModel, cap: Cap | None, others: Sequence[Cuts] = ()) -> tu
         return (curve, point.cuts, "") if point is not None else (curve, last.cuts, problem)
     profile = model.profile
     room = cap.value // profile.checkpoint_interval_steps - profile.other_bytes
-    point = curve.within(max(room, 0))  # one group of all keeps to any cap: it logs nothing
+    point = curve.within(max(room, 0))  # a single group logs no bytes, so it is within any cap
     assert point is not None
     return curve, point.cuts, ""
 
@@ -469,7 +470,7 @@ def _row(model: CostModel, cuts: Cuts) -> dict[str, Any]:
 def compared(
     rows: Sequence[dict[str, Any]], swift: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """At every size of the frontier and of SWIFT's merge: the shortest recovery that each has within it."""
+    """Returns, for every size of the frontier and of SWIFT's merge, the shortest recovery of each method within it."""
     sizes = sorted({row["storage_bytes"] for row in [*rows, *swift]})
     shortest_at = []
     best = [_Shortest(choices) for choices in (rows, swift, own)]
@@ -482,7 +483,7 @@ def compared(
 
 
 class _Shortest:
-    """Asked with ascending sizes."""
+    """Running minimum of recovery times; must be queried with ascending sizes."""
 
     def __init__(self, choices: Sequence[dict[str, Any]]) -> None:
         self._left = sorted(choices, key=lambda row: -int(row["storage_bytes"]))
@@ -503,7 +504,7 @@ def _finite(value: Any) -> Any:
 
 
 def dumps(document: dict[str, Any]) -> str:
-    """One line for each choice: there may be a thousand of a thousand boundaries."""
+    """Formats the document as JSON with one line for each choice, since a choice may list a thousand boundaries."""
     parts = []
     for name, value in document.items():
         if name == "frontier":
@@ -521,7 +522,7 @@ def dumps(document: dict[str, Any]) -> str:
 
 
 def text(document: dict[str, Any]) -> str:
-    """The document as text, for a terminal."""
+    """Formats the document for a terminal."""
     lines = [
         f"{document['name']}: {document['stages']} stages on {document['machines']} machines, "
         f"{seconds_words(document['step_s'])} a step, a failure every {seconds_words(document['mtbf_s'])}",
@@ -539,7 +540,7 @@ def text(document: dict[str, Any]) -> str:
 
 
 def size_words(size: float) -> str:
-    """1234567 -> "1.235 MB"."""
+    """Formats bytes: 1234567 -> "1.235 MB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 1000 or unit == "TB":
             return f"{size:.4g} {unit}"
@@ -548,7 +549,7 @@ def size_words(size: float) -> str:
 
 
 def seconds_words(seconds: float | None) -> str:
-    """5400.0 -> "90 min"."""
+    """Formats seconds: 5400.0 -> "90 min"."""
     if seconds is None:
         return "-"
     for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
@@ -601,7 +602,7 @@ def _behind(exact_s: float, other_s: float | None) -> str:
 
 
 def is_better(exact_s: float, other_s: float | None) -> bool:
-    """By more than rounding; also where the other one has nothing of that size."""
+    """Returns whether the first is shorter by more than rounding, or the other has no choice of that size."""
     return other_s is None or exact_s < other_s * (1 - BETTER)
 
 

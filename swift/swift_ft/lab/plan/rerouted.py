@@ -1,8 +1,8 @@
-"""What a job does with losses of which every stage keeps a replica: its throughput by adaptive pipelines.
+"""Throughput of a job with replicas after losses, by adaptive pipelines; every stage keeps a replica.
 
-For each number of losses the worst place is taken: the stage whose loss makes the longest step, all losses there, as
-far as one replica is left. Throughput is that of the step without losses, with whole backwards and 1F1B's memory,
-over that of the plan; both do the whole batch.
+For each number of losses the worst placement is used: all losses in the stage whose loss makes the longest step, as
+long as one replica remains there, the rest in the following stages. Throughput is the length of the step without
+losses, with whole backwards and 1F1B's memory, over that of the plan; both compute the whole batch.
 """
 
 from dataclasses import dataclass
@@ -18,28 +18,28 @@ MOVED_CELLS_MAX = 100_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moves:
-    """What it takes to move a loss to another stage: a rank from there gets the state of the lost one."""
+    """Cost of moving a loss to another stage: a rank of that stage receives the lost rank's state."""
 
     cost: float
-    """Of copying a rank's state, in the unit of the times."""
+    """Time to copy a rank's state, in the unit of the step times."""
     steps: float
-    """Until a repair is expected."""
+    """Steps until a repair is expected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What the command line says, checked."""
+    """Checked command line."""
 
     stages: int
     replicas: int
     microbatches: int
-    """Of each replica."""
+    """Microbatches of each replica."""
     costs: Costs
     cap_factor: float
-    """Times the activations of 1F1B."""
+    """Memory limit, as a multiple of 1F1B's activations."""
     losses: int
     moves: Moves | None = None
-    """None: it is not asked where losses had better be."""
+    """None: the best placement of losses is not computed."""
 
     def __post_init__(self) -> None:
         for flag, value, least, most in (
@@ -65,7 +65,7 @@ class Request:
             raise UsageError(f"--cap-factor {self.cap_factor:g}: give 0.01 to 1000")
 
     def job(self, way: "Way") -> JobShape:
-        """As that way has it."""
+        """Returns the job's shape for that way."""
         memory = even if way.even else one_f_one_b
         return JobShape(
             group_stages=[[stage] for stage in range(self.stages)],
@@ -79,13 +79,13 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """How a job goes on."""
+    """One mode of continuing a job after losses."""
 
     name: str
     words: str
     split: bool = False
     even: bool = False
-    """Each worker may hold as many activations as the first stage's do."""
+    """Each worker may hold as many activations as the first stage."""
     memory: float = 1.0
     staggered: bool = False
 
@@ -113,11 +113,11 @@ DROPPED = "each pipeline with a loss stands still, and the batch is smaller by i
 
 
 def worst(request: Request, losses: int) -> Counts:
-    """The counts for so many losses. Of large jobs only some stages are tried."""
+    """Returns the worst counts for so many losses. For large jobs only some stages are tried."""
     whole, rest = divmod(losses, request.replicas - 1)
 
     def at(stage: int) -> Counts:
-        """The stage first, then those behind it."""
+        """Fills this stage first, then those after it."""
         counts = [0] * request.stages
         for n in range(whole):
             counts[(stage + n) % request.stages] = request.replicas - 1
@@ -140,7 +140,7 @@ def worst(request: Request, losses: int) -> Counts:
 
 
 def build_rerouted(request: Request) -> dict[str, Any]:
-    """Returns the document: a row for each number of losses, with the length of a step in each way."""
+    """Builds the document: a row for each number of losses, with the length of a step in each way."""
     plans = {_kind(way): Plans(request.job(way), losses=0) for way in WAYS}
     whole = plans[_kind(WAYS[0])].of((0,) * request.stages).step.length
     rows = []
@@ -181,7 +181,7 @@ def build_rerouted(request: Request) -> dict[str, Any]:
 def _moved(
     request: Request, plans: dict[tuple[bool, bool, float], Plans], counts: Counts, moves: Moves
 ) -> dict[str, Any]:
-    """By way: where the losses had better be, and what a step takes then."""
+    """Returns for each way the best placement of the losses, and the length of a step with it."""
     found = {}
     for way in WAYS:
         if way.staggered:
@@ -199,7 +199,7 @@ def _moved(
 
 
 def _kind(way: Way) -> tuple[bool, bool, float]:
-    """Ways of one kind have the same plans."""
+    """Returns the key of a way's plans, which ways with equal keys share."""
     return way.split, way.even, way.memory
 
 
@@ -210,12 +210,12 @@ def _bound(request: Request, counts: Counts, way: Way) -> float:
 
 
 def place(counts: Counts) -> str:
-    """Of the losses, in words."""
+    """Formats the placement of the losses."""
     return ", ".join(f"{count} at stage {stage}" for stage, count in enumerate(counts) if count) or "none"
 
 
 def rerouted_text(document: dict[str, Any]) -> list[str]:
-    """The table, and what its columns are."""
+    """Formats the table and the explanation of its columns."""
     numbers = (document[name] for name in ("stages", "replicas", "microbatches", "whole"))
     head = "{} stages, {} replicas, {} microbatches each; a step without losses takes {:g}".format(*numbers)
     names = [way.name for way in WAYS]

@@ -1,4 +1,4 @@
-"""The profile of a running job: what its ranks have measured, as the planner takes it."""
+"""Builds the profile of a running job from its ranks' measurements."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -15,7 +15,7 @@ from swift_ft.tools.status import PATIENCE_S, say
 
 
 class MeasuredJob:
-    """`swift_ft.lab.plan.command.RunningJob`, by its coordinator."""
+    """Implements `swift_ft.lab.plan.command.RunningJob` through the coordinator."""
 
     def __init__(self, coordinator: str, job: str) -> None:
         self._client = CoordinatorClient(coordinator, job, patience_s=PATIENCE_S, tell=say)
@@ -28,7 +28,8 @@ class MeasuredJob:
 
 
 def profile_of(job: str, reply: pb.MeasurementsReply, given: Given) -> tuple[Profile, list[str]]:
-    """(profile, what of it is assumed). ServiceError: not measured yet. UsageError: no plan is for such a job."""
+    """Returns (profile, assumptions in it). Raises ServiceError if not all was measured yet, UsageError if the job
+    cannot be planned."""
     dp_size = int(reply.config.get("replicas", "1")) * int(reply.config.get("shards", "1"))
     if dp_size > 1:
         raise UsageError(
@@ -60,7 +61,7 @@ def profile_of(job: str, reply: pb.MeasurementsReply, given: Given) -> tuple[Pro
 
 
 class _Made:
-    """Ranks and hosts are by stage."""
+    """Builder of a profile from measurements. Ranks and hosts are in stage order."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class _Made:
         return tuple(machine for machine, (_, count) in enumerate(runs) for _ in range(count))
 
     def _boundaries(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bytes of a step over each boundary, forward and backward."""
+        """Returns the bytes of a step over each boundary, forward and backward."""
         last = len(self._ranks) - 1
         forward, backward = [0] * last, [0] * last
         for source, measurement in enumerate(self._ranks):
@@ -140,7 +141,7 @@ class _Made:
         return tuple(forward), tuple(backward)
 
     def _checkpoints(self) -> tuple[tuple[int, ...], float]:
-        """Bytes of each stage; bytes per second of a machine, whose ranks save side by side."""
+        """Returns the bytes of each stage, and the bytes per second of a machine, whose ranks save in parallel."""
         sizes: list[int] = []
         of_machine: dict[int, list[tuple[int, float]]] = {}
         for stage, measurement in enumerate(self._ranks):
@@ -159,7 +160,8 @@ class _Made:
         return tuple(sizes), max(median(rates), 1.0)
 
     def _write_rate(self) -> float:
-        """Of a machine. Its pace is the log's only where the log is what training waits for."""
+        """Returns a machine's write rate. The measured rate is the log's limit only on machines where training
+        waited for it."""
         if self._given.log_write_bytes_per_s is not None:
             return self._given.log_write_bytes_per_s
         of_machine: dict[int, float] = {}
@@ -175,7 +177,7 @@ class _Made:
         return self._default("log.write_bytes_per_s", max(DEFAULT_RATE, most), "--log-write-rate", why)
 
     def _read_rate(self) -> float:
-        """Of all that have replayed last: bytes over the seconds for which they waited for them."""
+        """Returns the read rate of all last replays: bytes over the seconds that the replays waited for them."""
         if self._given.log_read_bytes_per_s is not None:
             return self._given.log_read_bytes_per_s
         size = sum(measurement.log_read_bytes or 0 for measurement in self._ranks)

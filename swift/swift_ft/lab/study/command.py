@@ -28,29 +28,30 @@ from swift_ft.lab.study.settings import DEFAULT, QUICK, STRATEGIES, TASKS, Cell,
 from swift_ft.lab.study.trainers import corpus
 from swift_ft.text import one_line, show, tell
 
-# A directory of a study: its settings, and one file for each cell that is done.
+# Directory of a study: its settings, and one file for each finished cell.
 #
-# settings.json         of the study that the directory belongs to
-# lock                  held by the study that runs
-# cells/NAME.json       what became of that cell
-# run-*/                of the cell under way; removed behind it
+# settings.json         settings of the study to which the directory belongs
+# lock                  held by the running study
+# cells/NAME.json       result of that cell
+# run-*/                work of the current cell; removed after it
 # study.json study.html the result
 
 FORMAT = 2
 SPACE_MIB = 64
-"""Free before a run: it writes checkpoints and a log."""
+"""Free space required before a run, for checkpoints and a log."""
 Result = dict[str, Any]
 
 
 class Store:
-    """The directory of one study."""
+    """Directory of one study."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     @contextmanager
     def opened(self, settings: Settings) -> Iterator["Store"]:
-        """Held for this process alone. UsageError: it cannot be written, is in use, or is of another study."""
+        """Holds the directory exclusively for this process. Raises UsageError if it cannot be written, is in use, or
+        belongs to another study."""
         try:
             make_directory(self.directory / "cells")
             lock = os.fdopen(private(str(self.directory / "lock"), os.O_WRONLY | os.O_CREAT), "w")
@@ -93,7 +94,8 @@ class Store:
         return self.directory / "cells" / f"{cell.name}.json"
 
     def read(self, cell: Cell) -> Result | None:
-        """None: it is still to be done. So is a cell whose file is damaged, which is told."""
+        """Returns the result of a cell; None if it is still to be done. A damaged file is reported, and its cell
+        done again."""
         try:
             text = self.path(cell).read_text()
         except FileNotFoundError:
@@ -109,16 +111,17 @@ class Store:
         return None
 
     def write(self, cell: Cell, result: Result) -> None:
-        """ServiceError: no space, for example."""
+        """Stores the result of a cell. Raises ServiceError if it cannot be written."""
         whole = {"cell": asdict(cell), "check": check_cells(result), "result": result}
         write_text(self.path(cell), json.dumps(whole, indent=1) + "\n")
 
     @contextmanager
     def place(self) -> Iterator[Path]:
-        """Where the cell under way works. ServiceError: it cannot be made, or there is no space for a run."""
+        """Yields a work directory for one cell. Raises ServiceError if it cannot be created or the disk space is too
+        small."""
         for left in self.directory.glob(f"run-{'[0-9a-f]' * 8}"):
             shutil.rmtree(left, ignore_errors=True)
-        # A name of its own: ranks of a study that was killed may still write where they did.
+        # A random name, because ranks of a killed study may still write into the previous directory.
         path = (self.directory / f"run-{secrets.token_hex(4)}").absolute()
         try:
             free = shutil.disk_usage(self.directory).free >> 20
@@ -137,7 +140,8 @@ class Store:
 
 
 def environment() -> dict[str, str]:
-    """What bits and times depend on beside the settings. The text of the byte task is that of this Python."""
+    """Returns what bits and times depend on in addition to the settings; the byte task's text depends on the Python
+    version."""
     return {
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
@@ -147,7 +151,7 @@ def environment() -> dict[str, str]:
 
 
 def check_cells(result: Result) -> int:
-    """Of the values, however they are written."""
+    """Returns a checksum of the values that does not depend on their formatting."""
     return zlib.crc32(json.dumps(result, sort_keys=True).encode())
 
 
@@ -192,7 +196,7 @@ class Places(NamedTuple):
 
 
 def settings_of(argv: Sequence[str]) -> tuple[Settings, Places]:
-    """Raises UsageError."""
+    """Parses and checks the arguments. Raises UsageError."""
     given = make_parser().parse_args(argv)
     output.check_json(given.json)
     output.check_json(given.html, "--html")
@@ -228,7 +232,7 @@ def _rates(text: str) -> tuple[float, ...]:
 
 
 def missing(task: str) -> str:
-    """Why the task cannot be had here; empty: it can."""
+    """Returns the reason why the task is not available here; empty if it is."""
     needs = TASKS[task].needs
     if needs and importlib.util.find_spec(needs) is None:
         return f"it needs {needs}; pip install 'swift-ft[lab]'"
@@ -238,14 +242,14 @@ def missing(task: str) -> str:
 
 
 class Progress:
-    """What is done, and how long the rest takes, on stderr."""
+    """Reports finished cells and the remaining time on stderr."""
 
     def __init__(self, cells: int, done: int) -> None:
         self._cells, self._done, self._new = cells, done, 0
         self._began = time.monotonic()
 
     def told(self, cell: Cell, result: Result) -> None:
-        """After each cell that was run."""
+        """Reports one cell that was run."""
         self._done, self._new = self._done + 1, self._new + 1
         left = (time.monotonic() - self._began) / self._new * (self._cells - self._done)
         words = (
@@ -259,7 +263,7 @@ def _left(seconds: float) -> str:
 
 
 def study(settings: Settings, store: Store) -> dict[str, Any]:
-    """The figures, once all cells are done. Raises UsageError if no task is left."""
+    """Runs all missing cells and returns the figures. Raises UsageError if no task is left."""
     skipped = {task: why for task in settings.tasks if (why := missing(task))}
     for task, why in skipped.items():
         tell(f"study: {task} is skipped: {why}")
@@ -282,7 +286,7 @@ def study(settings: Settings, store: Store) -> dict[str, Any]:
 
 
 def _checks(settings: Settings, results: Mapping[Cell, Result], store: Store) -> list[dict[str, Any]]:
-    """Of each task an exact cell and one that drops batches, by one process of plain torch."""
+    """Recomputes, per task, an exact cell and one that drops batches in one process of plain torch."""
     checks = []
     for task in dict.fromkeys(cell.task for cell in results):
         whole = {
@@ -301,8 +305,8 @@ def _checks(settings: Settings, results: Mapping[Cell, Result], store: Store) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: all cells came to their ends, and exact ones have their bits; 1: not all; 2 and 3 as everywhere."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
+    """Returns exit code 0 if all cells finished, and exact ones have their bits; else 1. 2 and 3 as everywhere."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises, so that child processes are ended
     try:
         settings, places = settings_of(argv if argv is not None else [])
         if importlib.util.find_spec("torch") is None:

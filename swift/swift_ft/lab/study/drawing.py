@@ -1,4 +1,4 @@
-"""The drawings of a study as inline SVG: what is learned against time, and loss curves. Pure."""
+"""Drawings of a study as inline SVG: accuracy loss against time, and loss curves. Pure."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from swift_ft.lab.study.settings import PLAIN, STRATEGIES
 
 WIDTH, HEIGHT = 480, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 44
-"""Pixels: of a drawing, and of the margins that hold the labels."""
+"""Pixels: size of a drawing, and its margins for labels."""
 _PALETTE = (
     "#0072b2",
     "#d55e00",
@@ -24,11 +24,11 @@ _PALETTE = (
     "#1b7c83",
 )
 COLOURS = {PLAIN: "#8c959f", **dict(zip(STRATEGIES, _PALETTE, strict=True))}
-"""Most of them are those of Okabe and Ito, which colour-blind people can tell apart."""
+"""Mostly the colours of Okabe and Ito, which colour-blind people can distinguish."""
 
 
 def tradeoff(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
-    """A dot for each strategy at one rate: to the right what it takes longer, upwards what it has learned less."""
+    """Draws a dot for each strategy at one rate. To the right: additional time. Upwards: accuracy loss."""
     dots = [(row, read(row, "overhead"), read(row, "worse")) for row in rows]
     known = [(row, x, y) for row, x, y in dots if x is not None and y is not None]
     if not known:
@@ -57,7 +57,7 @@ def tradeoff(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
 
 
 def curves(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
-    """The loss of training over the steps: a line for each row, the mean over its seeds."""
+    """Draws the training loss over the steps: a line for each row, the mean over its seeds."""
     known = [row for row in rows if row["losses"]]
     if not known:
         return "<p>No run came to its end.</p>"
@@ -66,7 +66,7 @@ def curves(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
     x_scale = Scale(min(steps), max(steps), LEFT, WIDTH - RIGHT)
     y_scale = Scale(min(losses), max(losses), HEIGHT - BOTTOM, TOP)
     shapes = _grid(x_scale, y_scale, "step", f"loss of training, {unit}")
-    # The wide one below: where all are the same, it is seen.
+    # The wide line is drawn first, so that it stays visible where all lines coincide.
     for row in sorted(known, key=lambda row: row["strategy"] != PLAIN):
         points = " ".join(f"{x_scale(step):.1f},{y_scale(loss):.1f}" for step, loss in row["losses"])
         width = 5 if row["strategy"] == PLAIN else 1.6
@@ -86,7 +86,7 @@ def key(strategies: Sequence[str]) -> str:
 
 
 def _wider(values: Sequence[float]) -> tuple[float, float]:
-    """From the least to the greatest, with a margin."""
+    """Returns the least and the greatest value, with a margin."""
     low, high = min(values), max(values)
     margin = 0.06 * ((high - low) or 1.0)
     return low - margin, high + margin

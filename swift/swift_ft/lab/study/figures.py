@@ -1,7 +1,7 @@
-"""From the cells of a study to its figures: one row for each task, rate and strategy. Pure.
+"""Computes a study's figures from its cells: one row for each task, rate and strategy. Pure.
 
-Each figure is a mean over seeds. What is compared is compared seed by seed, as both runs begin with the same weights
-and have the same batches: with the run without recovery and failures (`PLAIN`), or for what a failure costs with the
+Each figure is a mean over seeds. Comparisons are made per seed, since both runs begin with the same weights and have
+the same batches. The baseline is the run without recovery and failures (`PLAIN`); for the cost of a failure, it is the
 run of the same strategy without failures.
 """
 
@@ -37,26 +37,26 @@ _T = (
     2.093,
     2.086,
 )
-"""The 97.5 % quantile for 1, 2, ... degrees of freedom."""
+"""97.5 % quantile for 1, 2, ... degrees of freedom."""
 _Z = 1.959964
 
 
 class Estimate(NamedTuple):
-    """Of a mean."""
+    """Estimate of a mean."""
 
     mean: float
     half: float | None
-    """Half of the interval. None: one value has none."""
+    """Half width of the 95 % interval. None: there is only one value."""
     n: int
 
     @property
     def tells_from_zero(self) -> bool:
-        """Whether zero is outside of the interval."""
+        """True if zero is outside of the interval."""
         return self.half is not None and abs(self.mean) > self.half
 
 
 def estimate(values: Iterable[float]) -> Estimate | None:
-    """None without values."""
+    """Returns the mean with its interval; None without values."""
     known = list(values)
     if not known:
         return None
@@ -67,7 +67,7 @@ def estimate(values: Iterable[float]) -> Estimate | None:
 
 
 def t(freedom: int) -> float:
-    """The 97.5 % quantile; above the table by the first terms of its expansion about the normal one."""
+    """Returns the 97.5 % quantile; beyond the table by the first terms of its expansion about the normal one."""
     if freedom <= len(_T):
         return _T[freedom - 1]
     return _Z + (_Z**3 + _Z) / (4 * freedom) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
@@ -88,7 +88,7 @@ def build(
     skipped: Mapping[str, str],
     checks: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The study as JSON. `checks`: of cells that one process has calculated as well (`running.calculate`)."""
+    """Builds the study as JSON. `checks`: cells that were recomputed in one process (`running.calculate`)."""
     whole = {cell: result for cell, result in results.items() if "failed" not in result}
     failed = {cell.name: result["failed"] for cell, result in results.items() if "failed" in result}
     return {
@@ -107,7 +107,7 @@ def build(
 
 
 def _differ(results: Results) -> list[str]:
-    """Cells of exact strategies whose bits are not those of the run without recovery and failures."""
+    """Returns cells of exact strategies whose bits differ from the run without recovery and failures."""
     found = []
     for cell, result in results.items():
         plain = results.get(Cell(task=cell.task, strategy=PLAIN, rate=0.0, seed=cell.seed))
@@ -136,7 +136,7 @@ def _task(task: str, settings: Settings, results: Results) -> dict[str, Any]:
 
 
 def _beyond(result: Mapping[str, Any], steps: int) -> float:
-    """Seconds that a run took longer than so many of its own median steps."""
+    """Returns the seconds that a run took beyond `steps` times its own median step."""
     return float(result["train_s"]) - steps * float(result["step_s"])
 
 
@@ -183,13 +183,13 @@ def _json(values: Iterable[float]) -> dict[str, Any] | None:
 
 
 def read(row: Mapping[str, Any], name: str) -> Estimate | None:
-    """A figure of a row."""
+    """Returns a figure of a row."""
     found = row[name]
     return None if found is None else Estimate(**found)
 
 
 def _mean_curve(curves: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
-    """Of curves over the same steps: their mean in each of them."""
+    """Returns the mean per step of curves over the same steps."""
     losses: dict[float, list[float]] = {}
     for curve in curves:
         for step, loss in curve:
@@ -198,13 +198,13 @@ def _mean_curve(curves: Sequence[Sequence[Sequence[float]]]) -> list[list[float]
 
 
 def _mark_front(rows: Sequence[dict[str, Any]]) -> None:
-    """Those that no other one beats in both: what is learned, and time."""
+    """Marks the rows of the Pareto front in accuracy and time."""
     known = [row for row in rows if row["worse"] is not None]
 
     def at(row: Mapping[str, Any]) -> tuple[float, float]:
         worse = read(row, "worse")
         assert worse is not None
-        # What chance explains is no difference.
+        # A difference that is not significant counts as zero.
         chance = worse.half is not None and not worse.tells_from_zero
         return 0.0 if chance else worse.mean, row["overhead"]["mean"]
 
@@ -217,7 +217,7 @@ def _mark_front(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def conclusions(found: Mapping[str, Any]) -> list[str]:
-    """What the figures say, a sentence each."""
+    """Formats the conclusions, one sentence each."""
     words = []
     for task in found["tasks"].values():
         rows = [row for row in task["rows"] if row["rate"] > 0 and row["runs"]]
@@ -262,7 +262,7 @@ def _of_rate(task: Mapping[str, Any], rate: float, rows: Sequence[Mapping[str, A
 
 
 def number(found: Estimate | None, digits: int = 3) -> str:
-    """With its interval, if it has one."""
+    """Formats a mean, with its interval if it has one."""
     if found is None:
         return "-"
     mean = f"{found.mean:.{digits}f}"
@@ -290,12 +290,12 @@ COLUMNS = (
     ("batches_dropped", "dropped"),
     ("memory_mib", "memory"),
 )
-"""Of a table: the figure, and its title."""
+"""Columns of a table: figure and title."""
 PER_FAILURE = "seconds lost, seconds till it runs again, steps done again and batches dropped are per failure"
 
 
 def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """The words of a row, by column."""
+    """Formats the cells of a row, by column."""
     calm = row["rate"] == 0.0
     plain = row["strategy"] == PLAIN
     each = {name: "" if calm else number(read(row, name), 2) for name in ("lost_s", "again_s")}
@@ -314,7 +314,7 @@ def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def columns(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
-    """Those of which one of these rows has something to say."""
+    """Returns the columns that are non-empty in at least one of the rows."""
     return [(name, title) for name, title in COLUMNS if any(row[name] for row in rows)]
 
 
@@ -333,14 +333,14 @@ def rate_words(rate: float) -> str:
 
 
 def groups(task: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """The rows of a task by rate, each with its heading."""
+    """Returns the rows of a task by rate, each group with its heading."""
     rates = list(dict.fromkeys(row["rate"] for row in task["rows"]))
     by = [(rate, [row for row in task["rows"] if row["rate"] == rate]) for rate in rates]
     return [(heading(rate), rows) for rate, rows in by]
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """For a terminal."""
+    """Formats the study for a terminal."""
     out = [found["machine"], found["question"]]
     for task in found["tasks"].values():
         out += [
@@ -360,7 +360,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def check_words(check: Mapping[str, Any]) -> str:
-    """What one process has found, and of how much."""
+    """Formats the result of a recomputation."""
     had = f"{check['cell']} ({check['failures']} failures, {check['batches_dropped']} batches dropped)"
     if "failed" in check:
         return f"{had}: not calculated: {check['failed']}"

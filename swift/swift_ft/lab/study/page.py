@@ -1,4 +1,4 @@
-"""A study as one HTML page, complete in itself: no script, no font, no picture from elsewhere. Pure."""
+"""A study as one self-contained HTML page: no script, font or picture from elsewhere. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ tr.front td:first-child { font-weight: 600 }
 
 
 def build(found: Mapping[str, Any]) -> str:
-    """Of what `figures.build` has made."""
+    """Builds the page from the document of `figures.build`."""
     good = not found["failed"] and not found["differ"]
     settings = found["settings"]
     verdict = "PASS" if good else "FAIL"

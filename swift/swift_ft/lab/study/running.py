@@ -1,4 +1,4 @@
-"""One cell as real processes: services, launcher and ranks on loopback, and what its run says of itself."""
+"""Executes one cell as real processes: services, launcher and ranks on loopback. Evaluates what the ranks wrote."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from swift_ft.lab.failures.schedule import schedule_of
 from swift_ft.lab.study.settings import PLAIN, RANKS, STRATEGIES, Cell, Settings, failures_spec
 
 LIMIT_S, LIMIT_STEP_S, LIMIT_FAILURE_S = 120.0, 0.5, 20.0
-"""For a run, for each of its steps, and for each failure in it."""
+"""Time limits: for a run, for each of its steps, and for each failure in it."""
 GRACE_S = 5.0
 POLL_S = 0.1
 CURVE_POINTS = 60
@@ -28,7 +28,7 @@ Mark = Mapping[str, Any]
 
 
 def run(cell: Cell, settings: Settings, directory: Path) -> dict[str, Any]:
-    """What becomes of the cell. A run that fails is a result as well: ``failed`` has its reason."""
+    """Executes the cell and returns its result. For a failed run ``failed`` has the reason."""
     told = {
         "directory": str(directory),
         "task": cell.task,
@@ -63,14 +63,14 @@ def run(cell: Cell, settings: Settings, directory: Path) -> dict[str, Any]:
 
 
 def _planned(cell: Cell, settings: Settings) -> int:
-    """How many failures are drawn for it."""
+    """Returns the number of failures drawn for the cell."""
     if cell.rate == 0.0:
         return 0
     return len(schedule_of(failures_spec(cell, settings.steps), RANKS, flag="study: --rates").faults)
 
 
 def _run_plain(told: str, directory: Path, limit_s: float) -> tuple[int, str]:
-    # Without --log-dir torchrun leaves an empty directory behind in each run.
+    # Without --log-dir torchrun leaves an empty directory after each run.
     words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "--log-dir", os.devnull]
     words += ["-m", "swift_ft.lab.study.trainers.plain", told]
     env = own_environment() | {"OMP_NUM_THREADS": "1", **LOOPBACK}
@@ -88,7 +88,7 @@ def _run_swift(
     strategy = STRATEGIES[cell.strategy]
     flags = list(strategy.flags)
     if strategy.repaired:
-        # No process gets a lost place before this has ended.
+        # The health check delays every replacement process until the repair time is over.
         wait = f"{sys.executable} -S -c 'import time; time.sleep({settings.repair_s})'"
         flags += ["--health-check", wait, "--health-check-s", str(settings.repair_s + 60)]
     if planned:
@@ -106,7 +106,7 @@ def _run_swift(
 
 
 def _end_of(run: Process | Cluster, limit_s: float) -> int:
-    """Its exit code, once it has ended. Raises ServiceError."""
+    """Waits for the end of the run. Returns its exit code. Raises ServiceError after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while (code := run.poll()) is None:
         if time.monotonic() > deadline:
@@ -116,27 +116,27 @@ def _end_of(run: Process | Cluster, limit_s: float) -> int:
 
 
 def reason(output: str, otherwise: str) -> str:
-    """Of a run that has failed, from what it wrote: the launcher's last line, or the last error of Python's."""
+    """Returns the reason of a failed run from its output: the launcher's last line, or the last Python error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    report = ("swift: failures:", "swift:   ")  # what was injected, and a line for each
+    report = ("swift: failures:", "swift:   ")  # the report of injected failures
     ours = [line for line in lines if line.startswith("swift: ") and not line.startswith(report)]
     errors = [line for line in lines if "Error: " in line]
     found = (ours or errors or [otherwise])[-1]
     return found.removeprefix("swift: ")[:FAILED_WORDS]
 
 
-# --- what a run's marks say ---
+# --- evaluation of a run's marks ---
 
 
 def read_marks(directory: Path) -> list[dict[str, Any]]:
-    """In the order of time; a last line that was cut short is left out."""
+    """Reads the marks in order of time. Ignores an incomplete last line."""
     path = directory / "marks.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def measured(marks: Sequence[Mark]) -> dict[str, Any]:
-    """Of a run that came to its end. Seconds are from the moment when all ranks had begun."""
+    """Evaluates a finished run. Seconds count from the moment when all ranks had begun."""
     steps = [mark for mark in marks if mark["what"] == "stepped"]
     ends = [mark for mark in marks if mark["what"] == "ended"]
     if not ends or not steps:
@@ -164,7 +164,7 @@ def measured(marks: Sequence[Mark]) -> dict[str, Any]:
 
 
 def with_fewer(steps: Sequence[Mark]) -> list[tuple[int, list[int]]]:
-    """Steps in whose update, when it was done for the last time, not all ranks had a part, and those that had."""
+    """Returns the steps whose last execution lacked ranks in the update, each with the ranks that took part."""
     last: dict[int, Mark] = {}
     for mark in steps:
         if mark["step"] not in last or mark["at"] > last[mark["step"]]["at"]:
@@ -174,7 +174,8 @@ def with_fewer(steps: Sequence[Mark]) -> list[tuple[int, list[int]]]:
 
 
 def calculate(cell: Cell, settings: Settings, result: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """The same cell by one process of plain torch (`trainers.alone`), and whether its bits are those of the run."""
+    """Recomputes the cell in one process of plain torch (`trainers.alone`), and compares its bits with those of the
+    run."""
     given = {
         "directory": str(directory),
         "task": cell.task,
@@ -215,7 +216,7 @@ def _began(marks: Iterable[Mark]) -> float:
 
 
 def curve(steps: Sequence[Mark]) -> list[list[float]]:
-    """[step, loss of training]: means over the ranks and over some steps, of the time that each was done last."""
+    """Returns [step, training loss]: means over the ranks and over several steps, each in its last execution."""
     last = {(mark["step"], mark["rank"]): mark["loss"] for mark in steps}
     end = max(step for step, _ in last) + 1
     width = max(1, -(-end // CURVE_POINTS))
@@ -228,8 +229,8 @@ def curve(steps: Sequence[Mark]) -> list[list[float]]:
 
 
 def failures_of(directory: Path) -> dict[str, Any] | None:
-    """From the launcher's own report: how many failures there were, and after how long the job ran again. None: there
-    is no report."""
+    """Reads from the launcher's report the number of failures, and the times until the job ran again. Returns None
+    without a report."""
     found = next(iter((directory / "launcher").glob("*/failures.json")), None)
     if found is None:
         return None
@@ -239,7 +240,7 @@ def failures_of(directory: Path) -> dict[str, Any] | None:
 
 
 def check_failures(cells: Iterable[Cell], settings: Settings) -> None:
-    """UsageError if a seed draws more failures than a run may have."""
+    """Raises UsageError if a seed draws more failures than a run may have."""
     for cell in cells:
         try:
             _planned(cell, settings)

@@ -1,4 +1,4 @@
-"""What a study is made of, and the cells that follow: every task, strategy, failure rate and seed. Pure."""
+"""Parameters of a study, and the resulting cells: every task, strategy, failure rate and seed. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -7,10 +7,10 @@ from typing import Any
 from swift_ft.errors import UsageError
 from swift_ft.lab.failures.schedule import FAILURES_MAX
 
-# The strategies of a study: how the launcher is told of each, and whether its bits must be those without a failure.
+# Strategies of a study: the launcher's flags for each, and whether its bits must equal those of a run without failures.
 
 PLAIN = "none"
-"""The run without any recovery: torchrun, and no failures."""
+"""Run without any recovery: torchrun, and no failures."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +19,7 @@ class Strategy:
     exact: bool
     spares: int = 1
     repaired: bool = False
-    """The others go on without the lost rank, whose place can be used again after the study's ``repair_s``."""
+    """The others continue without the lost rank, whose place becomes available again after the study's ``repair_s``."""
 
 
 _DROP = ("--lost-shard", "drop", "--allow-inexact")
@@ -42,22 +42,22 @@ QUICK = ("auto", "shrink-drop")
 
 
 RANKS = 2
-"""Replicas of the whole model."""
+"""Number of replicas; each has the whole model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What people are told of a task (`trainers.tasks` has the model and the batches)."""
+    """Description of a task for people (`trainers.tasks` has the model and the batches)."""
 
     title: str
     measure: str
-    """What is measured on the held-out test set."""
+    """Metric on the held-out test set."""
     unit: str
     higher_is_better: bool
     apart: str = ""
-    """The unit of a difference, if it has another one."""
+    """Unit of a difference, if it is another one."""
     needs: str = ""
-    """The package, of the extra `study`."""
+    """Required package of the extra `lab`, if any."""
 
 
 TASKS = {
@@ -82,9 +82,9 @@ class Cell:
     task: str
     strategy: str
     rate: float
-    """Failures of the job in 100 steps, on average."""
+    """Mean number of failures of the job in 100 steps."""
     seed: int
-    """Of the weights, of the order of the batches, and of the failures."""
+    """Seed of the weights, of the order of the batches, and of the failures."""
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """All that a cell's result depends on, and which cells there are. Raises UsageError."""
+    """Everything that a cell's result depends on, and that determines the cells. Raises UsageError if invalid."""
 
     tasks: tuple[str, ...]
     strategies: tuple[str, ...]
@@ -133,7 +133,8 @@ class Settings:
             raise UsageError(f"study: --repair-s {self.repair_s:g}: 0 to 600 s")
 
     def cells(self) -> Iterator[Cell]:
-        """Seed by seed: a study that is stopped has whole seeds, and what disturbs the machine disturbs all alike."""
+        """Yields the cells seed by seed. So a stopped study has complete seeds, and disturbances of the machine affect
+        all strategies alike."""
         for seed in range(self.seeds):
             for task in self.tasks:
                 yield Cell(task=task, strategy=PLAIN, rate=0.0, seed=seed)
@@ -145,7 +146,7 @@ class Settings:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
 
     def difference(self, stored: Mapping[str, Any]) -> str:
-        """The first setting in which a stored study differs, in words; empty: in none."""
+        """Describes the first setting in which a stored study differs; empty if none does."""
         for name in (field.name for field in fields(self)):
             mine = self.as_json()[name]
             if stored.get(name) != mine:
@@ -158,6 +159,7 @@ def _words(value: Any) -> str:
 
 
 def failures_spec(cell: Cell, steps: int) -> str:
-    """As `swift-ft run --failures` takes it: every rank is a host, so each fails half as often as the job."""
+    """Formats the cell's failures for `swift-ft run --failures`. Every rank is a host, so each fails half as often as
+    the job."""
     mtbf = RANKS * 100.0 / cell.rate
     return f"every=exponential,mtbf={mtbf:.6g},until={steps},seed={cell.seed},phase=optimizer"

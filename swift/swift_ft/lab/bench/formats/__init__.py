@@ -1,1 +1,1 @@
-"""`swift-ft bench checkpoint --formats`: what each format of a checkpoint costs, and what it loses."""
+"""`swift-ft bench checkpoint --formats`: the cost of each checkpoint format, and the information that it loses."""

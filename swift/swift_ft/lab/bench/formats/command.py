@@ -1,4 +1,4 @@
-"""The options of `swift-ft bench checkpoint --formats`, and what it prints."""
+"""The options of `swift-ft bench checkpoint --formats`, and its output."""
 
 import argparse
 import json
@@ -20,14 +20,14 @@ from swift_ft.lab.bench.formats.kinds import FORMATS, lacking
 from swift_ft.lab.bench.formats.report import LIMITS, Measures, Pace, Plan, Turn, merge
 from swift_ft.lab.bench.output import Worker, signals_held
 
-# Starts the ranks, and gathers what they measure.
+# Starts the ranks and gathers their measurements.
 
 Told = Callable[[dict[str, Any]], None]
 
 
 def measure(plans: Sequence[Plan], place: Path, save_s_max: float, told: Told) -> Measures:
-    """Of all plans, one after the other. `save_s_max`: `Pace`. `told` gets each case once it is whole. ServiceError:
-    nothing can be saved."""
+    """Runs all plans, one after the other. `save_s_max`: see `Pace`. `told` is called with each complete case.
+    Raises ServiceError if a save or a load fails."""
     measures = Measures()
     for number, plan in enumerate(plans):
         folder = (place / str(number)).absolute()
@@ -50,7 +50,7 @@ def _worker(rank: int, ranks: int, folder: Path) -> Worker:
 
 
 def _each(plan: Plan, workers: Sequence[Worker], measures: Measures, pace: Pace) -> Iterator[dict[str, Any]]:
-    """Cases, each when its last turn is over."""
+    """Yields each case when its last turn is over."""
     for _, turns in groupby(plan.turns(), key=lambda turn: (turn.parameter_bytes, turn.layout)):
         for turn in turns:
             if (save_s := pace.too_long(turn)) is not None:
@@ -109,14 +109,14 @@ def add_arguments(parser: Parser) -> None:
 
 
 def check_unused(given: argparse.Namespace) -> None:
-    """UsageError: an option of this part without ``--formats``."""
+    """Raises UsageError for an option of this part without ``--formats``."""
     for name in _OWN:
         if getattr(given, name):
             raise UsageError(f"--{name.replace('_', '-')} is for --formats; give both")
 
 
 def main(given: argparse.Namespace) -> int:
-    """Returns the exit code."""
+    """Runs the benchmark of formats and returns the exit code."""
     names, skipped = _formats(given.formats)
     if not names:
         raise UsageError(f"--formats {given.formats}: {next(iter(skipped.values()))}")
@@ -159,7 +159,7 @@ def main(given: argparse.Namespace) -> int:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C: the ranks are ended, and what they wrote is removed."""
+    """Handles SIGTERM like Ctrl-C in the block, so that the ranks are ended and their files removed."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -172,7 +172,7 @@ def _show(case: dict[str, Any]) -> None:
 
 
 def _formats(words: str) -> tuple[list[str], dict[str, str]]:
-    """Those that can be measured, and why the others cannot."""
+    """Returns the formats that can be measured, and by name the reason why others cannot."""
     names = list(FORMATS) if words == ALL else [word.strip() for word in words.split(",")]
     for name in names:
         if name not in FORMATS:
@@ -182,7 +182,7 @@ def _formats(words: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _numbers(option: str, words: str, kind: type, most: float) -> list[Any]:
-    """Ascending, each once."""
+    """Parses comma-separated numbers: ascending, without duplicates. Raises UsageError."""
     try:
         numbers = sorted({kind(word) for word in words.split(",")})
     except ValueError:

@@ -1,10 +1,10 @@
-"""The formats: how each saves a state in a folder of its own, and loads it.
+"""The formats: how each saves a state into its own folder, and loads it.
 
-A format gets what it has a type for, as its users give it: safetensors tensors; npz and HDF5 arrays and numbers, and
-bf16, which numpy does not have, as fp32. What it takes no value of is left out. Nothing is restored by hand after
-a load: what that loses is measured (`swift_ft.lab.bench.formats.states`).
+A format gets the values for which it has a type, as its users pass them: safetensors gets tensors; npz and HDF5 get
+arrays and numbers, and bf16, which numpy lacks, as fp32. Other values are left out. A load is not corrected by hand:
+the losses are measured (`swift_ft.lab.bench.formats.states`).
 
-What is loaded was saved by the same process. Even so, nothing is unpickled but tensors, arrays and plain values.
+Loads read files that the same process saved. Even so, only tensors, arrays and plain values are unpickled.
 """
 
 import gzip
@@ -30,32 +30,32 @@ from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.export import Reading, alone, load_dcp
 
 Wait = Callable[[], None]
-"""Returns when what was saved is there, and durable if that was asked for. Raises what the format raises."""
+"""Returns when the saved state is complete, and durable if requested. Raises the format's own errors."""
 LEVEL = 1
-"""Of zlib, wherever it is used: the quickest."""
+"""Level of zlib wherever it is used: the fastest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format(ABC):
-    """One way to save and load."""
+    """A way to save and load a state."""
 
     fsync: tuple[bool, ...] = (False, True)
-    """Whether it can be told not to sync, to sync, or both."""
+    """Supported choices of fsync: without (False), with (True), or both."""
     collective: bool = False
-    """All ranks save into one folder together."""
+    """True if all ranks save together into one folder."""
 
     @abstractmethod
     def save(self, state: State, place: Path, fsync: bool, together: bool) -> Wait:
-        """Returns when the state may change again. `together`: every rank calls it, as `collective` says."""
+        """Saves, and returns when the state may change again. `together`: all ranks save into one folder."""
 
     @abstractmethod
     def load(self, place: Path, like: State) -> State:
-        """`like`: the state that was saved; formats that load into a state get its form, and nothing of its content."""
+        """Loads the state. `like` is the saved one; formats that load in place get its structure, not its content."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneFile(Format):
-    """A format with a function that writes a file, and one that reads it."""
+    """A format with one function that writes a file and one that reads it."""
 
     write: Callable[[State, Path], None]
     read: Callable[[Path], State]
@@ -75,7 +75,7 @@ class OneFile(Format):
 
 @dataclass(frozen=True, slots=True)
 class Swift(Format):
-    """Ours, which is always durable: that is what it promises."""
+    """swift's own checkpoints. They are always durable, by contract."""
 
     sync: bool
 
@@ -91,7 +91,7 @@ class Swift(Format):
 
 @dataclass(frozen=True, slots=True)
 class Dcp(Format):
-    """torch.distributed.checkpoint: by all ranks together, or by one process alone."""
+    """torch.distributed.checkpoint, by all ranks together or by one process alone."""
 
     asynchronous: bool
 
@@ -122,7 +122,7 @@ def _sync_if(place: Path, fsync: bool) -> None:
 
 
 def _blank(value: Any) -> Any:
-    """The same form, with nothing of its content."""
+    """Returns the same structure with zeroed tensors and None for other values."""
     if isinstance(value, dict):
         return {key: _blank(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -132,7 +132,7 @@ def _blank(value: Any) -> Any:
 
 @contextmanager
 def _arrays_too() -> Iterator[None]:
-    """torch's `weights_only` knows tensors and plain values; here it may make numpy's arrays of numbers, too."""
+    """Lets torch's `weights_only` load numpy's arrays of numbers in addition to tensors and plain values."""
     numbers = "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
     known: list[Any] = [np.zeros(0).__reduce__()[0], np.ndarray, np.dtype, bytes]
     known += {type(np.dtype(code)) for code in numbers}
@@ -170,7 +170,7 @@ def _read_torch_gzip(path: Path) -> State:
 
 
 def _tensors(state: State) -> dict[str, torch.Tensor]:
-    """safetensors takes no others; it wants them contiguous."""
+    """Returns the tensors by name, contiguous as safetensors requires; it takes no other values."""
     found = ((path, value) for path, value in leaves(state) if isinstance(value, torch.Tensor))
     return {"/".join(path): value.contiguous() for path, value in found}
 
@@ -204,18 +204,18 @@ def _of_names(flat: dict[str, Any]) -> State:
 
 
 def _array(value: Any) -> "np.ndarray[Any, Any] | None":
-    """As numpy has it; None: it has none."""
+    """Converts to a numpy array; None if the value has no such form."""
     if isinstance(value, torch.Tensor):
         return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
     try:
         array = np.asarray(value)
-    except ValueError:  # a tuple of this and that
+    except ValueError:  # a tuple of mixed shapes
         return None
     return None if array.dtype.hasobject else array
 
 
 def _value(array: "np.ndarray[Any, Any]") -> Any:
-    """What a reader takes an array for, who knows nothing else: a tensor, if torch has its type."""
+    """Converts a loaded array as a reader without further knowledge does: to a tensor, if torch has its type."""
     return torch.from_numpy(array) if array.dtype.kind in "biufc" else array
 
 
@@ -240,7 +240,7 @@ def _read_npz(path: Path) -> State:
 
 
 class Hdf5:
-    """A dataset for each array; strings and numbers as attributes, as HDF5 has them."""
+    """A dataset for each array; strings and numbers as attributes, as usual in HDF5."""
 
     def __init__(self, compression: str | None) -> None:
         self._options = {"compression": compression, "shuffle": True} if compression else {}
@@ -248,7 +248,7 @@ class Hdf5:
             self._options["compression_opts"] = LEVEL
 
     def write(self, state: State, path: Path) -> None:
-        """Leaves out what HDF5 has no type for."""
+        """Writes the state. Leaves out values for which HDF5 has no type."""
         import h5py
 
         with h5py.File(path, "w") as file:
@@ -260,7 +260,7 @@ class Hdf5:
                     file.create_dataset(name, data=array, **(self._options if array.ndim else {}))
 
     def read(self, path: Path) -> State:
-        """As h5py gives it: numbers are numpy's."""
+        """Reads the state as h5py returns it: numbers are numpy's."""
         import h5py
 
         flat: dict[str, Any] = {}
@@ -297,12 +297,12 @@ FORMATS: dict[str, Format] = {
     "hdf5 lzf": _hdf5("lzf"),
     "hdf5 gzip": _hdf5("gzip"),
 }
-"""By name: what writes, and the compression."""
+"""Formats by name: the library, and the compression."""
 _NEEDS = {"safetensors": "safetensors", "hdf5": "h5py"}
 
 
 def lacking(name: str) -> str:
-    """Why a format cannot be measured here; nothing if it can."""
+    """Returns why a format cannot be measured here, or "" if it can."""
     package = _NEEDS.get(name.split()[0])
     if package is None or importlib.util.find_spec(package) is not None:
         return ""

@@ -2,9 +2,8 @@
 
     ranks.py RANK RANKS PLACE    PLACE: a directory that all share
 
-(every rank) "ready"; then reads a turn as a line of JSON (`swift_ft.lab.bench.formats.report.Turn`), and answers with
-what it
-             measured, or with the reason why nothing can be saved; until its input ends
+(every rank) prints "ready"; then, until its input ends, reads a turn as a line of JSON
+             (`swift_ft.lab.bench.formats.report.Turn`) and answers with its measurements, or with the error of the save
 (every rank) waits for the others before a save, between save and load, and after the load
 """
 
@@ -31,22 +30,22 @@ from swift_ft.lab.bench.formats.states import State, bytes_of, leaves, losses, m
 from swift_ft.state.tree import empty_tensors, join, split
 
 PATIENCE = timedelta(minutes=10)
-"""Until a rank gives up waiting for another one."""
+"""Time after which a rank stops waiting for another one."""
 PIECE_BYTES = 8 << 20
 
 
 class Rank:
-    """One of them, with its shard of the model."""
+    """One rank, with its shard of the model."""
 
     def __init__(self, number: int, ranks: int, place: Path) -> None:
         self._number, self._ranks, self._place = number, ranks, place
         self._size = 0
         self._shard: State = {}
         self._made: dict[int, State] = {}
-        """Shards by rank: its own, and those of others once they are compared with."""
+        """Shards by rank: its own, and those of other ranks once a comparison needs them."""
 
     def measure(self, turn: Turn) -> dict[str, Any]:
-        """Seconds and bytes; ``error`` alone if the format, or the disk, has refused."""
+        """Runs a turn. Returns seconds and bytes, or only ``error`` if the format or the disk failed."""
         if self._size != turn.parameter_bytes:
             self._size = turn.parameter_bytes
             self._shard = make(self._size // self._ranks, seed=self._number)
@@ -88,7 +87,7 @@ class Rank:
         total, worked = time.monotonic() - began, time.process_time() - worked
         if together:
             self._barrier()
-        counts = not together or self._number == 0  # what is written together is counted once
+        counts = not together or self._number == 0  # joint files are counted once
         files = [path for path in folder.rglob("*") if path.is_file()] if counts else []
         return {
             "blocked_s": blocked,
@@ -99,7 +98,7 @@ class Rank:
         }
 
     def _state(self, turn: Turn) -> State:
-        """What this rank saves; gathered first, if that is asked for."""
+        """Returns the state that this rank saves; gathers it first, if the layout requires that."""
         if self._ranks > 1 and turn.layout == GATHERED:
             return gather(self._shard, self._number, self._ranks)
         return {f"rank{self._number}": self._shard}
@@ -116,14 +115,14 @@ class Rank:
         return measured
 
     def _like(self, turn: Turn) -> State:
-        """What `_state` gives, made here."""
+        """Returns the expected result of `_state`, computed locally."""
         for rank in range(self._ranks) if turn.layout == GATHERED else ():
             if rank not in self._made:
                 self._made[rank] = make(self._size // self._ranks, seed=rank)
         return {f"rank{rank}": shard for rank, shard in self._made.items()}
 
     def _limits(self, turn: Turn, folder: Path) -> dict[str, Any]:
-        """What is saved: copied in memory, written to one file, written and synced, and read again."""
+        """Measures the same bytes' limits: copied in memory, written to one file, written and synced, read again."""
         gathered = time.monotonic()
         state = self._state(turn)
         measured: dict[str, Any] = {"gather_s": time.monotonic() - gathered}
@@ -140,7 +139,8 @@ class Rank:
 
 
 def _error_of(do: Callable[[], object]) -> str:
-    """One line; nothing if it went well. The others are told by the benchmark: they must not wait for this rank."""
+    """Returns the error in one line, or "". Raises only KeyboardInterrupt and SystemExit, since the others must not
+    wait for this rank: the benchmark reports the error to them."""
     try:
         do()
     except (KeyboardInterrupt, SystemExit):
@@ -151,7 +151,7 @@ def _error_of(do: Callable[[], object]) -> str:
 
 
 def gather(shard: State, number: int, ranks: int) -> State:
-    """(every rank) On rank 0 the shards of all; elsewhere nothing."""
+    """(every rank) Returns all ranks' shards on rank 0, and an empty state elsewhere."""
     if number:
         tensors, skeleton = split(shard)
         words = torch.frombuffer(bytearray(json.dumps(skeleton).encode()), dtype=torch.uint8)
@@ -184,14 +184,14 @@ def _receive(tensor: torch.Tensor, rank: int) -> None:
 
 
 def touch(state: State) -> None:
-    """Reads something of each page: a file that was only mapped into memory is not loaded before."""
+    """Reads a byte of each page, because a file that is only mapped into memory is not loaded before that."""
     for _, value in leaves(state):
         if isinstance(value, torch.Tensor) and value.numel():
             bytes_of(value)[:: mmap.PAGESIZE].sum()
 
 
 def limits(state: State, path: Path) -> dict[str, float]:
-    """Seconds of each. Raises OSError."""
+    """Measures the seconds of each limit. Raises OSError."""
     tensors = [tensor for tensor in split(state)[0].values() if tensor.nbytes]
     took: dict[str, float] = {}
     began = time.monotonic()
@@ -238,10 +238,10 @@ def main() -> None:
     try:
         for line in sys.stdin:
             print(json.dumps(rank.measure(Turn(**json.loads(line)))), flush=True)
-    except (OSError, RuntimeError) as error:  # another rank has ended, or the benchmark
+    except (OSError, RuntimeError) as error:  # another rank or the benchmark has ended
         with suppress(OSError):
             print(json.dumps({"error": " ".join(str(error).split())[:300]}), flush=True)
-        os._exit(1)  # nothing is flushed again
+        os._exit(1)  # without flushing again
 
 
 if __name__ == "__main__":

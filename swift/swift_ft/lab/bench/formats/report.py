@@ -1,4 +1,4 @@
-"""What the turns say together: medians, ratios to the limits, losses; and the tables of them. Pure."""
+"""The plan of turns, the evaluation over all turns (medians, ratios to limits, losses), tables and drawing. Pure."""
 
 import html
 import math
@@ -9,46 +9,46 @@ from typing import Any
 
 from swift_ft.lab.chart import Scale
 
-# What is measured, in which order. Pure.
+# The plan: which turns are measured, in which order. Pure.
 
 LIMITS = "limits"
-"""In the place of a format: what the machine does with the same bytes."""
+"""Pseudo-format: the machine's own speed for the same bytes."""
 SHARDED, GATHERED = "sharded", "gathered"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One save and one load of all ranks, or the limits of one."""
+    """One save and one load of all ranks, or one measurement of the limits."""
 
     parameter_bytes: int
-    """Of the whole model."""
+    """Bytes of the whole model's parameters."""
     layout: str
     """Each rank saves its own shard, or rank 0 gathers all of them and saves."""
     round: int
-    """From 0; -1 is for warming up."""
+    """Number from 0; -1 is the warm-up."""
     format: str
     fsync: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Of all turns with one number of ranks."""
+    """All turns with one number of ranks."""
 
     ranks: int
     sizes: tuple[int, ...]
-    """Bytes of parameters."""
+    """Bytes of parameters, for each case."""
     rounds: int
     formats: Mapping[str, tuple[bool, ...]]
     """By name: without fsync (False), with it (True), or both."""
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """With one rank they are the same."""
+        """Returns the layouts to measure. With one rank both are equal, so one is enough."""
         return (SHARDED,) if self.ranks == 1 else (SHARDED, GATHERED)
 
     def turns(self) -> Iterator[Turn]:
-        """In every round all formats have their turns, so that a busy machine slows them all. Before the first round of
-        the smallest size there is one that does not count: whatever is imported or made at first is then there."""
+        """Yields the turns. Each round runs all formats, so that a busy machine slows them all. A warm-up round
+        precedes the first round of the smallest size; it covers imports and other first-time costs."""
         for size in self.sizes:
             for layout in self.layouts:
                 for number in range(-1 if size == self.sizes[0] else 0, self.rounds):
@@ -60,30 +60,30 @@ class Plan:
 
 
 class Pace:
-    """What a save would take, by the format's time at smaller sizes; what would take too long is left out."""
+    """Estimates of saves from the format's time at smaller sizes; saves that would take too long are left out."""
 
     def __init__(self, save_s_max: float) -> None:
         self._save_s_max = save_s_max
         self._taken: dict[tuple[str, str], tuple[int, float]] = {}
 
     def note(self, turn: Turn, save_s: float) -> None:
-        """After a turn."""
+        """Records the time of a turn."""
         size, quickest_s = self._taken.get((turn.layout, turn.format), (0, 0.0))
         if size == turn.parameter_bytes:
             save_s = min(save_s, quickest_s)
         self._taken[turn.layout, turn.format] = (turn.parameter_bytes, save_s)
 
     def too_long(self, turn: Turn) -> float | None:
-        """Seconds that it would take; None: it is short enough, or nobody knows. What was begun at a size is ended."""
+        """Returns the estimated seconds if too long. Returns None if short, unknown, or the size was already begun."""
         size, save_s = self._taken.get((turn.layout, turn.format), (turn.parameter_bytes, 0.0))
         would_s = save_s * turn.parameter_bytes / size
         return would_s if size < turn.parameter_bytes and would_s > self._save_s_max else None
 
 
-# Time against size as one SVG file: how long a save blocks, and how long it takes; a line for each format. Pure.
+# SVG of time against size: how long a save blocks, and how long it takes; a line per format. Pure.
 
 WIDTH, PANEL, LEFT, RIGHT, TOP, BETWEEN, BOTTOM = 600, 330, 70, 178, 84, 58, 54
-"""Pixels: of the drawing, the height of one panel, and the margins that hold the labels."""
+"""Pixels: width of the drawing, height of a panel, and the margins that hold the labels."""
 HEIGHT = TOP + 2 * PANEL + BETWEEN + BOTTOM
 LABEL = 20
 """Pixels from one label to the next."""
@@ -96,7 +96,7 @@ FAMILIES = {
     "hdf5": "#57606a",
 }
 DASHES = {"async": "7 4", "lz4": "7 4", "lzf": "7 4", "gzip": "2 3", "zlib": "2 3"}
-"""Formats of one family have one colour."""
+"""Dashes by suffix of the format's name; formats of one family share a colour."""
 PANELS = (("blocked_s", "training waits"), ("total_s", "until it is durable"))
 _STYLE = (
     "svg{background:#fff}text{font:15px system-ui,sans-serif;fill:#1f2328}.axis{stroke:#d1d9e0}"
@@ -107,7 +107,7 @@ Points = list[tuple[float, float]]
 
 
 def draw_formats(document: dict[str, Any]) -> str:
-    """Of what `--json` writes: the cases with the fewest ranks, with fsync."""
+    """Draws the document that `--json` writes: the cases with the fewest ranks, with fsync."""
     ranks = min(case["ranks"] for case in document["cases"])
     cases = [case for case in document["cases"] if case["ranks"] == ranks and case["layout"] == "sharded"]
     sizes = [case["state_bytes"] for case in cases]
@@ -133,7 +133,7 @@ def draw_formats(document: dict[str, Any]) -> str:
 
 
 def _series(cases: Sequence[dict[str, Any]], name: str) -> dict[str, Points]:
-    """Of each format, and of the limit of the panel."""
+    """Returns the points of each format, and of the limit of the panel."""
     limit = "copy_s" if name == "blocked_s" else "write_fsync_s"
     lines: dict[str, Points] = {}
     for case in cases:
@@ -145,7 +145,7 @@ def _series(cases: Sequence[dict[str, Any]], name: str) -> dict[str, Points]:
 
 
 def style(label: str) -> tuple[str, str]:
-    """Colour and dashes."""
+    """Returns colour and dashes of a line."""
     family, _, how = label.partition(" ")
     return FAMILIES.get(family, "#1f2328"), DASHES.get(how, "")
 
@@ -199,7 +199,7 @@ def _line(label: str, points: Points, x: Scale, y: Scale) -> list[str]:
 
 
 def _labels(ends: dict[str, tuple[float, float]], x: Scale, y: Scale, top: float) -> list[str]:
-    """Names at the right, in the order of the lines' ends, so far apart that each can be read."""
+    """Draws the names at the right, in the order of the lines' ends, spaced so that each can be read."""
     height = {label: y(math.log10(max(seconds, 1e-6))) for label, (_, seconds) in ends.items()}
     order = sorted(height, key=lambda label: height[label])
     places: list[float] = []
@@ -227,7 +227,7 @@ _SUM = ("cpu_s", "bytes", "state_bytes")
 
 
 def merge(measures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of all ranks in one turn. Seconds are those of the slowest rank; processor time and bytes are sums."""
+    """Merges all ranks' measurements of one turn: the slowest rank's seconds; sums of CPU time and bytes."""
     found: dict[str, Any] = {}
     for name in _MOST:
         if of := [each[name] for each in measures if name in each]:
@@ -244,22 +244,22 @@ def merge(measures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Measures:
-    """All that was measured."""
+    """All measurements of a run."""
 
     def __init__(self) -> None:
         self._turns: dict[tuple[int, int, str], list[tuple[Turn, dict[str, Any]]]] = {}
         self._left_out: dict[tuple[int, int, str], dict[str, float]] = {}
 
     def add(self, ranks: int, turn: Turn, merged: dict[str, Any]) -> None:
-        """What `merge` has made."""
+        """Adds a turn's result of `merge`."""
         self._turns.setdefault((turn.parameter_bytes, ranks, turn.layout), []).append((turn, merged))
 
     def leave_out(self, ranks: int, turn: Turn, save_s: float) -> None:
-        """Not measured, because a save would take that long."""
+        """Records that a turn was not measured, because a save would take `save_s`."""
         self._left_out.setdefault((turn.parameter_bytes, ranks, turn.layout), {})[turn.format] = save_s
 
     def cases(self) -> list[dict[str, Any]]:
-        """In the order in which they came."""
+        """Returns the cases in the order of their measurement."""
         return [
             _case(size, ranks, layout, [each for each in turns if each[0].round >= 0])
             | {"left_out": self._left_out.get((size, ranks, layout), {})}
@@ -267,7 +267,7 @@ class Measures:
         ]
 
     def losses(self) -> dict[str, dict[str, list[str]]]:
-        """By format and group, in any case."""
+        """Returns the losses by format and group, over all cases."""
         found: dict[str, dict[str, list[str]]] = {}
         for turns in self._turns.values():
             for turn, merged in turns:
@@ -300,7 +300,7 @@ def _case(size: int, ranks: int, layout: str, turns: list[tuple[Turn, dict[str, 
 
 
 def _row(of: Mapping[int, dict[str, Any]], base: Mapping[int, dict[str, Any]], fsync: bool) -> dict[str, Any]:
-    """Ratios are the medians of the rounds' ratios."""
+    """Computes medians, and ratios as medians of the rounds' ratios."""
 
     def ratio(one: str, other: str) -> float:
         ratios = [merged[one] / base[number][other] for number, merged in of.items()]
@@ -328,7 +328,7 @@ HEAD = (
 
 
 def table(case: Mapping[str, Any]) -> str:
-    """One case as lines of text."""
+    """Formats one case as lines of text."""
     limits = case["limits"]
     ranks = f"{case['ranks']} rank" + ("s" if case["ranks"] > 1 else "")
     gathered = (
@@ -362,7 +362,7 @@ KEPT = "-"
 
 
 def losses_table(losses: Mapping[str, Mapping[str, Sequence[str]]], skipped: Mapping[str, str]) -> str:
-    """What each format loses, a column for each group; and why others were not measured."""
+    """Formats the losses of each format, a column per group, and the reasons why others were not measured."""
     lines = []
     if losses:
         groups = list(next(iter(losses.values())))

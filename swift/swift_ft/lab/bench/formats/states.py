@@ -1,8 +1,8 @@
-"""The state that is saved, and what of it a format has lost. Pure.
+"""The state that is saved, and the comparison that finds the losses of a format. Pure.
 
-A state has a group of leaves for each thing that formats treat in their own ways. A leaf is whatever is neither dict
-nor list: a tensor, an array, a number, a tuple. It is kept if the one that was loaded has the same type, dtype,
-shape, strides and bits.
+A state has a group of leaves for each kind of value that formats treat differently. A leaf is any value other than dict
+and list: a tensor, an array, a number, a tuple. It is kept if the loaded leaf has the same type, dtype, shape, strides
+and bits.
 """
 
 import math
@@ -29,16 +29,17 @@ GROUPS: dict[str, Path] = {
     "numpy rng": ("rng", "numpy"),
     "python rng": ("rng", "python"),
 }
-"""Where each lies. "moments" has the optimizer's step tensors, too; "numbers" are those of its param_groups."""
+"""Path of each group. "moments" includes the optimizer's step tensors; "numbers" are those of its param_groups."""
 GONE, TYPE, DTYPE, SHAPE, BITS, STRIDES = "gone", "type", "dtype", "shape", "bits", "strides"
 LOSSES = (GONE, TYPE, DTYPE, SHAPE, BITS, STRIDES)
 COLUMNS = 1024
 _ROWS_MAX = 1024
-"""Of a parameter: 2 MiB in bf16, 4 MiB in fp32."""
+"""Largest number of rows of a parameter, which then has 2 MiB in bf16, 4 MiB in fp32."""
 
 
 def make(parameter_bytes: int, seed: int) -> State:
-    """About that many bytes of parameters, half of them in bf16; with two moments of AdamW for each, three times."""
+    """Creates about that many bytes of parameters, half of them in bf16, and for each the two moments of AdamW: three
+    times the bytes in all."""
     generator = torch.Generator().manual_seed(seed)
 
     def parameters(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -89,7 +90,7 @@ def make(parameter_bytes: int, seed: int) -> State:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every leaf with its path: keys and positions as text."""
+    """Yields every leaf with its path: keys and positions as text."""
     if isinstance(value, dict | list):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in pairs:
@@ -99,7 +100,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def nested(flat: dict[Path, Any]) -> State:
-    """Dicts of what `leaves` gives."""
+    """Returns nested dicts of the leaves that `leaves` yields."""
     state: State = {}
     for path, value in flat.items():
         place = state
@@ -110,12 +111,12 @@ def nested(flat: dict[Path, Any]) -> State:
 
 
 def nbytes(state: State) -> int:
-    """Of its tensors."""
+    """Returns the bytes of the state's tensors."""
     return sum(value.nbytes for _, value in leaves(state) if isinstance(value, torch.Tensor))
 
 
 def losses(saved: State, loaded: State) -> dict[str, list[str]]:
-    """By group, what has become of leaves in it (`LOSSES`, in that order); nothing if all are kept."""
+    """Returns by group the kinds of losses (in the order of `LOSSES`); empty if all leaves are kept."""
     there = dict(leaves(loaded))
     found: dict[str, set[str]] = {group: set() for group in GROUPS}
     for path, value in leaves(saved):
@@ -125,12 +126,12 @@ def losses(saved: State, loaded: State) -> dict[str, list[str]]:
 
 
 def together(found: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """The losses of several states as one."""
+    """Merges the losses of several states."""
     return {group: [what for what in LOSSES if any(what in of[group] for of in found)] for group in found[0]}
 
 
 def lost(saved: Any, loaded: Any) -> set[str]:
-    """What a leaf has lost on its way."""
+    """Returns the kinds of losses of a leaf."""
     if type(saved) is not type(loaded):
         return {TYPE}
     if isinstance(saved, torch.Tensor):
@@ -165,7 +166,7 @@ def _lost_of_tensor(saved: torch.Tensor, loaded: torch.Tensor) -> set[str]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in order; its own memory, if they lie so."""
+    """Returns the elements in order as bytes; shares the tensor's memory if it is contiguous."""
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)
     return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""`swift-ft bench recovery`: the systems side by side, each with a trainer as its user would write it.
+"""`swift-ft bench recovery`: the systems that are compared, each with a trainer as its user would write it.
 
-`trial` is what their trainers share, `systems` how each is installed and started, `report` what comes out.
+`trial` is shared by their trainers, `systems` installs and starts each of them, `report` evaluates the results.
 """

@@ -1,7 +1,8 @@
 """The trainer of `swift-ft bench recovery` for NVRx: its in-process restart, with a third process in reserve.
 
-The function begins again in the survivor, and the reserve takes the lost rank's place. Both load the newest checkpoint
-(torch.distributed.checkpoint). The restart has its defaults. torchrun is left out: it would end the survivor as well.
+After the loss the survivor calls the function again, and the reserve takes the lost rank's place. Both load the newest
+checkpoint (torch.distributed.checkpoint). The restart has its default settings. torchrun is not used, because it would
+end the survivor as well.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The table and the goals of `swift-ft bench recovery`. Pure."""
+"""Evaluation, table and goals of `swift-ft bench recovery`. Pure."""
 
 import html
 import math
@@ -12,7 +12,7 @@ from swift_ft.lab.bench.peers.systems import INEXACT, SYSTEMS
 from swift_ft.lab.bench.peers.trial import PLACES, REPLICAS, SURVIVOR, VICTIM
 from swift_ft.lab.chart import Scale
 
-# What the marks of a run say: how long its ranks stood still, what was done again, who survived. Pure.
+# Evaluation of a run's marks: how long its ranks stood still, which steps were repeated, who survived. Pure.
 
 MEDIANS = (
     "next_step_s",
@@ -27,26 +27,26 @@ MEDIANS = (
 
 
 class Point(NamedTuple):
-    """Where the victim dies."""
+    """A point at which the victim dies."""
 
     step: int
     place: str
-    """In the step: one of `trial.PLACES`."""
+    """Place in the step, one of `trial.PLACES`."""
 
 
 def points(seed: int, count: int, first: int, last: int) -> list[Point]:
-    """The same for every system. Steps from `first` to `last`, both included."""
+    """Draws the points, equal for every system. Steps are from `first` to `last`, both included."""
     chance = random.Random(seed)
     return [Point(chance.randint(first, last), chance.choice(PLACES)) for _ in range(count)]
 
 
 def judge(marks: Sequence[dict[str, Any]], reference: str) -> dict[str, Any]:
-    """The figures of a run in which a replica died. ``failed`` in their place: it never went on.
+    """Returns the figures of a run in which a replica died, or only ``failed`` if it never continued.
 
-    `reference`: digest of the weights of the run that did not fail. Seconds are from the kill. ``next_step_s`` is until
-    the first step is done in which the victim had no part: the one behind the step of the kill, which survivors can
-    finish without it if its gradients have reached them. ``lost_s`` is the same without the time of the new steps
-    themselves.
+    `reference`: digest of the weights of the run without failure. Seconds are from the kill. ``next_step_s`` is until
+    the first step is done in which the victim had no part. That is the step after the kill's: survivors can finish the
+    kill's step without the victim if its gradients have reached them. ``lost_s`` is the same without the time of the
+    new steps themselves.
     """
     kill = next((mark for mark in marks if mark["what"] == "killed"), None)
     if kill is None:
@@ -64,7 +64,7 @@ def judge(marks: Sequence[dict[str, Any]], reference: str) -> dict[str, Any]:
         for mark in marks
         if mark["what"] == "stepped" and mark["at"] < at and mark["replica"] == SURVIVOR
     ]
-    # A process that comes back when the others have ended begins from nothing: that is no part of the run.
+    # A process that returns after the others have ended starts from scratch: that is not part of the run.
     over = min((mark["at"] for mark in marks if mark["what"] == "ended"), default=float("inf"))
     together = [max(times) for number, times in new.items() if number > step and len(times) == REPLICAS]
     processes = [
@@ -92,13 +92,13 @@ def judge(marks: Sequence[dict[str, Any]], reference: str) -> dict[str, Any]:
 
 
 def _detected(marks: Sequence[dict[str, Any]], at: float) -> float | None:
-    """Until the survivor has left what it was in. None: it was ended from outside, or never noticed."""
+    """Returns the seconds until the survivor left its step; None if it was ended from outside or never noticed."""
     told = (mark["at"] - at for mark in marks if mark["what"] == "broken" and mark["replica"] == SURVIVOR)
     return min((seconds for seconds in told if seconds > 0), default=None)
 
 
 def step_s(marks: Sequence[dict[str, Any]]) -> float:
-    """The median step of the survivor, behind the first tenth, which warms up."""
+    """Returns the survivor's median step, without the first tenth as a warm-up."""
     at: list[float] = [
         mark["at"] for mark in marks if mark["what"] == "stepped" and mark["replica"] == SURVIVOR
     ]
@@ -106,7 +106,7 @@ def step_s(marks: Sequence[dict[str, Any]]) -> float:
 
 
 def _way(marks: Sequence[dict[str, Any]], kill: dict[str, Any]) -> dict[str, float]:
-    """The way of the process that takes the victim's place, in seconds from the kill; a spare was started before it."""
+    """Returns the replacement process's milestones in seconds from the kill; negative for the start of a spare."""
     pids = {mark["pid"] for mark in marks if mark["replica"] == VICTIM} - {kill["pid"]}
     way: dict[str, float] = {}
     for mark in marks:
@@ -119,7 +119,7 @@ def _way(marks: Sequence[dict[str, Any]], kill: dict[str, Any]) -> dict[str, flo
 def summary(
     system: str, rounds: Sequence[dict[str, Any]], undisturbed: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Medians over the kills after which it went on. `undisturbed`: of the run that did not fail."""
+    """Computes medians over the kills after which the system continued. `undisturbed`: the run without failure."""
     done = [measured for measured in rounds if "failed" not in measured]
     about: dict[str, Any] = {
         "system": system,
@@ -146,21 +146,21 @@ def summary(
     return about
 
 
-# The time that each kill has cost as one SVG file: a row for each system, a dot for each kill. Pure.
+# SVG of the time that each kill has cost: a row per system, a dot per kill. Pure.
 
 WIDTH, LEFT, RIGHT, TOP, ROW, BOTTOM = 640, 214, 22, 66, 30, 46
-"""Pixels: of the drawing, the margins that hold the labels, and the height of a row."""
+"""Pixels: width of the drawing, the margins that hold the labels, and the height of a row."""
 FLOOR_S = 0.01
 _STYLE = (
     "svg{background:#fff}text{font:15px system-ui,sans-serif;fill:#1f2328}.axis{stroke:#d1d9e0}"
     ".title{font-weight:600;font-size:18px}.words{fill:#59636e}.dot{fill-opacity:.45}"
 )
 _COLOURS = {True: "#0969da", False: "#57606a"}
-"""swift's, and all others."""
+"""Colours of swift (True) and of all others."""
 
 
 def draw_kills(document: Mapping[str, Any]) -> str:
-    """Of what `--json` writes: the systems that went on."""
+    """Draws the document that `--json` writes: the systems that continued after a kill."""
     cases = [case for case in document["cases"] if "lost_s" in case]
     lost = {case["system"]: [r["lost_s"] for r in case["rounds"] if "lost_s" in r] for case in cases}
     every = [max(seconds, FLOOR_S) for each in lost.values() for seconds in each] or [FLOOR_S, 1.0]
@@ -209,7 +209,7 @@ def _row(case: Mapping[str, Any], lost: Sequence[float], y: float, x: Scale) -> 
 
 
 GOAL_TORCHRUN = 10.0
-"""Time lost under torchrun with DCP over swift's, at least."""
+"""Lower limit of the time lost under torchrun with DCP over swift's."""
 OURS = "swift"
 HEAD = (
     f"{'':<28}{'detected':>10}{'next new step':>15}{'lost':>9}{'at most':>9}{'steps again':>13}{'with fewer':>12}"
@@ -218,7 +218,7 @@ HEAD = (
 
 
 def row(case: Mapping[str, Any], base: Mapping[str, float] | None) -> str:
-    """One system as a line of text. `base`: torchrun's run without a failure."""
+    """Formats one system as a line of text. `base`: torchrun's run without a failure."""
     front = f"{SYSTEMS[case['system']].words:<28}"
     if "missing" in case or "failed" in case:
         return front + str(case.get("missing") or case.get("failed"))
@@ -236,13 +236,13 @@ def row(case: Mapping[str, Any], base: Mapping[str, float] | None) -> str:
 
 
 def way(case: Mapping[str, Any]) -> str:
-    """How the process in the victim's place went, as a line of text."""
+    """Formats the milestones of the replacement process as a line of text."""
     words = [f"{name} {seconds:+.2f} s" for name, seconds in case["replacement_s"].items()]
     return f"{SYSTEMS[case['system']].words:<30}{', '.join(words) or '-'}"
 
 
 def goals(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """``what``, ``value`` and ``met`` of each; None: a system that it compares with is missing."""
+    """Returns ``what``, ``value`` and ``met`` of each goal; None if a system of the comparison is missing."""
     by = {case["system"]: case for case in cases if "lost_s" in case and case["went_on"] == case["kills"]}
     ours, torchrun = by.get(OURS), by.get("torchrun")
     ratio = None
@@ -283,7 +283,7 @@ def _over(ours: Mapping[str, Any] | None, theirs: Sequence[float]) -> float | No
 
 
 def goal(found: Mapping[str, Any]) -> str:
-    """As a line of text."""
+    """Formats a goal as a line of text."""
     how = {None: "not measured", True: "met", False: "missed"}[found["met"]]
     value = "" if found["value"] is None else f"{found['value']:.3g}, "
     return f"goal: {found['what']}: {value}{how}"

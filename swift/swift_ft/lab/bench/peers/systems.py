@@ -1,4 +1,4 @@
-"""The systems that are compared, and how a run of each is started."""
+"""The systems that are compared: how each is installed, and how a run of it is started."""
 
 import dataclasses
 import importlib.util
@@ -22,7 +22,7 @@ from swift_ft.comm import LOOPBACK
 from swift_ft.lab.bench.peers.trial import REPLICAS, Trial, read
 from swift_ft.lab.drill.cluster import Cluster, dying_with_this
 
-# The peers' environments: what is not swift's own is installed apart from it, and never into its environment.
+# The peers' environments: peers are installed separately, never into swift's own environment.
 
 PACKAGES: Mapping[str, tuple[str, str, Sequence[str]]] = MappingProxyType(
     {
@@ -30,16 +30,16 @@ PACKAGES: Mapping[str, tuple[str, str, Sequence[str]]] = MappingProxyType(
         "nvrx": ("nvidia_resiliency_ext.inprocess", "nvidia-resiliency-ext==0.4.1", ("packaging",)),
     }
 )
-"""Peer -> the module that it needs, the package that has it, and what that package needs and does not name."""
+"""Peer -> the module that it needs, the package that provides it, and that package's undeclared requirements."""
 INSTALL_S = 1200.0
 
 
 class Missing(Exception):
-    """Why a peer cannot be had, in one line."""
+    """Says in one line why a peer is not available."""
 
 
 def python_of(peer: str, directory: Path) -> str:
-    """The interpreter of the peer's environment in `directory`, which is made if it is not there. Raises Missing."""
+    """Returns the interpreter of the peer's environment in `directory`, created if missing. Raises Missing."""
     module, package, more = PACKAGES[peer]
     place = directory / peer
     python = place / "bin" / "python"
@@ -51,14 +51,14 @@ def python_of(peer: str, directory: Path) -> str:
             _run([sys.executable, "-m", "venv", str(place)], "venv")
             _run(words, f"pip install {package}")
         except BaseException:
-            rmtree(place, ignore_errors=True)  # half an environment would be taken for a whole one
+            rmtree(place, ignore_errors=True)  # so that an incomplete environment is not used later
             raise
     _run([str(python), "-c", f"import {module}"], f"import {module}")
     return str(python)
 
 
 def version_of(peer: str, python: str) -> str:
-    """Of the package, with its torch."""
+    """Returns the version of the peer's package, with that of its torch."""
     name = PACKAGES[peer][1].partition("==")[0]
     words = f"import importlib.metadata as m, torch; print(m.version({name!r}), 'torch', torch.__version__)"
     return _run([python, "-c", words], f"the version of {name}").strip()
@@ -76,22 +76,22 @@ def _run(words: Sequence[str], what: str) -> str:
 
 
 STRATEGIES = ("auto", "snapshot", "checkpoint", "reinit", "rollback", "shrink", "replay", "lossy-forward")
-"""Those that two replicas of a whole model can have. (`adaptive` is for pipelines.)"""
+"""swift's strategies that two replicas of a whole model can use. (`adaptive` is for pipelines.)"""
 LIMIT_S = 240.0
-"""For a run, beside its steps."""
+"""Time limit of a run, in addition to its steps."""
 LEAVE_S = 10.0
-"""Once a replica has ended, the other one has so long."""
+"""Time that the other replica has to end once one has ended."""
 
 
 class System(NamedTuple):
     words: str
-    """For people."""
+    """Name in tables and drawings."""
     peer: str = ""
-    """Whose environment it needs (`environments.PACKAGES`)."""
+    """Peer whose environment it needs (a key of `PACKAGES`), or ""."""
     strategy: str = ""
-    """Of swift."""
+    """swift's strategy, or "" for other systems."""
     settings: Mapping[str, Any] = {}
-    """Of its trainer."""
+    """Settings of its trainer."""
 
 
 SYSTEMS: Mapping[str, System] = {
@@ -120,11 +120,11 @@ SYSTEMS: Mapping[str, System] = {
     **{f"swift-{name}": System(f"swift, {name}", strategy=name) for name in STRATEGIES if name != "auto"},
 }
 INEXACT = ("torchft", "torchft-tuned", "swift-lossy-forward")
-"""Those that go on with half of the data, by their design."""
+"""Systems that by design continue with half of the data."""
 
 
 class Processes:
-    """What one run has started, but for swift's. A context manager, which ends it."""
+    """Processes that one run has started, other than swift's. As a context manager it ends them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -134,7 +134,7 @@ class Processes:
         return self
 
     def start(self, name: str, command: Sequence[str], **environment: str) -> None:
-        """Its output is a file of that name."""
+        """Starts a process. Its output goes to a file of that name."""
         with (self._directory / name).open("ab") as output:
             self._running.append(
                 subprocess.Popen(
@@ -149,7 +149,7 @@ class Processes:
             )
 
     def ended(self) -> bool:
-        """Whether one of them has, with or without success."""
+        """Returns whether any process has ended, with or without success."""
         return any(process.poll() is not None for process in self._running)
 
     def all_ended(self) -> bool:
@@ -167,7 +167,7 @@ class Processes:
 
 
 def _packages() -> str:
-    """Where swift_ft and its services are, for interpreters that have neither."""
+    """Returns the PYTHONPATH of swift_ft and its services, for interpreters without them."""
     specs = [importlib.util.find_spec(name) for name in ("swift_ft", "swift_ft_services")]
     return os.pathsep.join(
         str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin
@@ -177,13 +177,13 @@ def _packages() -> str:
 def _environment() -> dict[str, str]:
     foreign = ("SWIFT_", "TORCHELASTIC_", "TORCHFT_")
     ours = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    # Where a peer is installed there need be no swift.
+    # A peer's environment does not contain swift.
     return ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _packages(), **LOOPBACK}
 
 
 def run(name: str, trial: Trial, python: str) -> list[dict[str, Any]]:
-    """The marks of one run of a system. `python`: of its environment. What has not come to its end in time is
-    ended, and lacks marks."""
+    """Runs a system once and returns the run's marks. `python` is the interpreter of its environment. A run that
+    exceeds its time limit is ended, and lacks marks."""
     system, directory = SYSTEMS[name], Path(trial.directory)
     directory.mkdir()
     given = json.dumps(
@@ -198,7 +198,7 @@ def run(name: str, trial: Trial, python: str) -> list[dict[str, Any]]:
                     spares=1,
                     trainer=("-m", "swift_ft.lab.bench.peers.swift_trainer"),
                     trainer_arguments=[given],
-                    settings={events.ENV_EVENTS_DIR: "", **LOOPBACK},  # who trains has no trace
+                    settings={events.ENV_EVENTS_DIR: "", **LOOPBACK},  # trainers write no events
                 )
             )
             _await_end(trial, lambda: cluster.poll() is not None)
@@ -217,10 +217,10 @@ def run(name: str, trial: Trial, python: str) -> list[dict[str, Any]]:
                 "swift_ft.lab.bench.peers.torchrun_trainer",
                 given,
             ]
-            # Else ranks that are started again find addresses of dead ones in the agent's store (torch 2.13, gloo;
-            # https://github.com/pytorch/pytorch/issues/135712), and fail.
+            # Without this, restarted ranks find dead ranks' addresses in the agent's store and fail (torch 2.13, gloo;
+            # https://github.com/pytorch/pytorch/issues/135712).
             processes.start("torchrun", words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-        # Nobody stands above NVRx's ranks: the victim's end is not the run's.
+        # NVRx's ranks have no parent agent, so the victim's end does not end the run.
         _await_end(trial, processes.all_ended if system.peer == "nvrx" else processes.ended)
         return read(trial.directory)
 
@@ -258,7 +258,7 @@ def _start_nvrx(processes: Processes, given: str, python: str) -> None:
 
 def _torchrun(processes: int) -> list[str]:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    # Without --log-dir it leaves an empty directory behind in each run.
+    # Without --log-dir each run leaves an empty directory.
     return [*words, "--max-restarts", "3", "--log-dir", os.devnull]
 
 
@@ -269,7 +269,7 @@ def _free_port() -> int:
 
 
 def _await_end(trial: Trial, ended: Callable[[], bool]) -> None:
-    """Until all replicas have ended, or the launcher has, or one replica has and the other does not follow."""
+    """Waits until all replicas or the launcher have ended, or one replica has and the other does not follow in time."""
     limit = time.monotonic() + LIMIT_S + 2 * trial.steps * (trial.wait_s + 0.01)
     while time.monotonic() < limit:
         gone = ended()
@@ -280,6 +280,6 @@ def _await_end(trial: Trial, ended: Callable[[], bool]) -> None:
 
 
 def tail(trial: Trial) -> str:
-    """The last lines of what its processes have written."""
+    """Returns the last lines of the output of the run's processes."""
     texts = (path.read_text(errors="replace") for path in Path(trial.directory).glob("*") if path.is_file())
     return "\n".join("\n".join(text.splitlines()[-3:]) for text in texts)

@@ -2,9 +2,8 @@
 
 Gradients are averaged by `Manager.allreduce`: torchft's DistributedDataParallel (0.2.0) does not survive a lost peer
 over gloo, where the loss raises in `Work.wait`; its hook then ends the survivor with ``assert fut._fut``.
-
-A spare is a replica of torchft's fixed world that trains along, and whose gradients count as zeros. It has the place,
-and so the batches, of one that is lost.
+A spare is a replica of torchft's fixed world that trains along and contributes zero gradients. It takes the place, and
+so the batches, of a lost replica.
 """
 
 import os
@@ -65,7 +64,7 @@ def main() -> None:
         trial.maybe_die(replica, step, "update")
         if manager.current_step() <= step:
             trial.mark("broken", place, step)
-            continue  # somebody was lost in it: it is done again
+            continue  # a replica was lost in the step: it is repeated
         if manager.is_participating():
             trial.mark("stepped", place, manager.current_step() - 1)
         if manager.current_step() % trial.every == 0 and replica == SURVIVOR:

@@ -15,7 +15,7 @@ from swift_ft.lab.bench.peers.trial import Trial, make_model, make_optimizer, st
 
 
 class Training(Stateful):
-    """All that a checkpoint holds."""
+    """The content of a checkpoint: model, optimizer and step."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.model, self.optimizer, self.step = model, make_optimizer(model), 0
@@ -32,7 +32,7 @@ class Training(Stateful):
 
 
 def train(trial: Trial, rank: int, training: Training, save_to: Callable[[Path], None]) -> None:
-    """From the newest checkpoint, if there is one, to the last step."""
+    """Trains from the newest checkpoint, or from the start, to the last step."""
     newest = trial.newest_checkpoint()
     if newest is not None:
         load({"training": training}, checkpoint_id=newest)
@@ -65,7 +65,7 @@ def main() -> None:
     training = Training(DistributedDataParallel(make_model()))
     state = {"training": training}
     if trial.settings.get("asynchronous"):
-        # A thread saves: in the group of the training its collectives and those of the steps would wait for each other.
+        # A thread saves: in the training's group, its collectives and those of the steps would wait for each other.
         group = dist.new_group()
         saving: list[Any] = []
 
