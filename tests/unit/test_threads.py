@@ -102,16 +102,13 @@ def test_each_lane_has_threads_before_the_first_call_and_takes_none_without_one(
 
 
 def test_all_threads_of_a_log_server_end_with_it() -> None:
-    before = set(threading.enumerate())  # those that other tests have left may end meanwhile
-
-    def its_own() -> set[threading.Thread]:
-        return set(threading.enumerate()) - before
-
+    before = set(threading.enumerate())  # those that other tests have left may end, and start others, meanwhile
     with InProcess() as server:
-        assert len(its_own()) > 4 * len(LIMITS)
+        its_own = set(threading.enumerate()) - before
+        assert len(its_own) > 4 * len(LIMITS)
     del server
     gc.collect()
-    eventually(lambda: not its_own())
+    eventually(lambda: not any(thread.is_alive() for thread in its_own))
 
 
 @pytest.mark.parametrize("what", ["ticks", "server"])

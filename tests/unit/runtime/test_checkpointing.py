@@ -298,7 +298,7 @@ def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
     channel: Any = SimpleNamespace(
         replaying=replaying,
         begin_step=ignored,
-        settle=ignored,
+        wait_copied=ignored,
         profile=profile,
         off_log=saves,
     )

@@ -28,7 +28,7 @@ class World:
         )
         self.order: list[str] = []
         """Of what is told, and by whom."""
-        store = SimpleNamespace(settle=lambda: self.order.append("settled"))
+        store = SimpleNamespace(wait_saved=lambda: self.order.append("settled"))
         saving = SimpleNamespace(
             save_last=lambda: self.order.append("saved"), tell_untold=lambda: self.order.append("told")
         )
