@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -10,7 +12,8 @@ import pytest
 from swift_ft_services.authorization import LIMITS, Lanes
 from swift_ft_services.coordinator.__main__ import until_stopped
 from swift_ft_services.threads import Threads
-from tests.unit.log.service import InProcess, eventually
+from tests.integration.logserver_world import REPOSITORY
+from tests.unit.log.service import eventually
 
 CANNOT = "can't start new thread"
 
@@ -101,14 +104,23 @@ def test_each_lane_has_threads_before_the_first_call_and_takes_none_without_one(
         assert all(one.result() for one in held)
 
 
+ALONE = """
+import gc, threading
+from swift_ft_services.authorization import LIMITS
+from tests.unit.log.service import InProcess, eventually
+
+before = threading.active_count()
+with InProcess() as server:
+    assert threading.active_count() > before + 4 * len(LIMITS)
+del server
+gc.collect()
+eventually(lambda: threading.active_count() == before)
+"""
+"""In a process of its own: what other tests have left starts threads and ends them."""
+
+
 def test_all_threads_of_a_log_server_end_with_it() -> None:
-    before = set(threading.enumerate())  # those that other tests have left may end, and start others, meanwhile
-    with InProcess() as server:
-        its_own = set(threading.enumerate()) - before
-        assert len(its_own) > 4 * len(LIMITS)
-    del server
-    gc.collect()
-    eventually(lambda: not any(thread.is_alive() for thread in its_own))
+    subprocess.run([sys.executable, "-c", ALONE], cwd=REPOSITORY, timeout=60, check=True)
 
 
 @pytest.mark.parametrize("what", ["ticks", "server"])
