@@ -78,8 +78,6 @@ class Account:
     seconds: float = 0.0
     kills: list[Kill] = field(default_factory=list)
     memory: dict[str, list[Sample]] = field(default_factory=lambda: defaultdict(list))
-    progress: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds, and bytes acknowledged by then."""
     acked_bytes: int = 0
     compared_records: int = 0
     compared_bytes: int = 0
@@ -93,14 +91,6 @@ class Account:
 
     def kills_of(self, what: str) -> int:
         return sum(what in kill.what for kill in self.kills)
-
-    def series(self) -> dict[str, Any]:
-        """Over time: memory by role as (seconds, pid, bytes), progress as (seconds, bytes)."""
-        memory = {
-            role: [(round(s.at_s, 1), s.pid, s.bytes) for s in samples]
-            for role, samples in self.memory.items()
-        }
-        return {"memory": memory, "acked": [(round(at, 1), size) for at, size in self.progress]}
 
 
 @dataclass(slots=True)
@@ -225,7 +215,6 @@ class Soak:
             size = rss_bytes(pid)
             if size is not None:
                 account.memory[role].append(Sample(self._now_s, pid, size))
-        account.progress.append((self._now_s, account.acked_bytes))
 
     # -- what ranks say -------------------------------------------------------------------------------------
 
@@ -496,7 +485,6 @@ def judge(config: SoakConfig, account: Account, broken: str) -> dict[str, Any]:
         "rate_mb_s": account.acked_bytes / 1e6 / account.seconds if account.seconds else 0.0,
         "memory_rule": config.memory.words(),
         "memory": [asdict(judged) for judged in memory],
-        "series": account.series(),
     }
 
 

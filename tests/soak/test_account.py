@@ -80,7 +80,6 @@ def test_the_rule_says_its_numbers() -> None:
 def an_account(**changes: Any) -> Account:
     account = Account(seconds=200.0, compared_bytes=MIB, compared_records=5, acked_bytes=MIB)
     account.kills = [Kill(10.0, "server"), Kill(30.0, "writer")]
-    account.progress = [(n / 2, n * MIB) for n in range(400)]
     account.memory["log server"] = life(1, 0, 200, filling)
     for name, value in changes.items():
         setattr(account, name, value)

@@ -35,7 +35,6 @@ from swift_ft.state.loaders import OriginLoaders
 from swift_ft.state.tensors import byte_view, plain
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.config import SessionConfig
-from swift_ft.train.errors import Differences
 from swift_ft.train.reducer import Row, Shares, Whole, check_dense
 from swift_ft.train.step_digests import Witness
 from swift_ft.train.training_state import TrainerState
@@ -57,7 +56,7 @@ class Answers:
         slot: int,
         assignment: Callable[[], Assignment],
         data: "ReconfigurableGroup",
-        differences: Differences,
+        differs: Callable[[int, str], None],
         config: SessionConfig,
     ) -> None:
         """`assignment` returns this generation's. `data`: the ranks of this stage. If the job reroutes, microbatches do
@@ -66,7 +65,7 @@ class Answers:
         self._slot = slot
         self._assignment = assignment
         self._data = data
-        self._differences = differences
+        self._differs = differs
         self._config, self._reroutes = config, config.reroutes
         self._named = False
         self.early = False
@@ -125,7 +124,7 @@ class Answers:
         """Reports, once, that the job is not exact from this step on."""
         if not self._named:
             self._named = True
-            self._differences.say(step, words)
+            self._differs(step, words)
 
 
 # Gradients of several batches on one rank, each accumulated as its own rank would have done.
@@ -234,21 +233,21 @@ class Adoption:
         groups: Mapping[str, ReconfigurableGroup],
         world: ReconfigurableGroup,
         witness: Witness,
-        differences: Differences,
+        differs: Callable[[int, str], None],
     ) -> None:
         """`assignment` returns this generation's. `groups`: the trainer's groups, by name.
         `world`: the group of all ranks, for the session's own messages."""
         self._config = config
         self._wanted = config.redistributes
         self._data, self._pipeline, self._world = groups["data"], groups["pipeline"], world
-        self._answers = self._pipeline.answers = Answers(slot, assignment, self._data, differences, config)
+        self._answers = self._pipeline.answers = Answers(slot, assignment, self._data, differs, config)
         self._slot = slot
         self._channel = channel
         self._state = state
         self.loaders = OriginLoaders()
         self._assignment = assignment
         self._witness = witness
-        self._differences = differences
+        self._differs = differs
         self._begins = False
         """Set in a new generation until the ranks have agreed whether a trial is due."""
         self._tried = False
@@ -421,7 +420,7 @@ class Adoption:
         own, origins = self._channel.origin, assignment.whole_origins()
         if len(origins) == 1 and own in origins:
             if not self._tried:
-                self._differences.say(
+                self._differs(
                     step, "nobody was left to try out whether one rank can compute another's batches"
                 )
             self._tried = True
@@ -460,7 +459,7 @@ class Adoption:
         if self._at_start:
             raise error
         if self._slot == self._assignment().occupied[0]:
-            self._differences.say(step, str(error))
+            self._differs(step, str(error))
 
     def _digest(self, gradients: Gradients) -> bytes:
         state = xxhash.xxh3_128()

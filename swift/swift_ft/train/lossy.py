@@ -26,7 +26,7 @@ from swift_ft import events
 from swift_ft.errors import Fenced, JobFailed, UsageError
 from swift_ft.planner import Assignment
 from swift_ft.state.journal import Journal
-from swift_ft.train.errors import Hook
+from swift_ft.train.hook import Hook
 from swift_ft.train.reducer import Reducer, UpdateBucket
 
 # Agreement on the averaged buckets of an interrupted step, and on the ranks that send them to others.

@@ -567,9 +567,7 @@ class Rerouting(Adoption):
         # A process that joins a degraded world cannot run the trial. Its peers, with the same stages, have run it.
         own = torch.tensor([self._tried], dtype=torch.uint8)
         if not any(map(bool, self._data.gathered(own))):
-            self._differences.say(
-                step, "nobody was left to try out whether one rank can compute another's batches"
-            )
+            self._differs(step, "nobody was left to try out whether one rank can compute another's batches")
         # A process that has joined since the trial does not know its result.
         (whole, split) = (_WHOLE, _SPLIT) if self._splits is not None else (0, 0)
         known = torch.tensor([split if self._splits else whole], dtype=torch.uint8)
@@ -614,7 +612,7 @@ class Rerouting(Adoption):
         )
         if self._at_start:
             raise error
-        self._differences.say(step, str(error))
+        self._differs(step, str(error))
 
     def _stage_count(self) -> int:
         """Returns the schedule's number of stages. (This process's assignment counts each stage group as one.)"""

@@ -39,7 +39,6 @@ from swift_ft.train.collective_policy import Gate, groups_behind
 from swift_ft.train.config import SessionConfig, determinism_fingerprint, from_environment
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.engine import Engine
-from swift_ft.train.errors import Differences
 from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.log_session import OwnLog
 from swift_ft.train.lossy import CutStep, World
@@ -231,7 +230,7 @@ class ModelParts:
 # Creates the parts of a session in the order of their dependencies.
 #
 # Two parts may depend on each other: the updates call the vote, which belongs to the engine, and the engine is created
-# from the state that has the updates. Then one part has a `Hook` (`swift_ft.train.errors`), or looks the value up at
+# from the state that has the updates. Then one part has a `Hook` (`swift_ft.train.hook`), or looks the value up at
 # each call: a generation's store and assignment exist only once there is a generation.
 
 
@@ -280,8 +279,8 @@ class Parts:
         stores = CoordinatorStores(member.client)
         communicator = ProcessGroups(backend, rank, all_groups, default=groups["world"], stores=stores)
         channel = _channel_of(rank, assignment, config, backend, faults, communicator, member)
-        losses, differences = Losses(rank, config.non_finite_loss, channel), Differences(member.client)
-        witness = Witness(differences.say, lambda: communicator.broken is not None, losses.check)
+        losses = Losses(rank, config.non_finite_loss, channel)
+        witness = Witness(member.client.differs, lambda: communicator.broken is not None, losses.check)
         channel.watch(witness)
         tape = Tape(witness)
         for group in groups.values():
@@ -301,7 +300,7 @@ class Parts:
 
         updates.before_update.bind(before_update)
         adoption = _adopts(config)(
-            config, rank, channel, state, assigned, groups, world, witness, differences
+            config, rank, channel, state, assigned, groups, world, witness, member.client.differs
         )
         staggering = Staggering(config.staggered, rank, member, state, world, assigned, channel)
         lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))

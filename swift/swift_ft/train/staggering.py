@@ -39,7 +39,7 @@ from swift_ft.planner import Assignment
 from swift_ft.state.checkpoint_file import Snapshot
 from swift_ft.state.tree import split
 from swift_ft.train.boundary_log import Channel
-from swift_ft.train.errors import Hook
+from swift_ft.train.hook import Hook
 from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Standing
 

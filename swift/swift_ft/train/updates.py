@@ -32,8 +32,8 @@ from swift_ft.errors import NonFiniteLoss, UsageError
 from swift_ft.state.carried_gradients import LeftGradients
 from swift_ft.state.journal import Journal, UndoResult
 from swift_ft.train.config import SessionConfig
-from swift_ft.train.errors import Hook
 from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.hook import Hook
 from swift_ft.train.lossy import CutStep
 from swift_ft.train.reducer import Reducer, UpdateBucket
 from swift_ft.train.tied_weights import Ties

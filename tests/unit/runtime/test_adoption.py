@@ -178,10 +178,13 @@ def adoption_of(**updates: Any) -> tuple[Adoption, Any]:
     said: list[str] = []
     nothing: Any = None
     state: Any = SimpleNamespace(updates=made)
-    differences: Any = SimpleNamespace(say=lambda _step, words: said.append(words))
+
+    def differs(_step: int, words: str) -> None:
+        said.append(words)
+
     groups: Any = {"data": nothing, "pipeline": SimpleNamespace()}
     config = SessionConfig(replicas=2, strategy="shrink")
-    adoption = Adoption(config, 0, nothing, state, lambda: vacant, groups, nothing, nothing, differences)
+    adoption = Adoption(config, 0, nothing, state, lambda: vacant, groups, nothing, nothing, differs)
     return adoption, said
 
 

@@ -17,7 +17,7 @@ from swift_ft.state import checkpoint_store
 from swift_ft.state.checkpoint_store import CheckpointStore, Saved, Unsaved
 from swift_ft.train.checkpointing import Saving
 from swift_ft.train.config import SessionConfig
-from swift_ft.train.errors import Hook
+from swift_ft.train.hook import Hook
 from tests.unit.checkpoint.holding import Holding
 from tests.unit.runtime.wired import Unrecorded, engine_of, state_of, updates_of
 

@@ -18,8 +18,8 @@ from swift_ft.train.boundary_log import FORWARD, Channel
 from swift_ft.train.collective_policy import Gate
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.coordinator_session import Member
-from swift_ft.train.errors import Hook
 from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.hook import Hook
 from swift_ft.train.session import Session
 from swift_ft.train.updates import Updates
 from tests.integration.logserver_world import REPOSITORY
@@ -146,6 +146,8 @@ class Coordinator:
 
     def wait_for(self, predicate: Any, timeout_s: float | None) -> pb.View:
         return self.latest
+
+    def differs(self, version: int, reason: str) -> None: ...
 
     def close(self) -> None: ...
 

@@ -1,24 +1,7 @@
-"""Late binding of parts (`Hook`), and differences that make a job inexact (`Differences`)."""
+"""Late binding of a session's parts."""
 
 from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar
-
-from swift_ft.rpc.client import CoordinatorClient
-
-# A difference shows state that a recovery does not restore: the job is not exact from there on.
-
-
-class Differences:
-    """Reports differences to the coordinator, for the parts that compare (`swift_ft.train.step_digests`,
-    `swift_ft.train.batch_redistribution`). Used by the trainer's thread only."""
-
-    def __init__(self, client: CoordinatorClient) -> None:
-        self._client = client
-
-    def say(self, step: int, words: str) -> None:
-        """Reports a difference. It is durable at the coordinator when this returns."""
-        self._client.differs(step, words)
-
 
 P = ParamSpec("P")
 R = TypeVar("R")
