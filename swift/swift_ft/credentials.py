@@ -9,15 +9,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import grpc
-from grpc_health.v1 import health_pb2
 
 from swift_ft import events
 from swift_ft.cli_parser import is_loopback
-from swift_ft.errors import ServiceError, UsageError
-from swift_ft.text import one_line
+from swift_ft.errors import UsageError
 from swift_ft.tokens import Owner, Role, Signature, SigningKey, read_file, read_secret, signature, write_file
 
 # Overview of authentication: tokens and their keys, roles, and channels that carry tokens over TLS.
@@ -443,53 +441,3 @@ def _connected(address: str) -> socket.socket:
 
 
 SECURITY_KEY = "swift-security"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Health:
-    """Answer to one ``grpc.health.v1`` check."""
-
-    status: str
-    """SERVING, NOT_SERVING, …"""
-    tls: bool
-    mutual_tls: bool
-    tokens: bool
-    insecure: bool
-    """True if it listens off loopback without TLS or without tokens: it was started with --insecure."""
-
-
-def check_service(
-    address: str, service: str = "", timeout_s: float = 5.0, credentials: Credentials | None = None
-) -> Health:
-    """Runs one health check. Needs no token. Raises ServiceError without an answer, UsageError as
-    `Credentials.check`."""
-    channel = open_channel(address, (("grpc.enable_http_proxy", 0),), credentials)
-    ask = channel.unary_unary(
-        "/grpc.health.v1.Health/Check",
-        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-        response_deserializer=health_pb2.HealthCheckResponse.FromString,
-    )
-    try:
-        answer, call = ask.with_call(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
-    except grpc.RpcError as error:
-        details = cast("grpc.Call", error).details()  # a failed call raises the call itself
-        why = advised(address, one_line(details), credentials)
-        raise ServiceError(f"{address} does not answer a health check: {why}") from None
-    finally:
-        channel.close()
-    words: set[str] = set()
-    for key, value in call.trailing_metadata() or ():
-        if key == SECURITY_KEY and isinstance(value, str):
-            words = set(value.split(","))
-    return Health(
-        status=_named(answer.status),
-        tls="tls" in words,
-        mutual_tls="mutual-tls" in words,
-        tokens="tokens" in words,
-        insecure="insecure" in words,
-    )
-
-
-def _named(status: int) -> str:
-    known = health_pb2.HealthCheckResponse.ServingStatus
-    return str(known.Name(status)) if status in known.values() else f"STATUS_{status}"

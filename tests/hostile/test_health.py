@@ -10,10 +10,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft._pb import log_pb2
-from swift_ft.credentials import check_service
 from swift_ft.log.protocol import CALLS_PER_CONNECTION, SERVICE, code_of, open_channel, reason_of
 from swift_ft.tokens import LOG
 from swift_ft_services.health import REQUEST_BYTES_MAX, WATCHES_PER_PEER
+from tests.health_probe import check_service
 from tests.hostile.clients import Connection
 from tests.hostile.world import BOUND_S, Neighbour, Server
 from tests.integration.launch_world import wait_until

@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from swift_ft._pb import log_pb2
-from swift_ft.credentials import check_service
 from swift_ft.log import admin
 from swift_ft.log.protocol import CALLS_PER_CONNECTION, SERVICE, Fsync, code_of, reason_of
 from swift_ft.log.reader import LogReader
@@ -21,6 +20,7 @@ from swift_ft.tokens import LOG
 from swift_ft_services.logserver.core import IndexEntry
 from swift_ft_services.logserver.quotas import SpaceConfig
 from swift_ft_services.logserver.state import EngineConfig
+from tests.health_probe import check_service
 from tests.hostile.clients import Connection
 from tests.hostile.world import BOUND_S, STREAM, Neighbour, Server, frame, message, opening
 from tests.integration.logserver_world import LogServer

@@ -14,7 +14,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft import events
-from swift_ft.credentials import check_service
 from swift_ft.errors import JobSetApart, LogUnavailable, RecordCorrupt, StaleGeneration
 from swift_ft.log import admin
 from swift_ft.log.protocol import SERVICE
@@ -22,6 +21,7 @@ from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey
 from swift_ft.log.segment import Ending, scan
 from swift_ft.log.writer import LogWriter
+from tests.health_probe import check_service
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer, free_port, run
 from tests.unit.log.service import eventually
 

@@ -277,20 +277,6 @@ def problems(work: Work, step: Step) -> list[str]:
     return found
 
 
-def out_of_order(work: Work, step: Step) -> list[tuple[int, int, int]]:
-    """Returns (worker, stage, origin) whose gradients are not added in the order of microbatches, which may reach the
-    worker by several paths. Such a sum has other bits, unless the run stores early gradients separately."""
-    found = []
-    for worker, order in step.orders().items():
-        newest: dict[tuple[int, int], int] = {}
-        for kind, stage, origin, microbatch in order:
-            if kind == work.adds():
-                if newest.get((stage, origin), -1) > microbatch:
-                    found.append((worker, stage, origin))
-                newest[stage, origin] = microbatch
-    return sorted(set(found))
-
-
 def needs(work: Work, action: Action) -> list[Action]:
     """Returns the actions that must end before this one begins."""
     kind, stage, origin, microbatch = action

@@ -13,8 +13,9 @@ from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.driver import Driver
 from swift_ft_services.coordinator.job_record import LogServer
 from swift_ft_services.coordinator.log_calls import JobForgotten
-from swift_ft_services.coordinator.store import MemoryStore, MetadataStore
+from swift_ft_services.coordinator.store import MetadataStore
 from swift_ft_services.coordinator.timeouts import Timing
+from tests.memory_store import MemoryStore
 
 PATIENCE_S = 20.0
 

@@ -18,8 +18,9 @@ from swift_ft_services.coordinator.job_record import State, VoteKind, encode
 from swift_ft_services.coordinator.log_calls import Unavailable
 from swift_ft_services.coordinator.restarts import note_run
 from swift_ft_services.coordinator.service import Servicer
-from swift_ft_services.coordinator.store import MemoryStore, Transaction
+from swift_ft_services.coordinator.store import Transaction
 from swift_ft_services.coordinator.views import FENCED_SHOWN, view_of
+from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import (
     FakeClock,
     FakeLogs,

@@ -19,7 +19,8 @@ from swift_ft_services.coordinator.__main__ import hold, open_directory
 from swift_ft_services.coordinator.driver import Apart, JobApart
 from swift_ft_services.coordinator.job_record import ROOT, JobRow, by_job, decode
 from swift_ft_services.coordinator.service import Servicer
-from swift_ft_services.coordinator.store import MemoryStore, SqliteStore, Stored, StoreFailed, Transaction
+from swift_ft_services.coordinator.store import SqliteStore, Stored, StoreFailed, Transaction
+from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import FakeLogs, driver_of, join, run_to_running, scenario, sender
 
 FILE = "coordinator.sqlite"

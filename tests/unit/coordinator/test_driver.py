@@ -22,8 +22,9 @@ from swift_ft_services.coordinator.log_calls import (
     Unfit,
 )
 from swift_ft_services.coordinator.log_placement import EMPTIED_WHEN_NEW
-from swift_ft_services.coordinator.store import MemoryStore, StoreFailed, Transaction
+from swift_ft_services.coordinator.store import StoreFailed, Transaction
 from swift_ft_services.coordinator.timeouts import Timing
+from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import (
     PATIENCE_S,
     FakeClock,

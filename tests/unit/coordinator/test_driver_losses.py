@@ -12,7 +12,7 @@ from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.driver import Driver
 from swift_ft_services.coordinator.job_record import RankLogs
 from swift_ft_services.coordinator.log_placement import EMPTIED_WHEN_NEW, GIVEN_UP, unreplaced
-from swift_ft_services.coordinator.store import MemoryStore
+from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import (
     FakeLogs,
     driver_of,

@@ -12,7 +12,7 @@ from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import Driver, NoSuchJob
 from swift_ft_services.coordinator.service import Context, Servicer
-from swift_ft_services.coordinator.store import MemoryStore
+from tests.memory_store import MemoryStore
 from tests.unit.control.test_measured import ONE
 from tests.unit.coordinator.driver_world import FakeLogs, driver_of, join, run_to_running, scenario, sender
 

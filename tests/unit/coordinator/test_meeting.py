@@ -10,8 +10,8 @@ from swift_ft_services.coordinator import driver as meeting_module
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import Driver, Meetings, TooMany
 from swift_ft_services.coordinator.service import Context, Servicer, _wrong_meeting
-from swift_ft_services.coordinator.store import MemoryStore
 from swift_ft_services.coordinator.timeouts import Timing
+from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, run_to_running, scenario
 
 LEASE_S = 15.0

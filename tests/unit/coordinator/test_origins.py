@@ -10,7 +10,7 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import Driver
-from swift_ft_services.coordinator.store import MemoryStore
+from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import (
     PATIENCE_S,
     FakeLogs,

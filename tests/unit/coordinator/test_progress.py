@@ -12,9 +12,9 @@ from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import State
 from swift_ft_services.coordinator.metrics import CoordinatorMetrics
 from swift_ft_services.coordinator.service import _replaying
-from swift_ft_services.coordinator.store import MemoryStore
 from swift_ft_services.coordinator.text import plan_fields
 from swift_ft_services.coordinator.views import JobSnapshot, status_of, view_of
+from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import FakeLogs, driver_of, run_to_running, scenario, sender
 from tests.unit.coordinator.rows import copy_of
 

@@ -12,7 +12,7 @@ from swift_ft_services.coordinator import driver as sharing_module
 from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.driver import Driver, NoSuchJob, Sharing
 from swift_ft_services.coordinator.service import Context, Servicer
-from swift_ft_services.coordinator.store import MemoryStore
+from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import (
     PATIENCE_S,
     FakeLogs,

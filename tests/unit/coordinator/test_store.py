@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from swift_ft_services.coordinator.store import (
-    MemoryStore,
     MetadataStore,
     SqliteStore,
     StoreConflict,
@@ -19,6 +18,7 @@ from swift_ft_services.coordinator.store import (
     StoreHeld,
     Transaction,
 )
+from tests.memory_store import MemoryStore
 
 Opener = Callable[[], Awaitable[MetadataStore]]
 

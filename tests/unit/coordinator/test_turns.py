@@ -10,9 +10,10 @@ from swift_ft_services.coordinator import driver as published_module
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import SOON_S, Driver
 from swift_ft_services.coordinator.job_record import JobRow, State
-from swift_ft_services.coordinator.store import MemoryStore, Transaction
+from swift_ft_services.coordinator.store import Transaction
 from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import view_of
+from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import FakeClock, FakeLogs, driver_of, scenario, view_with
 
 RANKS = 40

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from swift_ft import credentials
-from swift_ft.credentials import ENV_CA, advice, check_service
+from swift_ft.credentials import ENV_CA, advice
 from swift_ft.errors import ServiceError
 from swift_ft.lab.drill.cluster import PrivateCA
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.tools import doctor, inspect, status
+from tests.health_probe import check_service
 from tests.unit.security.world import JOB, Guarded
 
 WANTS = "it wants TLS: name the CA of its certificate in SWIFT_TLS_CA"

@@ -14,7 +14,6 @@ from swift_ft.credentials import (
     ENV_KEY,
     ENV_TOKEN_FILE,
     Credentials,
-    check_service,
     open_channel,
 )
 from swift_ft.errors import ServiceError, UsageError
@@ -23,6 +22,7 @@ from swift_ft.log import admin
 from swift_ft.rpc import CoordinatorClient
 from swift_ft.tokens import Role, write_file
 from swift_ft_services.listening import Protection
+from tests.health_probe import check_service
 from tests.unit.security.world import JOB, RANK, Guarded, Keys, touched
 
 

@@ -22,10 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from swift_ft._pb import coordinator_pb2, log_pb2
-from swift_ft.credentials import check_service
 from swift_ft.log import admin
 from swift_ft.log.protocol import message_of, reason_of
 from swift_ft.tokens import COORDINATOR, LOG
+from tests.health_probe import check_service
 from tests.unit.log.frames import JOB, frame_of
 from tests.unit.security.test_fuzz_decoders import changed, with_checksum
 from tests.unit.security.world import code_of
