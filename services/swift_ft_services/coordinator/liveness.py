@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Generic, TypeVar
 
 from swift_ft_services.coordinator.job_record import JobRow, State
@@ -108,9 +109,12 @@ class StepClock:
         return self._at.get(rank, (0, 0.0))[0]
 
     def steps_within(self, seconds: float) -> int:
-        """Returns how many steps a rank may begin within `seconds`, from the shortest of the recent steps."""
-        shortest_s = min(self._recent_s, default=seconds + 1.0)
-        return int(seconds / max(shortest_s, 1e-4))
+        """Returns how many steps a rank begins within `seconds`, from the median of the recent steps.
+
+        Not from the shortest one: a heartbeat that is late makes the step after it look short.
+        """
+        typical_s = median(self._recent_s) if self._recent_s else seconds + 1.0
+        return int(seconds / max(typical_s, 1e-4))
 
     @property
     def bound_s(self) -> float:

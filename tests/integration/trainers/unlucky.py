@@ -6,8 +6,8 @@ so many times (default 1) in all processes of the rank together, and not before 
 the list has happened. Places: "step" (its begin), "forward", "backward", "vote" (in the optimizer), "replay" (of any
 step), "build" (while groups are connected), "made" (before `run`), "first" (before the session), "load", "loaded"
 (around a checkpoint), "after" (behind `run`). With "reset" every connection to other ranks is broken, by a reset; with
-"terminate" the launcher gets SIGTERM, the step goes on when a last checkpoint is agreed on, and `LEAVES_WITHIN` steps
-later the process stands still; with "nan" the data of the step are not numbers; "slow" takes a tenth of a second.
+"terminate" the launcher gets SIGTERM, the step goes on when a last checkpoint is agreed on, and the process stands
+still once it is complete; with "nan" the data of the step are not numbers; "slow" takes a tenth of a second.
 "raise when saved" and "die when told" wait until the checkpoint that was due last is complete; the second one then
 makes "there<step>" and waits for "die<step>". "stop" ends the run, in replays as well; "die with the word" kills the
 rank once it has said that it is at its end.
@@ -41,7 +41,6 @@ NON_FINITE_LOSS = sys.argv[6] if sys.argv[6:] else "warn"
 RATE = float(sys.argv[7]) if sys.argv[7:] else 0.01
 RANK = int(os.environ["RANK"])
 WIDTH, BATCH = 16, 8
-LEAVES_WITHIN = 15
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -119,8 +118,8 @@ def suffer(what: str, times: int) -> None:
         case "terminate":
             os.kill(os.getppid(), signal.SIGTERM)
             session._member.watcher.wait_for(lambda view: view.HasField("checkpoint_at"), 60.0)
-            global stands_at
-            stands_at = now + LEAVES_WITHIN
+            global leaves_after
+            leaves_after = now
         case "nan":
             global factor
             factor = math.nan
@@ -140,6 +139,19 @@ def suffer(what: str, times: int) -> None:
 
 def await_checkpoint() -> None:
     session._member.watcher.wait_for(lambda view: now - now % EVERY in view.checkpoints, 60.0)
+
+
+def stand_still_once_saved() -> None:
+    """Goes on while the version that is agreed on lies ahead: a rank that heard of it late has it moved."""
+
+    def saved(view: Any) -> bool:
+        return any(version > leaves_after for version in view.checkpoints)
+
+    def ahead(view: Any) -> bool:
+        return view.HasField("checkpoint_at") and view.checkpoint_at > now
+
+    if saved(session._member.watcher.wait_for(lambda view: saved(view) or ahead(view), 60.0)):
+        time.sleep(3600.0)
 
 
 def reset_while_building() -> None:
@@ -175,7 +187,7 @@ class Part(nn.Module):
 
 now = -1
 factor = 1.0
-stands_at = -1
+leaves_after = STEPS
 loads = CheckpointStore.load
 if __name__ == "__main__":
     happen("first")
@@ -199,8 +211,8 @@ if __name__ == "__main__":
         global now, factor
         now, factor = step, 1.0
         happen("step", step)
-        if step == stands_at:
-            time.sleep(3600.0)
+        if step > leaves_after:
+            stand_still_once_saved()
         if session.replaying:
             happen("replay")
         generator = torch.Generator().manual_seed(2 * step + session.dp_rank)

@@ -165,7 +165,7 @@ def test_the_step_bound_is_derived_from_observed_steps() -> None:
 
 
 def test_what_a_recovery_gives_a_rank_is_no_step_that_it_has_done() -> None:
-    """Else an early checkpoint, whose margin goes by the quickest step, would be agreed on far ahead."""
+    """Else an early checkpoint, whose margin goes by the steps seen, would be agreed on far ahead."""
     clock = StepClock(Timing())
     clock.see(0, 0, 0.0, running=True)
     clock.see(0, 1, 1.0, running=True)
@@ -175,6 +175,15 @@ def test_what_a_recovery_gives_a_rank_is_no_step_that_it_has_done() -> None:
     assert [clock.version(rank) for rank in range(3)] == [50, 50, 50]
     for rank in range(3):
         clock.see(rank, 51, 11.0, running=True)
+    assert clock.steps_within(1.0) == 1
+
+
+def test_a_late_heartbeat_does_not_put_an_early_checkpoint_off() -> None:
+    """It makes the next step look short; SIGTERM's checkpoint would come after the launcher's time."""
+    clock = StepClock(Timing())
+    clock.see(0, 0, 0.0, running=True)
+    for version, at in enumerate((1.0, 2.0, 3.95, 4.0, 5.0), start=1):
+        clock.see(0, version, at, running=True)
     assert clock.steps_within(1.0) == 1
 
 
