@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from swift_ft.planner import (
+    SETTINGS,
     Assignment,
     Checkpoints,
     Plan,
@@ -20,7 +21,6 @@ from swift_ft.planner import (
     shrinks,
     worth_waiting_s,
 )
-from swift_ft.planner import shrinks as strategy_shrinks
 from swift_ft.planner.strategies import refused_with
 from swift_ft_services.coordinator.job_record import LACKS, JobRow, State, count_of, replicas_of
 
@@ -46,19 +46,20 @@ from swift_ft_services.coordinator.job_record import LACKS, JobRow, State, count
 
 def job_shrinks(config: Mapping[str, str]) -> bool:
     """Returns whether a job with this configuration continues without a lost rank."""
-    return strategy_shrinks(config.get("strategy", ""))
+    return shrinks(config.get("strategy", ""))
 
 
 def shrinks_late(config: Mapping[str, str]) -> bool:
     """Returns whether such a job continues without a lost rank only once no process is expected for it."""
-    return config.get("strategy") == "auto" and bool(config.get("lost_shard"))
+    setting = SETTINGS.get(config.get("strategy", ""))
+    return setting is not None and bool(setting.once_vacant) and bool(config.get("lost_shard"))
 
 
 def strategy_of(row: JobRow, strategy: str) -> str:
     """Returns the strategy to recover by, for the configured `strategy`. Steps run while a slot was vacant are not
     replayed, because the log does not hold all of their records."""
     late = shrinks_late(row.config)
-    return "shrink" if late and (row.vacant or lacks_steps(row)) else strategy
+    return SETTINGS[strategy].once_vacant if late and (row.vacant or lacks_steps(row)) else strategy
 
 
 def lacks_steps(row: JobRow) -> bool:
@@ -206,8 +207,8 @@ def config_of(config: Mapping[str, str]) -> PlanConfig:
     """Returns the planner's configuration for the job's. Raises ValueError for an invalid strategy or invalid
     groups."""
     strategy = config.get("strategy", "auto")
-    if shrinks(strategy) and replicas_of(config) == 1:
-        strategy = "auto"  # a stage that moves is replayed: without replicas no other rank has its state
+    if strategy in SETTINGS and replicas_of(config) == 1:
+        strategy = SETTINGS[strategy].without_replicas or strategy
     return PlanConfig(
         strategy=strategy,
         inexact_undo=config.get("undo") == "arithmetic",

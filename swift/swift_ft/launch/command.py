@@ -51,7 +51,7 @@ from swift_ft.launch.torch_names import (
     parse_rendezvous_endpoint,
     to_map,
 )
-from swift_ft.planner.types import LOST_SHARDS, QUICKEST, STRATEGIES, lost_shard_problem
+from swift_ft.planner.settings import LOST_SHARDS, QUICKEST, STRATEGIES, lost_shard_problem
 from swift_ft.text import ENV_ALLOW_INEXACT, ENV_SPARES, JOB_GRAMMAR, JOB_PATTERN, LAUNCHER_SETTINGS, tell
 
 # Recovery flags of `swift-ft run`, which reach the session of each rank through its environment.

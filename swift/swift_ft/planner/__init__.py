@@ -8,31 +8,30 @@ from swift_ft.planner.assignment import Assignment, Slot, quickest, worth_waitin
 from swift_ft.planner.decision import Help, Plan, Prediction, RankPlan
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.planner.plan import Refusals, finishable, plan, plan_off_log
-from swift_ft.planner.types import (
-    FROM_CHECKPOINT,
+from swift_ft.planner.settings import (
     LOST_SHARDS,
-    SHRINKING,
-    SNAPSHOTTING,
+    SETTINGS,
     STRATEGIES,
+    PlanConfig,
+    Setting,
+    lost_shard_problem,
+    reroutes,
+    shrinks,
+)
+from swift_ft.planner.types import (
     Checkpoints,
     HeldSnapshot,
-    PlanConfig,
     RankMeasured,
     Report,
     Sent,
     StageMeasured,
     Strategy,
     StreamSummary,
-    lost_shard_problem,
-    reroutes,
-    shrinks,
 )
 
 __all__ = [
-    "FROM_CHECKPOINT",
     "LOST_SHARDS",
-    "SHRINKING",
-    "SNAPSHOTTING",
+    "SETTINGS",
     "STRATEGIES",
     "Assignment",
     "Checkpoints",
@@ -47,6 +46,7 @@ __all__ = [
     "Refusals",
     "Report",
     "Sent",
+    "Setting",
     "Slot",
     "StageMeasured",
     "Strategy",

@@ -36,8 +36,9 @@ from swift_ft.planner.assignment import Assignment
 from swift_ft.planner.decision import Help, Plan, RankPlan
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.planner.replay_cost import Predictor, StageCost, costs_of, predicted_words
-from swift_ft.planner.strategies import TABLE, Begins, Way, may_replay, permitted, replaying
-from swift_ft.planner.types import Checkpoints, PlanConfig, RankMeasured, Report, Strategy, StreamSummary
+from swift_ft.planner.settings import PlanConfig
+from swift_ft.planner.strategies import TABLE, Begins, Way, may_replay, replaying
+from swift_ft.planner.types import Checkpoints, RankMeasured, Report, Strategy, StreamSummary
 
 # Selection of the steps under way that may be finished.
 
@@ -563,14 +564,14 @@ def plan(
         raise ValueError("plan needs one report of every slot that is held")
     if lost := assignment.lost_stages():
         return None, f"no rank is left that runs stage {lost[0]}"
-    usable = permitted(config.strategy)
+    usable = config.setting.permits
     # Where snapshots are only one way among others, their absence is not worth a reason.
-    snapshots = config.strategy == "snapshot" or any(report.snapshots for report in reports)
+    snapshots = bool(config.setting.snapshot_every) or any(report.snapshots for report in reports)
     snapshots = snapshots and Strategy.SNAPSHOT in usable.difference(refused.strategies)
     restore = partial(go_back, reports, checkpoints, snapshots=snapshots)
     if refused.everything:
         return restore(refused.reason)
-    if usable == {Strategy.CHECKPOINT}:
+    if config.setting.only_restores:
         return restore("the job is configured to restore checkpoints")
     costs = costs_of(measured, config.groups)
     allowed = usable.difference(refused.strategies)

@@ -5,7 +5,8 @@ carry strategies out through `swift_ft.train.strategies.TABLE`, which has the sa
 
 **To add a strategy:**
 
-1. `Strategy` in `swift/swift_ft/planner/types.py`, and the same name with the next free number in the enum of
+1. `Strategy` in `swift/swift_ft/planner/types.py` (`swift/swift_ft/planner/settings.py` names the settings that do not
+   permit it), and the same name with the next free number in the enum of
    `proto/swift_ft/_pb/coordinator.proto`; then `scripts/gen_proto`.
 2. A class here: a `Policy`. `reach` returns the version that a rank gets to by itself, given its report, and whether
    bit for bit; a strategy that copies has `share` instead. `reason` explains the choice to people. The class
@@ -30,7 +31,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
-from swift_ft.planner.types import FROM_CHECKPOINT, SHRINKING, SNAPSHOTTING, STRATEGIES, Report, Strategy
+from swift_ft.planner.settings import SETTINGS
+from swift_ft.planner.types import Report, Strategy
 
 # The planner's interface to a strategy.
 
@@ -69,8 +71,6 @@ class Policy:
     goes_back: ClassVar[bool] = False
     """Planned for all ranks or for none: the run goes back to an older version, and later records in the log are
     discarded (`swift_ft.planner.plan`)."""
-    excluded_by: ClassVar[frozenset[str]] = FROM_CHECKPOINT
-    """The settings of `PlanConfig.strategy` under which it is not used."""
     verb: ClassVar[str] = ""
     """Verb, in messages, for a rank that others copy from: "rank 1 <verb> version 7"."""
 
@@ -131,7 +131,6 @@ class Replay(Policy):
     strategy = Strategy.REPLAY
     begins = Begins.CHECKPOINT
     replays = True
-    excluded_by = SHRINKING | FROM_CHECKPOINT | {"replica", "snapshot"}
 
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
         way = ways[report.rank]
@@ -146,7 +145,6 @@ class CatchUp(Policy):
 
     strategy = Strategy.CATCH_UP
     replays = True
-    excluded_by = SHRINKING | FROM_CHECKPOINT | {"replica", "snapshot"}
 
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
         version = ways[report.rank].version
@@ -184,7 +182,6 @@ class Checkpoint(Policy):
     strategy = Strategy.CHECKPOINT
     begins = Begins.CHECKPOINT
     goes_back = True
-    excluded_by = frozenset()
 
 
 # LOSSY_FORWARD: the step under way is finished with the gradients of the remaining ranks.
@@ -201,7 +198,6 @@ class LossyForward(Policy):
     finishes_step = True
     own_step = True
     together = True
-    excluded_by = frozenset(STRATEGIES) - {"lossy-forward"}
     verb = "finishes the step to"
 
     def reach(self, report: Report) -> Way | None:
@@ -227,7 +223,6 @@ class Replica(Policy):
 
     strategy = Strategy.REPLICA
     begins = Begins.COPY
-    excluded_by = FROM_CHECKPOINT | {"replay", "snapshot"}
 
     def share(
         self, own: Mapping[int, Way], replicas: Sequence[int], distance: Callable[[int, int], object]
@@ -262,7 +257,6 @@ class RollForward(Policy):
     strategy = Strategy.ROLL_FORWARD
     finishes_step = True
     own_step = True
-    excluded_by = FROM_CHECKPOINT | {"rollback"}
     verb = "rolls forward to"
 
     def reach(self, report: Report) -> Way | None:
@@ -281,7 +275,6 @@ class Snapshot(Policy):
     strategy = Strategy.SNAPSHOT
     begins = Begins.SNAPSHOT
     goes_back = True
-    excluded_by = frozenset(STRATEGIES) - SNAPSHOTTING
 
 
 # UNDO: the step under way is reverted.
@@ -327,23 +320,18 @@ TABLE: Mapping[Strategy, Policy] = MappingProxyType(
 assert set(TABLE) == set(Strategy), "every strategy has a policy"
 
 
-def permitted(setting: str) -> frozenset[Strategy]:
-    """Returns the strategies that may be used under this `PlanConfig.strategy`."""
-    return frozenset(policy.strategy for policy in TABLE.values() if setting not in policy.excluded_by)
-
-
 def may_copy(setting: str) -> bool:
     """Returns whether a rank may receive another one's state."""
-    return any(TABLE[strategy].begins is Begins.COPY for strategy in permitted(setting))
+    return any(TABLE[strategy].begins is Begins.COPY for strategy in SETTINGS[setting].permits)
 
 
 def may_replay(setting: str) -> bool:
-    return not permitted(setting).isdisjoint(replaying())
+    return not SETTINGS[setting].permits.isdisjoint(replaying())
 
 
 def may_finish(setting: str) -> bool:
     """Returns whether the remaining ranks may together finish a step that a loss has interrupted."""
-    return any(TABLE[strategy].together for strategy in permitted(setting))
+    return any(TABLE[strategy].together for strategy in SETTINGS[setting].permits)
 
 
 def replaying() -> frozenset[Strategy]:

@@ -13,8 +13,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swift_ft.planner.groups import RecoveryGroups
-
 # Recovery is decided from these types. `swift_ft.planner.decision` has the result.
 #
 # A *version* of a state is the number of optimizer steps in it. Replaying from version a to version t means recomputing
@@ -130,83 +128,6 @@ class StreamSummary:
     """The first and the last step that are declared incomplete (`swift_ft.log.record`)."""
     marks: int = 0
     """The number of records that declare incomplete steps; the other records are tensors."""
-
-
-STRATEGIES = (
-    "auto",
-    "replica",
-    "replay",
-    "checkpoint",
-    "shrink",
-    "adaptive",
-    "rollback",
-    "lossy-forward",
-    "snapshot",
-    "reinit",
-)
-FROM_CHECKPOINT = frozenset({"checkpoint", "reinit"})
-"""Strategies under which all ranks always go back to the checkpoint."""
-SNAPSHOTTING = frozenset({"auto", "snapshot"})
-"""Strategies under which all ranks may go back to snapshots, if there are any."""
-SHRINKING = frozenset({"shrink", "adaptive", "rollback", "lossy-forward"})
-"""Strategies under which the others go on without a lost rank, in a smaller world."""
-LOST_SHARDS = ("redistribute", "reroute", "drop")
-"""Choices for the batches of a lost data-parallel rank: one other rank computes the whole batch, its peers share the
-microbatches (pipelines), or the batch is dropped."""
-
-QUICKEST = "quickest"
-"""In place of a value of `LOST_SHARDS`: the one with the shortest steps while a rank is missing
-(`swift_ft.planner.assignment.quickest`)."""
-
-
-def shrinks(strategy: str) -> bool:
-    """Returns whether a job with this strategy goes on without a lost rank."""
-    return strategy in SHRINKING
-
-
-def reroutes(strategy: str, lost_shard: str) -> bool:
-    """Returns whether the peers of a lost rank share its microbatches, within the common step."""
-    return strategy == "adaptive" or (strategy == "auto" and lost_shard == "reroute")
-
-
-def lost_shard_problem(strategy: str, lost_shard: str) -> str:
-    """Returns why `lost_shard` is invalid with this strategy; empty if it is valid or not set."""
-    if lost_shard and strategy != "auto" and not shrinks(strategy):
-        return "a lost rank comes back, and computes its batches itself; leave it out, or use shrink, rollback or auto"
-    if strategy == "adaptive" and lost_shard == "drop":
-        return "the peers of a lost rank compute its microbatches; leave it out, or use shrink"
-    if lost_shard == QUICKEST and strategy != "auto":
-        return "only auto chooses; leave it out"
-    if lost_shard == "reroute" and strategy not in ("auto", "adaptive"):
-        return "one rank computes a lost one's batch; leave it out, or use adaptive"
-    if strategy == "lossy-forward" and lost_shard == "redistribute":
-        return "nobody computes the batches of a lost rank; leave it out, or use shrink or rollback"
-    return ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanConfig:
-    """The operator's choices."""
-
-    strategy: str = "auto"
-    """"auto": without replay if every stage reaches one version without, else by replay, or by snapshots if there are
-    any and that takes less time, else the checkpoint; "replica": as "auto", but steps are never replayed; "replay":
-    states are never copied, and a stage with a rank that holds no state is replayed; "checkpoint": always restore the
-    checkpoint; "shrink": the others go on without a lost rank, and steps are never replayed; "adaptive": as "shrink",
-    and its peers share its microbatches; "rollback": as "shrink", but the interrupted step is never finished;
-    "lossy-forward": as "shrink", but that step is finished with the gradients of the remaining ranks; "snapshot": all
-    go back to the newest copies in host memory, without replica copies or replay; "reinit": as "checkpoint", which
-    ranks load where their training function begins again."""
-    inexact_undo: bool = False
-    """Permits an undo that is not bit-exact."""
-    groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)
-    """Stages that recover together."""
-    helpers: int = 0
-    """The most other ranks that share a replay with its owner."""
-
-    def __post_init__(self) -> None:
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy {self.strategy!r} is not known: use one of {', '.join(STRATEGIES)}")
 
 
 STAGES_MAX = 64

@@ -14,15 +14,15 @@ from swift_ft.log.protocol import Fsync
 from swift_ft.log.record import WHEN_FULL
 from swift_ft.planner import Assignment, quickest
 from swift_ft.planner.groups import RecoveryGroups
-from swift_ft.planner.types import (
+from swift_ft.planner.settings import (
     LOST_SHARDS,
     QUICKEST,
-    SNAPSHOTTING,
-    STRATEGIES,
+    SETTINGS,
+    Setting,
     lost_shard_problem,
     reroutes,
-    shrinks,
 )
+from swift_ft.planner.types import Strategy
 from swift_ft.state import MODES as CHECKPOINT_MODES
 from swift_ft.state import kernels
 from swift_ft.text import check_job
@@ -100,7 +100,6 @@ def _halves(line: str) -> tuple[str, str, str]:
 UPDATES = ("after_backward", "wait_free")
 UNDOS = ("exact", "arithmetic", "preimage")
 REDUCTIONS = ("auto", "ordered", "fast")
-SNAPSHOT_EVERY = 10
 NON_FINITE = ("warn", "fail", "ignore")
 REHEARSE = ("start", "always", "off")
 
@@ -226,13 +225,13 @@ class SessionConfig:
             raise UsageError(f"checkpoint_every={self.checkpoint_every}; give at least 1")
         if self.snapshot_every < 0:
             raise UsageError(f"snapshot_every={self.snapshot_every}; give 0 or more")
-        if self.snapshot_every and self.strategy not in SNAPSHOTTING:
+        if self.strategy not in SETTINGS:
+            raise UsageError(f"strategy={self.strategy!r}; give one of {', '.join(SETTINGS)}")
+        if self.snapshot_every and Strategy.SNAPSHOT not in self.setting.permits:
             raise UsageError(
                 f"snapshot_every={self.snapshot_every} with strategy={self.strategy!r}: nobody goes back to snapshots; "
                 f"use strategy='snapshot' or 'auto'"
             )
-        if self.strategy not in STRATEGIES:
-            raise UsageError(f"strategy={self.strategy!r}; give one of {', '.join(STRATEGIES)}")
         try:
             object.__setattr__(self, "groups", str(RecoveryGroups.parse(self.groups)))
         except ValueError as error:
@@ -270,7 +269,7 @@ class SessionConfig:
                     f"{name}={getattr(self, name)} with strategy={self.strategy!r}: it is for strategy='adaptive', and "
                     "for 'auto' with lost_shard='reroute'"
                 )
-        if self.staggered and self.strategy != "adaptive":
+        if self.staggered and not self.setting.staggers:
             raise UsageError(
                 f"staggered=True with strategy={self.strategy!r}: only strategy='adaptive' takes whole steps back; "
                 "leave it out"
@@ -292,7 +291,7 @@ class SessionConfig:
             raise UsageError(f"lost_shard={self.lost_shard!r} with strategy={self.strategy!r}: {problem}")
         if not self.shrinks:
             return
-        moves = self.strategy == "shrink" and not self.drops
+        moves = bool(self.setting.without_replicas) and not self.drops
         if self.shards > 1 or (self.replicas == 1 and not moves):
             raise UsageError(
                 f"strategy={self.strategy!r} with replicas={self.replicas} and shards={self.shards}: others go on "
@@ -303,7 +302,7 @@ class SessionConfig:
                 "exact_gradients=False does not lead to the bits of a run that never failed: say allow_inexact=True "
                 "(--allow-inexact), or leave it out"
             )
-        if self.strategy == "auto" and self.snapshot_every:
+        if self.snapshot_every:
             raise UsageError(
                 f"lost_shard={self.lost_shard!r} with snapshot_every={self.snapshot_every}: a rank that is not there "
                 "keeps no snapshot; leave one out"
@@ -330,14 +329,19 @@ class SessionConfig:
             )
 
     @property
+    def setting(self) -> Setting:
+        """The setting that `strategy` names."""
+        return SETTINGS[self.strategy]
+
+    @property
     def steps_to_snapshot(self) -> int:
         """Steps between two snapshots; 0 if none are taken."""
-        return self.snapshot_every or (SNAPSHOT_EVERY if self.strategy == "snapshot" else 0)
+        return self.snapshot_every or self.setting.snapshot_every
 
     @property
     def shrinks(self) -> bool:
         """True if the job goes on without a lost rank; with "auto", if no other process takes its place."""
-        return shrinks(self.strategy) or (self.strategy == "auto" and bool(self.lost_shard))
+        return self.setting.shrinks or bool(self.lost_shard)
 
     @property
     def redistributes(self) -> bool:
@@ -357,7 +361,7 @@ class SessionConfig:
     @property
     def finishes_cut_steps(self) -> bool:
         """True if a step whose reduction a loss cuts short is finished with the remaining ranks' gradients."""
-        return self.strategy == "lossy-forward"
+        return Strategy.LOSSY_FORWARD in self.setting.permits
 
     def not_shared(self, problem: str, instead: str = "") -> UsageError:
         """Returns the error for a setting that does not go with `lost_shard` or the strategy. `instead` names an
@@ -365,8 +369,8 @@ class SessionConfig:
         way, usual = "lost_shard='redistribute'", "use lost_shard='drop'"
         if self.reroutes:
             way, usual = "lost_shard='reroute'", "use lost_shard='redistribute'"
-        if self.strategy == "adaptive":
-            way, usual = "strategy='adaptive'", "use strategy='shrink'"
+        if self.setting.reroutes:
+            way, usual = f"strategy={self.strategy!r}", "use strategy='shrink'"
         return UsageError(f"{way} {problem}; {instead or usual}")
 
     def _of_lost(self) -> str:
@@ -458,8 +462,8 @@ def from_environment(config: SessionConfig) -> Launched:
         raise UsageError(f"strategy={config.strategy!r} with one rank: nobody is left to go on without it")
     if config.finishes_cut_steps and assignment.stage_groups > 1:
         raise UsageError(
-            f"strategy='lossy-forward' with {assignment.stage_groups} pipeline ranks: only replicas of a whole model "
-            "finish a step so; use strategy='rollback'"
+            f"strategy={config.strategy!r} with {assignment.stage_groups} pipeline ranks: only replicas of a whole "
+            "model finish a step so; use strategy='rollback'"
         )
     if config.drops and assignment.stage_groups > 1:
         raise UsageError(

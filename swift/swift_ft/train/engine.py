@@ -254,7 +254,7 @@ class Engine:
         self._lines = lines
         self._staggering = staggering
         self._num_steps = 0
-        self._reinits = config.strategy == "reinit"
+        self._reinits = config.setting.calls_again
         self.vote_seconds = 0.0
         self._measures = Measures(channel, store)
         self._adoption = adoption

@@ -501,7 +501,7 @@ class Session:
             reinitialization.begin_session(self)
             self._shadow.stand_in()
             return
-        if config.strategy == "reinit":
+        if config.setting.calls_again:
             reinitialization.begin_session(self)
         fingerprint = determinism_fingerprint(config.undo)
         with warm_up.waiting():
@@ -527,7 +527,7 @@ class Session:
         here = from_environment(config)
         place, config = here.place, here.config
         alone = not (reinitialization.is_called_again() or warm_up.is_warming_up())
-        if config.strategy == "reinit" and alone:
+        if config.setting.calls_again and alone:
             raise UsageError(
                 "strategy='reinit': nobody calls the training function again: start the script with `swift-ft run`, or "
                 "decorate the function with swift_ft.reinit"
@@ -560,7 +560,7 @@ class Session:
             self._end_metrics()
             self._engine.close()
             # this session's parts are gone before the process creates its next session
-            if self._config.strategy == "reinit" or self._shadow is not None:
+            if self._config.setting.calls_again or self._shadow is not None:
                 torch_private.let_go()
 
     # --- where this rank stands ---
@@ -718,7 +718,7 @@ class Session:
         """
         if num_steps < 0:
             raise UsageError(f"num_steps={num_steps}; give 0 or more")
-        if self._config.strategy == "reinit" and not reinitialization.is_open(self):
+        if self._config.setting.calls_again and not reinitialization.is_open(self):
             raise UsageError(
                 "the training function was called again, and the session is the one of before: with strategy='reinit' "
                 "make the session in that function"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from swift_ft.planner import STRATEGIES, Help, Plan, RankPlan, Report, Strategy
-from swift_ft.planner.strategies import TABLE, Begins, permitted, refused_with
+from swift_ft.planner import SETTINGS, Help, Plan, RankPlan, Report, Strategy
+from swift_ft.planner.strategies import TABLE, Begins, refused_with
 from swift_ft.train.strategies import TABLE as RESTORES
 
 KEEP, CATCH_UP, REPLAY, CHECKPOINT, ROLL_FORWARD, UNDO, REPLICA, SNAPSHOT, LOSSY_FORWARD = Strategy
@@ -63,8 +63,7 @@ def test_what_a_rank_reaches_by_itself() -> None:
     ],
 )
 def test_what_is_permitted(setting: str, excluded: set[Strategy]) -> None:
-    assert setting in STRATEGIES
-    assert permitted(setting) == set(Strategy) - excluded
+    assert SETTINGS[setting].permits == set(Strategy) - excluded
 
 
 def test_one_replay_that_is_refused_is_all_of_them() -> None:

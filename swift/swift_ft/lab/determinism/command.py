@@ -23,8 +23,8 @@ from swift_ft.lab.determinism.verify import (
     verify,
 )
 from swift_ft.lab.drill.facts import check_directory, check_file, until_stopped, work_directory
+from swift_ft.planner.settings import LOST_SHARDS, STRATEGIES
 from swift_ft.planner.strategies import may_finish
-from swift_ft.planner.types import LOST_SHARDS, STRATEGIES
 from swift_ft.text import show
 
 # A verdict in words, and as JSON.

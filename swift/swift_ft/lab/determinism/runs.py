@@ -24,7 +24,7 @@ from swift_ft.files import make_directory
 from swift_ft.lab.determinism.verify import ENV_DIE_IN, ENV_RECORDS, Interrupted, Run, placed, run_of
 from swift_ft.lab.drill.cluster import POLL_S, Cluster, Process, own_environment, with_environment
 from swift_ft.lab.drill.faults import to_environment
-from swift_ft.planner.types import reroutes, shrinks
+from swift_ft.planner import reroutes, shrinks
 from swift_ft.text import LAUNCHER_SETTINGS, tell
 
 RUN = "{run}"

@@ -24,7 +24,7 @@ from swift_ft.lab.drill.faults import phases_of
 from swift_ft.lab.drill.topology import Topology
 from swift_ft.planner import quickest
 from swift_ft.planner.groups import RecoveryGroups
-from swift_ft.planner.types import QUICKEST
+from swift_ft.planner.settings import QUICKEST
 
 # Kills of ranks at seeded coordinates (``--random-kills``).
 

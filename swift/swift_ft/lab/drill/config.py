@@ -16,7 +16,7 @@ from swift_ft.lab.drill import health_check, options, shrinking, warming
 from swift_ft.lab.drill.options import DEFAULTS, OPTIMIZERS, Reach
 from swift_ft.lab.drill.topology import Topology
 from swift_ft.log.placement import COPIES_MAX
-from swift_ft.planner import SNAPSHOTTING, shrinks
+from swift_ft.planner import SETTINGS, Strategy
 from swift_ft.planner.groups import RecoveryGroups
 
 TOKEN_LIFETIME_S = 4.0
@@ -113,7 +113,7 @@ class DrillConfig:
         shrinking.check(self)
         health_check.check(self)
         warming.check(self)
-        if self.snapshot_every and self.strategy not in SNAPSHOTTING:
+        if self.snapshot_every and Strategy.SNAPSHOT not in SETTINGS[self.strategy].permits:
             raise UsageError(f"--snapshot-every {self.snapshot_every} needs --strategy snapshot or auto")
 
         corrupt = next((f for f in self.faults if isinstance(f, CorruptFault)), None)
@@ -176,7 +176,7 @@ class DrillConfig:
     @property
     def shrinks(self) -> bool:
         """Returns whether slots of lost ranks stay vacant."""
-        return shrinks(self.strategy) or (self.strategy == "auto" and bool(self.lost_shard))
+        return SETTINGS[self.strategy].shrinks or bool(self.lost_shard)
 
     @property
     def drops(self) -> bool:

@@ -15,7 +15,7 @@ from swift_ft.errors import UsageError
 from swift_ft.lab.drill.topology import MODELS, SCHEDULES
 from swift_ft.launch.decisions import CHECKS_MAX
 from swift_ft.planner import STRATEGIES
-from swift_ft.planner.types import LOST_SHARDS, QUICKEST
+from swift_ft.planner.settings import LOST_SHARDS, QUICKEST
 from swift_ft.state import MODES as CHECKPOINT_MODES
 
 IMPLEMENTATIONS = ("for-loop", "foreach", "fused")

@@ -28,8 +28,8 @@ from swift_ft.lab.drill.config import versions
 from swift_ft.lab.drill.facts import Facts
 from swift_ft.lab.drill.timeline import Event, Recovery
 from swift_ft.lab.drill.verdict_checks import Check, all_of
-from swift_ft.planner import FROM_CHECKPOINT
-from swift_ft.planner.strategies import TABLE, permitted
+from swift_ft.planner import SETTINGS
+from swift_ft.planner.strategies import TABLE
 
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
@@ -239,13 +239,13 @@ def _strategy_check(facts: Facts) -> Check:
     used = {strategy for recovery in facts.recoveries for strategy, _ in recovery.strategies().values()}
     if facts.recoveries and not used:
         return Check(name, None, "no plan in the trace")
-    if facts.asked.strategy in FROM_CHECKPOINT:
+    if SETTINGS[facts.asked.strategy].only_restores:
         return Check(name, all(r.fell_back for r in facts.recoveries), "something was replayed")
     if not facts.asked.groups.logs:
         return Check(name, not any(r.replay_expected for r in facts.recoveries), "something was replayed")
     if fell_back and not (report_logs.may_fall_back(facts) or report_snapshots.may_fall_back(facts)):
         return Check(name, False, f"fell back to a checkpoint: {'; '.join(fell_back)}")
-    other = used - {strategy.lower() for strategy in permitted(_planned_by(facts))}
+    other = used - {strategy.lower() for strategy in SETTINGS[_planned_by(facts)].permits}
     return Check(name, not other, f"also used: {', '.join(sorted(other))}" if other else "")
 
 
@@ -286,7 +286,8 @@ def _negative_control(facts: Facts) -> dict[str, Any]:
 def _restores(facts: Facts) -> bool:
     """Returns whether going back to a saved state was requested: by the strategy, or by a single recovery group, which
     logs no tensors."""
-    return facts.asked.strategy in FROM_CHECKPOINT | {"snapshot"} or not facts.asked.groups.logs
+    setting = SETTINGS[facts.asked.strategy]
+    return setting.only_restores or bool(setting.snapshot_every) or not facts.asked.groups.logs
 
 
 def _negative_control_check(facts: Facts) -> Check:

@@ -8,12 +8,12 @@ from typing import Any
 
 from swift_ft.lab.drill.facts import Facts
 from swift_ft.lab.drill.verdict_checks import Check
-from swift_ft.planner import FROM_CHECKPOINT
+from swift_ft.planner import SETTINGS
 
 
 def checks(facts: Facts) -> list[Check]:
     """Returns the additional checks of a drill whose ranks always go back to a checkpoint."""
-    return [_newest_check(facts)] if facts.asked.strategy in FROM_CHECKPOINT else []
+    return [_newest_check(facts)] if SETTINGS[facts.asked.strategy].only_restores else []
 
 
 def _newest_check(facts: Facts) -> Check:
