@@ -35,6 +35,7 @@ from swift_ft.state.loaders import OriginLoaders
 from swift_ft.state.tensors import byte_view, plain
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.config import SessionConfig
+from swift_ft.train.participants import Participant, Step
 from swift_ft.train.reducer import Row, Shares, Whole, check_dense
 from swift_ft.train.step_digests import Witness
 from swift_ft.train.training_state import TrainerState
@@ -217,7 +218,7 @@ class Computed(Exception):
     """Raised inside an origin's step once its result exists: its unreduced gradients, or its inputs."""
 
 
-class Adoption:
+class Adoption(Participant):
     """One rank's part in batch redistribution. Used by the trainer's thread."""
 
     reroute: Callable[..., object] | None = None
@@ -234,17 +235,17 @@ class Adoption:
         world: ReconfigurableGroup,
         witness: Witness,
         differs: Callable[[int, str], None],
+        loaders: OriginLoaders,
     ) -> None:
         """`assignment` returns this generation's. `groups`: the trainer's groups, by name.
         `world`: the group of all ranks, for the session's own messages."""
         self._config = config
-        self._wanted = config.redistributes
         self._data, self._pipeline, self._world = groups["data"], groups["pipeline"], world
         self._answers = self._pipeline.answers = Answers(slot, assignment, self._data, differs, config)
         self._slot = slot
         self._channel = channel
         self._state = state
-        self.loaders = OriginLoaders()
+        self._loaders = loaders
         self._assignment = assignment
         self._witness = witness
         self._differs = differs
@@ -257,13 +258,10 @@ class Adoption:
         """Set while a step runs for one origin; it is rolled back afterwards."""
         self._gradients: list[Gradients] = []
         """Gradients of each adopted origin in this step, by ascending origin."""
-        state.updates.before_reduction.bind(self._before_reduction)
 
     def check(self) -> None:
         """(after registration) Raises UsageError if the trainer's steps cannot be run for another rank."""
         updates = self._state.updates
-        if not self._wanted:
-            return
         if len(updates.optimizers) > 1:
             raise self._config.not_shared(
                 "with several optimizers: only what comes before the first reduction is computed for a lost rank",
@@ -274,9 +272,9 @@ class Adoption:
                 "with an optimizer that computes gradients in its step (LBFGS)", f"use {self._for_others()}"
             )
 
-    def arm(self, *, at_start: bool) -> None:
+    def resume(self, *, at_start: bool) -> None:
         """Prepares for a new generation, which may have a new process. `at_start`: the job begins."""
-        self._begins, self._at_start = self._wanted, at_start
+        self._begins, self._at_start = True, at_start
 
     def shares(self) -> Shares | None:
         """Returns which rank contributes which gradients to this step's reduction, or None if no batch is adopted."""
@@ -289,12 +287,17 @@ class Adoption:
         ]
         return Shares(rows, group.index(self._slot), list(map(Whole, self._gradients)))
 
-    def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
-        """Computes the gradients of the origins adopted in this step. `drop` rolls a step back."""
+    def before_step(self, step: Step) -> None:
+        """Computes the gradients of the origins adopted in this step."""
         self._gradients = []
         self._answers.reduced = False
-        if not self._wanted or self._channel.replaying:
-            return
+        if not step.replaying:
+            self._compute_adopted(step.train, step.number, step.drop)
+
+    def _compute_adopted(
+        self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
+    ) -> None:
+        """`drop` rolls a step back."""
         if self._begins:
             self._agree_on_shapes()
             if self._try_due():
@@ -305,9 +308,9 @@ class Adoption:
                 self._gradients.append(self._computed(origin, train_step, step, drop))
             events.emit("adopted_step", rank=self._slot, step=step, origin=origin)
 
-    def after(self) -> None:
-        """(after the step) Raises UsageError if the step could not have been run for another rank."""
-        if self._wanted and self._state.updates.stepped > 1:
+    def end_step(self, step: Step) -> None:
+        """Raises UsageError if the step could not have been run for another rank."""
+        if self._state.updates.stepped > 1:
             raise self._config.not_shared(
                 "and a train_step that updates twice: only what comes before the first update is computed for a lost "
                 "rank",
@@ -326,12 +329,12 @@ class Adoption:
                 "out by one rank alone",
                 f"do it behind optimizer.step(), or use {self._for_others()}",
             )
-        if self._wanted and self._assignment().adopted:
+        if self._assignment().adopted:
             self._answers.name(step, "a collective of train_step lacked the part of a rank that was lost")
 
     def scheduled(self) -> None:
         """(a schedule is called) Raises UsageError after the reduction, where no rank stands in for a lost one."""
-        if self._wanted and self._answers.reduced and self._assignment().stage_groups > 1:
+        if self._answers.reduced and self._assignment().stage_groups > 1:
             raise self._config.not_shared(
                 "and a schedule that is called behind the update: for a lost rank only what comes before it is "
                 "computed",
@@ -340,12 +343,7 @@ class Adoption:
 
     # --- ---
 
-    @property
-    def repeats(self) -> bool:
-        """Returns whether this step may run trainer code more than once, on behalf of lost ranks."""
-        return self._wanted and bool(self._assignment().adopted)
-
-    def _before_reduction(self) -> None:
+    def before_reduction(self) -> None:
         if self.under_way:
             raise Computed
         self._answers.reduced = True
@@ -379,9 +377,9 @@ class Adoption:
                 self._answers.early = self.reroute is not None
                 self._channel.begin_step(step)
                 self._state.begin_step()
-                self.loaders.begin(origin)
+                self._loaders.begin(origin)
                 if origin != own:
-                    self._state.draw_as_other(self.loaders.names)
+                    self._state.draw_as_other(self._loaders.names)
                 try:
                     train_step(step)
                 except Computed:

@@ -5,6 +5,7 @@ beyond it. The write is retried until it succeeds or the next checkpoint is due.
 """
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 from swift_ft import events
@@ -14,6 +15,7 @@ from swift_ft.log.record import Dropped
 from swift_ft.log.sidecar_client import Writer
 from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
 from swift_ft.train.coordinator_session import Member
+from swift_ft.train.participants import Participant, Step
 from swift_ft.train.recording import Recording
 from swift_ft.train.training_state import TrainerState
 
@@ -57,7 +59,7 @@ def flush_at_end(writer: Writer, rank: int, timeout_s: float) -> None:
         events.emit("not_flushed", rank=rank, reason=str(error))
 
 
-class UnloggedSteps:
+class UnloggedSteps(Participant):
     """Reports after each step the records that were not logged, and requests the checkpoint that compensates for them.
 
     It requests one at the first unlogged step (from there on a failure costs the steps since the newest checkpoint),
@@ -65,11 +67,18 @@ class UnloggedSteps:
     step can be replayed. In between, an early checkpoint would be no better than the regular one.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, writer: Callable[[], Writer]) -> None:
+        """`writer`: returns the log writer of this generation."""
         self._member = member
+        self._writer = writer
         self._owed: Dropped | None = None  # last drop, until a later checkpoint was requested
 
-    def after_step(self, step: int, dropped: Dropped | None) -> None:
+    def after_step(self, step: Step) -> None:
+        writer = self._writer()
+        self.report(step.number, writer.unlogged.news())
+        writer.forget_below(step.version)  # only a dropped step is sent again
+
+    def report(self, step: int, dropped: Dropped | None) -> None:
         """(trainer's thread, after `step`) `dropped`: records not logged since the last call."""
         owed, self._owed = self._owed, dropped
         if dropped is not None:
@@ -103,7 +112,7 @@ _TELL_S = 2.0
 """Seconds of one attempt to report a checkpoint to the coordinator; failed attempts are repeated."""
 
 
-class Saving:
+class Saving(Participant):
     """Checkpoints of one rank.
 
     (trainer's thread) ``save`` → (background) the write, CheckpointDurable; ``save_before_ready``, ``save_first``;
@@ -116,10 +125,14 @@ class Saving:
         state: TrainerState,
         store: CheckpointStore,
         recording: Recording,
+        passing: Callable[[], bool],
         *,
         sync: bool = False,
     ):
-        """`sync`: training waits until a checkpoint is durable on this rank."""
+        """`passing`: returns True while the steps lead to a version that a plan has all ranks save. `sync`: training
+        waits until a checkpoint is durable on this rank."""
+        self._early = EarlyCheckpoint(member)
+        self._passing = passing
         self._rank = rank
         self._sync = sync
         self._recording = recording
@@ -132,6 +145,16 @@ class Saving:
         self._version = -1  # of the last save
         # Arguments of `checkpoint_durable` for a durable checkpoint, until the coordinator has acknowledged it.
         self._untold: tuple[int, int, bool] | None = None
+
+    def after_step(self, step: Step) -> None:
+        """Saves this version if it is due by the checkpoint interval, or as an early checkpoint."""
+        # On the way to a plan's target that all ranks save, no other version of this history is ever complete.
+        # The same holds for an early checkpoint: ranks that have not seen the request do not save it.
+        passing = step.replaying and self._passing()
+        if not passing and (self._early.due(step.version) or step.due):
+            step.wait_vote()
+            self.save()
+        self.prune()
 
     def save(self, generation: int = 0) -> None:
         """Saves this version in the background. `generation` of the state; 0: the one this rank acts in."""

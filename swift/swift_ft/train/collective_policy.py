@@ -10,7 +10,7 @@ A replay has no peers. A communication that is neither answered nor refused woul
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -18,8 +18,8 @@ import torch
 from swift_ft.comm.backend import Backend, Collective
 from swift_ft.comm.groups import Group, ReconfigurableGroup
 from swift_ft.errors import UsageError
-from swift_ft.train.batch_redistribution import Adoption
 from swift_ft.train.boundary_log import Channel
+from swift_ft.train.participants import Participant
 from swift_ft.train.updates import Updates
 
 _INSTEAD = "session.all_reduce, dist.all_reduce, dist.broadcast or dist.all_gather"
@@ -38,19 +38,19 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._bound: tuple[Channel, Updates, Adoption] | None = None
+        self._bound: tuple[Channel, Updates, Sequence[Participant]] | None = None
         self._in_step = False
         self._passing = False
         self.over = False
         """Set once `session.run` has returned."""
 
-    def bind(self, channel: Channel, updates: Updates, adoption: Adoption) -> None:
+    def bind(self, channel: Channel, updates: Updates, participants: Sequence[Participant]) -> None:
         """Binds the parts that record results and that are notified of a step's communication."""
         if self._bound is not None:
             raise AssertionError("Gate.bind was called before")
-        self._bound = channel, updates, adoption
+        self._bound = channel, updates, participants
 
-    def _parts(self) -> tuple[Channel, Updates, Adoption]:
+    def _parts(self) -> tuple[Channel, Updates, Sequence[Participant]]:
         if self._bound is None:
             raise AssertionError(
                 "Gate.bind was not called: what passes a group would be neither known nor recorded"
@@ -125,10 +125,11 @@ class Gate:
 
     def used(self, group: Group) -> None:
         """Notifies the parts of a collective that torch or the trainer runs over `group`."""
-        channel, updates, adoption = self._parts()
+        channel, updates, participants = self._parts()
         updates.communicates()
         if len(group.ranks) > 1 and self._in_step and not channel.replaying:
-            adoption.communicated(channel.step, of_pipeline=group.is_pipeline)
+            for participant in participants:
+                participant.communicated(channel.step, of_pipeline=group.is_pipeline)
 
     def messaged(self) -> None:
         """Notifies the updates that torch sends or receives."""
@@ -136,7 +137,8 @@ class Gate:
 
     def scheduled(self) -> None:
         """(a schedule is called) Raises UsageError where that is not possible."""
-        self._parts()[2].scheduled()
+        for participant in self._parts()[2]:
+            participant.scheduled()
 
     def reducing(self) -> None:
         """Notifies the updates that torch has started a reduction."""

@@ -18,35 +18,28 @@ This module has the loop and the vote, which may have to recover from within a s
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from swift_ft import events, reinitialization
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.comm.groups import ReconfigurableGroup
-from swift_ft.comm.process_groups import ProcessGroups
 from swift_ft.errors import Fenced, JobFailed, ReplayRefused, ServiceError, UsageError
-from swift_ft.planner import Assignment, RankMeasured, RecoveryGroups
+from swift_ft.planner import RankMeasured
 from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.state.checkpoint_store import CheckpointStore
-from swift_ft.train.batch_redistribution import Adoption
-from swift_ft.train.boundary_log import Channel
 from swift_ft.train.checkpointing import Saving
-from swift_ft.train.config import SessionConfig
-from swift_ft.train.coordinator_session import Member
 from swift_ft.train.failures import Failures, Retries
-from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.generation import Membership
 from swift_ft.train.log_session import OwnLog
 from swift_ft.train.measures import Measures, progress
+from swift_ft.train.participants import Participant, TrainStep
 from swift_ft.train.recording import Recording
 from swift_ft.train.replay import Restorer
 from swift_ft.train.replay_helper import MakeModule
-from swift_ft.train.snapshots import Snapshots
-from swift_ft.train.staggering import Staggering
-from swift_ft.train.step import Ending, Lines, StepRunner, TrainStep
+from swift_ft.train.step import Ending, Lines, StepRunner
 from swift_ft.train.step_digests import Witness
+from swift_ft.train.strategies import Site
 from swift_ft.train.training_state import TrainerState
-from swift_ft.train.verification import Audit, write_digests, write_every_version
+from swift_ft.train.verification import write_digests, write_every_version
 
 # Start of a job: version 0, as the trainer has created it, or a checkpoint of another job.
 #
@@ -105,38 +98,34 @@ class RankRecovery:
 
     def __init__(
         self,
-        rank: int,
-        shard: int,
-        member: Member,
-        channel: Channel,
-        state: TrainerState,
-        store: CheckpointStore,
+        site: Site,
         log: OwnLog,
-        *,
         saving: Saving,
         restorer: Restorer,
         witness: Witness,
-        faults: FaultInjector,
-        staggering: Staggering,
+        participants: Sequence[Participant],
     ) -> None:
-        self._rank = rank
-        self._shard = shard
-        self._member = member
-        self._channel = channel
-        self._state = state
-        self._store = store
+        self._site = site
+        self._rank = site.rank
+        self._shard = site.assignment.slots[site.rank].shard
+        self._member = site.member
+        self._channel = site.channel
+        self._state = site.state
+        self._store = site.store
+        self._faults = site.faults
         self._log = log
         self._saving = saving
         self._restorer = restorer
         self._witness = witness
-        self._faults = faults
-        self._staggering = staggering
+        self._participants = participants
 
     def report(self, view: pb.View) -> None:
         """(PLANNING) Reports this rank's recovery offer. The caller repeats it until the View moves on."""
         if self._log.opened:
-            self._restorer.site.flushed = self._log.enter(view) is None
-        standing = self._staggering.standing(self._state.standing())
+            self._site.flushed = self._log.enter(view) is None
+        standing, snapshots = self._state.standing(), self._site.snapshots
+        for participant in self._participants:
+            standing = participant.offer(standing)
         generation = view.generation
 
         def statement() -> None:
@@ -150,7 +139,7 @@ class RankRecovery:
                 finish_to=standing.finish_to,
                 can_help=self._restorer.can_help,
                 off_log=standing.version is not None and self._channel.off_log,
-                snapshots=self._restorer.site.snapshots.held(),
+                snapshots=snapshots.held() if snapshots is not None else (),
             )
 
         if self._member.say(statement):
@@ -224,133 +213,67 @@ class Engine:
 
     def __init__(
         self,
-        rank: int,
-        config: SessionConfig,
-        member: Member,
-        communicator: ProcessGroups,
-        channel: Channel,
-        state: TrainerState,
-        store: CheckpointStore,
-        faults: FaultInjector,
-        world: ReconfigurableGroup,
-        assignment: Assignment,
+        site: Site,
+        participants: Sequence[Participant],
         *,
-        witness: Witness,
-        adoption: Adoption,
-        audit: Audit | None,
+        log: OwnLog,
+        saving: Saving,
+        ending: Ending,
         lines: Lines,
-        staggering: Staggering,
         recording: Recording,
+        witness: Witness,
     ):
-        """`assignment` is that of the full world; `rank` is the number of a slot in it. `audit` is None without
-        replicas to compare. `world`: the group of all ranks, for the session itself."""
-        self._rank = rank
-        self._member = member
-        self._communicator = communicator
-        self._state = state
-        self._store = store
-        self._faults = faults
-        self._world = world
+        """`site`: its rank is the number of a slot in the full world."""
+        config = site.config
+        self._site = site
+        self._rank = site.rank
+        self._member = site.member
+        self._communicator = site.communicator
+        self._state = site.state
+        self._store = site.store
+        self._faults = site.faults
+        self._world = site.world
+        self._participants = participants
+        self.log = log
+        self._saving = saving
+        self.ending = ending
         self._lines = lines
-        self._staggering = staggering
+        self._recording = recording
         self._num_steps = 0
         self._reinits = config.setting.calls_again
         self.vote_seconds = 0.0
-        self._measures = Measures(channel, store)
-        self._adoption = adoption
-        self._recording = recording
-        retries = Retries(rank)
-        self._saving = Saving(
-            rank,
-            member,
-            state,
-            store,
-            recording,
-            sync=config.checkpoint_mode == "sync",
+        self._measures = Measures(site.channel, site.store)
+        retries = Retries(site.rank)
+        self._failures = Failures(
+            site.rank, site.member, site.communicator, retries, config.suspicion_timeout_s
         )
-        self.ending = Ending(rank, member, state, store, self._saving, saves=config.last_checkpoint)
-        self._failures = Failures(rank, member, communicator, retries, config.suspicion_timeout_s)
-        self.log = OwnLog(rank, config, member, channel)
-        groups, every = RecoveryGroups.parse(config.groups), config.steps_to_snapshot
-        self._snapshots = Snapshots(rank, every, member, state, world, faults, groups)
-        self._restorer = self._restorer_of(config, channel)
-        shard = assignment.slots[rank].shard
-        self._recovery = self._recovery_of(shard, channel, self._restorer, witness)
+        self._restorer = Restorer(site)
+        self._recovery = RankRecovery(site, log, saving, self._restorer, witness, participants)
         self.membership = Membership(
-            rank,
-            assignment,
-            member,
-            communicator,
-            self.log,
+            site.rank,
+            site.assignment,
+            site.member,
+            site.communicator,
+            log,
             self._failures,
             self._recovery.report,
             redistributes=config.redistributes,
             reroutes=config.reroutes,
         )
-        self._steps = self._steps_of(config, channel, witness, retries, audit)
-        state.updates.vote.bind(self.vote)
-        staggering.lasts.bind(lambda version: self._saving_or_end(version, config.checkpoint_every))
-
-    def _restorer_of(self, config: SessionConfig, channel: Channel) -> Restorer:
-        return Restorer(
-            self._rank,
-            self._member,
-            channel,
-            self._state,
-            self._store,
-            self._faults,
-            self._world,
-            config.replay_stall_s,
-            self._snapshots,
-            self._staggering,
-        )
-
-    def _recovery_of(
-        self, shard: int, channel: Channel, restorer: Restorer, witness: Witness
-    ) -> RankRecovery:
-        return RankRecovery(
-            self._rank,
-            shard,
-            self._member,
-            channel,
-            self._state,
-            self._store,
-            self.log,
-            saving=self._saving,
-            restorer=restorer,
-            witness=witness,
-            faults=self._faults,
-            staggering=self._staggering,
-        )
-
-    def _steps_of(
-        self, config: SessionConfig, channel: Channel, witness: Witness, retries: Retries, audit: Audit | None
-    ) -> StepRunner:
-        return StepRunner(
-            self._rank,
-            config,
-            self._member,
-            channel,
-            self._state,
-            self.log,
-            membership=self.membership,
-            witness=witness,
-            recording=self._recording,
-            adoption=self._adoption,
-            retries=retries,
-            ending=self.ending,
-            saving=self._saving,
-            audit=audit,
-            lines=self._lines,
-            snapshots=self._snapshots,
-            staggering=self._staggering,
-        )
+        self._steps = StepRunner(site, participants, witness, retries)
+        site.state.updates.vote.bind(self.vote)
+        if site.staggering is not None:
+            site.staggering.lasts.bind(lambda version: self._saving_or_end(version, config.checkpoint_every))
 
     def _saving_or_end(self, version: int, every: int) -> bool:
         """Returns whether that version is saved or ends the run, as far as this rank knows."""
         view = self._member.watcher.latest
         early = view is not None and view.HasField("checkpoint_at") and view.checkpoint_at == version
         return early or version % every == 0 or version >= self.ending.last(self._num_steps)
+
+    def wait_vote(self) -> None:
+        """Waits for a vote that is still under way. Raises the error that takes its step back."""
+        self._steps.wait_vote()
 
     def help_replay(self, make_module: MakeModule) -> None:
         """Lets this rank replay stages for others: `make_module` builds any stage."""
@@ -378,7 +301,8 @@ class Engine:
 
     def run(self, train_step: TrainStep, num_steps: int) -> None:
         """Runs steps until `num_steps` are done, through every recovery. Returns when all ranks have finished."""
-        self._adoption.check()
+        for participant in self._participants:
+            participant.check()
         if self.membership.view.state == pb.FINISHED:
             self.ending.come_back(self.membership.view, num_steps)
             return
@@ -393,7 +317,7 @@ class Engine:
                     self._steps.run(train_step)
                     if self._steps.rolled_forward:
                         self._rejoin(train_step)
-                self._staggering.wait_vote()
+                self._steps.wait_vote()
                 write_digests(self._state, self._rank)
                 self._lines.cut(self._state.version)
                 self.ending.finish(num_steps, self.log.writer, self._member.await_change, self.vote_seconds)
@@ -404,7 +328,7 @@ class Engine:
                 self._steps.drop()
                 continue
             except Exception as error:  # noqa: BLE001  (a lost peer can raise any error; others are raised again)
-                self._failures.handle(self._staggering.blamed(error), self.membership.generation)
+                self._failures.handle(self._blamed(error), self.membership.generation)
             self._freed()
             self._recording.abandon()
             if self._reinits:
@@ -417,10 +341,13 @@ class Engine:
         self._steps.rolled_forward = False
         view, published = self.membership.view, self.membership.plan
         self._recovery.rejoin(view, published, lambda: self._steps.run(train_step))
-        self._staggering.forget()
         self._measures.gradient_bytes = self._state.gradient_bytes()
-        at_start = view.state == pb.FORMING
-        self._adoption.arm(at_start=at_start)
+        for participant in self._participants:
+            participant.resume(at_start=view.state == pb.FORMING)
+
+    def _blamed(self, error: Exception) -> Exception:
+        """Returns the error that has ended the step: `error`, or that of a vote under way."""
+        return error if self._site.staggering is None else self._site.staggering.blamed(error)
 
     def _freed(self) -> None:
         latest = self._member.watcher.latest
@@ -437,7 +364,8 @@ class Engine:
         (`swift_ft.train.staggering`). If the ranks finish steps that were cut short together, it raises the error that
         broke the vote (`swift_ft.train.lossy`).
         """
-        self._staggering.wait_vote()
+        self._steps.wait_vote()
+        staggering = self._site.staggering
         began = time.monotonic()
         self._member.check()
         self._communicator.check_whole()
@@ -445,16 +373,19 @@ class Engine:
         updates, step = self._state.updates, self._state.version
         updates.voting = not updates.ahead  # only now: an error of a broken DDP reduction is not a vote
         stage_group = self.membership.slot.stage_group
-        stage_groups, waits = self.membership.assignment.stage_groups, self._staggering.waits()
+        stage_groups = self.membership.assignment.stage_groups
+        waits = staggering is not None and staggering.waits()
         ballot = updates.ballot(stage_group, stage_groups, lines=self._lines.in_use, waits=waits)
         if updates.ahead:
-            vote = self._world.submit(lambda collectives: collectives.barrier(ballot))
-            self._staggering.voted(ballot, vote)
+            assert staggering is not None, "only staggered steps run ahead of their vote"
+            staggering.voted(ballot, self._world.submit(lambda collectives: collectives.barrier(ballot)))
             return
         try:
             self._world.run(lambda collectives: collectives.barrier(ballot))
             self.vote_seconds += time.monotonic() - began
-            self._staggering.agreed(updates.heard(ballot, step).waits_next)
+            heard = updates.heard(ballot, step)
+            if staggering is not None:
+                staggering.agreed(heard.waits_next)
             return
         except (JobFailed, Fenced, UsageError):
             raise

@@ -27,7 +27,7 @@ class Crossing:
         channel: Channel,
         updates: Updates,
         groups: Mapping[str, ReconfigurableGroup],
-        staggering: Staggering,
+        staggering: Staggering | None,
         registered: Mapping[str, Any],
     ):
         """`registered`: the trainer's objects that a recovery restores, by name."""
@@ -84,7 +84,9 @@ class Crossing:
             return torch.stack(self._groups["pipeline"].gathered(told)).amax(0)
 
         with self._updates.spoiling():
-            if self._updates.ahead:  # assumes that no other stage has found any
+            if (
+                self._staggering is not None and self._updates.ahead
+            ):  # assumes that no other stage has found any
                 self._staggering.found_infinite(own)
                 return
             total, some, others = self._channel.collective("unscale_", anywhere).unbind()
@@ -93,7 +95,8 @@ class Crossing:
                 "unscale_ with a gradient scaler that some ranks have enabled and others not; make it alike on all "
                 "ranks, also on those that compute no loss"
             )
-        self._staggering.told_infinite(total)
+        if self._staggering is not None:
+            self._staggering.told_infinite(total)
         for each in found:
             each.copy_(total)
 
@@ -133,11 +136,12 @@ class Crossing:
                 part = torch.maximum(part, of_shards) if infinite else part + of_shards
             return norm_of(self._groups["pipeline"].gathered(part), norm_type)
 
-        if self._updates.ahead:  # assumes that the norm does not clip
+        if self._staggering is not None and self._updates.ahead:  # assumes that the norm does not clip
             with self._updates.spoiling():
                 return self._staggering.norm(own_part(), norm_type, max_norm)
         with self._updates.spoiling():
             norm = self._channel.collective("clip_grad_norm_", total)
-        self._staggering.clipped(norm, max_norm)
+        if self._staggering is not None:
+            self._staggering.clipped(norm, max_norm)
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
         return norm

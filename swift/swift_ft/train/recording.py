@@ -4,7 +4,8 @@ The first steps after a checkpoint are recorded while the View says that this ra
 observations of a thorough witness, and the results of collectives (`swift_ft.train.tape`). Both go into this rank's log
 when the step is done, and are trimmed with it.
 
-    (at a checkpoint) ``begins_at(version)`` → (each step) ``begin``, ``state_told`` → ``end``, or ``drop``
+    (at a checkpoint) ``begins_at(version)`` → (each step) ``begin_step``, ``step_begun`` → ``end_step``, or
+                      ``drop_step``
     (a new generation) ``abandon``: later steps may run differently from the recorded ones
 
 Streams: `swift_ft.log.record`. The key's microbatch is the generation that recorded a transcript or results.
@@ -27,6 +28,7 @@ from swift_ft.state.tensors import to_tensor
 from swift_ft.state.transfer import local
 from swift_ft.state.tree import split
 from swift_ft.train.config import SessionConfig
+from swift_ft.train.participants import Participant, Step
 from swift_ft.train.step_digests import Witness, digest_of, tensors_of
 from swift_ft.train.tape import Results, Tape
 from swift_ft.train.transcript import (
@@ -213,7 +215,7 @@ def _plain_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[st
         yield from _plain_modules(child, f"{name}.{part}" if name else part)
 
 
-class Recording:
+class Recording(Participant):
     """Recorder of one rank's steps. Used by the trainer's thread only."""
 
     def __init__(
@@ -225,9 +227,11 @@ class Recording:
         tape: Tape,
         record: Record,
         held: Callable[[], bool],
+        begun_with: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """`record` writes a tensor to the log. `held`: see `Updates.held`."""
+        """`record` writes a tensor to the log. `held`: see `Updates.held`. `begun_with`: see `TrainerState`."""
         self._held = held
+        self._begun_with = begun_with
         self._rank = rank
         self._config = config
         self._witness = witness
@@ -262,25 +266,29 @@ class Recording:
         """Returns whether the step under way is recorded."""
         return self._under_way
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: Step) -> None:
         """(after `Witness.begin`) Begins recording, if the step is one to record."""
-        self._under_way = self._from is not None and self._from <= step <= self._from + STEPS
+        if step.replaying:
+            return
+        self._under_way = self._from is not None and self._from <= step.number <= self._from + STEPS
         if self._under_way:
             self._watch.begin()
-            self._tape.record(all_of_it=step == self._from)
+            self._tape.record(all_of_it=step.number == self._from)
 
-    def state_told(self, step: int, parts: Callable[[], Mapping[str, Any]]) -> None:
-        """(the step's state is kept, and no work is done yet) Notes the initial state."""
+    def step_begun(self, step: Step) -> None:
+        """Notes the initial state."""
         if not self._under_way:
             return
-        self._watch.state(parts())
-        if self._from is not None and step == self._from + STEPS:
-            self.end(step)  # only the state of this step is compared
+        self._watch.state(self._begun_with())
+        if self._from is not None and step.number == self._from + STEPS:
+            self._write(step.number)  # only the state of this step is compared
 
-    def end(self, step: int) -> None:
-        """Ends the step: writes its observations to the log."""
-        if not self._under_way:
-            return
+    def end_step(self, step: Step) -> None:
+        """Writes the step's observations to the log."""
+        if self._under_way:
+            self._write(step.number)
+
+    def _write(self, step: int) -> None:
         given, gotten = self._tape.drain()
         self._stop()
         body = encoded({**self._witness.transcript(), **given}, gotten, held=self._held())
@@ -288,7 +296,7 @@ class Recording:
         for slot, tensor in enumerate(tensor for tensors in gotten.values() for tensor in tensors):
             self._record(results(self._rank), RecordKey(step, self._generation, slot), tensor)
 
-    def drop(self) -> None:
+    def drop_step(self) -> None:
         """Drops the recording of a step that is taken back."""
         if self._under_way:
             self._stop()

@@ -33,9 +33,9 @@ from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.tensors import byte_view, to_tensor
 from swift_ft.train.boundary_log import BACKWARD, FORWARD, Channel
 from swift_ft.train.coordinator_session import own_servers
+from swift_ft.train.participants import TrainStep
 from swift_ft.train.recording import STEPS, ThoroughWatch, decoded
 from swift_ft.train.replay import Standstill
-from swift_ft.train.step import TrainStep
 from swift_ft.train.step_digests import Witness
 from swift_ft.train.strategies import load_checkpoint
 from swift_ft.train.tape import Results, Tape

@@ -22,7 +22,6 @@ import torch
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import (
     LogInterrupted,
     LogUnavailable,
@@ -37,15 +36,11 @@ from swift_ft.log.record import KINDS, RecordKey, Steps, collectives, declared, 
 from swift_ft.log.sidecar_client import Writer
 from swift_ft.planner import Help, Plan
 from swift_ft.rpc.codec import PublishedPlan
-from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.train.boundary_log import Channel, bottleneck, split
 from swift_ft.train.coordinator_session import Member
-from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.log_session import FLUSH_TIMEOUT_S, log_totals
 from swift_ft.train.replay_helper import Helper, MakeModule
 from swift_ft.train.shared_replay import Helped, Owner, send_away, why_alone, why_no_help
-from swift_ft.train.snapshots import Snapshots
-from swift_ft.train.staggering import Staggering
 from swift_ft.train.strategies import TABLE, Copied, Site
 from swift_ft.train.training_state import TrainerState
 
@@ -493,38 +488,15 @@ def _place_of(thread: int) -> str:
 class Restorer:
     """One rank's part of a recovery (state RECOVERING), except building its groups."""
 
-    def __init__(
-        self,
-        rank: int,
-        member: Member,
-        channel: Channel,
-        state: TrainerState,
-        store: CheckpointStore,
-        faults: FaultInjector,
-        world: ReconfigurableGroup,
-        stall_s: float,
-        snapshots: Snapshots,
-        staggering: Staggering,
-    ):
-        """`stall_s`: a replay without progress for this time is refused."""
-        self._world = world
-        self._stall_s = stall_s
-        self._rank = rank
-        self._member = member
-        self._channel = channel
-        self._state = state
-        self.site = Site(
-            rank=rank,
-            member=member,
-            channel=channel,
-            state=state,
-            store=store,
-            faults=faults,
-            world=world,
-            snapshots=snapshots,
-            staggering=staggering,
-        )
-        self._own = OwnStreams(rank, member, channel, state)
+    def __init__(self, site: Site):
+        self.site = site
+        self._world = site.world
+        self._stall_s = site.config.replay_stall_s
+        self._rank = site.rank
+        self._member = site.member
+        self._channel = site.channel
+        self._state = site.state
+        self._own = OwnStreams(site.rank, site.member, site.channel, site.state)
         self.make_module: MakeModule | None = None
         """The trainer's function that builds the module of any stage."""
 
@@ -553,7 +525,7 @@ class Restorer:
             # The coordinator has emptied the job's streams; the log begins anew.
             writer.restart(published.generation)
             self._channel.off_log = False
-        if plan.restores:
+        if plan.restores and site.snapshots is not None:
             site.snapshots.forget_above(plan.target_version)
         for copy in plan.copies:
             TABLE[copy.strategy].copy(site, copy)

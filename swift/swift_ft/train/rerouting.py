@@ -33,6 +33,7 @@ from swift_ft.state.tensors import byte_view, digest, plain
 from swift_ft.state.tree import split
 from swift_ft.train import rerouted_call
 from swift_ft.train.batch_redistribution import Adoption, Computed, OwnGradients
+from swift_ft.train.participants import Step
 from swift_ft.train.reducer import Contribution, Row, Shares, parts_of, summed_by_origin
 from swift_ft.train.rerouted_call import (
     MESSAGES_MAX,
@@ -465,10 +466,10 @@ class Rerouting(Adoption):
         self._made: list[tuple[int, int]] | None = None
         """(id, version) of each gradient after the schedule's call, to detect changes. None: no check is needed."""
 
-    def arm(self, *, at_start: bool) -> None:
-        """Extends `Adoption.arm`."""
-        super().arm(at_start=at_start)
-        self._looks_again = at_start and self._wanted
+    def resume(self, *, at_start: bool) -> None:
+        """Extends `Adoption.resume`."""
+        super().resume(at_start=at_start)
+        self._looks_again = at_start
 
     def check(self) -> None:
         """Extends `Adoption.check`. Raises UsageError for a schedule whose calls cannot be rerouted."""
@@ -495,12 +496,15 @@ class Rerouting(Adoption):
         origins = [assignment.slots[slot].dp_rank for slot in slots]
         return self._call.shares(slots, origins)
 
-    def before(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
-        """Implements `Adoption.before`: gets the schedule's external inputs for the origins that this rank adopts."""
+    def before_step(self, step: Step) -> None:
+        """Extends `Adoption.before_step`."""
         self._call, self._inputs, self._calls, self._made = None, {}, 0, None
-        self._answers.reduced = False
-        if self._channel.replaying:
-            return
+        super().before_step(step)
+
+    def _compute_adopted(
+        self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
+    ) -> None:
+        """Gets the schedule's external inputs for the origins that this rank adopts."""
         if self._begins:
             self._begin(train_step, step, drop)
         elif measures(step) and not self._assignment().vacant:
@@ -530,7 +534,7 @@ class Rerouting(Adoption):
         finally:
             self._capturing = False
 
-    def _before_reduction(self) -> None:
+    def before_reduction(self) -> None:
         made, self._made = self._made, None
         if made is not None and made != self._versions():
             raise self._config.not_shared(
@@ -538,20 +542,20 @@ class Rerouting(Adoption):
                 "compute for a lost rank would stay as they are",
                 "call session.reduce_gradients() first",
             )
-        super()._before_reduction()
+        super().before_reduction()
 
     def _versions(self) -> list[tuple[int, int]]:
         parameters = chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
         return [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
 
-    def after(self) -> None:
-        """Extends `Adoption.after`. Raises UsageError if the step has called the schedule more than once."""
-        super().after()
+    def end_step(self, step: Step) -> None:
+        """Extends `Adoption.end_step`. Raises UsageError if the step has called the schedule more than once."""
+        super().end_step(step)
         if self._calls > 1:
             raise self._config.not_shared(_ONE_CALL)
         if self._looks_again:
             self._looks_again = False
-            self._check_hooks(self._channel.step)
+            self._check_hooks(step.number)
 
     def _begin(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
         """(first step of a generation) Runs trials if due, and agrees on stage times and plans."""

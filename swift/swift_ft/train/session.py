@@ -30,11 +30,12 @@ from swift_ft.planner.strategies import may_copy
 from swift_ft.state import fsdp
 from swift_ft.state.carried_gradients import WholeModule, accumulating
 from swift_ft.state.checkpoint_store import CheckpointStore
-from swift_ft.state.loaders import OriginLoader
+from swift_ft.state.loaders import OriginLoader, OriginLoaders
 from swift_ft.text import ENV_ALLOW_INEXACT, ENV_SPARES, LAUNCHER_SETTINGS, flag_of
 from swift_ft.train import rerouted_call, verification
 from swift_ft.train.batch_redistribution import Adoption
 from swift_ft.train.boundary_log import Channel
+from swift_ft.train.checkpointing import Saving, UnloggedSteps
 from swift_ft.train.collective_policy import Gate, groups_behind
 from swift_ft.train.config import SessionConfig, determinism_fingerprint, from_environment
 from swift_ft.train.coordinator_session import Member
@@ -42,15 +43,18 @@ from swift_ft.train.engine import Engine
 from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.log_session import OwnLog
 from swift_ft.train.lossy import CutStep, World
+from swift_ft.train.participants import Participant, TrainStep
 from swift_ft.train.pipeline_collectives import Crossing
 from swift_ft.train.recording import Recording, ThoroughWatch
 from swift_ft.train.reducer import Reducer, Shares, is_ordered
 from swift_ft.train.rehearsal import Rehearsal, Shadow, Warming
 from swift_ft.train.rerouting import Rerouting
+from swift_ft.train.snapshots import Snapshots
 from swift_ft.train.stage import LoggedPipelineStage, adopt, inferred_whole, logged_loss
 from swift_ft.train.staggering import Staggering
-from swift_ft.train.step import Lines, TrainStep
+from swift_ft.train.step import Ending, Lines
 from swift_ft.train.step_digests import Witness, watch_forwards
+from swift_ft.train.strategies import Site
 from swift_ft.train.tape import Tape
 from swift_ft.train.tied_weights import Ties
 from swift_ft.train.training_state import TrainerState
@@ -76,8 +80,9 @@ class ModelParts:
         channel: Channel,
         updates: Updates,
         state: TrainerState,
-        adoption: Adoption,
+        reroute: Callable[..., object] | None,
     ) -> None:
+        """`reroute`: runs calls of a schedule in which ranks are missing; None without rerouting."""
         self._rank = rank
         self._assignment = assignment
         self._backend = backend
@@ -86,7 +91,7 @@ class ModelParts:
         self._channel = channel
         self._updates = updates
         self._state = state
-        self._adoption = adoption
+        self._reroute = reroute
 
     def pipeline_stage(
         self,
@@ -169,8 +174,8 @@ class ModelParts:
                     "does not see them; give the stage a plain module, the session averages its gradients"
                 )
         torch_private.wrap_loss(schedule, logged_loss(stages, self._channel))
-        if self._adoption.reroute is not None:
-            rerouted_call.instead_of_calls(schedule, self._adoption.reroute)
+        if self._reroute is not None:
+            rerouted_call.instead_of_calls(schedule, self._reroute)
         number = len(self._state.schedules)
         torch_private.around_calls(schedule, lambda: self._around_call(number))
         self._state.schedules.append(schedule)
@@ -244,7 +249,7 @@ class Parts:
     channel: Channel
     updates: Updates
     state: TrainerState
-    adoption: Adoption
+    loaders: OriginLoaders
     crossing: Crossing
     losses: Losses
     lines: Lines
@@ -265,7 +270,7 @@ class Parts:
             return engine.membership.assignment
 
         def shares() -> Shares | None:
-            return adoption.shares()
+            return None if adoption is None else adoption.shares()
 
         def world_now() -> World:
             return World.of(engine.membership.generation, assigned(), rank)
@@ -291,50 +296,106 @@ class Parts:
         state = TrainerState(channel.randomness, updates, groups.get("replicate"))
         state.iterators.install()
         watch = ThoroughWatch(witness, state.stages, state.parameter_names)
-        recording = Recording(rank, config, witness, watch, tape, channel.note, lambda: updates.held)
-        updates.unreduced.bind(watch.gradients)
+        recording = Recording(
+            rank, config, witness, watch, tape, channel.note, lambda: updates.held, state.begun_with
+        )
+        site = Site(
+            rank=rank,
+            config=config,
+            assignment=assignment,
+            member=member,
+            communicator=communicator,
+            world=world,
+            channel=channel,
+            state=state,
+            store=store,
+            faults=faults,
+        )
+        loaders, log = OriginLoaders(), OwnLog(rank, config, member, channel)
+        logs.append(log)
+
+        def passing() -> bool:
+            plan = engine.membership.plan
+            return plan is not None and plan.plan.saves
+
+        saving = Saving(rank, member, state, store, recording, passing, sync=config.checkpoint_mode == "sync")
+        ending = Ending(rank, member, state, store, saving, saves=config.last_checkpoint)
+        lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
+        audit = _audit_of(assignment, config, groups, state)
+        adoption = (
+            _adopts(config)(
+                config, rank, channel, state, assigned, groups, world, witness, member.client.differs, loaders
+            )
+            if config.redistributes
+            else None
+        )
+        if config.staggered:
+            site.staggering = Staggering(rank, member, state, world, assigned, channel)
+        if config.steps_to_snapshot:
+            site.snapshots = Snapshots(
+                rank,
+                config.steps_to_snapshot,
+                member,
+                state,
+                world,
+                faults,
+                RecoveryGroups.parse(config.groups),
+                lambda: engine.membership,
+            )
+        # In this order: recordings begin before other parts change the state; a version is compared before it is saved;
+        # snapshots come last, because a rank that is lost in one must not cost a checkpoint.
+        participants: list[Participant] = [
+            participant
+            for participant in (
+                adoption,
+                recording,
+                ending,
+                site.staggering,
+                verification.Observers(state, rank),
+                lines,
+                audit,
+                saving,
+                UnloggedSteps(member, lambda: log.writer),
+                site.snapshots,
+            )
+            if participant is not None
+        ]
+        engine = Engine(
+            site,
+            participants,
+            log=log,
+            saving=saving,
+            ending=ending,
+            lines=lines,
+            recording=recording,
+            witness=witness,
+        )
 
         def before_update() -> None:
             tape.check_seeing()
             verification.before_update(state)
 
+        def before_reduction() -> None:
+            for participant in participants:
+                participant.before_reduction()
+
+        updates.unreduced.bind(watch.gradients)
         updates.before_update.bind(before_update)
-        adoption = _adopts(config)(
-            config, rank, channel, state, assigned, groups, world, witness, member.client.differs
-        )
-        staggering = Staggering(config.staggered, rank, member, state, world, assigned, channel)
-        lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
-        engine = Engine(
-            rank,
-            config,
-            member,
-            communicator,
-            channel,
-            state,
-            store,
-            faults,
-            world,
-            assignment,
-            witness=witness,
-            adoption=adoption,
-            audit=_audit_of(assignment, config, groups, state),
-            lines=lines,
-            staggering=staggering,
-            recording=recording,
-        )
-        logs.append(engine.log)
+        updates.before_reduction.bind(before_reduction)
+        updates.reduced.bind(engine.wait_vote)
         cut_step.held_over.bind(engine.held_over)
-        gate.bind(channel, updates, adoption)
+        gate.bind(channel, updates, participants)
         torch_private.before_pickling(gate.pickles)
-        parts = ModelParts(rank, assignment, backend, gate, groups, channel, updates, state, adoption)
+        reroute = None if adoption is None else adoption.reroute
+        parts = ModelParts(rank, assignment, backend, gate, groups, channel, updates, state, reroute)
         return cls(
             gate=gate,
             groups=groups,
             channel=channel,
             updates=updates,
             state=state,
-            adoption=adoption,
-            crossing=Crossing(channel, updates, groups, staggering, state.objects),
+            loaders=loaders,
+            crossing=Crossing(channel, updates, groups, site.staggering, state.objects),
             losses=losses,
             lines=lines,
             model_parts=parts,
@@ -488,7 +549,7 @@ class Session:
         self._gate = parts.gate
         self._channel, self._updates = parts.channel, parts.updates
         self._state = parts.state
-        self._origin_loaders = parts.adoption.loaders
+        self._origin_loaders = parts.loaders
         self._crossing = parts.crossing
         self._model_parts = parts.model_parts
         self._losses = parts.losses

@@ -15,7 +15,7 @@ its partner's, two versions each.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from swift_ft.state.transfer import Transfer, digest_of, receive_state, send_sta
 from swift_ft.state.tree import split
 from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.generation import Membership
+from swift_ft.train.participants import Participant, Step
 from swift_ft.train.training_state import TrainerState
 
 # Choice of partners: each rank's copy goes to another rank that is unlikely to be lost together with it.
@@ -98,7 +99,7 @@ class SnapshotCopy:
         return state
 
 
-class Snapshots:
+class Snapshots(Participant):
     """Snapshots that one rank holds, its own and those it keeps for others. Used by the trainer's thread.
 
     (before the first step of a generation, and after each k-th step) ``take_snapshot`` … (PLANNING) ``held`` →
@@ -114,8 +115,10 @@ class Snapshots:
         world: ReconfigurableGroup,
         faults: FaultInjector,
         groups: RecoveryGroups,
+        membership: Callable[[], Membership],
     ) -> None:
-        """`every`: steps between two snapshots; 0 disables snapshots. `groups`: ranks that are lost together."""
+        """`every`: steps between two snapshots. `groups`: ranks that are lost together. `membership`: this rank's."""
+        self._membership = membership
         self._rank = rank
         self._every = every
         self._member = member
@@ -139,15 +142,19 @@ class Snapshots:
 
     # --- taking them ---
 
-    def before_step(self, membership: Membership) -> None:
-        """(all ranks, at the same version) Takes a snapshot before the first step of a generation."""
-        if self._every and self._taken_in != membership.generation:
-            self.take_snapshot(membership.generation, membership.assignment, membership.hosts)
+    def before_step(self, step: Step) -> None:
+        """Takes a snapshot before the first step of a generation."""
+        if not step.replaying and self._taken_in != self._membership().generation:
+            self._take()
 
-    def after_step(self, membership: Membership) -> None:
-        """(all ranks, in the generation in which they began the step) Takes a snapshot after each k-th step."""
-        if self._every and self._state.version % self._every == 0:
-            self.take_snapshot(membership.generation, membership.assignment, membership.hosts)
+    def after_step(self, step: Step) -> None:
+        """Takes a snapshot after each k-th step."""
+        if step.by_all and step.version % self._every == 0:
+            self._take()
+
+    def _take(self) -> None:
+        membership = self._membership()
+        self.take_snapshot(membership.generation, membership.assignment, membership.hosts)
 
     def take_snapshot(self, generation: int, assignment: Assignment, hosts: Mapping[int, str]) -> None:
         """Takes a snapshot of this version. Raises RuntimeError if a rank is lost, UsageError if memory is short."""

@@ -40,6 +40,7 @@ from swift_ft.state.checkpoint_file import Snapshot
 from swift_ft.state.tree import split
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.hook import Hook
+from swift_ft.train.participants import Participant, Step
 from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Standing
 
@@ -145,17 +146,16 @@ class Holder(Protocol):
     version: int
 
 
-class Staggering:
+class Staggering(Participant):
     """Staggered steps of one rank. Used on the trainer's thread.
 
     (steps) ``begin_step`` → (clipping) ``norm`` → (vote) ``voted`` → (in the next step, or where a version is saved)
     ``wait_vote``
-    (recovery) ``standing`` → ``take_back`` → ``forget``
+    (recovery) ``offer`` → ``take_back`` → ``resume``
     """
 
     def __init__(
         self,
-        wanted: bool,
         rank: int,
         member: Holder,
         state: TrainerState,
@@ -164,7 +164,6 @@ class Staggering:
         channel: Channel,
     ) -> None:
         """`world`: the session's group of all ranks. `assignment`: returns this generation's."""
-        self.wanted = wanted
         self._rank = rank
         self._member = member
         self._state = state
@@ -188,17 +187,16 @@ class Staggering:
         """Value of `_calm` from which on this rank does not wait."""
         self._waits_next = True
         """All ranks have agreed that the step after the last settled one waits for its vote."""
-        state.updates.reduced.bind(self.wait_vote)
 
     # --- one step ---
 
-    def begin_step(self) -> None:
-        """(before a step) Decides whether the step waits for its vote. Copies the state if it does not."""
+    def begin_step(self, step: Step) -> None:
+        """Decides whether the step waits for its vote. Copies the state if it does not."""
         updates = self._state.updates
         self._norms = []
         self._channel.unsettled = self._pending is not None and bool(self._pending.norms)
         waits = self._pending is None and (updates.hold_next or self._waits_next)
-        updates.ahead = self.wanted and not waits
+        updates.ahead = not waits
         if updates.ahead:
             spare = self._spare.pop() if self._spare else None
             into = {} if spare is None else split(spare.state())[0]
@@ -238,7 +236,7 @@ class Staggering:
     def waits(self) -> bool:
         """(in a vote) Returns whether this rank wants the next step to wait for its vote."""
         restless = self._clips and self._calm < self._calm_wanted
-        return self.wanted and (restless or self.lasts(self._state.version + 2))
+        return restless or self.lasts(self._state.version + 2)
 
     def voted(self, ballot: torch.Tensor, task: Task) -> None:
         """Registers the step under way as done on this rank. `ballot`: the vote's result, valid once `task` is done."""
@@ -249,10 +247,9 @@ class Staggering:
         """Records the result of a vote: whether the next step waits."""
         self._waits_next = waits_next
 
-    @property
-    def committed(self) -> int:
-        """The newest version that all ranks have or will reach."""
-        return self._state.version if self._pending is None else self._pending.step
+    def committed(self, version: int) -> int:
+        """Returns the newest version that all ranks have or will reach."""
+        return version if self._pending is None else self._pending.step
 
     def wait_vote(self) -> None:
         """Waits for the vote on the previous step, if it is under way. Raises Misspeculated if that step must be done
@@ -294,7 +291,7 @@ class Staggering:
 
     # --- after a failure ---
 
-    def standing(self, own: Standing) -> Standing:
+    def offer(self, own: Standing) -> Standing:
         """Returns this rank's recovery offer. `own`: its offer without the copies and the pending vote."""
         pending = self._pending
         if pending is None:
@@ -313,24 +310,23 @@ class Staggering:
             forward_by_all=self._state.updates.lines,
         )
 
-    def take_back(self, version: int) -> dict[str, Any] | None:
-        """Goes back to a version and returns its state; None if there is no copy of it. Raises ServiceError if the
-        trainer's objects cannot load it."""
+    def take_back(self, version: int) -> bool:
+        """Goes back to a version. Returns False if there is no copy of it. Raises ServiceError if the trainer's objects
+        cannot load it."""
         copy = self._copies.get(version)
         if copy is None:
-            return None
+            return False
         self._channel.taking_back(version)
         self._state.present = False
         # Loads a copy of the copy, because optimizers keep the tensors that they load.
-        loaded: dict[str, Any] = Snapshot(copy.state()).state()
-        self._state.load_state_dict(loaded)
+        self._state.load_state_dict(Snapshot(copy.state()).state())
         self._state.present = True
         pending = self._pending
         if pending is not None and not pending.known_valid() and self._channel.witness is not None:
             self._channel.witness.forget()  # later digests are of a state that is discarded
-        return loaded
+        return True
 
-    def forget(self) -> None:
+    def resume(self, *, at_start: bool) -> None:
         """(all ranks go on from one version) Discards the pending vote, its norms and all copies."""
         for norm in (*self._norms, *(self._pending.norms if self._pending is not None else ())):
             norm.give_up()

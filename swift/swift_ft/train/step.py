@@ -1,7 +1,7 @@
 """One step of the trainer: completed, with everything a recovery needs of it kept, or dropped as if it had not begun.
 
-``run``   begins the step in every part that records it → the trainer's function → ends the step in the same parts
-          → does what is due at this version: compares replicas, saves a checkpoint
+``run``   begins the step → the trainer's function → ends the step; at each of these the participants
+          (`swift_ft.train.participants`) do their part
 ``drop``  (a failure cut it short) restores the state of the step's start
 """
 
@@ -11,7 +11,7 @@ import os
 import sys
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -22,22 +22,14 @@ from swift_ft.errors import JobFailed, UsageError
 from swift_ft.files import make_directory, open_regular
 from swift_ft.log.sidecar_client import Writer
 from swift_ft.state.checkpoint_store import CheckpointStore
-from swift_ft.train import verification
-from swift_ft.train.batch_redistribution import Adoption
-from swift_ft.train.boundary_log import Channel
-from swift_ft.train.checkpointing import EarlyCheckpoint, Saving, UnloggedSteps, flush_at_end
-from swift_ft.train.config import SessionConfig
+from swift_ft.train.checkpointing import Saving, flush_at_end
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.failures import Retries
-from swift_ft.train.generation import Membership
-from swift_ft.train.log_session import FLUSH_TIMEOUT_S, OwnLog, log_totals
-from swift_ft.train.recording import Recording
-from swift_ft.train.snapshots import Snapshots
-from swift_ft.train.staggering import Staggering
+from swift_ft.train.log_session import FLUSH_TIMEOUT_S, log_totals
+from swift_ft.train.participants import Participant, Step, TrainStep
 from swift_ft.train.step_digests import Witness
-from swift_ft.train.strategies import load_checkpoint
+from swift_ft.train.strategies import Site, load_checkpoint
 from swift_ft.train.training_state import Stopped, TrainerState
-from swift_ft.train.verification import Audit
 
 # Metrics lines: one for each step, exactly once, through failures.
 #
@@ -46,12 +38,12 @@ from swift_ft.train.verification import Audit
 # no line, and does the step again, or the line. A repeated step finds its line and leaves it unchanged. If the line
 # differs (the job is not exact), it and all later lines are void, and are written anew.
 #
-#     (trainer) ``add`` … (vote) ``write`` → (the step is done) ``end``; (it is dropped) ``forget``
+#     (trainer) ``add`` … (vote) ``write`` → (the step is done) ``end``; (it is dropped) ``drop_step``
 
 Value = float | int | str | bool | None
 
 
-class Lines:
+class Lines(Participant):
     """One rank's metrics file, created lazily with the first line."""
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +65,7 @@ class Lines:
         """Adds values to this step's line. Raises UsageError for a value that is no number, string or None."""
         self._values |= {name: _plain(name, value) for name, value in values.items()}
 
-    def forget(self) -> None:
+    def drop_step(self) -> None:
         self._values = {}
 
     def write(self, step: int) -> None:
@@ -91,10 +83,13 @@ class Lines:
                         file=sys.stderr,
                     )
 
+    def end_step(self, step: Step) -> None:
+        self.end(step.number, lasts=step.due)
+
     def end(self, step: int, *, lasts: bool) -> None:
         """Ends the step. `lasts`: also syncs the file, so that the lines so far survive a crash of the machine."""
         self.write(step)
-        self.forget()
+        self._values = {}
         if lasts and self._file is not None:
             os.fdatasync(self._file.fileno())
 
@@ -181,7 +176,7 @@ def _plain(name: str, value: object) -> Value:
 # The call to stop is a part of the state of version s + 1: a rank that loads or copies that state has it too.
 
 
-class Ending:
+class Ending(Participant):
     """(trainer's thread) ``begin`` … ``finish``; or ``come_back`` in place of a whole run"""
 
     def __init__(
@@ -211,15 +206,15 @@ class Ending:
         """(before anything is replayed) Sets the number of steps of the run."""
         self._num_steps = num_steps
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: Step) -> None:
         self._reason = None
 
     def call(self, reason: str) -> None:
         """(in a step) Makes this step the last one of the run."""
         self._reason = reason
 
-    def end_step(self, version: int) -> None:
-        self._done_to = version
+    def after_step(self, step: Step) -> None:
+        self._done_to = step.version
         self._state.stopped = None if self._reason is None else Stopped(self._reason, self._num_steps)
 
     def last(self, num_steps: int) -> int:
@@ -286,125 +281,79 @@ class Ending:
         events.emit("came_back", rank=self._rank, version=version)
 
 
-TrainStep = Callable[[int], object]
-
-
 class StepRunner:
     """Runs or drops one step of the trainer. Used by the trainer's thread only."""
 
     def __init__(
-        self,
-        rank: int,
-        config: SessionConfig,
-        member: Member,
-        channel: Channel,
-        state: TrainerState,
-        log: OwnLog,
-        *,
-        membership: Membership,
-        witness: Witness,
-        recording: Recording,
-        adoption: Adoption,
-        retries: Retries,
-        ending: Ending,
-        saving: Saving,
-        audit: Audit | None,
-        lines: Lines,
-        snapshots: Snapshots,
-        staggering: Staggering,
+        self, site: Site, participants: Sequence[Participant], witness: Witness, retries: Retries
     ) -> None:
-        """`audit` is None if there are no replicas to compare."""
-        self._rank = rank
-        self._config = config
-        self._member = member
-        self._channel = channel
-        self._state = state
-        self._log = log
-        self._membership = membership
+        self._rank = site.rank
+        self._every = site.config.checkpoint_every
+        self._member = site.member
+        self._channel = site.channel
+        self._state = site.state
+        self._participants = participants
         self._witness = witness
-        self._recording = recording
-        self._adoption = adoption
         self._retries = retries
-        self._ending = ending
-        self._saving = saving
-        self._audit = audit
-        self._lines = lines
-        self._snapshots = snapshots
-        self._staggering = staggering
-        self._early = EarlyCheckpoint(member)
-        self._unlogged = UnloggedSteps(member)
         self.rolled_forward = False
         """True if the plan had the current or last step rolled forward, and its recovery is not over."""
 
     def run(self, train_step: TrainStep) -> None:
         """Runs one step. Raises any error that cuts it short; the caller then drops the step or handles the error."""
-        step = self._state.version
-        replaying = self._channel.replaying
-        if not replaying:
-            self._snapshots.before_step(self._membership)
-        self._adoption.before(train_step, step, self.drop)
-        events.emit("step_begin", rank=self._rank, step=step, replay=replaying)
-        self._channel.begin_step(step)
-        self._witness.begin(step)
-        if not replaying:
-            self._recording.begin(step)
-        self._ending.begin_step()
-        self._staggering.begin_step()
-        self._state.begin_step()
-        self._recording.state_told(step, self._state.begun_with)
-        verification.step_begins(self._state, self._rank, replay=replaying)
-        with self._retries.step(step):
-            train_step(step)
-        self._channel.wait_copied()
-        self._state.updates.end_step()
-        self._adoption.after()
-        due = (step + 1) % self._config.checkpoint_every == 0
-        self._lines.end(step, lasts=due)
-        self._recording.end(step)
-        self._state.end_step()
-        version = self._state.version
-        self._member.version = self._staggering.committed
-        self._ending.end_step(version)
-        events.emit("step_end", rank=self._rank, step=step, replay=replaying)
-        self._channel.profile.end(step, replay=replaying)
-        verification.step_ended(self._state)
-        verification.write_every_version(self._state, self._rank)
-        # No comparison after a roll forward: ranks that were past the vote have compared already or will not.
-        news = self._state.gradients.news()
-        if (
-            self._audit is not None
-            and (due or version == 1 or news)
-            and not (replaying or self.rolled_forward)
-        ):
-            self._staggering.wait_vote()
-            self._audit.compare()
-        self._save(version, replaying, due)
-        # After a step that was rolled forward, not all ranks get here.
-        if not (replaying or self.rolled_forward):
-            self._snapshots.after_step(self._membership)
-        self._unlogged.after_step(step, self._log.writer.unlogged.news())
-        self._log.writer.forget_below(version)  # only a dropped step is sent again
-        self._saving.prune()
+        channel, state, number = self._channel, self._state, self._state.version
+        step = Step(
+            number=number,
+            replaying=channel.replaying,
+            due=(number + 1) % self._every == 0,
+            train=train_step,
+            drop=self.drop,
+            wait_vote=self.wait_vote,
+        )
+        for participant in self._participants:
+            participant.before_step(step)
+        events.emit("step_begin", rank=self._rank, step=number, replay=step.replaying)
+        channel.begin_step(number)
+        self._witness.begin(number)
+        for participant in self._participants:
+            participant.begin_step(step)
+        state.begin_step()
+        for participant in self._participants:
+            participant.step_begun(step)
+        with self._retries.step(number):
+            train_step(number)
+        channel.wait_copied()
+        state.updates.end_step()
+        for participant in self._participants:
+            participant.end_step(step)
+        state.end_step()
+        self._member.version = self.committed()
+        events.emit("step_end", rank=self._rank, step=number, replay=step.replaying)
+        channel.profile.end(number, replay=step.replaying)
+        step.by_all = not (step.replaying or self.rolled_forward)
+        for participant in self._participants:
+            participant.after_step(step)
         latest = self._member.watcher.latest
         self._witness.forget_below(min(latest.checkpoints, default=0) if latest is not None else 0)
 
-    def _save(self, version: int, replaying: bool, due: bool) -> None:
-        """Saves this version if it is `due` by the checkpoint interval, or as an early checkpoint."""
-        # On the way to a plan's target that all ranks save, no other version of this history is ever complete.
-        plan = self._membership.plan
-        passing = replaying and plan is not None and plan.plan.saves
-        # The same holds for an early checkpoint: ranks that have not seen the request do not save it.
-        if not passing and (self._early.due(version) or due):
-            self._staggering.wait_vote()
-            self._saving.save()
+    def committed(self) -> int:
+        """Returns the newest version that all ranks have or will reach."""
+        version = self._state.version
+        for participant in self._participants:
+            version = participant.committed(version)
+        return version
+
+    def wait_vote(self) -> None:
+        """Waits for a vote that is still under way. Raises the error that takes its step back."""
+        for participant in self._participants:
+            participant.wait_vote()
 
     def drop(self) -> None:
         """Restores the state from before the step."""
-        self._recording.drop()
+        for participant in self._participants:
+            participant.drop_step()
         self._channel.end_replay()
         self._channel.drop_step()
         if self._state.present and self._state.updates.begun:
             # The update has begun, so the parameters belong to no version; this rank restores.
             self._state.present = False
         self._state.drop_step()
-        self._lines.forget()

@@ -14,12 +14,14 @@ import torch
 from swift_ft import events
 from swift_ft.comm.backend import REPLICA_CHUNK, Pending
 from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.comm.process_groups import ProcessGroups
 from swift_ft.errors import ReplayRefused, ReplicaDiffers, ServiceError
-from swift_ft.planner import RankPlan, Strategy
+from swift_ft.planner import Assignment, RankPlan, Strategy
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.journal import UndoResult
 from swift_ft.state.transfer import Transfer, receive_state, send_state
 from swift_ft.train.boundary_log import Channel
+from swift_ft.train.config import SessionConfig
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.snapshots import SnapshotCopy, Snapshots
@@ -39,18 +41,24 @@ class Copied(NamedTuple):
 
 @dataclass(kw_only=True)
 class Site:
-    """Parts of one rank that strategies use in RECOVERING."""
+    """What every rank consists of; strategies use it in RECOVERING."""
 
     rank: int
+    config: SessionConfig
+    assignment: Assignment
+    """The full world's."""
     member: Member
+    communicator: ProcessGroups
+    world: ReconfigurableGroup
+    """All ranks, for the session itself."""
     channel: Channel
     state: TrainerState
     store: CheckpointStore
     faults: FaultInjector
-    world: ReconfigurableGroup
-    """All ranks."""
-    snapshots: Snapshots
-    staggering: Staggering
+    snapshots: Snapshots | None = None
+    """(only if the settings ask for it)"""
+    staggering: Staggering | None = None
+    """(only if the settings ask for it)"""
     generation: int = 0
     """Generation of the plan that is carried out."""
     copied: Copied | None = None
@@ -228,14 +236,14 @@ class Snapshot(Restore):
             return  # `copy` receives it
         began = time.monotonic()
         events.emit("restore_begin", rank=site.rank, generation=site.generation)
-        _load(site, site.snapshots.of(site.rank, mine.from_version), mine, began)
+        _load(site, _snapshots(site).of(site.rank, mine.from_version), mine, began)
 
     def copy(self, site: Site, entry: RankPlan) -> None:
         transfer = Transfer(joiner=entry.rank, sources=entry.sources, version=entry.from_version)
         wire = World(site.world, site.faults)
         check, copying = site.member.check, site.faults.copying
         if site.rank in entry.sources:
-            kept = site.snapshots.of(entry.rank, entry.from_version)
+            kept = _snapshots(site).of(entry.rank, entry.from_version)
             send_state(transfer, site.rank, kept.state, check, copying, wire)
         elif site.rank == entry.rank:
             began = time.monotonic()
@@ -246,8 +254,13 @@ class Snapshot(Restore):
                 raise ReplayRefused(str(error)) from None
             copy = SnapshotCopy(state=received.state, digest=received.digest, bytes=received.bytes)
             # Keep it as this rank's own again: the partner that sent it may be lost before the next recovery.
-            site.snapshots.put(entry.rank, entry.from_version, copy)
+            _snapshots(site).put(entry.rank, entry.from_version, copy)
             _load(site, copy, entry, began)
+
+
+def _snapshots(site: Site) -> Snapshots:
+    assert site.snapshots is not None, "a plan goes back to snapshots only if ranks report some"
+    return site.snapshots
 
 
 def _load(site: Site, copy: SnapshotCopy, mine: RankPlan, began: float) -> None:
@@ -282,8 +295,7 @@ class Undo(Restore):
 
     def restore(self, site: Site, mine: RankPlan) -> None:
         try:
-            loaded = site.staggering.take_back(mine.from_version)
-            if loaded is not None:
+            if site.staggering is not None and site.staggering.take_back(mine.from_version):
                 _tell(site, UndoResult(mode="copy", exact=True, buckets=0))
                 return
             results = site.state.undo()

@@ -25,6 +25,7 @@ from swift_ft.state.carried_gradients import LEFT
 from swift_ft.state.tensors import byte_view
 from swift_ft.state.tree import split
 from swift_ft.text import listed
+from swift_ft.train.participants import Participant, Step
 from swift_ft.train.recording import told_digests
 from swift_ft.train.training_state import HYPERPARAMETERS, TrainerState
 
@@ -56,19 +57,26 @@ def watch(watcher: Watcher) -> None:
     _watchers.append(watcher)
 
 
-def step_begins(state: TrainerState, rank: int, *, replay: bool) -> None:
-    for watcher in _watchers:
-        watcher.step_begins(state, rank, replay=replay)
-
-
 def before_update(state: TrainerState) -> None:
     for watcher in _watchers:
         watcher.before_update(state)
 
 
-def step_ended(state: TrainerState) -> None:
-    for watcher in _watchers:
-        watcher.step_ended(state)
+class Observers(Participant):
+    """Calls the observers of this process, and writes digests of every version if the environment asks for them."""
+
+    def __init__(self, state: TrainerState, rank: int) -> None:
+        self._state = state
+        self._rank = rank
+
+    def step_begun(self, step: Step) -> None:
+        for watcher in _watchers:
+            watcher.step_begins(self._state, self._rank, replay=step.replaying)
+
+    def after_step(self, step: Step) -> None:
+        for watcher in _watchers:
+            watcher.step_ended(self._state)
+        write_every_version(self._state, self._rank)
 
 
 def write_digests(state: TrainerState, rank: int, recovered_in: int | None = None) -> None:
@@ -90,8 +98,8 @@ def write_every_version(state: TrainerState, rank: int) -> None:
 _DIGEST_BYTES = 16
 
 
-class Audit:
-    """Comparison of replicas: (every replica, at the same versions) ``compare()``."""
+class Audit(Participant):
+    """Comparison of replicas."""
 
     def __init__(self, group: ReconfigurableGroup, state: TrainerState):
         self._group = group
@@ -99,8 +107,20 @@ class Audit:
         self._differed_at = -1
         """Version at which parameters or optimizer state last differed."""
 
+    def after_step(self, step: Step) -> None:
+        """Compares after the first step, at checkpoints, and when gradients stay over the end of a step.
+
+        Not after a step that was finished in a recovery: ranks that were past the vote have compared already or will
+        not.
+        """
+        news = self._state.gradients.news()
+        if step.by_all and (step.due or step.version == 1 or news):
+            step.wait_vote()
+            self.compare()
+
     def compare(self) -> None:
-        """(all replicas) Raises ReplicaDiffers or UsageError if a part of the state is not the same on all replicas."""
+        """(all replicas, at the same version) Raises ReplicaDiffers or UsageError if a part of the state is not the
+        same on all of them."""
         parts = self._state.parts()
         own = _tensor(b"".join(map(_digest, parts.values())))
         gathered = self._group.gathered(own)

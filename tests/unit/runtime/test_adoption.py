@@ -17,7 +17,7 @@ from swift_ft.train.config import SessionConfig, from_environment
 from swift_ft.train.reducer import Row, sum_by_origin
 from tests.unit.recovery.test_assignment import dropped_origins
 from tests.unit.runtime.test_ordered import on_all, values
-from tests.unit.runtime.wired import ignored, updates_of
+from tests.unit.runtime.wired import step_of, updates_of
 
 
 @settings(max_examples=40, deadline=None)
@@ -184,7 +184,7 @@ def adoption_of(**updates: Any) -> tuple[Adoption, Any]:
 
     groups: Any = {"data": nothing, "pipeline": SimpleNamespace()}
     config = SessionConfig(replicas=2, strategy="shrink")
-    adoption = Adoption(config, 0, nothing, state, lambda: vacant, groups, nothing, nothing, differs)
+    adoption = Adoption(config, 0, nothing, state, lambda: vacant, groups, nothing, nothing, differs, nothing)
     return adoption, said
 
 
@@ -203,9 +203,9 @@ def test_a_trainer_whose_steps_cannot_be_carried_out_for_another_is_refused(
 
 
 def test_a_step_that_updates_twice_is_refused() -> None:
-    adoption_of(stepped=1)[0].after()
+    adoption_of(stepped=1)[0].end_step(step_of())
     with pytest.raises(UsageError, match="updates twice"):
-        adoption_of(stepped=2)[0].after()
+        adoption_of(stepped=2)[0].end_step(step_of())
 
 
 def test_a_collective_without_those_that_are_lost_is_named_once() -> None:
@@ -289,16 +289,6 @@ def test_of_two_the_sum_has_one_order() -> None:
     assert dropping.agreed()["lost_shard"] == "drop"
     assert SessionConfig(strategy="rollback", replicas=2).redistributes
     assert "lost_shard" not in SessionConfig(replicas=2).agreed(), "of no job that does not shrink"
-
-
-def test_nobody_asks_for_what_no_job_wants() -> None:
-    """Without the strategy nothing of this is in the way of a step."""
-    adoption, _ = adoption_of(stepped=2, optimizers=[1, 2], journals=[])
-    adoption._wanted = False
-    adoption.check()
-    adoption.after()
-    adoption.before(ignored, 0, ignored)
-    adoption.communicated(0, of_pipeline=False)
 
 
 @pytest.mark.parametrize(("world_size", "lost_shard"), [("4", "reroute"), ("2", "redistribute")])

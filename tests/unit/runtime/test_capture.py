@@ -295,7 +295,7 @@ def test_anything_but_the_cpu_is_refused() -> None:
         channel=nothing,
         updates=nothing,
         state=nothing,
-        adoption=nothing,
+        reroute=nothing,
     )
     with refused:
         parts.pipeline_stage(torch.nn.Linear(1, 1), 0, 1, torch.device("cuda"), {})

@@ -121,7 +121,7 @@ def saving(store: Store, client: Client, complete: Sequence[int] = (), given_up:
     )
     kept: Any = store
     recording: Any = Unrecorded()
-    return Saving(2, member, state, kept, recording)
+    return Saving(2, member, state, kept, recording, lambda: False)
 
 
 def test_training_waits_for_it_if_it_is_to() -> None:

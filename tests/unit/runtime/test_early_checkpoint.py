@@ -1,6 +1,7 @@
 """Is this the version that all ranks save? What a rank does with what the View says."""
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -68,9 +69,9 @@ def dropped(first: int, last: int) -> Dropped:
 
 
 def told(member: FakeMember, *lost: Dropped | None, from_step: int = 10) -> list[int]:
-    unlogged = UnloggedSteps(member)  # type: ignore[arg-type]
+    unlogged = UnloggedSteps(cast(Any, member), cast(Any, None))
     for step, what in enumerate(lost, from_step):
-        unlogged.after_step(step, what)
+        unlogged.report(step, what)
     return member.asked
 
 
@@ -92,10 +93,10 @@ def test_a_checkpoint_that_has_them_in_it_is_enough() -> None:
 
 def test_after_a_restore_the_steps_that_were_dropped_are_of_no_history() -> None:
     member = FakeMember()
-    unlogged = UnloggedSteps(member)  # type: ignore[arg-type]
-    unlogged.after_step(17, dropped(17, 17))
-    unlogged.after_step(10, None)
-    unlogged.after_step(11, None)
+    unlogged = UnloggedSteps(cast(Any, member), cast(Any, None))
+    unlogged.report(17, dropped(17, 17))
+    unlogged.report(10, None)
+    unlogged.report(11, None)
     assert member.asked == [17]
 
 

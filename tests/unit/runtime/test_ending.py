@@ -7,6 +7,7 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.train.step import Ending
+from tests.unit.runtime.wired import step_of
 
 
 class World:
@@ -41,11 +42,11 @@ class World:
 
     def step(self, *, stops: str | None = None, of: int = 100) -> None:
         self.ending.begin(of)
-        self.ending.begin_step()
+        self.ending.begin_step(step_of())
         if stops is not None:
             self.ending.call(stops)
         self.state.version += 1
-        self.ending.end_step(self.state.version)
+        self.ending.after_step(step_of(self.state.version - 1))
 
     def finish(self, num_steps: int) -> tuple[Any, ...]:
         stats = SimpleNamespace(records=0, bytes=0, verified=0)
@@ -91,7 +92,7 @@ def test_in_the_last_step_it_changes_nothing() -> None:
 
 def test_a_step_that_is_dropped_has_not_called_it() -> None:
     world = World()
-    world.ending.begin_step()
+    world.ending.begin_step(step_of())
     world.ending.call("too early")
     world.step()  # the same step again
     assert world.ending.last(100) == 100

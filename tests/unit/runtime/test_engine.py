@@ -24,7 +24,7 @@ from swift_ft.train.coordinator_session import Member, own_servers
 from swift_ft.train.engine import Engine
 from swift_ft.train.log_session import OwnLog
 from tests.unit.runtime import wired
-from tests.unit.runtime.wired import state_of, updates_of
+from tests.unit.runtime.wired import state_of, step_of, updates_of
 
 SERVERS = [("l0:1", ""), ("l1:1", ""), ("l2:1", "")]
 
@@ -226,10 +226,10 @@ def test_who_calls_the_end_in_a_step_that_it_replays_has_called_it() -> None:
     ended: list[int] = []
 
     def replay(_train_step: Any) -> None:
-        engine.ending.begin_step()
+        engine.ending.begin_step(step_of(20))
         engine.ending.call("enough")
         engine._state.version = 21
-        engine.ending.end_step(21)
+        engine.ending.after_step(step_of(20))
 
     def go_on(_train_step: Any) -> None:
         raise AssertionError("no step comes behind it")

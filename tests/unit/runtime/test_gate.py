@@ -104,7 +104,7 @@ class Rank:
         ties = Ties(self.channel, pipeline or self.some)
         self.updates = updates_of(rank=rank, ties=ties, channel=self.channel)
         self.adoption: Any = SimpleNamespace(communicated=lambda step, **_: self.communicated.append(step))
-        self.gate.bind(self.channel, self.updates, self.adoption)
+        self.gate.bind(self.channel, self.updates, [self.adoption])
         self.some._own = rank
         for group in (self.all, self.some):
             group.connected = sources is None

@@ -87,7 +87,7 @@ def test_a_step_costs_the_same_however_long_the_file_is(
 def test_a_step_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
     lines = Lines(tmp_path / "rank0.jsonl")
     lines.add({"loss": 1})
-    lines.forget()
+    lines.drop_step()
     lines.write(0)
     assert not (tmp_path / "rank0.jsonl").exists()
 
@@ -116,7 +116,7 @@ def test_a_step_that_was_begun_behind_the_end_leaves_no_line(tmp_path: Path) -> 
     lines = run(path, 0, 10)
     lines.add({"loss": 10.0})
     lines.write(10)
-    lines.forget()
+    lines.drop_step()
     lines.cut(10)
     lines.close()
     assert [line["step"] for line in written(path)] == list(range(10))

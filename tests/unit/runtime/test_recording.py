@@ -31,7 +31,7 @@ from swift_ft.train.recording import (
 from swift_ft.train.step_digests import Witness
 from swift_ft.train.tape import Tape
 from swift_ft.train.transcript import ENTERS, GIVEN, GRADIENT, LEAVES, STATE, Seen
-from tests.unit.runtime.wired import ignored
+from tests.unit.runtime.wired import ignored, step_of
 
 
 def witness_of() -> Witness:
@@ -226,6 +226,7 @@ class Recorder:
         self.watch = ThoroughWatch(self.witness, [], dict)
         self.log: list[tuple[str, RecordKey, torch.Tensor]] = []
         config = SessionConfig(rehearse=rehearse, checkpoint_every=10, **settings)
+        self.step = 0
         self.recording = Recording(
             rank,
             config,
@@ -234,19 +235,21 @@ class Recorder:
             self.tape,
             lambda *record: self.log.append(record),
             held=lambda: True,
+            begun_with=lambda: {"attribute": {"count": self.step}},
         )
 
     def do(self, step: int, *, dropped: bool = False) -> None:
         self.witness.begin(step)
-        self.recording.begin(step)
-        self.recording.state_told(step, lambda: {"attribute": {"count": step}})
+        self.step = step
+        self.recording.begin_step(step_of(step))
+        self.recording.step_begun(step_of(step))
         if self.recording.under_way:
             place = self.tape.gives("data", [torch.ones(1)])
             self.tape.gets(place, [torch.full((1,), 2.0)])
         if dropped:
-            self.recording.drop()
+            self.recording.drop_step()
         else:
-            self.recording.end(step)
+            self.recording.end_step(step_of(step))
 
     def recorded(self) -> list[int]:
         return [key.step for stream, key, _ in self.log if stream == transcripts(1)]

@@ -1,7 +1,7 @@
 """What a rank says when it cannot do as planned."""
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -22,9 +22,8 @@ from swift_ft.planner import Plan, RankPlan, Strategy
 from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.train import replay, strategies
 from swift_ft.train.config import SessionConfig
-from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.replay import Restorer
-from tests.unit.runtime.wired import Unstaggered, state_of, updates_of
+from tests.unit.runtime.wired import site_of, state_of, updates_of
 
 
 def test_a_step_that_cannot_be_taken_back_is_refused_and_leaves_no_state() -> None:
@@ -37,18 +36,7 @@ def test_a_step_that_cannot_be_taken_back_is_refused_and_leaves_no_state() -> No
 
     updates.undo = fails  # type: ignore[method-assign]
     nothing: Any = None
-    restorer = Restorer(
-        0,
-        nothing,
-        nothing,
-        state,
-        nothing,
-        FaultInjector(0),
-        nothing,
-        60.0,
-        nothing,
-        cast(Any, Unstaggered()),
-    )
+    restorer = Restorer(site_of(state=state))
     plan = published(0, RankPlan(rank=0, strategy=Strategy.UNDO, from_version=0, reason=""))
     with pytest.raises(ReplayRefused, match="made parameters NaN"):
         restorer.follow(plan, nothing, [], lambda: None)
@@ -398,10 +386,7 @@ def restorer_of(monkeypatch: pytest.MonkeyPatch, log: Any, asked: list[int], che
         noticed=False,
         check=lambda: None,
     )
-    nothing: Any = None
-    return Restorer(
-        0, member, log, state, store, FaultInjector(0), nothing, 60.0, nothing, cast(Any, Unstaggered())
-    )
+    return Restorer(site_of(member=member, channel=log, state=state, store=store))
 
 
 @pytest.mark.parametrize("setting", ["wait", ""])

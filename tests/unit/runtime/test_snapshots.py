@@ -94,7 +94,7 @@ class Job:
     def fresh(self, rank: int) -> Snapshots:
         world: Any = self.worlds[rank]
         nothing = FaultInjector(rank)
-        return Snapshots(rank, 2, Member(), self.states[rank], world, nothing, RecoveryGroups())
+        return Snapshots(rank, 2, Member(), self.states[rank], world, nothing, RecoveryGroups(), nothing)
 
     def take(self, generation: int = 1) -> None:
         with ThreadPoolExecutor(RANKS) as threads:

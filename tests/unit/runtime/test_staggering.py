@@ -14,7 +14,7 @@ from swift_ft.planner import Assignment
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.staggering import CALM_STEPS, Later, Norm, Staggering, clips, norm_of
 from swift_ft.train.updates import Standing, Updates, ballot
-from tests.unit.runtime.wired import updates_of
+from tests.unit.runtime.wired import step_of, updates_of
 
 
 class Task:
@@ -65,7 +65,7 @@ class State:
 class Rank:
     """One that does steps without anybody."""
 
-    def __init__(self, *, wanted: bool = True, last: int = 1000) -> None:
+    def __init__(self, *, last: int = 1000) -> None:
         self.updates = updates_of(SessionConfig(replicas=2), reduced=None)
         self.state, self.world = State(self.updates), World()
         self.member = SimpleNamespace(version=0)
@@ -80,7 +80,6 @@ class Rank:
             taking_back=lambda version: self.phases.append(("take_back", version)),
         )
         self.staggering = Staggering(
-            wanted,
             0,
             self.member,
             cast(Any, self.state),
@@ -88,13 +87,14 @@ class Rank:
             lambda: Assignment.grid(2),
             cast(Any, self.channel),
         )
+        self.updates.reduced.bind(self.staggering.wait_vote)
         self.staggering.lasts.bind(lambda version: version >= last)
         self.updates.hold_next = False
         self.staggering.agreed(waits_next=False)
 
     def step(self, *, norm: float | None = None, waits_next: bool = False) -> Task:
         """One that goes on without its vote, which is under way then."""
-        self.staggering.begin_step()
+        self.staggering.begin_step(step_of())
         self.staggering.wait_vote()
         assert self.updates.ahead
         if norm is not None:
@@ -102,7 +102,7 @@ class Rank:
         said, task = ballot(holds=False, lines=False, waits=waits_next, steps=1, group=0, groups=1), Task()
         self.staggering.voted(said, cast(Any, task))
         self.state.done()
-        self.member.version = self.staggering.committed
+        self.member.version = self.staggering.committed(self.state.version)
         return task
 
 
@@ -110,40 +110,40 @@ def test_a_step_is_settled_in_the_next_one() -> None:
     rank = Rank()
     first = rank.step()
     assert (rank.state.version, rank.member.version) == (1, 0), "nobody else has it yet, as far as is known"
-    rank.staggering.begin_step()
+    rank.staggering.begin_step(step_of())
     assert not first.asked, "the next step does not wait at its begin"
     first.done = True
     rank.staggering.wait_vote()
     assert rank.phases == [("settle", 0)]
     assert rank.member.version == 1
     assert rank.updates.ahead
-    assert rank.staggering.standing(Standing(version=1)) == Standing(version=1)
+    assert rank.staggering.offer(Standing(version=1)) == Standing(version=1)
     # Its update is under way: only the copy is left.
-    cut = rank.staggering.standing(Standing(version=None))
+    cut = rank.staggering.offer(Standing(version=None))
     assert (cut.version, cut.undo_to, cut.undo_exact) == (None, 1, True)
 
 
 def test_until_then_it_can_be_either_version() -> None:
     rank = Rank()
     task = rank.step()
-    rank.staggering.begin_step()
+    rank.staggering.begin_step(step_of())
     rank.updates.lines = True
     wanted = Standing(version=None, undo_to=0, undo_exact=True, forward_to=1, forward_by_all=True)
-    assert rank.staggering.standing(Standing(version=1)) == wanted
+    assert rank.staggering.offer(Standing(version=1)) == wanted
     task.error = RuntimeError("a rank is lost")
     with pytest.raises(RuntimeError, match="a rank is lost"):
         rank.staggering.wait_vote()
-    assert rank.staggering.standing(Standing(version=1)) == wanted
+    assert rank.staggering.offer(Standing(version=1)) == wanted
     assert rank.staggering.take_back(0)
     assert rank.phases[-1] == ("take_back", 0)
     assert (rank.state.version, rank.state.value.tolist(), rank.state.present) == (0, [0.0] * 4, True)
-    assert rank.staggering.standing(Standing(version=0)) == Standing(version=0), "it is there"
+    assert rank.staggering.offer(Standing(version=0)) == Standing(version=0), "it is there"
     rank.state.done()
     assert rank.staggering.take_back(0), "what it trains on is not the copy"
     assert rank.state.value.tolist() == [0.0] * 4
-    rank.staggering.forget()
+    rank.staggering.resume(at_start=False)
     assert not rank.staggering.take_back(0)
-    rank.staggering.begin_step()
+    rank.staggering.begin_step(step_of())
     assert not rank.updates.ahead, "the first step of a generation waits"
 
 
@@ -151,9 +151,9 @@ def test_until_then_it_can_be_either_version() -> None:
 def test_a_step_that_had_to_be_clipped_is_no_version_to_stay_at(norm: float) -> None:
     rank = Rank()
     rank.step(norm=norm).done = True
-    rank.staggering.begin_step()
+    rank.staggering.begin_step(step_of())
     assert rank.channel.unsettled, "what may be taken back is not logged"
-    offered = rank.staggering.standing(Standing(version=1))
+    offered = rank.staggering.offer(Standing(version=1))
     assert (offered.version, offered.undo_to, offered.forward_to) == (None, 0, None)
     with pytest.raises(Misspeculated, match="step 0 is done again: the norm of its gradients is"):
         rank.staggering.wait_vote()
@@ -165,16 +165,16 @@ def test_a_norm_that_is_not_known_is_not_trusted() -> None:
     rank = Rank()
     rank.world.task.done = False
     rank.step(norm=5.0)
-    rank.staggering.begin_step()
-    assert rank.staggering.standing(Standing(version=1)).forward_to is None
+    rank.staggering.begin_step(step_of())
+    assert rank.staggering.offer(Standing(version=1)).forward_to is None
     rank.world.task.done = True
-    assert rank.staggering.standing(Standing(version=1)).forward_to == 1
+    assert rank.staggering.offer(Standing(version=1)).forward_to == 1
 
 
 def test_an_error_behind_a_bad_step_is_that_steps() -> None:
     rank, own = Rank(), ValueError("the loss is nan")
     rank.step(norm=11.0)
-    rank.staggering.begin_step()
+    rank.staggering.begin_step(step_of())
     blamed = rank.staggering.blamed(own)
     assert isinstance(blamed, Misspeculated)
     assert blamed.__cause__ is own
@@ -211,17 +211,16 @@ def test_it_waits_where_a_version_must_last() -> None:
     assert not rank.staggering.waits(), "the next step leads to 4"
     rank.state.version = 3
     assert rank.staggering.waits()
-    assert not Rank(wanted=False, last=0).staggering.waits(), "nobody is asked"
 
 
 def test_what_all_have_agreed_holds_for_the_step_under_way() -> None:
     rank = Rank()
     rank.step(waits_next=True).done = True
-    rank.staggering.begin_step()
+    rank.staggering.begin_step(step_of())
     assert rank.updates.ahead, "as far as is known"
     rank.staggering.wait_vote()
     assert not rank.updates.ahead
-    assert rank.staggering.standing(Standing(version=1)) == Standing(version=1)
+    assert rank.staggering.offer(Standing(version=1)) == Standing(version=1)
     assert not rank.staggering.take_back(1), "nobody goes back to it"
 
 
@@ -244,7 +243,7 @@ def test_replicas_that_do_not_step_alike_are_told_so() -> None:
     assert pending is not None
     pending.task.done = True  # type: ignore[attr-defined]
     pending.ballot[4] = -2.0
-    rank.staggering.begin_step()
+    rank.staggering.begin_step(step_of())
     with pytest.raises(UsageError, match="in step 0 optimizers have stepped"):
         rank.staggering.wait_vote()
 
@@ -252,11 +251,11 @@ def test_replicas_that_do_not_step_alike_are_told_so() -> None:
 def test_a_norm_that_was_kept_from_a_step_that_is_gone_ends_no_job() -> None:
     rank = Rank()
     rank.world.task.error = RuntimeError("a rank is lost")
-    rank.staggering.begin_step()
+    rank.staggering.begin_step(step_of())
     kept = rank.staggering.norm(torch.tensor(1.0), 2.0, 10.0)
     with pytest.raises(RuntimeError, match="a rank is lost"):
         float(kept)
-    rank.staggering.forget()
+    rank.staggering.resume(at_start=False)
     assert bool(torch.isnan(kept))
 
 

@@ -1,7 +1,7 @@
 """A weight that stages share: summed once for each update, counted once, and refused where that cannot be."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from swift_ft.train.pipeline_collectives import Crossing
 from swift_ft.train.tied_weights import Ties
 from tests.local_backend import LocalBackend
 from tests.unit.runtime.test_gate import Log, Rank
-from tests.unit.runtime.wired import Unstaggered, updates_of
+from tests.unit.runtime.wired import updates_of
 
 RANKS = (0, 1, 2, 3)
 
@@ -120,9 +120,7 @@ def test_a_norm_counts_it_once() -> None:
     """The first of its ranks does. 4.498 was said for a true 4.254."""
     for rank, parts in ((0, [1.5] * 3 + [1.0] * 2), (2, [1.0] * 2)):
         tied = Tied(rank)
-        crossing = Crossing(
-            tied.rank.channel, tied.updates, {"pipeline": tied.group}, cast(Any, Unstaggered()), {}
-        )
+        crossing = Crossing(tied.rank.channel, tied.updates, {"pipeline": tied.group}, None, {})
         tied.backward()
         norm = crossing.clip_grad_norm_([tied.shared, tied.own], 1e9, 2.0, ())
         own = torch.tensor([4 * value if value == 1.5 else value for value in parts])  # it is summed by then
@@ -131,9 +129,7 @@ def test_a_norm_counts_it_once() -> None:
 
 def test_a_norm_leaves_out_what_is_named_so_and_clips_it() -> None:
     tied = Tied()
-    crossing = Crossing(
-        tied.rank.channel, tied.updates, {"pipeline": tied.group}, cast(Any, Unstaggered()), {}
-    )
+    crossing = Crossing(tied.rank.channel, tied.updates, {"pipeline": tied.group}, None, {})
     tied.backward()
     norm = crossing.clip_grad_norm_([tied.own], 1.0, 2.0, [tied.own])
     assert norm == 0

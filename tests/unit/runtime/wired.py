@@ -2,17 +2,20 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 from swift_ft.planner import Assignment
 from swift_ft.state.rng import Randomness
+from swift_ft.train.checkpointing import Saving, UnloggedSteps
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.engine import Engine
 from swift_ft.train.fault_points import FaultInjector
+from swift_ft.train.log_session import OwnLog
 from swift_ft.train.lossy import CutStep
-from swift_ft.train.step import Lines
+from swift_ft.train.participants import Participant, Step
+from swift_ft.train.step import Ending, Lines
 from swift_ft.train.step_digests import Witness
+from swift_ft.train.strategies import Site
 from swift_ft.train.tied_weights import Ties
 from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Lends, Updates
@@ -72,37 +75,12 @@ def state_of(seed: int = 1, updates: Updates | None = None) -> TrainerState:
     return TrainerState(Randomness(seed, 0, None), updates or updates_of(), None)
 
 
-class Unstaggered:
-    """Every step waits for its vote."""
-
-    committed = 0
-
-    def __init__(self) -> None:
-        self.lasts = SimpleNamespace(bind=ignored)
-        self.wait_copied = self.wait_vote = self.begin_step = self.forget = self.agreed = self.clipped = (
-            ignored
-        )
-
-    def blamed(self, error: Exception) -> Exception:
-        return error
-
-    def standing(self, own: Any) -> Any:
-        return own
-
-    def waits(self) -> bool:
-        return True
-
-    def take_back(self, _version: int) -> None:
-        return None
-
-
-class Unrecorded:
+class Unrecorded(Participant):
     """No step is recorded for a rehearsal."""
 
     under_way = False
 
-    def __init__(self) -> None:
-        self.begin = self.state_told = self.end = self.drop = self.abandon = ignored
+    def abandon(self) -> None: ...
 
     def begins_at(self, _version: int, _view: Any, _generation: int) -> bool:
         return False
@@ -118,28 +96,65 @@ class Nobody:
     def unsaved(self) -> None: ...
 
 
+def step_of(number: int = 0, *, replaying: bool = False, due: bool = False, by_all: bool = True) -> Step:
+    return Step(
+        number=number,
+        replaying=replaying,
+        due=due,
+        train=ignored,
+        drop=ignored,
+        wait_vote=ignored,
+        by_all=by_all,
+    )
+
+
+def site_of(
+    rank: int = 0,
+    config: SessionConfig | None = None,
+    *,
+    member: Any = None,
+    channel: Any = None,
+    state: Any = None,
+    store: Any = None,
+) -> Site:
+    """Without a communicator or groups."""
+    nothing: Any = None
+    return Site(
+        rank=rank,
+        config=config or SessionConfig(),
+        assignment=Assignment.grid(4),
+        member=member,
+        communicator=nothing,
+        world=nothing,
+        channel=channel,
+        state=state,
+        store=store,
+        faults=FaultInjector(rank),
+    )
+
+
 def engine_of(
     rank: int, config: SessionConfig, *, member: Any, channel: Any, state: Any, store: Any = None
 ) -> Engine:
-    """Without a communicator, faults or groups."""
-    nothing: Any = None
-    return Engine(
-        rank,
-        config,
-        member,
-        nothing,
-        channel,
-        state,
-        store,
-        nothing,
-        nothing,
-        Assignment.grid(4),
+    site = site_of(rank, config, member=member, channel=channel, state=state, store=store)
+    recording, lines = cast(Any, Unrecorded()), Lines(Path(os.devnull))
+    log = OwnLog(rank, config, member, channel)
+
+    def passing() -> bool:
+        plan = engine.membership.plan
+        return plan is not None and plan.plan.saves
+
+    saving = Saving(rank, member, state, store, recording, passing)
+    ending = Ending(rank, member, state, store, saving, saves=config.last_checkpoint)
+    unlogged = UnloggedSteps(member, lambda: log.writer)
+    engine = Engine(
+        site,
+        [recording, ending, lines, saving, unlogged],
+        log=log,
+        saving=saving,
+        ending=ending,
+        lines=lines,
+        recording=recording,
         witness=Witness(ignored, lambda: False, ignored),
-        adoption=cast(
-            Any, SimpleNamespace(before=ignored, after=ignored, arm=ignored, check=ignored, repeats=True)
-        ),
-        audit=None,
-        lines=Lines(Path(os.devnull)),
-        staggering=cast(Any, Unstaggered()),
-        recording=cast(Any, Unrecorded()),
     )
+    return engine

@@ -55,11 +55,11 @@ CHECKPOINT_EVERY = 50
 rehearsal at each checkpoint, and the ranks take turns."""
 # Methods by part: a session's extra work in the trainer's thread. (There is no vote without replicas.)
 PARTS: tuple[tuple[str, Any, str], ...] = (
-    ("records into the ring", Channel, "_record settle"),
+    ("records into the ring", Channel, "_record wait_copied"),
     ("digests of what enters and of losses", Witness, "saw begin forget_below"),
     ("randomness by counter", Randomness, "_set"),
     ("state kept for a step that is dropped", TrainerState, "begin_step end_step"),
-    (RECORDED, Recording, "begin state_told end"),
+    (RECORDED, Recording, "begin_step step_begun end_step"),
     (RECORDED, ThoroughWatch, "gradients"),
     (RECORDED, _ModuleHook, "__call__"),
     ("loop of the session", StepRunner, "run"),
