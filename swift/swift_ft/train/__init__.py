@@ -3,6 +3,7 @@
 session                 the trainer's interface; registration; creates all parts of a session
 config                  settings, and those that must be equal on all ranks
 engine                  a rank's life cycle: steps, and recoveries between them
+participants            what takes part in each step, by the settings
 step                    one step: completed or dropped; the line that a trainer reports of it
 training_state          all state that a step changes, rolled back if the step is dropped
 updates                 from gradients to an update that all ranks apply or none: reducer, tied_weights,
