@@ -6,9 +6,10 @@ process of an older generation posts there reaches its own generation only, as w
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from swift_ft._pb import coordinator_pb2, log_pb2
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import LogError
 from swift_ft.log.frame import decode_header, decode_record
 from swift_ft.log.protocol import Reason, split_frames
@@ -92,8 +93,8 @@ class Trainer(Process):
         self.later(0.2, self._beat)
 
     @property
-    def sender(self) -> m.Sender:
-        return m.Sender(rank=self.rank, incarnation=self.name)
+    def sender(self) -> dict[str, Any]:
+        return {"rank": self.rank, "incarnation": self.name}
 
     # -- the coordinator ------------------------------------------------------------------------------
 
@@ -133,15 +134,15 @@ class Trainer(Process):
     def _beat(self) -> None:
         self.later(0.5, self._beat)
         if self._joined:
-            self._tell(m.Heartbeat(sender=self.sender, version=self.version or 0), lambda refusal: None)
+            self._tell(pb.HeartbeatRequest(**self.sender, version=self.version or 0), lambda refusal: None)
             self._say_wanted()
 
     def _say_wanted(self) -> None:
         wanted, generation = self.writer.dropping.wanted, self._generation
         if wanted is None:
             return
-        ask = m.AskCheckpoint(
-            sender=self.sender, generation=generation, after_version=wanted[0], reason=wanted[1]
+        ask = pb.AskCheckpointRequest(
+            **self.sender, generation=generation, after_version=wanted[0], reason=wanted[1]
         )
 
         def heard(refusal: Refusal | None) -> None:
@@ -187,7 +188,7 @@ class Trainer(Process):
             self._damaged.clear()
             self._to_say = None
         if self._refused_in == self._generation:
-            self.say("refuse", m.Refuse(sender=self.sender, generation=self._generation, reason="refused"))
+            self.say("refuse", pb.RefuseRequest(**self.sender, generation=self._generation, reason="refused"))
             return
         if view.state == coordinator_pb2.FORMING:
             self._form()
@@ -216,8 +217,8 @@ class Trainer(Process):
         assert self.version is not None
         assert self.shown is not None
         self.world.checkers.ready(self.name, self.rank, self.version, self.shown.history, self.state)
-        ready = m.Ready(
-            sender=self.sender,
+        ready = pb.ReadyRequest(
+            **self.sender,
             generation=self._generation,
             version=self.version,
             stages=(self.rank,),
@@ -235,7 +236,12 @@ class Trainer(Process):
         if not self.writer.backlog:
             self.say(
                 "report",
-                m.MemberReport(sender=self.sender, generation=self._generation, version=self.version),
+                pb.ReportRequest(
+                    **self.sender,
+                    generation=self._generation,
+                    has_state=self.version is not None,
+                    version=self.version,
+                ),
             )
 
     # -- training ---------------------------------------------------------------------------------------
@@ -251,7 +257,7 @@ class Trainer(Process):
         if step == STEPS:
             self.writer.declare_all()
             if not self.writer.backlog:
-                self.say("finish", m.Finish(sender=self.sender, version=step))
+                self.say("finish", pb.FinishRequest(**self.sender, version=step))
             return
         if not self.writer.dropping.queue and self.writer.backlog > BACKLOG_MAX:
             self.kernel.count("writer blocked by its queue")
@@ -293,7 +299,7 @@ class Trainer(Process):
         self._to_say = self.version
 
     def _say_saved(self, version: int) -> bool:
-        durable = m.CheckpointDurable(sender=self.sender, version=version, generation=self._generation)
+        durable = pb.CheckpointRequest(**self.sender, version=version, generation=self._generation)
         return self.say(f"checkpoint {version}", durable)
 
     def _received(self, kind: str, rank: int, step: int) -> int | None:

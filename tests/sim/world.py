@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import SwiftError
 from swift_ft.log.protocol import Fsync
 from swift_ft.log.record import boundary
@@ -249,7 +250,7 @@ class World:
 
     def _tell_exit(self, trainer: Trainer) -> None:
         """The launcher says it until it is heard."""
-        self.say(m.MemberExited(rank=trainer.rank, incarnation=trainer.name, pid=1, exit_code=-9))
+        self.say(pb.ExitRequest(rank=trainer.rank, incarnation=trainer.name, pid=1, exit_code=-9))
 
     def say(self, command: m.Command, then: Callable[[], None] = lambda: None) -> None:
         """By somebody beside the job, until it is heard."""

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.cli_parser import metrics_address
 from swift_ft.errors import UsageError
 from swift_ft.metrics import (
@@ -33,7 +34,7 @@ from swift_ft.planner import Plan, RankPlan, Strategy
 from swift_ft.train import metrics as trainer
 from swift_ft.train.config import SessionConfig
 from swift_ft_services.coordinator import commands as m
-from swift_ft_services.coordinator.job_record import JobRow, Rehearsal, State
+from swift_ft_services.coordinator.job_record import JobRow, State
 from swift_ft_services.coordinator.metrics import CoordinatorMetrics
 from swift_ft_services.coordinator.views import JobSnapshot
 from tests.integration.scraping import scrape
@@ -212,7 +213,10 @@ def snapshot(checkpoint: int | None) -> JobSnapshot:
 
 
 def test_what_was_rehearsed_of_each_rank_is_shown(coordinator: CoordinatorMetrics) -> None:
-    known = {2: Rehearsal(done=1, version=50, steps=4), 3: Rehearsal(done=2, version=60, difference="rng")}
+    known = {
+        2: pb.Rehearsal(done=1, version=50, steps=4),
+        3: pb.Rehearsal(done=2, version=60, difference="rng"),
+    }
     samples = coordinator.samples([replace(snapshot(60), exact=False, rehearsals=known)])
     assert samples["swift_coordinator_exact"] == {("a",): 0}
     assert samples["swift_coordinator_rehearsed_version"] == {("a", "2"): 50, ("a", "3"): 60}

@@ -21,11 +21,12 @@ not reported yet. A rank that learns of it too late asks again, and the next mar
 from collections.abc import Iterable
 from dataclasses import replace
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import Plan
-from swift_ft_services.coordinator import commands as m
+from swift_ft.rpc.codec import optional
 from swift_ft_services.coordinator import endings
 from swift_ft_services.coordinator.checks import check_holder
-from swift_ft_services.coordinator.job_record import JobRow, Rehearsal
+from swift_ft_services.coordinator.job_record import JobRow
 from swift_ft_services.coordinator.liveness import StepClock
 from swift_ft_services.coordinator.timeouts import Timing
 
@@ -43,10 +44,10 @@ class CheckpointTracker:
         self._steps = steps
         self._timing = timing
         self._widened = 1
-        self.unsaved: dict[int, m.Unsaved] = {}
+        self.unsaved: dict[int, pb.UnsavedCheckpoint] = {}
         """rank -> the checkpoint that it could not write yet. Not durable: heartbeats repeat it."""
 
-    def count(self, durable: m.CheckpointDurable) -> bool | None:
+    def count(self, durable: pb.CheckpointRequest) -> bool | None:
         """Counts a rank's shard. Returns True if the checkpoint is complete now, None if the row is unchanged."""
         row = self._row
         newest = max(row.checkpoints, default=-1)
@@ -54,9 +55,9 @@ class CheckpointTracker:
         if durable.version <= newest or durable.version < row.shards_from or given_up:
             return None
         shards = row.shards.get(durable.version, frozenset())
-        if durable.sender.rank in shards:
+        if durable.rank in shards:
             return None
-        shards = row.shards[durable.version] = shards | {durable.sender.rank}
+        shards = row.shards[durable.version] = shards | {durable.rank}
         if row.lacks(shards):
             for version in sorted(row.shards)[:-KEPT_SHARDS]:
                 del row.shards[version]
@@ -68,7 +69,9 @@ class CheckpointTracker:
         row.log_ends = row.log_ends or endings.is_saved(row, durable.version)
         return True
 
-    def on_heartbeat(self, rank: int, unsaved: m.Unsaved | None) -> list[tuple[str, dict[str, object]]]:
+    def on_heartbeat(
+        self, rank: int, unsaved: pb.UnsavedCheckpoint | None
+    ) -> list[tuple[str, dict[str, object]]]:
         """Applies a heartbeat's unsaved checkpoint. Returns (event, fields) pairs; GIVEN_UP means the row changed."""
         row, known = self._row, self.unsaved.pop(rank, None)
         if unsaved is None or unsaved.generation < row.rolled_back_in:
@@ -153,29 +156,42 @@ class CheckpointTracker:
 # generation ends all rehearsals.
 
 
-def recorded(row: JobRow, durable: m.CheckpointDurable) -> bool:
+def _rehearsal(row: JobRow, rank: int) -> pb.Rehearsal:
+    """Returns a copy of what is known of the rank's rehearsals, to be changed and put in the row."""
+    copy = pb.Rehearsal(rank=rank)
+    if rank in row.rehearsals:
+        copy.CopyFrom(row.rehearsals[rank])
+    return copy
+
+
+def recorded(row: JobRow, durable: pb.CheckpointRequest) -> bool:
     """Records the version from which a rank records its steps. Returns whether the row changed."""
-    known = row.rehearsals.get(durable.sender.rank, Rehearsal())
-    if not durable.recorded or known.recorded == durable.version or row.state.is_over:
+    if not durable.recorded or row.state.is_over:
         return False
-    row.rehearsals[durable.sender.rank] = replace(known, recorded=durable.version)
+    known = _rehearsal(row, durable.rank)
+    if optional(known, "recorded") == durable.version:
+        return False
+    known.recorded = durable.version
+    row.rehearsals[durable.rank] = known
     return True
 
 
-def begin_rehearsal(row: JobRow, said: m.Rehearsed) -> None:
-    known = row.rehearsals.get(said.rank, Rehearsal())
-    row.rehearsals[said.rank] = replace(known, under_way=said.version)
+def begin_rehearsal(row: JobRow, said: pb.RehearsedRequest) -> None:
+    known = _rehearsal(row, said.rank)
+    known.under_way = said.version
+    row.rehearsals[said.rank] = known
 
 
-def end_rehearsal(row: JobRow, said: m.Rehearsed) -> bool:
+def end_rehearsal(row: JobRow, said: pb.RehearsedRequest) -> bool:
     """Records the result of a rehearsal. Returns True if it makes the job inexact from an earlier version."""
-    known = replace(row.rehearsals.get(said.rank, Rehearsal()), under_way=None, why_not=said.why_not)
+    known = _rehearsal(row, said.rank)
+    known.ClearField("under_way")
+    known.why_not = said.why_not
     if known.recorded == said.version:
-        known = replace(known, recorded=None)  # a rehearsal that completed, or cannot, is not repeated
+        known.ClearField("recorded")  # a rehearsal that completed, or cannot, is not repeated
     if not said.why_not:
-        known = replace(
-            known, done=known.done + 1, version=said.version, steps=said.steps, difference=said.difference
-        )
+        known.done += 1
+        known.version, known.steps, known.difference = said.version, said.steps, said.difference
     row.rehearsals[said.rank] = known
     if not said.difference or (row.inexact_since is not None and row.inexact_since <= said.version):
         return False
@@ -186,23 +202,28 @@ def end_rehearsal(row: JobRow, said: m.Rehearsed) -> bool:
 
 def forget(row: JobRow) -> None:
     """Ends all rehearsals and clears recorded versions: a new generation may run these steps differently."""
-    for rank, known in list(row.rehearsals.items()):
-        if known.recorded is not None or known.under_way is not None:
-            row.rehearsals[rank] = replace(known, recorded=None, under_way=None)
+    for rank in list(row.rehearsals):
+        known = _rehearsal(row, rank)
+        if known.HasField("recorded") or known.HasField("under_way"):
+            known.ClearField("recorded")
+            known.ClearField("under_way")
+            row.rehearsals[rank] = known
 
 
 def give_way(row: JobRow) -> bool:
     """Ends all rehearsals, because a full log needs a trim. Returns whether there were any."""
-    under_way = {rank: known for rank, known in row.rehearsals.items() if known.under_way is not None}
-    for rank, known in under_way.items():
-        row.rehearsals[rank] = replace(known, under_way=None)
+    under_way = [rank for rank, known in row.rehearsals.items() if known.HasField("under_way")]
+    for rank in under_way:
+        known = _rehearsal(row, rank)
+        known.ClearField("under_way")
+        row.rehearsals[rank] = known
     return bool(under_way)
 
 
 def trim_below(row: JobRow) -> int:
     """Returns the step below which no record is needed: the newest complete checkpoint, or the one before it while a
     rehearsal reads from there."""
-    under_way = [known.under_way for known in row.rehearsals.values() if known.under_way is not None]
+    under_way = [known.under_way for known in row.rehearsals.values() if known.HasField("under_way")]
     return max(row.checkpoints[0], min([row.checkpoints[-1], *under_way]))
 
 
@@ -211,13 +232,13 @@ def note_refused_difference(row: JobRow, rank: int, reason: str) -> None:
     row.differed = row.differed or f"rank {rank}: {reason}"
 
 
-def note_difference(row: JobRow, said: m.Differs) -> bool:
+def note_difference(row: JobRow, said: pb.DiffersRequest) -> bool:
     """Records a repeated step with a different result, without a refusal. The earliest such step counts. Returns
     whether the row changed. Raises Refusal unless the sender holds its rank."""
-    check_holder(row, said.sender)
+    check_holder(row, said)
     if row.inexact_since is not None and row.inexact_since <= said.version:
         return False
-    row.inexact_since, row.inexact_reason = said.version, f"rank {said.sender.rank}: {said.reason}"
+    row.inexact_since, row.inexact_reason = said.version, f"rank {said.rank}: {said.reason}"
     return True
 
 

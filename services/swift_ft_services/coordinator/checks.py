@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.job_record import JobRow, State, count_of, replicas_of
@@ -9,7 +10,7 @@ from swift_ft_services.coordinator.planning import config_of
 from swift_ft_services.coordinator.restarts import comes_back, ended_words
 
 
-def check_holder(row: JobRow, sender: m.Sender) -> None:
+def check_holder(row: JobRow, sender: m.FromMember) -> None:
     """Raises Refusal unless the sender is the live holder of its rank; only that process may speak for the rank."""
     holder = row.holders.get(sender.rank)
     if holder is None or holder.incarnation != sender.incarnation:
@@ -20,13 +21,15 @@ def check_holder(row: JobRow, sender: m.Sender) -> None:
         )
 
 
-def is_stale(row: JobRow, sender: m.Sender, generation: int) -> bool:
+def is_stale(row: JobRow, said: m.OfGeneration) -> bool:
     """Returns True if the message is from an older generation, to be ignored. Raises Refusal as `check_holder`, and for
     a future generation."""
-    check_holder(row, sender)
-    if generation > row.generation:
-        raise Refusal(Refused.INVALID, f"generation {generation} is not there yet: it is {row.generation}")
-    return generation < row.generation
+    check_holder(row, said)
+    if said.generation > row.generation:
+        raise Refusal(
+            Refused.INVALID, f"generation {said.generation} is not there yet: it is {row.generation}"
+        )
+    return said.generation < row.generation
 
 
 def check_rank(row: JobRow, rank: int) -> None:
@@ -109,24 +112,25 @@ def check_change(row: JobRow, change: m.ChangeLogServers) -> None:
         raise Refusal(Refused.INVALID, "name a log server that is lost, one that has come, or one of each")
 
 
-def check_ready(row: JobRow, ready: m.Ready) -> None:
+def check_ready(row: JobRow, ready: pb.ReadyRequest) -> None:
     """Raises Refusal unless Ready is valid in this state, names the target version of the plan, and its stages fit."""
     if row.state not in (State.FORMING, State.RECOVERING):
         raise Refusal(Refused.INVALID, f"ready in state {row.state}: wait for RECOVERING")
     if row.plan is not None and ready.version != row.plan.target_version:
         raise Refusal(
             Refused.INVALID,
-            f"rank {ready.sender.rank} is ready at version {ready.version}, the plan says {row.plan.target_version}",
+            f"rank {ready.rank} is ready at version {ready.version}, the plan says {row.plan.target_version}",
         )
     check_stages(row, ready)
 
 
-def check_stages(row: JobRow, ready: m.Ready) -> None:
+def check_stages(row: JobRow, ready: pb.ReadyRequest) -> None:
     """Raises Refusal unless the stages and the shard that a rank reports are consistent with the job's."""
-    rank = ready.sender.rank
-    if any(not 0 <= stage < ready.num_stages for stage in ready.stages):
-        stages = ", ".join(map(str, ready.stages))
-        raise Refusal(Refused.INVALID, f"rank {rank} runs stages {stages} of {ready.num_stages}")
+    rank = ready.rank
+    stages = sorted(ready.stages)
+    if any(not 0 <= stage < ready.num_stages for stage in stages):
+        named = ", ".join(map(str, stages))
+        raise Refusal(Refused.INVALID, f"rank {rank} runs stages {named} of {ready.num_stages}")
     if ready.shard < 0:
         raise Refusal(Refused.INVALID, f"rank {rank} holds shard {ready.shard}: shards are numbered from 0")
     others = [other for other in row.ready if other != rank]
@@ -135,12 +139,12 @@ def check_stages(row: JobRow, ready: m.Ready) -> None:
             Refused.INVALID,
             f"rank {rank} says there are {ready.num_stages} stages, rank {others[0]} says {row.num_stages}",
         )
-    if row.state is State.RECOVERING and ready.stages and list(ready.stages) != row.stages[rank]:
+    if row.state is State.RECOVERING and stages and stages != row.stages[rank]:
         raise Refusal(
             Refused.INVALID,
-            f"rank {rank} runs stages {list(ready.stages)}, its predecessor ran {row.stages[rank]}",
+            f"rank {rank} runs stages {stages}, its predecessor ran {row.stages[rank]}",
         )
-    if row.state is State.RECOVERING and ready.stages and ready.shard != row.stage_shards[rank]:
+    if row.state is State.RECOVERING and stages and ready.shard != row.stage_shards[rank]:
         raise Refusal(
             Refused.INVALID,
             f"rank {rank} holds shard {ready.shard}, its predecessor held {row.stage_shards[rank]}",

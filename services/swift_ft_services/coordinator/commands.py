@@ -1,22 +1,38 @@
-"""Commands that the core takes, effects that it returns, and Refusal, raised for a command that it rejects."""
+"""Commands that the core takes, effects that it returns, and Refusal, raised for a command that it rejects.
+
+A command of a member, a launcher or an operator is the request itself (`Request`), once the gate (`service.py`)
+has accepted it. The classes here are those that are no request: the driver's, and the log servers' answers.
+"""
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from google.protobuf.message import Message
+
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.log.record import STEP_MAX
-from swift_ft.planner import HeldSnapshot, RankMeasured, StreamSummary
-from swift_ft_services.coordinator.job_record import Origin, State, VoteKind
+from swift_ft.planner import RankMeasured, StreamSummary
+from swift_ft_services.coordinator.job_record import Origin, State
 
 # --- commands ---
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sender:
-    """The process that sends a command; checked against the holder of its rank."""
+class FromMember(Protocol):
+    """A message of a process, which is checked against the holder of its rank."""
 
-    rank: int
-    incarnation: str
+    @property
+    def rank(self) -> int: ...
+    @property
+    def incarnation(self) -> str: ...
+
+
+class OfGeneration(FromMember, Protocol):
+    """A message of a process that holds for one generation."""
+
+    @property
+    def generation(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,206 +57,12 @@ class Join:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Replaying:
-    """Progress of a rank's replay."""
-
-    version: int
-    target: int
-    seconds_left: float | None
-    """None: not known yet."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unsaved:
-    """A checkpoint that a rank could not write yet. The rank has given up older checkpoints that it had not written."""
-
-    version: int
-    generation: int
-    """Generation in which it was saved."""
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Heartbeat:
-    sender: Sender
-    version: int
-    replay: Replaying | None = None
-    unsaved: Unsaved | None = None
-    kept: bool = False
-    """True if sent by a separate process on the rank's behalf: it reports only that the rank's process exists."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemberReport:
-    """State that a rank holds when a recovery begins, and the versions that it can reach."""
-
-    sender: Sender
-    generation: int
-    version: int | None
-    """None: the rank holds no state."""
-    undo_to: int | None = None
-    undo_exact: bool = False
-    forward_to: int | None = None
-    forward_by_all: bool = False
-    finish_to: int | None = None
-    can_help: bool = False
-    off_log: bool = False
-    snapshots: tuple[HeldSnapshot, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
-    sender: Sender
-    generation: int
-    version: int
-    stages: tuple[int, ...]
-    num_stages: int
-    shard: int = 0
-    off_log: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refuse:
-    sender: Sender
-    generation: int
-    reason: str
-    differs: bool = False
-    """True: a repeated step gave a different result. False: a record is damaged or missing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Differs:
-    """A repeated step gave a different result."""
-
-    sender: Sender
-    version: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rehearsed:
-    """A launcher's process has begun or completed a rehearsal: it repeats steps of a rank."""
-
-    rank: int
-    version: int
-    under_way: bool = False
-    steps: int = 0
-    difference: str = ""
-    why_not: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointDurable:
-    """A rank's shard of the checkpoint of `version` is durable."""
-
-    sender: Sender
-    version: int
-    generation: int
-    """0: not specified."""
-    recorded: bool = False
-    """True if the rank records its steps from this version on, for a rehearsal."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AskCheckpoint:
-    sender: Sender | None
-    """None: a launcher asks, for any version above those that ranks have reached."""
-    generation: int
-    after_version: int
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Measure:
     """Measured durations of the rank's steps."""
 
-    sender: Sender
-    measured: RankMeasured
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemberExited:
-    """A process has exited, or a launcher reports on the place of a rank."""
-
     rank: int
     incarnation: str
-    """Empty: the holder of the rank with this pid."""
-    pid: int
-    exit_code: int
-    unfit: str = ""
-    """Reason why the rank's place failed the launcher's health check; if set, no process has exited."""
-    given_up: bool = False
-    """True if no process will take the rank's place any more. Without an incarnation no process has exited now."""
-
-    @property
-    def is_of_process(self) -> bool:
-        """Returns True for the exit of a process, False for a report on the rank's place."""
-        return not self.unfit and not (self.given_up and not self.incarnation)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Suspect:
-    sender: Sender
-    reason: str
-    generation: int = 0
-    """Generation in which the connection was lost; 0: not specified, and the suspicion is only shown."""
-    again: bool = False
-    """True if the trainer's step raised an error and is to be repeated."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finish:
-    sender: Sender
-    version: int
-    num_steps: int = 0
-    """Number of steps planned; 0: not specified."""
-    called: bool | None = None
-    """Whether its trainer ended the job in the last step it ran, before all planned steps; None: the rank did not run
-    that step itself."""
-    reason: str = ""
-    """Reason that the trainer gave."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Revoke:
-    """A group of a generation is revoked: it is not used any more."""
-
-    sender: Sender
-    generation: int
-    reason: str
-    label: str = ""
-    """Name of the group; empty: all groups."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Vote:
-    """The vote of a member on a decision of its communicator."""
-
-    sender: Sender
-    generation: int
-    number: int
-    """Number of the decision, from 0 in every generation."""
-    kind: VoteKind
-    value: int = 0
-    acknowledged: frozenset[int] = frozenset()
-    """Slots whose loss the member has acknowledged."""
-    reason: str = ""
-    """Reason why groups could not be built (kind BUILT with value 0)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
-    """A launcher was asked to stop, and its ranks have ended."""
-
-    run: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fail:
-    sender: Sender | None
-    """None: sent by a launcher or an operator."""
-    reason: str
+    measured: RankMeasured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,24 +142,29 @@ class LogsReset:
     generation: int
 
 
+Request = (
+    pb.HeartbeatRequest
+    | pb.ReportRequest
+    | pb.ReadyRequest
+    | pb.RefuseRequest
+    | pb.CheckpointRequest
+    | pb.AskCheckpointRequest
+    | pb.ExitRequest
+    | pb.SuspectRequest
+    | pb.DiffersRequest
+    | pb.RehearsedRequest
+    | pb.FinishRequest
+    | pb.FailRequest
+    | pb.RevokeRequest
+    | pb.VoteRequest
+    | pb.StopRequest
+)
+"""Requests that are commands as they are."""
+
 Command = (
-    Join
-    | Heartbeat
-    | MemberReport
-    | Ready
-    | Refuse
-    | CheckpointDurable
-    | AskCheckpoint
+    Request
+    | Join
     | Measure
-    | MemberExited
-    | Suspect
-    | Differs
-    | Rehearsed
-    | Finish
-    | Fail
-    | Revoke
-    | Vote
-    | Stop
     | Tick
     | LogsFenced
     | LogsBlocked
@@ -350,21 +177,30 @@ Command = (
 )
 
 
+def name_of(command: Command) -> str:
+    return type(command).__name__.removesuffix("Request")
+
+
+def is_of_process(exited: pb.ExitRequest) -> bool:
+    """Returns True for the exit of a process, False for a report on the rank's place."""
+    return not exited.unfit and not (exited.given_up and not exited.incarnation)
+
+
 _MASKS = {"value"}
-"""Fields of a Vote that are bit masks, not counters."""
+"""Fields of a vote that are bit masks, not counters."""
 
 
-def number_problem(said: object, name: str = "") -> str:
-    """Returns why a number in a member's message, at any depth, is too large to count on from; empty if none is.
-    (Messages also show the version after a reported one.)"""
-    if isinstance(said, int):
-        return f"{name} {said}: numbers go up to {STEP_MAX}" if abs(said) > STEP_MAX else ""
-    parts: Iterable[tuple[str, object]] = ()
-    if is_dataclass(said):
-        parts = [(part.name, getattr(said, part.name)) for part in fields(said) if part.name not in _MASKS]
-    elif isinstance(said, tuple):
-        parts = [(name, part) for part in said]
-    return next(filter(None, (number_problem(part, name) for name, part in parts)), "")
+def number_problem(said: Message) -> str:
+    """Returns why a number in a request, at any depth, is too large to count on from; empty if none is. (Messages also
+    show the version after a reported one.)"""
+    for part, value in said.ListFields():
+        for one in value if part.is_repeated else (value,):
+            if isinstance(one, Message):
+                if wrong := number_problem(one):
+                    return wrong
+            elif isinstance(one, int) and abs(one) > STEP_MAX and part.name not in _MASKS:
+                return f"{part.name} {one}: numbers go up to {STEP_MAX}"
+    return ""
 
 
 # --- effects: carried out in order, all idempotent ---

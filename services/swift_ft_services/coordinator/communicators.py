@@ -20,22 +20,20 @@ A process that joins while the job runs waits until the members call `grow`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from operator import and_
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.checks import check_holder, is_stale
 from swift_ft_services.coordinator.commands import Effect, Refusal, Refused
 from swift_ft_services.coordinator.endings import launcher_code
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import (
-    Decision,
     IllegalTransition,
     JobRow,
     LogServer,
     State,
-    VoteKind,
 )
 from swift_ft_services.coordinator.timeouts import Timing
 
@@ -45,7 +43,15 @@ REVOKED_MAX = 256
 """Limit of revoked groups per generation. A member with more groups may revoke all."""
 DECISIONS_KEPT = 2
 """Number of decisions kept: a member votes for a decision only after it has seen the previous one."""
-_TAKEN_BY_ALL = (m.Tick, m.Heartbeat, m.Join, m.MemberExited, m.Fail, m.Stop, m.LogHeard)
+_TAKEN_BY_ALL = (
+    m.Tick,
+    pb.HeartbeatRequest,
+    m.Join,
+    pb.ExitRequest,
+    pb.FailRequest,
+    pb.StopRequest,
+    m.LogHeard,
+)
 _LEGAL: Mapping[State, frozenset[State]] = {
     State.FORMING: frozenset({State.FORMING, State.RUNNING, State.FAILED, State.STOPPED}),
     State.RUNNING: frozenset({State.RECOVERING, State.FORMING, State.FINISHED, State.FAILED}),
@@ -100,22 +106,22 @@ class CommunicatorJob(Job):
         stored: bool = False,
     ) -> None:
         super().__init__(row, timing, now, log_servers, stored)
-        self._votes: dict[int, m.Vote] = {}
+        self._votes: dict[int, pb.VoteRequest] = {}
         """slot -> its vote for the next decision."""
 
     def _take(self, command: m.Command, now: float) -> list[Effect]:
         match command:
-            case m.Vote():
+            case pb.VoteRequest():
                 return self._vote(command)
-            case m.Revoke():
+            case pb.RevokeRequest():
                 return self._revoke(command)
-            case m.Finish():
+            case pb.FinishRequest():
                 return self._finish(command)
-            case m.AskCheckpoint(sender=None):
+            case pb.AskCheckpointRequest(incarnation=""):
                 return []  # a launcher that is asked to stop asks every job for one
             case _ if isinstance(command, _TAKEN_BY_ALL):
                 return super()._take(command, now)
-        what = type(command).__name__
+        what = m.name_of(command)
         raise Refusal(Refused.INVALID, f"job {self.row.job} is a communicator's, which knows no {what}")
 
     def resume(self) -> list[Effect]:
@@ -136,7 +142,7 @@ class CommunicatorJob(Job):
         row.taking_part = {slot: holder.member for slot, holder in sorted(row.holders.items())}
         return [m.PublishView(at_once=True)]
 
-    def _exited(self, exited: m.MemberExited) -> list[Effect]:
+    def _exited(self, exited: pb.ExitRequest) -> list[Effect]:
         """Handles an exit: a member that exits without having left is lost; exit code 2, a usage error, fails the
         job."""
         row, rank = self.row, exited.rank
@@ -192,19 +198,19 @@ class CommunicatorJob(Job):
 
     # --- decisions ---
 
-    def _revoke(self, revoke: m.Revoke) -> list[Effect]:
+    def _revoke(self, revoke: pb.RevokeRequest) -> list[Effect]:
         row = self.row
-        if is_stale(row, revoke.sender, revoke.generation) or row.state.is_over:
+        if is_stale(row, revoke) or row.state.is_over:
             return []
         if revoke.label in row.revoked or len(row.revoked) >= REVOKED_MAX:
             return []
-        row.revoked = {**row.revoked, revoke.label: f"rank {revoke.sender.rank}: {revoke.reason}"}
-        said = {"rank": revoke.sender.rank, "label": revoke.label, "reason": revoke.reason}
+        row.revoked = {**row.revoked, revoke.label: f"rank {revoke.rank}: {revoke.reason}"}
+        said = {"rank": revoke.rank, "label": revoke.label, "reason": revoke.reason}
         return [self._event("revoked", **said), m.PublishView(at_once=True)]
 
-    def _vote(self, vote: m.Vote) -> list[Effect]:
-        row, slot = self.row, vote.sender.rank
-        if is_stale(row, vote.sender, vote.generation) or row.state.is_over:
+    def _vote(self, vote: pb.VoteRequest) -> list[Effect]:
+        row, slot = self.row, vote.rank
+        if is_stale(row, vote) or row.state.is_over:
             return []
         if row.holders[slot].member != row.taking_part.get(slot):
             raise Refusal(Refused.INVALID, f"rank {slot} takes no part in generation {row.generation} yet")
@@ -212,10 +218,11 @@ class CommunicatorJob(Job):
             raise Refusal(Refused.INVALID, f"decision {vote.number} comes after {self._next}, which is open")
         if vote.number < self._next or slot in self._votes:
             return []  # repeated
-        if vote.kind is VoteKind.BUILT and row.state is State.RUNNING:
+        if vote.kind == pb.BUILT and row.state is State.RUNNING:
             raise Refusal(Refused.INVALID, f"the groups of generation {row.generation} are built already")
-        self._votes[slot] = replace(vote, acknowledged=vote.acknowledged.intersection(row.taking_part))
-        if vote.kind is VoteKind.BUILT and not vote.value:
+        vote.acknowledged[:] = sorted(row.taking_part.keys() & vote.acknowledged)
+        self._votes[slot] = vote
+        if vote.kind == pb.BUILT and not vote.value:
             return self._not_built(vote.reason)
         return self._decide()
 
@@ -240,21 +247,21 @@ class CommunicatorJob(Job):
         votes = [self._votes[slot] for slot in voters]
         kinds = {vote.kind for vote in votes}
         if len(kinds) > 1:
-            return self._decided(Decision(kind=VoteKind.MISMATCH, words=_called(votes)))
+            return self._decided(pb.Decision(kind=pb.MISMATCH, words=_called(votes)))
         value = reduce(and_, (vote.value for vote in votes))
         match kinds.pop():
-            case VoteKind.AGREE:
-                known = frozenset.intersection(*(vote.acknowledged for vote in votes))
-                failed = tuple(slot for slot in lost_slots(row) if slot not in known)
-                return self._decided(Decision(kind=VoteKind.AGREE, value=value, failed=failed))
-            case VoteKind.SHRINK:
+            case pb.AGREE:
+                known = set.intersection(*(set(vote.acknowledged) for vote in votes))
+                failed = [slot for slot in lost_slots(row) if slot not in known]
+                return self._decided(pb.Decision(kind=pb.AGREE, value=value, failed=failed))
+            case pb.SHRINK:
                 return self._rebuild(voters, f"shrunk to {len(voters)} members")
-            case VoteKind.GROW:
+            case pb.GROW:
                 waiting = [
                     slot for slot, holder in row.holders.items() if self._waits(slot) and not holder.gone
                 ]
                 if not waiting:
-                    return self._decided(Decision(kind=VoteKind.GROW))
+                    return self._decided(pb.Decision(kind=pb.GROW))
                 return self._rebuild([*voters, *waiting], f"grown by {len(waiting)} members")
         return self._built()
 
@@ -263,20 +270,23 @@ class CommunicatorJob(Job):
         row = self.row
         return slot not in row.finished and row.taking_part.get(slot) != row.holders[slot].member
 
-    def _decided(self, decision: Decision) -> list[Effect]:
+    def _decided(self, decision: pb.Decision) -> list[Effect]:
         row, number = self.row, self._next
+        decision.number = number
         row.decisions = {
             **{known: made for known, made in row.decisions.items() if known > number - DECISIONS_KEPT},
             number: decision,
         }
         self._votes.clear()
-        event = self._event("decided", number=number, kind=str(decision.kind), value=decision.value)
+        event = self._event(
+            "decided", number=number, kind=pb.VoteKind.Name(decision.kind), value=decision.value
+        )
         return [event, m.PublishView(at_once=True)]
 
     def _built(self) -> list[Effect]:
         row = self.row
         row.refusals, row.setbacks, row.exits = 0, 0, {}
-        decided = self._decided(Decision(kind=VoteKind.BUILT, value=1))
+        decided = self._decided(pb.Decision(kind=pb.BUILT, value=1))
         self._enter(State.RUNNING)
         return [*self._transition(), *decided]
 
@@ -294,9 +304,9 @@ class CommunicatorJob(Job):
 
     # --- the end ---
 
-    def _finish(self, finish: m.Finish) -> list[Effect]:
-        row, slot = self.row, finish.sender.rank
-        check_holder(row, finish.sender)
+    def _finish(self, finish: pb.FinishRequest) -> list[Effect]:
+        row, slot = self.row, finish.rank
+        check_holder(row, finish)
         if slot in row.finished or row.state.is_over:
             return []
         row.finished[slot] = finish.version
@@ -315,5 +325,5 @@ class CommunicatorJob(Job):
         return self._transition()
 
 
-def _called(votes: Sequence[m.Vote]) -> str:
-    return ", ".join(f"rank {vote.sender.rank} has called {vote.kind.lower()}" for vote in votes)
+def _called(votes: Sequence[pb.VoteRequest]) -> str:
+    return ", ".join(f"rank {vote.rank} has called {pb.VoteKind.Name(vote.kind).lower()}" for vote in votes)

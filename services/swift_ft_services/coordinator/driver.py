@@ -843,16 +843,16 @@ class Driver:
     def measurements(self, name: str) -> pb.MeasurementsReply:
         return measurements_of(self._job(name))
 
-    def sharing(self, name: str, sender: m.Sender, generation: int, *, changes: bool) -> Sharing | None:
+    def sharing(self, name: str, asked: pb.ShareRequest) -> Sharing | None:
         """Returns the shared keys of that generation; None if it is over. A caller without incarnation (a spare) may
         only read. Raises Refusal, NoSuchJob."""
         job = self._job(name)
-        asks = not (changes or sender.incarnation)
-        stale = generation != job.row.generation if asks else is_stale(job.row, sender, generation)
-        if stale or job.row.state.is_over:
+        only_reads = not (asked.changes or asked.incarnation)
+        other = asked.generation != job.row.generation
+        if (other if only_reads else is_stale(job.row, asked)) or job.row.state.is_over:
             return None
         if name not in self._sharing:
-            self._sharing[name] = Sharing(generation, 0)
+            self._sharing[name] = Sharing(asked.generation, 0)
         sharing = self._sharing[name]
         sharing.members = len(job.row.holders)
         return sharing
@@ -984,8 +984,8 @@ class Driver:
         except Refusal:
             raise
         except Exception as error:
-            logger.exception("job %s, at %s", name, type(command).__name__)
-            self._spoilt[name] = f"{type(error).__name__} at {type(command).__name__}: {error}"
+            logger.exception("job %s, at %s", name, m.name_of(command))
+            self._spoilt[name] = f"{type(error).__name__} at {m.name_of(command)}: {error}"
             self._turn_ends = True
             raise _Error from error
         self._effects += [(job, effect) for effect in effects]

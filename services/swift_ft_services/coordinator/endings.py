@@ -11,7 +11,7 @@ version is a fault of its trainer.
 
 import signal
 
-from swift_ft_services.coordinator import commands as m
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator.job_record import End, JobRow, State
 from swift_ft_services.coordinator.liveness import StepClock
 from swift_ft_services.coordinator.text import exit_words
@@ -45,19 +45,19 @@ class Endings:
         self._stands: tuple[int, float] | None = None
         """(generation, time since which all ranks are at the end and some have not reported Finish)"""
 
-    def on_finish(self, finish: m.Finish) -> bool:
+    def on_finish(self, finish: pb.FinishRequest) -> bool:
         """Records the end of the job. Returns True if it is new or changed."""
         end = self._row.end
         if not finish.called or (end is not None and (end.num_steps, -end.version) >= _order(finish)):
             return False
         self._row.end = End(
-            version=finish.version, num_steps=finish.num_steps, rank=finish.sender.rank, reason=finish.reason
+            version=finish.version, num_steps=finish.num_steps, rank=finish.rank, reason=finish.reason
         )
         return True
 
-    def unlike(self, finish: m.Finish) -> str:
+    def unlike(self, finish: pb.FinishRequest) -> str:
         """Returns why the job fails if a replica of this rank has decided differently; empty if none has."""
-        row, rank = self._row, finish.sender.rank
+        row, rank = self._row, finish.rank
         others = [
             other
             for other, called in row.called.items()
@@ -65,7 +65,7 @@ class Endings:
             and (row.stages.get(other), row.stage_shards.get(other))
             == (row.stages.get(rank), row.stage_shards.get(rank))
         ]
-        if finish.called is None or not others:
+        if not finish.HasField("called") or not others:
             return ""
         one, other = (rank, others[0]) if finish.called else (others[0], rank)
         return (
@@ -105,7 +105,7 @@ def reason(row: JobRow, version: int) -> str:
     return f"stopped at step {version - 1}" + (f": {end.reason}" if end.reason else "")
 
 
-def _order(finish: m.Finish) -> tuple[int, int]:
+def _order(finish: pb.FinishRequest) -> tuple[int, int]:
     """Returns the order of ends: more planned steps mean a later run; within one run the earliest end counts."""
     return finish.num_steps, -finish.version
 
@@ -125,10 +125,10 @@ def _order(finish: m.Finish) -> tuple[int, int]:
 # the log. So a rank lost meanwhile is replayed from them, and at worst all ranks restore.
 
 
-def is_ready(row: JobRow, ready: m.Ready) -> None:
-    row.ready[ready.sender.rank] = ready.version
+def is_ready(row: JobRow, ready: pb.ReadyRequest) -> None:
+    row.ready[ready.rank] = ready.version
     if ready.off_log:
-        row.off_log = sorted({*row.off_log, ready.sender.rank})
+        row.off_log = sorted({*row.off_log, ready.rank})
 
 
 def is_saved(row: JobRow, version: int) -> bool:

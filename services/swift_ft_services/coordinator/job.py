@@ -23,7 +23,9 @@ generations without a death and without a new version is bounded (`Setbacks`).
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from swift_ft.planner import RankMeasured, Report
+from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.planner import HeldSnapshot, RankMeasured, Report
+from swift_ft.rpc.codec import optional
 from swift_ft_services.coordinator import checkpoints, endings, planning
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.checkpoints import GIVEN_UP, CheckpointTracker
@@ -111,7 +113,7 @@ class Transitions:
         """rank -> last measurement reported by it or its predecessor. Not durable: ranks report it again."""
         self.suspicions = Suspicions(self.steps)
         self._awaited = planning.Awaited()
-        self.replays: dict[int, m.Replaying] = {}
+        self.replays: dict[int, pb.ReplayProgress] = {}
         """rank -> progress of its replay, while it replays."""
 
     def become_running(self, now: float) -> list[Effect]:
@@ -328,6 +330,24 @@ class Transitions:
         return m.Emit(event=event, fields={"job": self.row.job, "generation": self.row.generation, **fields})
 
 
+def report_of(said: pb.ReportRequest, holder: Holder) -> Report:
+    """Returns the report, as the planner takes it, of the holder of a rank."""
+    return Report(
+        rank=holder.rank,
+        version=said.version if said.has_state else None,
+        undo_to=optional(said, "undo_to"),
+        undo_exact=said.undo_exact,
+        forward_to=optional(said, "forward_to"),
+        forward_by_all=said.forward_by_all,
+        finish_to=optional(said, "finish_to"),
+        since_generation=holder.since_generation,
+        host=holder.host,
+        can_help=said.can_help,
+        off_log=said.off_log,
+        snapshots=tuple(HeldSnapshot(held.rank, held.version) for held in said.snapshots),
+    )
+
+
 class Job(Transitions):
     """The state machine of one job. Not thread-safe. `now` is in monotonic seconds and never decreases."""
 
@@ -351,37 +371,37 @@ class Job(Transitions):
         match command:
             case m.Tick():
                 return self._tick(now, behind=command.behind)
-            case m.Heartbeat():
+            case pb.HeartbeatRequest():
                 return self._heartbeat(command, now)
             case m.Join():
                 return self._join(command, now)
-            case m.MemberReport():
+            case pb.ReportRequest():
                 return self._report(command, now)
-            case m.Ready():
+            case pb.ReadyRequest():
                 return self._ready(command, now)
-            case m.Refuse():
+            case pb.RefuseRequest():
                 return self._refuse(command)
-            case m.CheckpointDurable():
+            case pb.CheckpointRequest():
                 return self._checkpoint(command)
-            case m.AskCheckpoint():
+            case pb.AskCheckpointRequest():
                 return self._ask_checkpoint(command)
             case m.Measure():
-                check_holder(self.row, command.sender)
-                self.measured[command.sender.rank] = command.measured
+                check_holder(self.row, command)
+                self.measured[command.rank] = command.measured
                 return []
-            case m.MemberExited():
-                return self._exited(command) if command.is_of_process else self._place(command, now)
-            case m.Suspect():
+            case pb.ExitRequest():
+                return self._exited(command) if m.is_of_process(command) else self._place(command, now)
+            case pb.SuspectRequest():
                 return self._suspect(command, now)
-            case m.Differs():
+            case pb.DiffersRequest():
                 return self._not_exact(checkpoints.note_difference(self.row, command))
-            case m.Rehearsed():
+            case pb.RehearsedRequest():
                 return self._rehearsed(command)
-            case m.Finish():
+            case pb.FinishRequest():
                 return self._finish(command)
-            case m.Fail():
+            case pb.FailRequest():
                 return self._fail(command)
-            case m.Stop():
+            case pb.StopRequest():
                 return self._stop(command)
             case m.LogsFenced():
                 return self._logs_fenced(command, now)
@@ -400,7 +420,7 @@ class Job(Transitions):
                 return []
             case m.ChangeLogServers():
                 return self._change_log_servers(command, now)
-            case m.Revoke() | m.Vote():
+            case pb.RevokeRequest() | pb.VoteRequest():
                 raise Refusal(Refused.INVALID, f"job {self.row.job} is a session's, not a communicator's")
 
     def resume(self) -> list[Effect]:
@@ -485,25 +505,25 @@ class Job(Transitions):
         row.setbacks = 0
         return begun
 
-    def _heartbeat(self, heartbeat: m.Heartbeat, now: float) -> list[Effect]:
-        rank = heartbeat.sender.rank
-        check_holder(self.row, heartbeat.sender)
+    def _heartbeat(self, heartbeat: pb.HeartbeatRequest, now: float) -> list[Effect]:
+        rank = heartbeat.rank
+        check_holder(self.row, heartbeat)
         if heartbeat.kept:
             self.leases.keep(rank, now, self._timing.kept_s)
             return []
         self.leases.renew(rank, now)
         self.steps.see(rank, heartbeat.version, now, running=self.row.state is State.RUNNING)
         self.replays.pop(rank, None)
-        if heartbeat.replay is not None and self.row.state is State.RECOVERING:
+        if heartbeat.HasField("replay") and self.row.state is State.RECOVERING:
             self.replays[rank] = heartbeat.replay
-        said = self.checkpoints.on_heartbeat(rank, heartbeat.unsaved)
+        said = self.checkpoints.on_heartbeat(rank, optional(heartbeat, "unsaved"))
         told, progress = [self._event(name, **fields) for name, fields in said], self._progress()
         changed = progress or any(name == GIVEN_UP for name, _ in said)
         return self._told([*told, *progress]) if changed else [*told]
 
-    def _suspect(self, suspect: m.Suspect, now: float) -> list[Effect]:
-        row, rank = self.row, suspect.sender.rank
-        check_holder(row, suspect.sender)
+    def _suspect(self, suspect: pb.SuspectRequest, now: float) -> list[Effect]:
+        row, rank = self.row, suspect.rank
+        check_holder(row, suspect)
         if not self.suspicions.say(rank, suspect.reason, now, suspect.generation):
             return []
         event = self._event("suspect", rank=rank, reason=suspect.reason)
@@ -512,36 +532,23 @@ class Job(Transitions):
             return [event, *self._without_death(f"rank {rank}: {suspect.reason}")]
         return [event]
 
-    def _report(self, said: m.MemberReport, now: float) -> list[Effect]:
+    def _report(self, said: pb.ReportRequest, now: float) -> list[Effect]:
         row = self.row
         if self._is_stale(said, now) or row.state in (State.RECOVERING, State.RUNNING) or row.state.is_over:
             return []
         if row.state is not State.PLANNING:
             raise Refusal(Refused.INVALID, f"a report in state {row.state}: wait for PLANNING")
-        holder = row.holders[said.sender.rank]
-        report = Report(
-            rank=holder.rank,
-            version=said.version,
-            undo_to=said.undo_to,
-            undo_exact=said.undo_exact,
-            forward_to=said.forward_to,
-            forward_by_all=said.forward_by_all,
-            finish_to=said.finish_to,
-            since_generation=holder.since_generation,
-            host=holder.host,
-            can_help=said.can_help,
-            off_log=said.off_log,
-            snapshots=said.snapshots,
-        )
+        holder = row.holders[said.rank]
+        report = report_of(said, holder)
         if row.plan is not None or row.reports.get(holder.rank) == report:
             return []
         row.reports[holder.rank] = report
         fetch = [m.FetchInventory(generation=row.generation)] if self._all_reported() else []
         return [self._event("reported", **report_fields(report)), *fetch]
 
-    def _ready(self, ready: m.Ready, now: float) -> list[Effect]:
+    def _ready(self, ready: pb.ReadyRequest, now: float) -> list[Effect]:
         row = self.row
-        rank = ready.sender.rank
+        rank = ready.rank
         if self._is_stale(ready, now) or row.state is State.RUNNING or row.state.is_over:
             return []
         check_ready(row, ready)
@@ -549,16 +556,16 @@ class Job(Transitions):
             return []
         if row.state is State.FORMING:
             row.num_stages = ready.num_stages
-            row.stages[rank] = list(ready.stages)
+            row.stages[rank] = sorted(ready.stages)
             row.stage_shards[rank] = ready.shard
         is_ready(row, ready)
         return self._run_if_ready(now)
 
-    def _is_stale(self, said: m.MemberReport | m.Ready, now: float) -> bool:
+    def _is_stale(self, said: pb.ReportRequest | pb.ReadyRequest, now: float) -> bool:
         """Returns whether the message is from an older generation. Renews the lease too: recovering ranks then need no
         separate heartbeats, which would be thousands at once."""
-        stale = is_stale(self.row, said.sender, said.generation)
-        self.leases.renew(said.sender.rank, now)
+        stale = is_stale(self.row, said)
+        self.leases.renew(said.rank, now)
         return stale
 
     def _run_if_ready(self, now: float) -> list[Effect]:
@@ -574,11 +581,11 @@ class Job(Transitions):
             return self.become_fencing({}, why) if row.log_ends else self._without_death(why)
         return self.become_running(now)
 
-    def _refuse(self, refuse: m.Refuse) -> list[Effect]:
+    def _refuse(self, refuse: pb.RefuseRequest) -> list[Effect]:
         row = self.row
-        if is_stale(row, refuse.sender, refuse.generation) or row.state.is_over:
+        if is_stale(row, refuse) or row.state.is_over:
             return []
-        rank = refuse.sender.rank
+        rank = refuse.rank
         refused = self._event("refused", rank=rank, reason=refuse.reason)
         if row.state is State.FORMING:
             reason = f"rank {rank} refused, before the job was formed: {refuse.reason}"
@@ -588,8 +595,8 @@ class Job(Transitions):
         count_refusal(row, rank, refuse.reason)
         return [*self._without_death(row.refused.reason), refused]
 
-    def _checkpoint(self, durable: m.CheckpointDurable) -> list[Effect]:
-        check_holder(self.row, durable.sender)
+    def _checkpoint(self, durable: pb.CheckpointRequest) -> list[Effect]:
+        check_holder(self.row, durable)
         complete = self.checkpoints.count(durable)
         if not (checkpoints.recorded(self.row, durable) or complete):
             return []
@@ -597,7 +604,7 @@ class Job(Transitions):
         event = [done, *self._progress()] if complete else []
         return [*event, m.PublishView(), *(self._trim() if complete else [])]
 
-    def _rehearsed(self, said: m.Rehearsed) -> list[Effect]:
+    def _rehearsed(self, said: pb.RehearsedRequest) -> list[Effect]:
         row = self.row
         check_rank(row, said.rank)
         if row.state.is_over:
@@ -611,26 +618,26 @@ class Job(Transitions):
         news = self._not_exact(checkpoints.end_rehearsal(row, said))
         return [*self._told([self._event(event, **fields)]), *self._trim(), *news]
 
-    def _ask_checkpoint(self, ask: m.AskCheckpoint) -> list[Effect]:
-        if ask.sender is None:
+    def _ask_checkpoint(self, ask: pb.AskCheckpointRequest) -> list[Effect]:
+        if not ask.incarnation:
             newest = self.checkpoints.newest_known()
             return self._told(self._asked(newest, ask.reason)) if self.row.state is State.RUNNING else []
-        if is_stale(self.row, ask.sender, ask.generation) or self.row.state.is_over:
+        if is_stale(self.row, ask) or self.row.state.is_over:
             return []
-        return self._told(self._asked(ask.after_version, f"rank {ask.sender.rank}: {ask.reason}"))
+        return self._told(self._asked(ask.after_version, f"rank {ask.rank}: {ask.reason}"))
 
-    def _finish(self, finish: m.Finish) -> list[Effect]:
+    def _finish(self, finish: pb.FinishRequest) -> list[Effect]:
         row = self.row
-        check_holder(self.row, finish.sender)
+        check_holder(self.row, finish)
         if row.state is State.FORMING:
             raise Refusal(Refused.INVALID, "finish before the job runs")
-        if row.state is not State.RUNNING or finish.sender.rank in row.finished:
+        if row.state is not State.RUNNING or finish.rank in row.finished:
             return []
-        rank = finish.sender.rank
+        rank = finish.rank
         if unlike := self.endings.unlike(finish):
             return self.become_failed(unlike, UNLIKE_CODE)
         row.finished[rank] = finish.version
-        if finish.called is not None:
+        if finish.HasField("called"):
             row.called[rank] = finish.called
         ends = self.endings.on_finish(finish)
         if row.lacks(row.finished):
@@ -644,15 +651,15 @@ class Job(Transitions):
             return self.become_failed(f"ranks finished at different versions: {versions_words(row.finished)}")
         return self.become_finished()
 
-    def _fail(self, fail: m.Fail) -> list[Effect]:
-        if fail.sender is not None:
-            check_holder(self.row, fail.sender)
+    def _fail(self, fail: pb.FailRequest) -> list[Effect]:
+        if fail.incarnation:
+            check_holder(self.row, fail)
         if self.row.state.is_over:
             return []
-        who = "" if fail.sender is None else f"rank {fail.sender.rank}: "
+        who = f"rank {fail.rank}: " if fail.incarnation else ""
         return self.become_failed(who + fail.reason)
 
-    def _stop(self, stop: m.Stop) -> list[Effect]:
+    def _stop(self, stop: pb.StopRequest) -> list[Effect]:
         """Ignores a late stop or an unknown launcher. A rank of that launcher whose exit goes unreported is declared
         dead by its lease, like any other."""
         row = self.row
@@ -666,7 +673,7 @@ class Job(Transitions):
 
     # --- deaths ---
 
-    def _exited(self, exited: m.MemberExited) -> list[Effect]:
+    def _exited(self, exited: pb.ExitRequest) -> list[Effect]:
         row, rank = self.row, exited.rank
         holder = row.holders.get(rank)
         said = {"rank": rank, "member_pid": exited.pid, "exit_code": exited.exit_code}
@@ -688,7 +695,7 @@ class Job(Transitions):
             return [event, *self.become_failed(f"rank {rank} {why}; {ends}")]
         return [event, *self._deaths({rank: why}, {})]
 
-    def _place(self, place: m.MemberExited, now: float) -> list[Effect]:
+    def _place(self, place: pb.ExitRequest, now: float) -> list[Effect]:
         """Handles a message about a rank's place without an exit: it failed the health check (shown only) or is given
         up."""
         check_rank(self.row, place.rank)

@@ -15,8 +15,11 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NoReturn, TypeVar
 
 import crc32c
+from google.protobuf.message import Message
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import HeldSnapshot, Help, Plan, Prediction, RankPlan, Refusals, Report, Strategy
+from swift_ft.rpc.codec import as_json
 from swift_ft_services.coordinator.store import Stored
 
 # Table: a dict that records which of its entries have changed.
@@ -172,45 +175,6 @@ class End:
     reason: str
 
 
-class VoteKind(enum.StrEnum):
-    """Kinds of decision among the members of a communicator; `coordinator.proto` defines each."""
-
-    BUILT = "BUILT"
-    AGREE = "AGREE"
-    SHRINK = "SHRINK"
-    GROW = "GROW"
-    MISMATCH = "MISMATCH"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """A decision of the members of a communicator."""
-
-    kind: VoteKind
-    value: int = 0
-    failed: tuple[int, ...] = ()
-    """Lost slots that not all members had acknowledged."""
-    words: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rehearsal:
-    """State of the rehearsals of one rank."""
-
-    recorded: int | None = None
-    """Version from which the rank records its steps; None: it records none that a rehearsal could begin with."""
-    under_way: int | None = None
-    """Version of the checkpoint from which the rehearsal in progress began; None if there is none."""
-    done: int = 0
-    """Number of completed rehearsals. `version`, `steps` and `difference` describe the last one."""
-    version: int = 0
-    steps: int = 0
-    difference: str = ""
-    """First difference found; empty if none."""
-    why_not: str = ""
-    """Reason why the last attempt could not be completed; empty if it was."""
-
-
 LACKS = -1
 
 COUNT_MAX = 1 << 16
@@ -338,7 +302,7 @@ class JobRow:
     """Version from which the bits may differ from a run without failures; None: they do not."""
     inexact_reason: str = ""
 
-    rehearsals: dict[int, Rehearsal] = field(default_factory=Table)
+    rehearsals: dict[int, pb.Rehearsal] = field(default_factory=Table)
     """rank -> its rehearsals."""
 
     groups: str = ""
@@ -349,7 +313,7 @@ class JobRow:
     generation."""
     revoked: dict[str, str] = field(default_factory=dict)
     """(this generation) Label of each revoked group -> reason; the empty label stands for all groups."""
-    decisions: dict[int, Decision] = field(default_factory=Table)
+    decisions: dict[int, pb.Decision] = field(default_factory=Table)
     """Number -> decision of this generation; the last two are kept."""
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -386,7 +350,7 @@ class JobRow:
 TABLE_FIELDS = frozenset(field.name for field in fields(JobRow) if field.default_factory is Table)
 
 
-FORMAT = 6
+FORMAT = 7
 ROOT = "jobs/"
 
 
@@ -544,6 +508,8 @@ def _plain(value: Any) -> Any:
     """Converts a value that JSON cannot represent."""
     if isinstance(value, frozenset):
         return sorted(value)
+    if isinstance(value, Message):
+        return as_json(value)
     assert is_dataclass(value)
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
@@ -559,10 +525,6 @@ def _rank_logs(value: dict[str, Any]) -> RankLogs:
 def _report(value: dict[str, Any]) -> Report:
     snapshots = tuple(HeldSnapshot(*held) for held in value.get("snapshots", ()))
     return Report(**{**value, "snapshots": snapshots})
-
-
-def _decision(value: dict[str, Any]) -> Decision:
-    return Decision(**{**value, "kind": VoteKind(value["kind"]), "failed": tuple(value["failed"])})
 
 
 def _refusals(value: dict[str, Any]) -> Refusals:
@@ -600,8 +562,8 @@ TABLES: Mapping[str, tuple[Callable[[str], Any], FromJson]] = {
     "shards": (int, frozenset),
     "vacant": (int, _same),
     "taking_part": (int, _same),
-    "decisions": (int, _decision),
-    "rehearsals": (int, lambda value: Rehearsal(**value)),
+    "decisions": (int, lambda value: pb.Decision(**value)),
+    "rehearsals": (int, lambda value: pb.Rehearsal(**value)),
 }
 """Field -> (parser of its keys, parser of its values)."""
 

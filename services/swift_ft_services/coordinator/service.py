@@ -1,16 +1,16 @@
-"""gRPC interface of the driver: validates requests, converts messages to commands and refusals to status codes."""
+"""gRPC interface of the driver: validates requests, which are the commands, and converts refusals to status codes."""
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
 from swift_ft.errors import UsageError
 from swift_ft.log.protocol import REASON_KEY, Reason
-from swift_ft.planner import HeldSnapshot
 from swift_ft.rpc import views
 from swift_ft.rpc.codec import from_message, of_view
 from swift_ft.text import WORLD_SIZE_MAX, check_job, text_of
@@ -18,7 +18,6 @@ from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal, Refused, number_problem
 from swift_ft_services.coordinator.driver import Driver, JobApart, NoSuchJob, TooMany
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.job_record import VoteKind
 from swift_ft_services.coordinator.log_calls import Unavailable, check_address
 from swift_ft_services.interceptors import visit_of
 
@@ -68,6 +67,15 @@ def _readers(view: pb.View, before: _Made | None) -> frozenset[int]:
 
 LONGEST_REASON = 2000
 LONGEST_ID = 128
+TEXTS = {
+    "reason": LONGEST_REASON,
+    "difference": LONGEST_REASON,
+    "why_not": LONGEST_REASON,
+    "unfit": LONGEST_REASON,
+    "run": LONGEST_ID,
+    "label": LONGEST_ID,
+}
+"""Field that is shown to people -> the most characters of it that are kept."""
 SHARE_WAIT_S_MAX = 2.0
 MACHINES_MAX = 1 << 12
 """Limit for one job."""
@@ -79,12 +87,7 @@ CODES = {
     Refused.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
 }
 
-_KINDS = {
-    pb.BUILT: VoteKind.BUILT,
-    pb.AGREE: VoteKind.AGREE,
-    pb.SHRINK: VoteKind.SHRINK,
-    pb.GROW: VoteKind.GROW,
-}
+KINDS = (pb.BUILT, pb.AGREE, pb.SHRINK, pb.GROW)
 """Kinds that a member may vote for."""
 APART = ((REASON_KEY, Reason.APART.value),)
 
@@ -120,7 +123,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
         if not 0 < request.world_size <= WORLD_SIZE_MAX:
             wrong = f"world size {request.world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks"
             await self._abort_invalid(context, wrong)
-        if wrong := number_problem(join):
+        if wrong := number_problem(request):
             await self._abort_invalid(context, wrong)
         may_see = visit_of().covers
         generation = await self._answer(
@@ -140,119 +143,63 @@ class Servicer(pb_grpc.CoordinatorServicer):
         await self._check_apart(context, request.job)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
-        command = m.Heartbeat(
-            sender=_sender(request),
-            version=request.version,
-            replay=_replaying(request),
-            unsaved=_unsaved(request),
-            kept=request.kept,
-        )
-        job = await self._applied(context, request.job, command)
+        if not 0.0 <= request.replay.seconds_left < math.inf:
+            request.replay.ClearField("seconds_left")
+        job = await self._applied(context, request, request)
         interval_s = self._driver.timing.interval_s(job.row.wanted)
         return pb.HeartbeatReply(generation=job.row.generation, interval_s=interval_s)
 
-    async def Report(self, request: pb.ReportRequest, context: Context) -> pb.Ack:
-        return await self._ack(
-            context,
-            request.job,
-            m.MemberReport(
-                sender=_sender(request),
-                generation=request.generation,
-                version=request.version if request.has_state else None,
-                undo_to=request.undo_to if request.HasField("undo_to") else None,
-                undo_exact=request.undo_exact,
-                forward_to=request.forward_to if request.HasField("forward_to") else None,
-                forward_by_all=request.forward_by_all,
-                finish_to=request.finish_to if request.HasField("finish_to") else None,
-                can_help=request.can_help,
-                off_log=request.off_log,
-                snapshots=tuple(HeldSnapshot(held.rank, held.version) for held in request.snapshots),
-            ),
-        )
+    async def _take(self, request: m.Request, context: Context) -> pb.Ack:
+        """Applies a request as it is."""
+        await self._applied(context, request, request)
+        return pb.Ack()
 
-    async def Ready(self, request: pb.ReadyRequest, context: Context) -> pb.Ack:
-        return await self._ack(
-            context,
-            request.job,
-            m.Ready(
-                sender=_sender(request),
-                generation=request.generation,
-                version=request.version,
-                stages=tuple(sorted(request.stages)),
-                num_stages=request.num_stages,
-                shard=request.shard,
-                off_log=request.off_log,
-            ),
-        )
+    Report = Ready = Refuse = Differs = Rehearsed = CheckpointDurable = AskCheckpoint = _take
+    MemberExited = Suspect = Finish = _take
 
-    async def Refuse(self, request: pb.RefuseRequest, context: Context) -> pb.Ack:
-        return await self._ack(
-            context,
-            request.job,
-            m.Refuse(
-                sender=_sender(request),
-                generation=request.generation,
-                reason=_said(request.reason, LONGEST_REASON),
-                differs=request.differs,
-            ),
-        )
+    async def _take_with_reason(
+        self, request: pb.FailRequest | pb.RevokeRequest | pb.StopRequest, context: Context
+    ) -> pb.Ack:
+        request.reason = request.reason or "no reason given"
+        return await self._take(request, context)
 
-    async def Differs(self, request: pb.DiffersRequest, context: Context) -> pb.Ack:
-        command = m.Differs(
-            sender=_sender(request), version=request.version, reason=_said(request.reason, LONGEST_REASON)
-        )
-        return await self._ack(context, request.job, command)
+    Fail = Stop = _take_with_reason
 
-    async def Rehearsed(self, request: pb.RehearsedRequest, context: Context) -> pb.Ack:
-        command = m.Rehearsed(
-            rank=request.rank,
-            version=request.version,
-            under_way=request.under_way,
-            steps=request.steps,
-            difference=_said(request.difference, LONGEST_REASON),
-            why_not=_said(request.why_not, LONGEST_REASON),
-        )
-        return await self._ack(context, request.job, command)
+    async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.Ack:
+        request.reason = request.reason[:LONGEST_ID]
+        return await self._take_with_reason(request, context)
 
-    async def CheckpointDurable(self, request: pb.CheckpointRequest, context: Context) -> pb.Ack:
-        return await self._ack(
-            context,
-            request.job,
-            m.CheckpointDurable(
-                sender=_sender(request),
-                version=request.version,
-                generation=request.generation,
-                recorded=request.recorded,
-            ),
-        )
-
-    async def AskCheckpoint(self, request: pb.AskCheckpointRequest, context: Context) -> pb.Ack:
-        return await self._ack(
-            context,
-            request.job,
-            m.AskCheckpoint(
-                sender=_sender(request) if request.incarnation else None,
-                generation=request.generation,
-                after_version=request.after_version,
-                reason=_said(request.reason, LONGEST_REASON),
-            ),
-        )
+    async def Vote(self, request: pb.VoteRequest, context: Context) -> pb.Ack:
+        if request.kind not in KINDS:
+            await self._abort_invalid(context, f"a vote for {request.kind}: there is no such")
+        return await self._take(request, context)
 
     async def Measure(self, request: pb.MeasureRequest, context: Context) -> pb.Ack:
         try:
             measured = from_message(request.measured)
         except ValueError as error:
             await self._abort_invalid(context, f"a measurement: {error}")
-        return await self._ack(context, request.job, m.Measure(sender=_sender(request), measured=measured))
+        command = m.Measure(rank=request.rank, incarnation=request.incarnation, measured=measured)
+        await self._applied(context, request, command)
+        return pb.Ack()
+
+    async def ChangeLogServers(self, request: pb.ChangeLogServersRequest, context: Context) -> pb.Ack:
+        if request.add:
+            try:
+                check_address(request.add)
+            except UsageError as error:  # before the job is fenced for it
+                await self._abort_invalid(context, str(error))
+        command = m.ChangeLogServers(
+            lost=_said(request.lost, LONGEST_ID),
+            add=request.add,
+            add_host=_said(request.add_host, LONGEST_ID),
+        )
+        await self._applied(context, request, command)
+        return pb.Ack()
 
     async def Share(self, request: pb.ShareRequest, context: Context) -> pb.ShareReply:
-        sender = _sender(request)
         sharing = await self._answer_now(
-            context,
-            request.job,
-            lambda: self._driver.sharing(
-                request.job, sender, request.generation, changes=bool(request.changes)
-            ),
+            context, request.job, lambda: self._driver.sharing(request.job, request)
         )
         if sharing is None:
             return pb.ShareReply(generation=self._driver.generation_of(request.job))
@@ -263,7 +210,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
             after = await self._answer_now(
                 context,
                 request.job,
-                lambda: sharing.change(sender.incarnation, request.number, request.changes),
+                lambda: sharing.change(request.incarnation, request.number, request.changes),
             )
         if request.wait_s > 0:
             await sharing.wait(request.until, min(request.wait_s, SHARE_WAIT_S_MAX))
@@ -287,90 +234,6 @@ class Servicer(pb_grpc.CoordinatorServicer):
     async def Measurements(self, request: pb.MeasurementsRequest, context: Context) -> pb.MeasurementsReply:
         return await self._answer_now(context, request.job, lambda: self._driver.measurements(request.job))
 
-    async def MemberExited(self, request: pb.ExitRequest, context: Context) -> pb.Ack:
-        return await self._ack(
-            context,
-            request.job,
-            m.MemberExited(
-                rank=request.rank,
-                incarnation=request.incarnation,
-                pid=request.pid,
-                exit_code=request.exit_code,
-                unfit=_said(request.unfit, LONGEST_REASON),
-                given_up=request.given_up,
-            ),
-        )
-
-    async def ChangeLogServers(self, request: pb.ChangeLogServersRequest, context: Context) -> pb.Ack:
-        if request.add:
-            try:
-                check_address(request.add)
-            except UsageError as error:  # before the job is fenced for it
-                await self._abort_invalid(context, str(error))
-        return await self._ack(
-            context,
-            request.job,
-            m.ChangeLogServers(
-                lost=_said(request.lost, LONGEST_ID),
-                add=request.add,
-                add_host=_said(request.add_host, LONGEST_ID),
-            ),
-        )
-
-    async def Suspect(self, request: pb.SuspectRequest, context: Context) -> pb.Ack:
-        command = m.Suspect(
-            sender=_sender(request),
-            reason=_said(request.reason, LONGEST_REASON),
-            generation=request.generation,
-            again=request.again,
-        )
-        return await self._ack(context, request.job, command)
-
-    async def Finish(self, request: pb.FinishRequest, context: Context) -> pb.Ack:
-        command = m.Finish(
-            sender=_sender(request),
-            version=request.version,
-            num_steps=request.num_steps,
-            called=request.called if request.HasField("called") else None,
-            reason=_said(request.reason, LONGEST_REASON),
-        )
-        return await self._ack(context, request.job, command)
-
-    async def Fail(self, request: pb.FailRequest, context: Context) -> pb.Ack:
-        sender = _sender(request) if request.incarnation else None
-        command = m.Fail(sender=sender, reason=_said(request.reason, LONGEST_REASON) or "no reason given")
-        return await self._ack(context, request.job, command)
-
-    async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.Ack:
-        command = m.Revoke(
-            sender=_sender(request),
-            generation=request.generation,
-            reason=_said(request.reason, LONGEST_ID) or "no reason given",
-            label=_said(request.label, LONGEST_ID),
-        )
-        return await self._ack(context, request.job, command)
-
-    async def Vote(self, request: pb.VoteRequest, context: Context) -> pb.Ack:
-        if request.kind not in _KINDS:
-            await self._abort_invalid(context, f"a vote for {request.kind}: there is no such")
-        command = m.Vote(
-            sender=_sender(request),
-            generation=request.generation,
-            number=request.number,
-            kind=_KINDS[request.kind],
-            value=request.value,
-            acknowledged=frozenset(request.acknowledged),
-            reason=_said(request.reason, LONGEST_REASON),
-        )
-        return await self._ack(context, request.job, command)
-
-    async def Stop(self, request: pb.StopRequest, context: Context) -> pb.Ack:
-        command = m.Stop(
-            run=_said(request.run, LONGEST_ID),
-            reason=_said(request.reason, LONGEST_REASON) or "no reason given",
-        )
-        return await self._ack(context, request.job, command)
-
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         return await self._answer(context, request.job, lambda: self._driver.status(request.job))
 
@@ -380,15 +243,17 @@ class Servicer(pb_grpc.CoordinatorServicer):
         except Unavailable as unavailable:
             await self._abort_unavailable(context, unavailable)
 
-    async def _ack(self, context: Context, job: str, command: m.Command) -> pb.Ack:
-        await self._applied(context, job, command)
-        return pb.Ack()
-
-    async def _applied(self, context: Context, job: str, command: m.Command) -> Job:
-        """Applies a command. Returns its job once the changes are durable."""
-        if wrong := number_problem(command):
+    async def _applied(
+        self,
+        context: Context,
+        request: m.Request | pb.MeasureRequest | pb.ChangeLogServersRequest,
+        command: m.Command,
+    ) -> Job:
+        """Applies the command that the request is, or says. Returns its job once the changes are durable."""
+        if wrong := number_problem(request):
             await self._abort_invalid(context, wrong)
-        return await self._answer(context, job, lambda: self._driver.apply(job, command))
+        _make_presentable(request)
+        return await self._answer(context, request.job, lambda: self._driver.apply(request.job, command))
 
     async def _abort_invalid(self, context: Context, wrong: str) -> NoReturn:
         self._refused(Refused.INVALID.name.lower())
@@ -435,45 +300,12 @@ class Servicer(pb_grpc.CoordinatorServicer):
         raise AssertionError("abort has raised")
 
 
-_FromMember = (
-    pb.HeartbeatRequest
-    | pb.ReportRequest
-    | pb.ReadyRequest
-    | pb.RefuseRequest
-    | pb.DiffersRequest
-    | pb.CheckpointRequest
-    | pb.AskCheckpointRequest
-    | pb.MeasureRequest
-    | pb.SuspectRequest
-    | pb.FinishRequest
-    | pb.FailRequest
-    | pb.RevokeRequest
-    | pb.VoteRequest
-    | pb.ShareRequest
-)
-
-
-def _sender(request: _FromMember) -> m.Sender:
-    return m.Sender(rank=request.rank, incarnation=request.incarnation)
-
-
-def _replaying(request: pb.HeartbeatRequest) -> m.Replaying | None:
-    if not request.HasField("replay"):
-        return None
-    replay = request.replay
-    known = replay.HasField("seconds_left") and 0.0 <= replay.seconds_left < math.inf
-    return m.Replaying(
-        version=replay.version, target=replay.target, seconds_left=replay.seconds_left if known else None
-    )
-
-
-def _unsaved(request: pb.HeartbeatRequest) -> m.Unsaved | None:
-    if not request.HasField("unsaved"):
-        return None
-    unsaved = request.unsaved
-    return m.Unsaved(
-        version=unsaved.version, generation=unsaved.generation, reason=_said(unsaved.reason, LONGEST_REASON)
-    )
+def _make_presentable(request: Message) -> None:
+    for part, value in request.ListFields():
+        if part.name in TEXTS:
+            setattr(request, part.name, _said(value, TEXTS[part.name]))
+        elif isinstance(value, Message):
+            _make_presentable(value)
 
 
 def _wrong_meeting(request: pb.MeetRequest) -> str:

@@ -6,11 +6,10 @@ from typing import Self
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import RecoveryGroups
-from swift_ft.rpc.codec import encoded, to_message
-from swift_ft_services.coordinator.commands import Replaying, Unsaved
+from swift_ft.rpc.codec import encoded, optional, to_message
 from swift_ft_services.coordinator.communicators import lost_slots
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.job_record import Decision, Holder, JobRow, Rehearsal, State
+from swift_ft_services.coordinator.job_record import Holder, JobRow, State
 from swift_ft_services.coordinator.log_placement import unreplaced
 from swift_ft_services.coordinator.planning import job_shrinks, shrinks_late
 from swift_ft_services.coordinator.text import waiting_for
@@ -48,7 +47,7 @@ class JobSnapshot:
     """Longest remaining replay time of a rank, in seconds; None: unknown."""
     exact: bool = True
     """False once the job's bits may differ from those of a run without failures."""
-    rehearsals: Mapping[int, Rehearsal] = field(default_factory=dict)
+    rehearsals: Mapping[int, pb.Rehearsal] = field(default_factory=dict)
     """rank -> its rehearsals, for ranks that completed one."""
 
     @classmethod
@@ -74,7 +73,7 @@ class JobSnapshot:
             checkpoint=row.checkpoints[-1] if row.checkpoints else None,
             unsaved_ranks=0 if row.state.is_over else len(job.checkpoints.unsaved),
             replay_steps_left=max((max(0, r.target - r.version) for r in job.replays.values()), default=0),
-            replay_seconds_left=_longest([r.seconds_left for r in job.replays.values()]),
+            replay_seconds_left=_longest([optional(r, "seconds_left") for r in job.replays.values()]),
             exact=row.inexact_since is None,
             rehearsals={rank: known for rank, known in row.rehearsals.items() if known.done},
         )
@@ -136,8 +135,8 @@ def view_of(row: JobRow) -> pb.View:
         lost=lost_slots(row),
         left=[slot for slot in lost_slots(row) if slot in row.finished],
         revoked=row.revoked,
-        decisions=[_decision(number, made) for number, made in sorted(row.decisions.items())],
-        rehearsals=[_rehearsal(rank, known) for rank, known in sorted(row.rehearsals.items())],
+        decisions=[row.decisions[number] for number in sorted(row.decisions)],
+        rehearsals=[row.rehearsals[rank] for rank in sorted(row.rehearsals)],
     )
 
 
@@ -146,29 +145,6 @@ def _last_fenced(row: JobRow) -> list[Holder]:
     are dropped many at a time, because a list that loses its first entries must be sent as a whole."""
     kept = max(FENCED_SHOWN, row.world_size)
     return row.fenced[max(0, len(row.fenced) // kept - 1) * kept :]
-
-
-def _rehearsal(rank: int, known: Rehearsal) -> pb.Rehearsal:
-    return pb.Rehearsal(
-        rank=rank,
-        recorded=known.recorded,
-        under_way=known.under_way,
-        done=known.done,
-        version=known.version,
-        steps=known.steps,
-        difference=known.difference,
-        why_not=known.why_not,
-    )
-
-
-def _decision(number: int, made: Decision) -> pb.Decision:
-    return pb.Decision(
-        number=number,
-        kind=pb.VoteKind.Value(made.kind),
-        value=made.value,
-        failed=made.failed,
-        words=made.words,
-    )
 
 
 def _plan_of(row: JobRow) -> pb.Plan | None:
@@ -187,8 +163,8 @@ def status_of(job: Job, now: float) -> pb.StatusReply:
             version=job.row.finished.get(rank, job.steps.version(rank)),
             lease_age_s=job.leases.age_s(rank, now),
             stages=job.row.stages.get(rank, []),
-            replay=_replay(job.replays.get(rank)),
-            unsaved=_unsaved(job.checkpoints.unsaved.get(rank)),
+            replay=job.replays.get(rank),
+            unsaved=job.checkpoints.unsaved.get(rank),
         )
         for rank in sorted(job.row.holders)
     ]
@@ -226,18 +202,6 @@ def measurements_of(job: Job) -> pb.MeasurementsReply:
         for rank, measured in sorted(job.measured.items())
     ]
     return pb.MeasurementsReply(world_size=job.row.world_size, config=job.row.config, ranks=ranks)
-
-
-def _replay(replay: Replaying | None) -> pb.ReplayProgress | None:
-    if replay is None:
-        return None
-    return pb.ReplayProgress(version=replay.version, target=replay.target, seconds_left=replay.seconds_left)
-
-
-def _unsaved(unsaved: Unsaved | None) -> pb.UnsavedCheckpoint | None:
-    if unsaved is None:
-        return None
-    return pb.UnsavedCheckpoint(version=unsaved.version, generation=unsaved.generation, reason=unsaved.reason)
 
 
 def _member(holder: Holder) -> pb.Member:

@@ -208,3 +208,8 @@ def _value(value: Any, field: Any) -> Any:
         known = field.enum_type.values_by_number.get(value)
         return value if known is None else known.name
     return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
+def optional(message: Message, name: str) -> Any:
+    """Returns the value of an optional field; None if it is not set."""
+    return getattr(message, name) if message.HasField(name) else None

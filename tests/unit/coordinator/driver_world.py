@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from typing import Any
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
@@ -94,8 +95,8 @@ def join(rank: int = 0, incarnation: str = "a") -> m.Join:
     )
 
 
-def sender(incarnation: str = "a") -> m.Sender:
-    return m.Sender(rank=0, incarnation=incarnation)
+def sender(incarnation: str = "a") -> dict[str, Any]:
+    return {"rank": 0, "incarnation": incarnation}
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -115,8 +116,8 @@ async def view_with(driver: Driver, wanted: Callable[[pb.View], bool]) -> pb.Vie
 
 async def run_to_running(driver: Driver) -> None:
     await driver.join("j", join())
-    await driver.apply("j", m.CheckpointDurable(sender=sender(), version=0, generation=0))
-    await driver.apply("j", m.Ready(sender=sender(), generation=1, version=0, stages=(0,), num_stages=1))
+    await driver.apply("j", pb.CheckpointRequest(**sender(), version=0, generation=0))
+    await driver.apply("j", pb.ReadyRequest(**sender(), generation=1, version=0, stages=(0,), num_stages=1))
     await view_with(driver, lambda view: view.state == pb.RUNNING)
 
 

@@ -5,9 +5,9 @@ a new tag; what was refused has the tag REFUSED, whatever its holder believes.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft_services.coordinator import commands as m
 
 REFUSED = "refused"
 
@@ -40,8 +40,8 @@ class Process:
     acked: set[tuple[object, ...]] = field(default_factory=set)
 
     @property
-    def sender(self) -> m.Sender:
-        return m.Sender(rank=self.rank, incarnation=self.incarnation)
+    def sender(self) -> dict[str, Any]:
+        return {"rank": self.rank, "incarnation": self.incarnation}
 
     @property
     def at(self) -> int | None:
@@ -149,12 +149,12 @@ class Followers:
             if rank == process.rank and version < below and version not in view.checkpoints:
                 del self.saved[rank, version]
 
-    def heartbeat(self, process: Process) -> m.Heartbeat:
+    def heartbeat(self, process: Process) -> pb.HeartbeatRequest:
         unsaved = None
         if process.unsaved is not None:
             version, generation, _ = process.unsaved
-            unsaved = m.Unsaved(version=version, generation=generation, reason="no space")
-        return m.Heartbeat(sender=process.sender, version=process.at or 0, unsaved=unsaved)
+            unsaved = pb.UnsavedCheckpoint(version=version, generation=generation, reason="no space")
+        return pb.HeartbeatRequest(**process.sender, version=process.at or 0, unsaved=unsaved)
 
     def copy(self, process: Process, mine: pb.RankPlan, generation: int, choice: int) -> bool:
         """False: not all sources have gone their way yet, or one is dead. The own state is overwritten meanwhile."""

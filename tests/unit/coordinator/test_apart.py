@@ -14,7 +14,7 @@ from swift_ft_services.coordinator import job as core
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import ERRORS_MAX, WITHIN_S, Driver, JobApart
 from swift_ft_services.coordinator.endings import RUNS_KEPT
-from swift_ft_services.coordinator.job_record import State, VoteKind, encode
+from swift_ft_services.coordinator.job_record import State, encode
 from swift_ft_services.coordinator.log_calls import Unavailable
 from swift_ft_services.coordinator.restarts import note_run
 from swift_ft_services.coordinator.service import Servicer
@@ -34,7 +34,7 @@ from tests.unit.coordinator.driver_world import (
 )
 from tests.unit.coordinator.test_parts import row
 
-DEATH = m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9)
+DEATH = pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9)
 
 
 def broken(*_args: object, **_named: object) -> Any:
@@ -80,15 +80,15 @@ async def test_what_was_said_in_the_turn_of_an_error_is_taken_back(
     await driver.join("other", join())
     driver._jobs["j"].become_fencing = broken  # type: ignore[method-assign]
     done = await asyncio.gather(
-        driver.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0)),
-        driver.apply("other", m.CheckpointDurable(sender=sender(), version=0, generation=0)),
+        driver.apply("j", pb.CheckpointRequest(**sender(), version=5, generation=0)),
+        driver.apply("other", pb.CheckpointRequest(**sender(), version=0, generation=0)),
         driver.apply("j", DEATH),
         return_exceptions=True,
     )
     assert [type(answer) for answer in done] == [Unavailable, core.Job, Unavailable]
     assert list((await driver.status("other")).view.checkpoints) == [0]
     assert list((await driver.status("j")).view.checkpoints) == [0]
-    await driver.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0))
+    await driver.apply("j", pb.CheckpointRequest(**sender(), version=5, generation=0))
     assert list((await driver.status("j")).view.checkpoints) == [0, 5]
     driver.stop()
 
@@ -178,7 +178,7 @@ async def test_an_error_while_log_servers_are_asked_is_the_jobs_own(
     await driver.apply("j", DEATH)
     await driver.join("j", join(incarnation="b"))
     await view_with(driver, lambda view: view.state == pb.PLANNING)
-    report = m.MemberReport(sender=sender("b"), generation=2, version=None)
+    report = pb.ReportRequest(**sender("b"), generation=2)
     await driver.apply("j", report)
     await until(lambda: "j" in driver.apart)
     assert await state_of(driver, "other") == "FORMING"
@@ -194,7 +194,7 @@ async def test_whoever_speaks_in_the_turn_behind_an_error_of_a_question_is_to_sa
     await run_to_running(driver)
     driver._spoil("j", "an error of a question")
     with pytest.raises(Unavailable, match="job j goes back to what is durable of it"):
-        await driver.apply("j", m.Heartbeat(sender=sender(), version=0))
+        await driver.apply("j", pb.HeartbeatRequest(**sender(), version=0))
     assert await state_of(driver) == "RUNNING"
     driver.stop()
 
@@ -217,12 +217,12 @@ async def test_while_a_job_is_read_again_it_is_neither_unknown_nor_without_a_gen
     told = asyncio.create_task(driver.apply("j", DEATH))
     await reading.wait()
     with pytest.raises(Unavailable, match="job j goes back"):
-        driver.sharing("j", sender(), 1, changes=False)
+        driver.sharing("j", pb.ShareRequest(**sender(), generation=1))
     assert driver.generation_of("j") == 1
     go_on.set()
     with pytest.raises(Unavailable):
         await told
-    assert driver.sharing("j", sender(), 1, changes=False) is not None
+    assert driver.sharing("j", pb.ShareRequest(**sender(), generation=1)) is not None
     driver.stop()
 
 
@@ -286,12 +286,10 @@ def test_a_number_from_which_nobody_can_count_on_is_refused(call: str, request_:
 
 
 def test_all_bits_may_be_voted_with() -> None:
-    vote = m.Vote(sender=sender(), generation=1, number=0, kind=VoteKind.AGREE, value=(1 << 63) - 1)
+    vote = pb.VoteRequest(**sender(), generation=1, number=0, kind=pb.AGREE, value=(1 << 63) - 1)
     assert m.number_problem(vote) == ""
-    assert (
-        m.number_problem(replace(vote, number=STEP_MAX + 1))
-        == f"number {STEP_MAX + 1}: numbers go up to {STEP_MAX}"
-    )
+    vote.number = STEP_MAX + 1
+    assert m.number_problem(vote) == f"number {STEP_MAX + 1}: numbers go up to {STEP_MAX}"
 
 
 @scenario
@@ -299,7 +297,7 @@ async def test_a_new_start_forgets_who_was_given_up(logs: FakeLogs, store: Memor
     driver = await driver_of(logs, store)
     await run_to_running(driver)
     job = driver._jobs["j"].row
-    await driver.apply("j", m.Fail(sender=None, reason="boom"))
+    await driver.apply("j", pb.FailRequest(reason="boom"))
     job.given_up, job.unlogged_below = [0], 7
     await driver.join("j", replace(join(incarnation="b"), run="r2"))
     assert (job.given_up, job.unlogged_below) == ([], None)
@@ -342,7 +340,7 @@ def test_a_configuration_that_cannot_be_is_refused_at_the_first_join_and_at_a_ne
             await driver.join("j", bad)
         good = replace(bad, config={key: "1" for key in config if key in ("replicas", "shards")}, run="r1")
         await driver.join("j", good)
-        await driver.apply("j", m.Fail(sender=None, reason="boom"))
+        await driver.apply("j", pb.FailRequest(reason="boom"))
         before = encode(driver._jobs["j"].row)
         with pytest.raises(Refusal):
             await driver.join("j", replace(bad, run="r2", incarnation="b"))
@@ -360,8 +358,8 @@ def test_a_job_that_does_not_say_how_many_replicas_it_has_has_one(strategy: str)
         driver = await driver_of(logs, store, clock=clock)
         config = {"strategy": strategy, "lost_shard": "reroute"}
         await driver.join("j", replace(join(), config=config))
-        await driver.apply("j", m.CheckpointDurable(sender=sender(), version=0, generation=0))
-        ready = m.Ready(sender=sender(), generation=1, version=0, stages=(0,), num_stages=1)
+        await driver.apply("j", pb.CheckpointRequest(**sender(), version=0, generation=0))
+        ready = pb.ReadyRequest(**sender(), generation=1, version=0, stages=(0,), num_stages=1)
         await driver.apply("j", ready)
         await view_with(driver, lambda view: view.state == pb.RUNNING)
         await driver.apply("j", DEATH)
@@ -379,7 +377,7 @@ def test_a_job_that_does_not_say_how_many_replicas_it_has_has_one(strategy: str)
 async def test_a_process_of_before_cannot_start_the_job_again(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store)
     await run_to_running(driver)
-    await driver.apply("j", m.Fail(sender=None, reason="boom"))
+    await driver.apply("j", pb.FailRequest(reason="boom"))
     before = encode(driver._jobs["j"].row)
     with pytest.raises(Refusal, match="this process was rank 0 before job j was over"):
         await driver.join("j", replace(join(), run="another"))
@@ -393,14 +391,16 @@ async def test_a_job_whose_stages_do_not_fit_begins_anew(logs: FakeLogs, store: 
     driver = await driver_of(logs, store)
 
     async def begin(start: str, stages: dict[int, tuple[int, ...]]) -> None:
-        ranks = {rank: m.Sender(rank=rank, incarnation=f"{start}{rank}") for rank in stages}
+        ranks = {rank: {"rank": rank, "incarnation": f"{start}{rank}"} for rank in stages}
         for rank, who in ranks.items():
-            await driver.join("j", replace(join(rank, who.incarnation), world_size=2, run=start))
+            await driver.join("j", replace(join(rank, who["incarnation"]), world_size=2, run=start))
         generation = driver.generation_of("j")
         for who in ranks.values():
-            await driver.apply("j", m.CheckpointDurable(sender=who, version=0, generation=generation))
+            await driver.apply("j", pb.CheckpointRequest(**who, version=0, generation=generation))
         for rank, who in ranks.items():
-            ready = m.Ready(sender=who, generation=generation, version=0, stages=stages[rank], num_stages=2)
+            ready = pb.ReadyRequest(
+                **who, generation=generation, version=0, stages=stages[rank], num_stages=2
+            )
             await driver.apply("j", ready)
 
     await begin("r1", {0: (0,), 1: (0,)})
@@ -417,8 +417,8 @@ async def test_a_communicators_groups_are_built_once(logs: FakeLogs, store: Memo
     driver = await driver_of(logs, store)
     await driver.join("j", replace(join(), config={"communicator": "1"}))
 
-    def built(number: int) -> m.Vote:
-        return m.Vote(sender=sender(), generation=1, number=number, kind=VoteKind.BUILT, value=1)
+    def built(number: int) -> pb.VoteRequest:
+        return pb.VoteRequest(**sender(), generation=1, number=number, kind=pb.BUILT, value=1)
 
     await driver.apply("j", built(0))
     with pytest.raises(Refusal, match="the groups of generation 1 are built already"):

@@ -9,6 +9,7 @@ live have finished, whoever was lost, and wherever the coordinator was ended in 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.communicators import CONFIG, CommunicatorJob, job_class
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.job_record import State, VoteKind
+from swift_ft_services.coordinator.job_record import State
 from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import view_of
 from tests.unit.coordinator.rows import read, write_changes
@@ -78,7 +79,7 @@ class World:
         if victim is None or victim.done:
             return
         victim.alive = False
-        exited = m.MemberExited(rank=rank, incarnation=victim.incarnation, pid=1, exit_code=-9)
+        exited = pb.ExitRequest(rank=rank, incarnation=victim.incarnation, pid=1, exit_code=-9)
         while not self.say(exited):
             pass  # a launcher says it until it is acknowledged
         if replaced:
@@ -95,25 +96,25 @@ class World:
             assert seen is not None
             well = not seen.revoked and not seen.lost
             if not well and self.random.random() < 0.5:
-                self.tell(me, m.Revoke(sender=self.sender(me), generation=generation, reason="lost"))
-            decision = yield from self.decide(me, generation, number, VoteKind.AGREE, me.value if well else 0)
+                self.tell(me, pb.RevokeRequest(**self.sender(me), generation=generation, reason="lost"))
+            decision = yield from self.decide(me, generation, number, pb.AGREE, me.value if well else 0)
             number += 1
             assert decision is not None
             if decision.failed or not decision.value:
-                shrunk = yield from self.decide(me, generation, number, VoteKind.SHRINK)
+                shrunk = yield from self.decide(me, generation, number, pb.SHRINK)
                 assert shrunk is None
                 generation, number = (yield from self.enter(me, generation)), 1
                 continue
             rounds += 1
-            grown = yield from self.decide(me, generation, number, VoteKind.GROW)
+            grown = yield from self.decide(me, generation, number, pb.GROW)
             number += 1
             if grown is None:
                 generation, number = (yield from self.enter(me, generation)), 1
                 rounds = 0  # whoever is new begins at the beginning
-        self.tell(me, m.Finish(sender=self.sender(me), version=0))
+        self.tell(me, pb.FinishRequest(**self.sender(me), version=0))
         while self.holder_of(me) is not None and me.rank not in self.row.finished:
             yield
-            self.tell(me, m.Finish(sender=self.sender(me), version=0))
+            self.tell(me, pb.FinishRequest(**self.sender(me), version=0))
         me.done = True
 
     def join(self, me: Member) -> Iterator[None]:
@@ -152,16 +153,16 @@ class World:
                 while self.view.generation == generation and not self.over():
                     yield  # it waits for connections that the other has given up
                 continue
-            decision = yield from self.decide(me, generation, 0, VoteKind.BUILT, int(built))
+            decision = yield from self.decide(me, generation, 0, pb.BUILT, int(built))
             if decision is not None and decision.value:
                 assert self.built.setdefault(generation, taking_part) == taking_part
                 return generation
 
     def decide(
-        self, me: Member, generation: int, number: int, kind: VoteKind, value: int = 0
+        self, me: Member, generation: int, number: int, kind: "pb.VoteKind.ValueType", value: int = 0
     ) -> Iterator[None]:
         """As `Communicator._decide`: the decision, or None for another generation."""
-        vote = m.Vote(sender=self.sender(me), generation=generation, number=number, kind=kind, value=value)
+        vote = pb.VoteRequest(**self.sender(me), generation=generation, number=number, kind=kind, value=value)
         self.votes.setdefault((generation, number), {})[me.rank] = value
         while True:
             self.tell(me, vote)
@@ -193,8 +194,8 @@ class World:
 
     # --- the line ---
 
-    def sender(self, me: Member) -> m.Sender:
-        return m.Sender(rank=me.rank, incarnation=me.incarnation)
+    def sender(self, me: Member) -> dict[str, Any]:
+        return {"rank": me.rank, "incarnation": me.incarnation}
 
     def tell(self, me: Member, command: m.Command) -> None:
         """A message that may not arrive, or arrive twice."""

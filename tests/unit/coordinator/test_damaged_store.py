@@ -67,7 +67,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         driver = await driver_of(logs, store)
         await driver.join("k", join())
         for version in (5, 10, 15):
-            await driver.apply("k", m.CheckpointDurable(sender=sender(), version=version, generation=0))
+            await driver.apply("k", pb.CheckpointRequest(**sender(), version=version, generation=0))
         driver.stop()
         await store.read()  # a commit that was under way is done then
         shutil.copytree(at / "meta", at / "killed")

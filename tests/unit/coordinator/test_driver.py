@@ -44,7 +44,7 @@ async def test_every_log_server_is_fenced_before_planning(logs: FakeLogs, store:
     driver = await driver_of(logs, store)
     await run_to_running(driver)
     logs.troubles["l1"] = LogUnavailable("connection refused")
-    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     view = await view_with(driver, lambda view: "connection refused" in view.waiting_for)
     assert view.state == pb.FENCING
     assert "log server l1: connection refused" in view.waiting_for
@@ -65,14 +65,14 @@ async def test_a_newer_generation_does_not_wait_for_the_older_fence(
     driver = await driver_of(logs, store)
     await run_to_running(driver)
     logs.gate.clear()  # calls hang
-    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     await driver.join("j", join(incarnation="b"))
 
     def fences() -> list[object]:
         return [call[3] for call in logs.calls if call[0] == "fence"]
 
     await until(lambda: len(fences()) == 4)
-    await driver.apply("j", m.MemberExited(rank=0, incarnation="b", pid=1, exit_code=-9))
+    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="b", pid=1, exit_code=-9))
     await until(lambda: len(fences()) == 6)
     assert fences() == [1, 1, 2, 2, 3, 3]
     logs.gate.set()
@@ -94,7 +94,7 @@ async def test_a_job_that_is_over_asks_its_log_servers_for_nothing(
     driver = await driver_of(logs, store)
     await driver.join("j", join())
     await view_with(driver, lambda view: "connection refused" in view.waiting_for)
-    await driver.apply("j", m.Fail(sender=None, reason="given up"))
+    await driver.apply("j", pb.FailRequest(reason="given up"))
     await asks_no_more(driver)
     assert (await driver.status("j")).view.reason == "given up"
     driver.stop()
@@ -104,11 +104,11 @@ async def test_a_job_that_is_over_asks_its_log_servers_for_nothing(
 async def test_a_log_server_that_is_given_up_is_asked_for_nothing(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store)
     await run_to_running(driver)
-    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     await driver.join("j", join(incarnation="b"))
     await view_with(driver, lambda view: view.state == pb.PLANNING)
     logs.troubles["l1"] = LogUnavailable("connection refused")
-    await driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
+    await driver.apply("j", pb.ReportRequest(**sender("b"), generation=2))
     await view_with(driver, lambda view: "connection refused" in view.waiting_for)
     await driver.apply("j", m.ChangeLogServers(lost="l1"))
     await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
@@ -128,7 +128,7 @@ async def test_a_log_server_that_is_ahead_fails_the_job(logs: FakeLogs, store: M
 
 
 async def lose_rank_0(driver: Driver) -> None:
-    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     await driver.join("j", join(incarnation="b"))
 
 
@@ -172,7 +172,7 @@ async def test_a_log_server_that_answers_with_nothing_but_errors_is_not_asked_fo
         await lose_rank_0(driver)
         await view_with(driver, lambda view: view.state == pb.PLANNING)
         logs.troubles["l1"] = Answered("log server l1: INTERNAL: a bug")
-        await driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
+        await driver.apply("j", pb.ReportRequest(**sender("b"), generation=2))
         view = await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
     assert "log server l1: INTERNAL: a bug (3 times in a row)" in view.reason
     driver.stop()
@@ -182,11 +182,11 @@ async def test_a_log_server_that_answers_with_nothing_but_errors_is_not_asked_fo
 async def test_a_fall_back_empties_the_logs_first(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store)
     await run_to_running(driver)
-    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     await driver.join("j", join(incarnation="b"))
     await view_with(driver, lambda view: view.state == pb.PLANNING)
     logs.calls.clear()
-    await driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
+    await driver.apply("j", pb.ReportRequest(**sender("b"), generation=2))
     view = await view_with(driver, lambda view: view.state == pb.RECOVERING)
     assert view.plan.ranks[0].strategy == pb.CHECKPOINT
     assert sorted(call[:2] for call in logs.calls) == [
@@ -213,12 +213,12 @@ async def test_a_trim_is_not_tried_again_behind_a_reset(logs: FakeLogs, store: M
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log_calls, "TRIM_ATTEMPTS", 100)
         patch.setattr(logs, "trim", trim)
-        await driver.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0))
+        await driver.apply("j", pb.CheckpointRequest(**sender(), version=5, generation=0))
         await until(lambda: ("trim", "l0", "j", 5) in logs.calls)
         await lose_rank_0(driver)
         await view_with(driver, lambda view: view.state == pb.PLANNING)
         assert driver._questions.under_way("j", "trim"), "it was still tried"
-        await driver.apply("j", m.MemberReport(sender=sender("b"), generation=2, version=None))
+        await driver.apply("j", pb.ReportRequest(**sender("b"), generation=2))
         await view_with(driver, lambda view: view.state == pb.RECOVERING)
         assert ("reset", "l0") in [call[:2] for call in logs.calls]
         assert not driver._questions.under_way("j", "trim")
@@ -230,7 +230,7 @@ async def test_trims_are_tried_a_few_times_and_never_block(logs: FakeLogs, store
     driver = await driver_of(logs, store)
     await run_to_running(driver)
     logs.troubles["l0"] = LogUnavailable("connection refused")
-    await driver.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0))
+    await driver.apply("j", pb.CheckpointRequest(**sender(), version=5, generation=0))
     await until(lambda: logs.calls.count(("trim", "l0", "j", 5)) >= 2)
     await until(lambda: ("trim", "l1", "j", 5) in logs.calls)
     assert (await view_with(driver, lambda _: True)).state == pb.RUNNING
@@ -248,12 +248,12 @@ async def test_a_store_that_fails_ends_the_coordinator(logs: FakeLogs, store: Me
     shown = await view_with(driver, lambda _: True)
     store.commit = commit  # type: ignore[method-assign]
     with pytest.raises(Unavailable, match="disk is full"):
-        await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+        await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     assert "disk is full" in driver.failed.result()
     # Memory is ahead of the disk now, so nothing more is said.
     assert (await view_with(driver, lambda _: True)) == shown
     with pytest.raises(Unavailable):
-        await driver.apply("j", m.Heartbeat(sender=sender(), version=1))
+        await driver.apply("j", pb.HeartbeatRequest(**sender(), version=1))
     driver.stop()
 
 
@@ -264,9 +264,9 @@ async def test_another_coordinator_on_the_same_store_ends_this_one(
     first = await driver_of(logs, store)
     await run_to_running(first)
     second = await driver_of(logs, store)
-    await second.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await second.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     with pytest.raises(Unavailable, match="cannot be made durable: jobs/j/row is at revision"):
-        await first.apply("j", m.CheckpointDurable(sender=sender(), version=5, generation=0))
+        await first.apply("j", pb.CheckpointRequest(**sender(), version=5, generation=0))
     first.stop()
     second.stop()
 
@@ -299,7 +299,7 @@ async def test_jobs_do_not_mix(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store)
     await run_to_running(driver)
     await driver.join("k", join())
-    await driver.apply("k", m.Fail(sender=None, reason="of k alone"))
+    await driver.apply("k", pb.FailRequest(reason="of k alone"))
     assert (await driver.status("k")).view.state == pb.FAILED
     assert (await driver.status("j")).view.state == pb.RUNNING
     with pytest.raises(NoSuchJob):
@@ -324,7 +324,7 @@ async def test_a_log_that_runs_full_makes_an_early_checkpoint(logs: FakeLogs, st
     assert view.checkpoint_at == 1
     assert view.checkpoint_reason == "log server l1: job j keeps 9 bytes of the 10 that it may"
     assert ("space", "l1", "j", 1) in logs.calls
-    await driver.apply("j", m.CheckpointDurable(sender=sender(), version=1, generation=1))
+    await driver.apply("j", pb.CheckpointRequest(**sender(), version=1, generation=1))
     view = await view_with(driver, lambda view: not view.HasField("checkpoint_at"))
     assert list(view.checkpoints) == [0, 1]
     # Until the server has trimmed it is asked to do that again, and for no checkpoint.
@@ -380,7 +380,7 @@ async def test_questions_about_space_that_hang_hold_up_no_fence(logs: FakeLogs, 
     logs.space = space  # type: ignore[method-assign]
     driver._look_at_logs(driver._jobs["j"])
     await asyncio.sleep(0.05)
-    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     try:
         assert (await view_with(driver, lambda view: view.state == pb.PLANNING)).generation == 2
     finally:
@@ -395,7 +395,7 @@ async def test_a_coordinator_that_stops_takes_no_command(logs: FakeLogs, store: 
     revision = driver._jobs["j"].row.revision
     driver.stop()
     with pytest.raises(Unavailable, match="shutting down"):
-        await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+        await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     with pytest.raises(Unavailable, match="shutting down"):
         await driver.join("k", join())
     for seen in driver.status("j"), driver.jobs(lambda _: True), driver.snapshot():
@@ -417,7 +417,7 @@ async def test_a_silent_log_server_is_lost_and_the_others_are_not_asked_about_it
     async with asyncio.timeout(PATIENCE_S):
         while (await view_with(driver, lambda _: True)).generation == 1:
             clock.now += 1.0
-            await driver.apply("j", m.Heartbeat(sender=sender(), version=3))
+            await driver.apply("j", pb.HeartbeatRequest(**sender(), version=3))
             await driver.tick()
             await asyncio.sleep(0.01)
     view = await view_with(driver, lambda view: view.state == pb.PLANNING)
@@ -427,7 +427,7 @@ async def test_a_silent_log_server_is_lost_and_the_others_are_not_asked_about_it
     assert ("fence", "l0", "j", 2) in logs.calls
     assert ("fence", "l1", "j", 2) not in logs.calls
     logs.calls.clear()
-    await driver.apply("j", m.MemberReport(sender=sender(), generation=2, version=3))
+    await driver.apply("j", pb.ReportRequest(**sender(), generation=2, has_state=True, version=3))
     await view_with(driver, lambda view: view.state == pb.RECOVERING)
     assert {call[1] for call in logs.calls} == {"l0"}
     driver.stop()
@@ -442,7 +442,7 @@ async def test_none_is_lost_while_none_answers(logs: FakeLogs, store: MemoryStor
         logs.troubles[address] = LogUnavailable("connection refused")
     for _ in range(100):
         clock.now += 1.0
-        await driver.apply("j", m.Heartbeat(sender=sender(), version=3))
+        await driver.apply("j", pb.HeartbeatRequest(**sender(), version=3))
         await driver.tick()
         await asyncio.sleep(0.002)
     view = await view_with(driver, lambda _: True)
@@ -461,7 +461,7 @@ async def test_a_log_server_that_comes_is_emptied_before_it_is_used(
     assert ("reset", "l2", "j", 2, EMPTIED_WHEN_NEW) in logs.calls
     assert ("fence", "l0", "j", 2) in logs.calls
     # Writers are sending to it by now: the next generation must not empty it again.
-    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     await view_with(driver, lambda view: view.state == pb.PLANNING and view.generation == 3)
     assert ("fence", "l2", "j", 3) in logs.calls
     assert ("reset", "l2", "j", 3, EMPTIED_WHEN_NEW) not in logs.calls
@@ -493,7 +493,7 @@ async def test_jobs_are_listed_as_far_as_the_asker_may_see_them(logs: FakeLogs, 
     driver = await driver_of(logs, store, servers=())
     for name in ("b", "a", "c"):
         await driver.join(name, join())
-    await driver.apply("a", m.Fail(sender=None, reason="x" * 1000))
+    await driver.apply("a", pb.FailRequest(reason="x" * 1000))
     listed = await driver.jobs(lambda name: True)
     assert [(one.job, one.state) for one in listed.jobs] == [
         ("b", pb.FORMING),
@@ -518,7 +518,7 @@ async def test_whom_a_recovery_still_waits_for_is_shown_after_a_while(
     for rank, incarnation in ((0, "a"), (1, "b")):
         await driver.join("j", replace(join(rank, incarnation), world_size=2))
     await view_with(driver, lambda view: view.waiting_for == "ranks 0, 1 to be ready")
-    await driver.apply("j", m.Ready(sender=sender(), generation=1, version=0, stages=(0,), num_stages=2))
+    await driver.apply("j", pb.ReadyRequest(**sender(), generation=1, version=0, stages=(0,), num_stages=2))
     await driver.tick()
     assert (await view_with(driver, lambda _: True)).waiting_for == "ranks 0, 1 to be ready"
     before = driver._published._views["j"].revision

@@ -31,7 +31,7 @@ async def planning(driver: Driver, generation: int) -> pb.View:
 async def die(driver: Driver, generation: int) -> pb.View:
     """The rank's process; another one takes its place in `generation`."""
     old = driver._jobs["j"].row.holders[0].incarnation
-    await driver.apply("j", m.MemberExited(rank=0, incarnation=old, pid=1, exit_code=-9))
+    await driver.apply("j", pb.ExitRequest(rank=0, incarnation=old, pid=1, exit_code=-9))
     await driver.join("j", join(incarnation=f"of {generation}"))
     return await planning(driver, generation)
 
@@ -39,11 +39,13 @@ async def die(driver: Driver, generation: int) -> pb.View:
 async def recover(driver: Driver, generation: int, version: int | None) -> pb.View:
     incarnation = driver._jobs["j"].row.holders[0].incarnation
     said = sender(incarnation)
-    await driver.apply("j", m.MemberReport(sender=said, generation=generation, version=version))
+    await driver.apply(
+        "j", pb.ReportRequest(**said, generation=generation, has_state=version is not None, version=version)
+    )
     view = await view_with(driver, lambda view: view.state == pb.RECOVERING)
     target = view.plan.target_version
     await driver.apply(
-        "j", m.Ready(sender=said, generation=generation, version=target, stages=(0,), num_stages=1)
+        "j", pb.ReadyRequest(**said, generation=generation, version=target, stages=(0,), num_stages=1)
     )
     return await view_with(driver, lambda view: view.state == pb.RUNNING)
 
@@ -113,9 +115,9 @@ async def test_a_server_that_comes_back_empty_with_its_rank_is_no_source(
     """The death is told before anybody has asked the server: its fence waits for it, and finds an empty disk."""
     driver = await driver_of(logs, store, ("l0",))
     await run_to_running(driver)
-    await driver.apply("j", m.Heartbeat(sender=sender(), version=3))
+    await driver.apply("j", pb.HeartbeatRequest(**sender(), version=3))
     logs.troubles["l0"] = LogUnavailable("connection refused")
-    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     await driver.join("j", join(incarnation="b"))
     await view_with(driver, lambda view: "connection refused" in view.waiting_for)
     logs.forgotten = {"l0"}
@@ -143,10 +145,10 @@ async def test_a_plan_that_gives_the_log_up_drops_what_a_new_server_was_sent_mea
     driver = await driver_of(logs, store, ("l0",))
     await run_to_running(driver)
     logs.forgotten = {"l0"}
-    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     await driver.join("j", join(incarnation="b"))
     await planning(driver, 3)
-    await driver.apply("j", m.MemberReport(sender=sender("b"), generation=3, version=None))
+    await driver.apply("j", pb.ReportRequest(**sender("b"), generation=3))
     view = await view_with(driver, lambda view: view.state == pb.RECOVERING)
     assert view.plan.ranks[0].strategy == pb.CHECKPOINT
     resets = [call for call in logs.calls if call[0] == "reset"]
@@ -164,7 +166,7 @@ async def test_a_server_that_comes_back_empty_while_the_log_is_given_up_is_used_
     await run_to_running(driver)
     await die(driver, 2)
     logs.forgotten = {"l0"}
-    await driver.apply("j", m.MemberReport(sender=sender("of 2"), generation=2, version=None))
+    await driver.apply("j", pb.ReportRequest(**sender("of 2"), generation=2))
     await planning(driver, 3)
     assert servers(driver) == [("l0", True), ("l0", False)]
     assert asked(logs, "fence", 2) == ["l0"]  # when it was known there

@@ -1,6 +1,7 @@
 """Jobs that a trainer ends before the last step: who is told, who waits in vain, and what is remembered."""
 
 from dataclasses import replace
+from typing import Any
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator import commands as m
@@ -51,7 +52,12 @@ class World:
         self.step(m.LogsFenced(generation=self.row.generation))
         for rank in range(2):
             self.step(
-                m.MemberReport(sender=self.sender(rank), generation=self.row.generation, version=version)
+                pb.ReportRequest(
+                    **self.sender(rank),
+                    generation=self.row.generation,
+                    has_state=version is not None,
+                    version=version,
+                )
             )
         self.step(m.InventoryTaken(generation=self.row.generation, servers={"l0": []}))
         self.step(m.LogsReset(generation=self.row.generation))
@@ -62,9 +68,9 @@ class World:
             stages = (0,) if self.replicas else (rank,)
             count = 1 if self.replicas else 2
             generation = self.row.generation
-            self.step(m.CheckpointDurable(sender=self.sender(rank), version=version, generation=generation))
-            ready = m.Ready(
-                sender=self.sender(rank),
+            self.step(pb.CheckpointRequest(**self.sender(rank), version=version, generation=generation))
+            ready = pb.ReadyRequest(
+                **self.sender(rank),
                 generation=generation,
                 version=version,
                 stages=stages,
@@ -77,21 +83,21 @@ class World:
     def row(self) -> JobRow:
         return self.job.row
 
-    def sender(self, rank: int) -> m.Sender:
-        return m.Sender(rank=rank, incarnation=f"{self.run}{rank}")
+    def sender(self, rank: int) -> dict[str, Any]:
+        return {"rank": rank, "incarnation": f"{self.run}{rank}"}
 
     def step(self, command: m.Command) -> list[m.Effect]:
         return self.job.step(command, self.now)
 
     def finish(self, rank: int, version: int, called: bool | None, num_steps: int = 100) -> list[m.Effect]:
         return self.step(
-            m.Finish(
-                sender=self.sender(rank), version=version, num_steps=num_steps, called=called, reason="enough"
+            pb.FinishRequest(
+                **self.sender(rank), version=version, num_steps=num_steps, called=called, reason="enough"
             )
         )
 
     def beat(self, rank: int, version: int) -> None:
-        self.step(m.Heartbeat(sender=self.sender(rank), version=version))
+        self.step(pb.HeartbeatRequest(**self.sender(rank), version=version))
 
     def wait(self, versions: tuple[int, int], seconds: float = 3.0) -> None:
         until = self.now + seconds
@@ -176,11 +182,11 @@ def test_a_finished_job_started_again_remembers_it_and_a_failed_one_comes_to_it_
     world = World()
     for rank in range(2):
         world.finish(rank, 10, called=rank == 1)
-        world.step(m.CheckpointDurable(sender=world.sender(rank), version=10, generation=1))
+        world.step(pb.CheckpointRequest(**world.sender(rank), version=10, generation=1))
     assert world.row.state is State.FINISHED
     world.begin("b", version=10)
     assert (world.row.end is not None, view_of(world.row).ends_of) == (True, 100)
-    world.step(m.Fail(sender=None, reason="boom"))
+    world.step(pb.FailRequest(reason="boom"))
     world.begin("c", version=10)
     assert world.row.end is None
 
@@ -189,7 +195,7 @@ def test_more_steps_are_another_end() -> None:
     world = World()
     for rank in range(2):
         world.finish(rank, 10, called=rank == 1)
-        world.step(m.CheckpointDurable(sender=world.sender(rank), version=10, generation=1))
+        world.step(pb.CheckpointRequest(**world.sender(rank), version=10, generation=1))
     world.begin("b", version=10)
     # It is done with 200 steps: what ended the run of 100 is no reason to wait for anybody.
     world.finish(0, 200, called=None, num_steps=200)
@@ -209,10 +215,10 @@ def test_the_earliest_counts() -> None:
     end = world.row.end
     assert end is not None
     assert not world.job.endings.on_finish(
-        m.Finish(sender=world.sender(0), version=12, num_steps=100, called=True)
+        pb.FinishRequest(**world.sender(0), version=12, num_steps=100, called=True)
     )
     assert world.row.end == end
     assert world.job.endings.on_finish(
-        m.Finish(sender=world.sender(0), version=8, num_steps=100, called=True)
+        pb.FinishRequest(**world.sender(0), version=8, num_steps=100, called=True)
     )
     assert world.row.end == replace(end, version=8, rank=0, reason="")

@@ -25,8 +25,8 @@ async def test_the_newest_of_each_rank(logs: FakeLogs, store: MemoryStore) -> No
     await run_to_running(driver)
     assert list(driver.measurements("j").ranks) == []
     revision = (await driver.status("j")).view.revision
-    await driver.apply("j", m.Measure(sender=sender(), measured=from_message(pb.RankMeasured(steps=1))))
-    await driver.apply("j", m.Measure(sender=sender(), measured=ONE))
+    await driver.apply("j", m.Measure(**sender(), measured=from_message(pb.RankMeasured(steps=1))))
+    await driver.apply("j", m.Measure(**sender(), measured=ONE))
     reply = driver.measurements("j")
     assert [(said.rank, from_message(said.measured)) for said in reply.ranks] == [(0, ONE)]
     assert reply.world_size == 1
@@ -43,11 +43,11 @@ async def test_of_a_dead_rank_until_its_successor_has_measured(logs: FakeLogs, s
     """A plan for its stage is made when it is dead; and nobody else may speak for it."""
     driver = await driver_of(logs, store, ("l0",))
     await run_to_running(driver)
-    await driver.apply("j", m.Measure(sender=sender(), measured=ONE))
-    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", m.Measure(**sender(), measured=ONE))
+    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     await driver.join("j", join(incarnation="b"))
     with pytest.raises(Refusal, match="does not hold rank 0"):
-        await driver.apply("j", m.Measure(sender=sender(), measured=ONE))
+        await driver.apply("j", m.Measure(**sender(), measured=ONE))
     assert len(driver.measurements("j").ranks) == 1
     driver.stop()
 
@@ -83,4 +83,4 @@ def test_what_cannot_be_does_not_come_in() -> None:
     )
     assert (taker.commands, refused) == ([], ["invalid"])
     asyncio.run(servicer.Measure(pb.MeasureRequest(**me, measured=to_message(ONE)), context))
-    assert taker.commands == [m.Measure(sender=m.Sender(rank=2, incarnation="i"), measured=ONE)]
+    assert taker.commands == [m.Measure(rank=2, incarnation="i", measured=ONE)]

@@ -42,15 +42,15 @@ async def j_at(driver: Driver, *versions: int) -> None:
     """Job j runs, with these checkpoints."""
     await run_to_running(driver)
     for version in versions:
-        await driver.apply("j", m.CheckpointDurable(sender=sender(), version=version, generation=1))
+        await driver.apply("j", pb.CheckpointRequest(**sender(), version=version, generation=1))
 
 
 async def make_running(driver: Driver, name: str, version: int) -> None:
     view = (await driver.status(name)).view
-    who, generation = m.Sender(rank=0, incarnation=view.members[0].incarnation), view.generation
-    await driver.apply(name, m.CheckpointDurable(sender=who, version=version, generation=generation))
+    who, generation = {"rank": 0, "incarnation": view.members[0].incarnation}, view.generation
+    await driver.apply(name, pb.CheckpointRequest(**who, version=version, generation=generation))
     await driver.apply(
-        name, m.Ready(sender=who, generation=generation, version=version, stages=(0,), num_stages=1)
+        name, pb.ReadyRequest(**who, generation=generation, version=version, stages=(0,), num_stages=1)
     )
     async with asyncio.timeout(PATIENCE_S), aclosing(driver.views(name)) as views:
         async for view in views:
@@ -78,7 +78,7 @@ def test_it_may_begin_with_one_of_a_job_that_runs_or_is_over(end: str) -> None:
     async def test(logs: FakeLogs, store: MemoryStore) -> None:
         driver = await driver_of(logs, store)
         await j_at(driver, 5, 10)
-        said = {"fail": m.Fail(sender=None, reason="boom"), "finish": m.Finish(sender=sender(), version=10)}
+        said = {"fail": pb.FailRequest(reason="boom"), "finish": pb.FinishRequest(**sender(), version=10)}
         await driver.apply("j", said.get(end, m.Tick()))
         assert await begin(driver, "k", from_job("j")) == ("j", 10)
         driver.stop()
@@ -140,27 +140,27 @@ async def test_a_job_that_has_not_run_begins_there_again_and_one_that_has_does_n
     await j_at(driver, 5)
     await driver.join("k", from_job("j"))
     # A rank is lost while it forms: the origin stays, also through a restart of the coordinator.
-    await driver.apply("k", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
-    await driver.apply("j", m.CheckpointDurable(sender=sender(), version=10, generation=1))
+    await driver.apply("k", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", pb.CheckpointRequest(**sender(), version=10, generation=1))
     driver.stop()
     driver = await driver_of(logs, store)
     assert await begin(driver, "k", replace(from_job("j"), incarnation="b")) == ("j", 5)
     # It fails before it has run: started again, it takes what is the newest by then.
-    await driver.apply("k", m.Fail(sender=None, reason="boom"))
+    await driver.apply("k", pb.FailRequest(reason="boom"))
     assert await begin(driver, "k", replace(from_job("j"), incarnation="c", run="r2")) == ("j", 10)
-    await driver.apply("k", m.Fail(sender=None, reason="boom"))
+    await driver.apply("k", pb.FailRequest(reason="boom"))
     assert await begin(driver, "k", replace(join(), incarnation="d", run="r3")) == ("j", 10)
     # It has saved its first one, and fails before its stages are known to fit: it begins anew all the same.
-    here = m.Sender(rank=0, incarnation="d")
+    here = {"rank": 0, "incarnation": "d"}
     view = (await driver.status("k")).view
-    await driver.apply("k", m.CheckpointDurable(sender=here, version=10, generation=view.generation))
-    await driver.apply("k", m.Fail(sender=None, reason="boom"))
+    await driver.apply("k", pb.CheckpointRequest(**here, version=10, generation=view.generation))
+    await driver.apply("k", pb.FailRequest(reason="boom"))
     assert await begin(driver, "k", replace(join(), incarnation="dd", run="r33")) == ("j", 10)
     assert (await driver.status("k")).view.state == pb.FORMING
     # Once it runs it has its own: the other one's is not looked at any more.
     await make_running(driver, "k", 10)
-    await driver.apply("j", m.CheckpointDurable(sender=sender(), version=15, generation=1))
-    await driver.apply("k", m.Fail(sender=None, reason="boom"))
+    await driver.apply("j", pb.CheckpointRequest(**sender(), version=15, generation=1))
+    await driver.apply("k", pb.FailRequest(reason="boom"))
     assert "job k began with version 10 of job j" in await refused(
         driver, "k", replace(from_job("j", 15), incarnation="e", run="r4")
     )
@@ -173,7 +173,7 @@ async def test_a_job_that_has_not_run_begins_there_again_and_one_that_has_does_n
 async def test_what_is_not_exact_stays_so(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store)
     await j_at(driver, 5, 10)
-    await driver.apply("j", m.Differs(sender=sender(), version=7, reason="another sum"))
+    await driver.apply("j", pb.DiffersRequest(**sender(), version=7, reason="another sum"))
     await driver.join("before", from_job("j", 5))
     assert not (await driver.status("before")).view.HasField("inexact_since")
     await driver.join("k", from_job("j"))

@@ -1,34 +1,33 @@
 """How far a replay is: from a heartbeat to the status and the metrics, while it runs, and no longer."""
 
 import math
+from typing import cast
 
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import Plan, Prediction
-from swift_ft_services.coordinator import commands as m
-from swift_ft_services.coordinator.commands import Replaying
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import State
 from swift_ft_services.coordinator.metrics import CoordinatorMetrics
-from swift_ft_services.coordinator.service import _replaying
+from swift_ft_services.coordinator.service import Context, Servicer
 from swift_ft_services.coordinator.text import plan_fields
 from swift_ft_services.coordinator.views import JobSnapshot, status_of, view_of
 from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import FakeLogs, driver_of, run_to_running, scenario, sender
 from tests.unit.coordinator.rows import copy_of
 
-HALF_WAY = Replaying(version=7, target=15, seconds_left=3.5)
+HALF_WAY = pb.ReplayProgress(version=7, target=15, seconds_left=3.5)
 
 
-def beat(job: Job, replay: Replaying | None) -> None:
-    job.step(m.Heartbeat(sender=sender(), version=7, replay=replay), 1.0)
+def beat(job: Job, replay: pb.ReplayProgress | None) -> None:
+    job.step(pb.HeartbeatRequest(**sender(), version=7, replay=replay), 1.0)
 
 
 async def recovering(logs: FakeLogs, store: MemoryStore) -> Job:
     driver = await driver_of(logs, store, ("l0",))
     await run_to_running(driver)
-    job = await driver.apply("j", m.Heartbeat(sender=sender(), version=7))
+    job = await driver.apply("j", pb.HeartbeatRequest(**sender(), version=7))
     driver.stop()
     job.row.state = State.RECOVERING
     return job
@@ -50,7 +49,7 @@ async def test_in_the_status_while_it_replays(logs: FakeLogs, store: MemoryStore
     (rank,) = status_of(job, 1.0).ranks
     assert (rank.replay.version, rank.replay.target, rank.replay.seconds_left) == (7, 15, 3.5)
     revision = job.row.revision
-    beat(job, Replaying(version=8, target=15, seconds_left=None))
+    beat(job, pb.ReplayProgress(version=8, target=15, seconds_left=None))
     assert not status_of(job, 1.0).ranks[0].replay.HasField("seconds_left")
     assert job.row.revision == revision  # nobody watches for it, and nothing is written
     beat(job, None)
@@ -75,14 +74,14 @@ async def test_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> None:
         for replay, steps, seconds in (
             (None, 0, {("j",): 0.0}),
             (HALF_WAY, 8, {("j",): 3.5}),
-            (Replaying(version=5, target=15, seconds_left=None), 10, {}),
+            (pb.ReplayProgress(version=5, target=15, seconds_left=None), 10, {}),
         ):
             beat(job, replay)
             samples = metrics.samples([JobSnapshot.of(job, 1.0)])
             assert samples["swift_coordinator_replay_left_steps"] == {("j",): steps}
             assert samples["swift_coordinator_replay_left_seconds"] == seconds
         beat(job, HALF_WAY)
-        job.replays[9] = Replaying(version=14, target=15, seconds_left=4.5)
+        job.replays[9] = pb.ReplayProgress(version=14, target=15, seconds_left=4.5)
         taken = JobSnapshot.of(job, 1.0)
         assert (taken.replay_steps_left, taken.replay_seconds_left) == (
             8,
@@ -96,11 +95,11 @@ async def test_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> None:
 async def test_rehearsals_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store, ("l0",))
     await run_to_running(driver)
-    job = await driver.apply("j", m.Heartbeat(sender=sender(), version=7))
+    job = await driver.apply("j", pb.HeartbeatRequest(**sender(), version=7))
     assert (JobSnapshot.of(job, 1.0).exact, JobSnapshot.of(job, 1.0).rehearsals) == (True, {})
-    await driver.apply("j", m.Rehearsed(rank=0, version=5, under_way=True))
+    await driver.apply("j", pb.RehearsedRequest(rank=0, version=5, under_way=True))
     assert JobSnapshot.of(job, 1.0).rehearsals == {}
-    await driver.apply("j", m.Rehearsed(rank=0, version=5, steps=4, difference="rng differs"))
+    await driver.apply("j", pb.RehearsedRequest(rank=0, version=5, steps=4, difference="rng differs"))
     driver.stop()
     taken = JobSnapshot.of(job, 1.0)
     assert not taken.exact
@@ -112,9 +111,22 @@ async def test_rehearsals_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> 
     [(2.0, 2.0), (0.0, 0.0), (None, None), (math.nan, None), (math.inf, None), (-1.0, None)],
 )
 def test_what_a_rank_says_is_a_time_or_nothing(said: float | None, known: float | None) -> None:
-    request = pb.HeartbeatRequest(replay=pb.ReplayProgress(version=1, target=2, seconds_left=said))
-    assert _replaying(request) == Replaying(version=1, target=2, seconds_left=known)
-    assert _replaying(pb.HeartbeatRequest()) is None
+    @scenario
+    async def test(logs: FakeLogs, store: MemoryStore) -> None:
+        driver = await driver_of(logs, store, ("l0",))
+        await run_to_running(driver)
+        job = await driver.apply("j", pb.HeartbeatRequest(**sender()))
+        job.row.state = State.RECOVERING
+        beat = pb.HeartbeatRequest(job="j", **sender())
+        context = cast("Context", None)
+        await Servicer(driver).Heartbeat(beat, context)
+        assert job.replays == {}
+        beat.replay.CopyFrom(pb.ReplayProgress(version=1, target=2, seconds_left=said))
+        await Servicer(driver).Heartbeat(beat, context)
+        assert job.replays == {0: pb.ReplayProgress(version=1, target=2, seconds_left=known)}
+        driver.stop()
+
+    test()
 
 
 @scenario

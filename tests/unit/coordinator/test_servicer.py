@@ -1,4 +1,4 @@
-"""From requests to commands: what was not said must not become a zero."""
+"""From requests to what the core keeps: what was not said must not become a zero."""
 
 import asyncio
 from dataclasses import replace
@@ -7,10 +7,13 @@ from typing import Any, cast
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.planner import HeldSnapshot
+from swift_ft.planner import HeldSnapshot, Report
 from swift_ft_services.authorization import Gate, Visit
 from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.checks import check_stages
+from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import Driver
+from swift_ft_services.coordinator.job import report_of
 from swift_ft_services.coordinator.job_record import State
 from swift_ft_services.coordinator.log_calls import Unavailable
 from swift_ft_services.coordinator.service import Context, Servicer
@@ -19,7 +22,6 @@ from swift_ft_services.coordinator.views import view_of
 from tests.unit.coordinator.test_parts import row
 
 ME: dict[str, Any] = {"job": "j", "rank": 2, "incarnation": "i"}
-SENDER = m.Sender(rank=2, incarnation="i")
 
 
 class Taker:
@@ -33,19 +35,15 @@ class Taker:
 
 
 @pytest.mark.parametrize(
-    ("request_", "command"),
+    ("request_", "report"),
     [
+        (pb.ReportRequest(generation=3), Report(rank=1, version=None)),
         (
-            pb.ReportRequest(**ME, generation=3),
-            m.MemberReport(sender=SENDER, generation=3, version=None),
-        ),
-        (
-            pb.ReportRequest(**ME, generation=3, has_state=True, undo_to=0, forward_to=0),
-            m.MemberReport(sender=SENDER, generation=3, version=0, undo_to=0, forward_to=0),
+            pb.ReportRequest(generation=3, has_state=True, undo_to=0, forward_to=0),
+            Report(rank=1, version=0, undo_to=0, forward_to=0),
         ),
         (
             pb.ReportRequest(
-                **ME,
                 generation=3,
                 undo_to=6,
                 undo_exact=True,
@@ -53,9 +51,8 @@ class Taker:
                 can_help=True,
                 snapshots=[pb.HeldSnapshot(rank=1, version=4)],
             ),
-            m.MemberReport(
-                sender=SENDER,
-                generation=3,
+            Report(
+                rank=1,
                 version=None,
                 undo_to=6,
                 undo_exact=True,
@@ -64,23 +61,19 @@ class Taker:
                 snapshots=(HeldSnapshot(1, 4),),
             ),
         ),
-        (
-            pb.ReadyRequest(**ME, generation=3, version=7, stages=[4, 1], num_stages=8, shard=2),
-            m.Ready(sender=SENDER, generation=3, version=7, stages=(1, 4), num_stages=8, shard=2),
-        ),
     ],
 )
-def test_a_request_is_the_command_that_it_says(
-    request_: pb.ReportRequest | pb.ReadyRequest, command: m.Command
-) -> None:
-    taker = Taker()
-    servicer = Servicer(cast("Driver", taker))
-    context = cast("Context", None)
-    if isinstance(request_, pb.ReportRequest):
-        asyncio.run(servicer.Report(request_, context))
-    else:
-        asyncio.run(servicer.Ready(request_, context))
-    assert taker.commands == [command]
+def test_a_report_is_what_the_request_says(request_: pb.ReportRequest, report: Report) -> None:
+    holder = row().holders[1]
+    assert report_of(request_, holder) == replace(report, since_generation=2, host="h")
+
+
+def test_a_rank_may_name_its_stages_in_any_order() -> None:
+    known = row()
+    known.stages[1] = [1, 4]
+    check_stages(known, pb.ReadyRequest(rank=1, stages=[4, 1], num_stages=8, shard=2))
+    with pytest.raises(Refusal, match=r"runs stages \[2, 4\], its predecessor ran \[1, 4\]"):
+        check_stages(known, pb.ReadyRequest(rank=1, stages=[4, 2], num_stages=8, shard=2))
 
 
 def test_a_plan_is_shown_whole() -> None:
@@ -130,7 +123,7 @@ def test_a_reason_moves_no_cursor() -> None:
     request = pb.FailRequest(**ME, reason="line 1\n\tline 2\x1b[2J\r\x9b1A\u202e größer")
     asyncio.run(Servicer(cast("Driver", taker)).Fail(request, cast("Context", None)))
     (command,) = taker.commands
-    assert isinstance(command, m.Fail)
+    assert isinstance(command, pb.FailRequest)
     assert command.reason == "line 1\n\tline 2 [2J  1A  größer"
 
 

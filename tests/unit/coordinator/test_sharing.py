@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator import driver as sharing_module
 from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.driver import Driver, NoSuchJob, Sharing
@@ -228,7 +227,7 @@ async def test_a_newer_generation_ends_waits_and_forgets_the_keys(logs: FakeLogs
     first = await share(changes=[put("x", b"1")])
     waiting = asyncio.create_task(share(until=["y"], wait_s=60.0))
     await until(lambda: driver._sharing["j"]._waiting)
-    await driver.apply("j", m.Suspect(sender=sender(), reason="broken", generation=1, again=True))
+    await driver.apply("j", pb.SuspectRequest(**sender(), reason="broken", generation=1, again=True))
     reply = await waiting
     assert (reply.generation, reply.epoch) == (2, 0)
     late = await share(changes=[put("z", b"1")])  # of the older one, from the live holder
@@ -257,14 +256,14 @@ def test_what_is_about_the_job_outlives_generations_and_deleted_keys_are_forgott
 async def test_only_the_holder_of_a_rank_shares(logs: FakeLogs, store: MemoryStore) -> None:
     driver = await driver_of(logs, store)
     await run_to_running(driver)
-    for changes in (False, True):
+    for changes in ([], [put("x", b"")]):
         with pytest.raises(Refusal) as refused:
-            driver.sharing("j", sender("b"), 1, changes=changes)
+            driver.sharing("j", pb.ShareRequest(**sender("b"), generation=1, changes=changes))
         assert refused.value.kind is Refused.FENCED
         with pytest.raises(Refusal, match="not there yet"):
-            driver.sharing("j", sender(), 2, changes=changes)
+            driver.sharing("j", pb.ShareRequest(**sender(), generation=2, changes=changes))
         with pytest.raises(NoSuchJob):
-            driver.sharing("other", sender(), 1, changes=changes)
+            driver.sharing("other", pb.ShareRequest(**sender(), generation=1, changes=changes))
     assert not driver._sharing
     driver.stop()
 
@@ -279,10 +278,10 @@ async def test_who_is_no_member_asks_and_changes_nothing(logs: FakeLogs, store: 
     reply = await share(incarnation="")
     assert shown(list(reply.news)) == {"swift/shapes": b"[2]", "built-0": b""}
     with pytest.raises(Refusal) as refused:
-        driver.sharing("j", sender(""), 1, changes=True)
+        driver.sharing("j", pb.ShareRequest(generation=1, changes=[put("x", b"")]))
     assert refused.value.kind is Refused.FENCED
     for other in (0, 2):  # a coordinator's first question must not make keys of another generation
-        assert driver.sharing("j", sender(""), other, changes=False) is None
+        assert driver.sharing("j", pb.ShareRequest(generation=other)) is None
     driver.stop()
 
 
@@ -295,7 +294,7 @@ async def test_whoever_is_fenced_while_it_waits_learns_that_it_is_over(
     share = Service(driver)
     waiting = asyncio.create_task(share(until=["y"], wait_s=60.0))
     await until(lambda: "j" in driver._sharing and driver._sharing["j"]._waiting)
-    await driver.apply("j", m.MemberExited(rank=0, incarnation="a", pid=1, exit_code=-9))
+    await driver.apply("j", pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9))
     assert (await waiting).epoch == 0
     await driver.join("j", join(incarnation="b"))
     assert (await share(incarnation="b", generation=2)).generation == 2
@@ -308,7 +307,7 @@ async def test_a_job_that_is_over_shares_nothing(logs: FakeLogs, store: MemorySt
     await run_to_running(driver)
     share = Service(driver)
     await share(changes=[put("x", b"1")])
-    await driver.apply("j", m.Fail(sender=sender(), reason="because"))
+    await driver.apply("j", pb.FailRequest(**sender(), reason="because"))
     assert not driver._sharing
     assert (await share()).epoch == 0
     assert not driver._sharing

@@ -232,13 +232,13 @@ class Simulation(Followers, RuleBasedStateMachine):
         sender, version = process.sender, process.version or 0
         before = encode(self.job.row)
         commands: list[m.Command] = [
-            m.MemberReport(sender=sender, generation=late, version=version),
-            m.Ready(sender=sender, generation=late, version=version, stages=(), num_stages=0),
-            m.Refuse(sender=sender, generation=late, reason="late"),
-            m.Finish(sender=sender, version=version),
-            m.Heartbeat(sender=sender, version=version),
-            m.Fail(sender=sender, reason="late"),
-            m.CheckpointDurable(sender=sender, version=99, generation=0),
+            pb.ReportRequest(**sender, generation=late, has_state=True, version=version),
+            pb.ReadyRequest(**sender, generation=late, version=version, stages=(), num_stages=0),
+            pb.RefuseRequest(**sender, generation=late, reason="late"),
+            pb.FinishRequest(**sender, version=version),
+            pb.HeartbeatRequest(**sender, version=version),
+            pb.FailRequest(**sender, reason="late"),
+            pb.CheckpointRequest(**sender, version=99, generation=0),
         ]
         command = commands[what % (3 if self.holds(process) else 7)]
         try:
@@ -256,7 +256,7 @@ class Simulation(Followers, RuleBasedStateMachine):
             return
         dead = self.unreported[0]
         with contextlib.suppress(Crashed):
-            self.say(m.MemberExited(rank=dead.rank, incarnation=dead.incarnation, pid=0, exit_code=-9), crash)
+            self.say(pb.ExitRequest(rank=dead.rank, incarnation=dead.incarnation, pid=0, exit_code=-9), crash)
             self.unreported.pop(0)
 
     @rule(rank=st.integers(0, 3))
@@ -321,11 +321,11 @@ class Simulation(Followers, RuleBasedStateMachine):
             with contextlib.suppress(Crashed):
                 self.guarded(process, self.ask_of(process), crash)
 
-    def ask_of(self, process: Process) -> m.AskCheckpoint:
+    def ask_of(self, process: Process) -> pb.AskCheckpointRequest:
         assert self.job is not None
         assert process.version is not None
-        return m.AskCheckpoint(
-            sender=process.sender,
+        return pb.AskCheckpointRequest(
+            **process.sender,
             generation=self.job.row.generation,
             after_version=process.version,
             reason="not logged",
@@ -385,14 +385,15 @@ class Simulation(Followers, RuleBasedStateMachine):
         generation, rank = view.generation, process.rank
         if view.state == pb.FORMING:
             process.become(0)
-            if choice != 8 and ("CheckpointDurable", 0, generation) not in process.acked:
+            if choice != 8 and ("CheckpointRequest", 0, generation) not in process.acked:
                 self.save(process, crash)
             else:
                 self.ready(process, generation, crash)
         elif view.state == pb.PLANNING:
-            command = m.MemberReport(
-                sender=process.sender,
+            command = pb.ReportRequest(
+                **process.sender,
                 generation=generation,
+                has_state=process.version is not None,
                 version=process.version,
                 undo_to=process.undo_to,
                 undo_exact=process.undo_exact,
@@ -400,11 +401,11 @@ class Simulation(Followers, RuleBasedStateMachine):
             )
             self.once(process, command, crash, generation)
         elif view.state == pb.RECOVERING:
-            if choice >= 8 and ("Ready", generation) not in process.acked:
+            if choice >= 8 and ("ReadyRequest", generation) not in process.acked:
                 process.refuses = generation
             if process.refuses == generation:
                 self.spoil(process, view.plan)
-                refuse = m.Refuse(sender=process.sender, generation=generation, reason="bits differ")
+                refuse = pb.RefuseRequest(**process.sender, generation=generation, reason="bits differ")
                 self.once(process, refuse, crash, generation)
             elif self.follow(process, view.plan, choice):
                 self.ready(process, generation, crash)
@@ -418,7 +419,7 @@ class Simulation(Followers, RuleBasedStateMachine):
         assert step is not None
         behind = [p.at for p in self.processes if p.alive and p.joined and p.at is not None]
         if process.version == STEPS:
-            finish = m.Finish(sender=process.sender, version=STEPS)
+            finish = pb.FinishRequest(**process.sender, version=STEPS)
             self.once(process, finish, crash, generation)
         elif process.version is not None and process.forward_to is None:
             if step <= min(behind):
@@ -430,7 +431,7 @@ class Simulation(Followers, RuleBasedStateMachine):
         else:
             process.become(step + 1)
         if process.version is not None and process.version > step:
-            process.acked = {key for key in process.acked if key[0] != "CheckpointDurable"}
+            process.acked = {key for key in process.acked if key[0] != "CheckpointRequest"}
         assert process.view is not None
         newest = max(process.view.checkpoints, default=-1)
         early = process.view.checkpoint_at if process.view.HasField("checkpoint_at") else None
@@ -460,7 +461,7 @@ class Simulation(Followers, RuleBasedStateMachine):
         assert process.unsaved is not None
         (version, generation, bits), process.unsaved = process.unsaved, None
         self.saved[process.rank, version] = bits
-        durable = m.CheckpointDurable(sender=process.sender, version=version, generation=generation)
+        durable = pb.CheckpointRequest(**process.sender, version=version, generation=generation)
         self.once(process, durable, crash, version, generation)
 
     @rule(index=st.integers(0, 20), crash=CRASHES)
@@ -472,8 +473,8 @@ class Simulation(Followers, RuleBasedStateMachine):
 
     def ready(self, process: Process, generation: int, crash: int | None) -> None:
         assert process.version is not None
-        ready = m.Ready(
-            sender=process.sender,
+        ready = pb.ReadyRequest(
+            **process.sender,
             generation=generation,
             version=process.version,
             stages=(process.rank // self.dp_size,),

@@ -1,6 +1,7 @@
 """Turns of the driver: what comes together is written together, and answered once it is durable."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,8 @@ class SlowStore(MemoryStore):
         return await super().commit(transaction)
 
 
-def sender(rank: int) -> m.Sender:
-    return m.Sender(rank=rank, incarnation=f"i{rank}")
+def sender(rank: int) -> dict[str, Any]:
+    return {"rank": rank, "incarnation": f"i{rank}"}
 
 
 def join(rank: int) -> m.Join:
@@ -44,8 +45,8 @@ def join(rank: int) -> m.Join:
     )
 
 
-def ready(rank: int) -> m.Ready:
-    return m.Ready(sender=sender(rank), generation=1, version=0, stages=(rank,), num_stages=RANKS)
+def ready(rank: int) -> pb.ReadyRequest:
+    return pb.ReadyRequest(**sender(rank), generation=1, version=0, stages=(rank,), num_stages=RANKS)
 
 
 async def formed(driver: Driver) -> None:
@@ -77,9 +78,7 @@ async def test_nothing_is_answered_or_shown_before_it_is_durable(logs: FakeLogs,
     shown, _ = driver._published._views["j"], store.gate.clear()
     asked = [
         asyncio.create_task(driver.apply("j", ready(0))),
-        asyncio.create_task(
-            driver.apply("j", m.Heartbeat(sender=m.Sender(rank=1, incarnation="x"), version=0))
-        ),
+        asyncio.create_task(driver.apply("j", pb.HeartbeatRequest(rank=1, incarnation="x", version=0))),
     ]
     await asyncio.sleep(0.02)
     seen = driver.status("j"), driver.jobs(lambda _: True), driver.snapshot()
@@ -104,7 +103,7 @@ async def test_heartbeats_and_ticks_write_nothing(logs: FakeLogs, memory: Memory
     await asyncio.gather(*(driver.apply("j", ready(rank)) for rank in range(RANKS)))
     store.commits.clear()
     for version in range(3):
-        beats = [m.Heartbeat(sender=sender(rank), version=version) for rank in range(RANKS)]
+        beats = [pb.HeartbeatRequest(**sender(rank), version=version) for rank in range(RANKS)]
         await asyncio.gather(*(driver.apply("j", beat) for beat in beats), driver.tick())
     assert store.commits == []
     driver.stop()
@@ -124,7 +123,7 @@ async def test_a_turn_ends_with_a_transition(logs: FakeLogs, memory: MemoryStore
     await driver.start()
     await formed(driver)
     store.commits.clear()
-    gone = [m.MemberExited(rank=rank, incarnation=f"i{rank}", pid=rank, exit_code=-9) for rank in (3, 5)]
+    gone = [pb.ExitRequest(rank=rank, incarnation=f"i{rank}", pid=rank, exit_code=-9) for rank in (3, 5)]
     await asyncio.gather(
         *(driver.apply("j", ready(rank)) for rank in range(RANKS)), *(driver.apply("j", one) for one in gone)
     )
@@ -149,7 +148,7 @@ async def test_a_heartbeat_that_has_come_counts_before_its_lease_is_looked_at(
     writes = asyncio.create_task(driver.apply("j", ready(0)))
     await asyncio.sleep(0.02)
     beats = [
-        asyncio.create_task(driver.apply("j", m.Heartbeat(sender=sender(rank), version=0)))
+        asyncio.create_task(driver.apply("j", pb.HeartbeatRequest(**sender(rank), version=0)))
         for rank in range(RANKS)
     ]
     await asyncio.sleep(0)

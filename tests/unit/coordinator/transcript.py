@@ -30,9 +30,10 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
 """
 
 import shlex
+from typing import Any
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.planner import HeldSnapshot, RankMeasured, StreamSummary
+from swift_ft.planner import RankMeasured, StreamSummary
 from swift_ft.planner.types import StageMeasured
 from swift_ft.rpc.views import applied, between, rehearsal_words, whole
 from swift_ft_services.coordinator import commands as m
@@ -80,8 +81,8 @@ class World:
 
     # --- members ---
 
-    def sender(self, rank: str, inc: str = "") -> m.Sender:
-        return m.Sender(rank=int(rank), incarnation=inc or self.incarnations.get(int(rank), "?"))
+    def sender(self, rank: str, inc: str = "") -> dict[str, Any]:
+        return {"rank": int(rank), "incarnation": inc or self.incarnations.get(int(rank), "?")}
 
     def do_join(
         self, rank: str, inc: str = "", pid: str = "", world: str = "3", host: str = "h", **config: str
@@ -116,7 +117,7 @@ class World:
             update_s=0.0,
             stages=tuple(of),
         )
-        return self.step(m.Measure(sender=self.sender(rank), measured=measured))
+        return self.step(m.Measure(**self.sender(rank), measured=measured))
 
     def do_ready(
         self,
@@ -130,8 +131,8 @@ class World:
         off_log: str = "",
     ) -> list[str]:
         return self.step(
-            m.Ready(
-                sender=self.sender(rank, inc),
+            pb.ReadyRequest(
+                **self.sender(rank, inc),
                 generation=int(generation),
                 version=int(version),
                 stages=tuple(map(int, (stages or rank).split(","))),
@@ -157,9 +158,10 @@ class World:
     ) -> list[str]:
         """`snapshots`: rank@version, …"""
         return self.step(
-            m.MemberReport(
-                sender=self.sender(rank, inc),
+            pb.ReportRequest(
+                **self.sender(rank, inc),
                 generation=int(generation),
+                has_state=bool(version),
                 version=int(version) if version else None,
                 undo_to=int(undo_to) if undo_to else None,
                 undo_exact=bool(undo_to) and exact == "yes",
@@ -167,16 +169,17 @@ class World:
                 finish_to=int(finish_to) if finish_to else None,
                 can_help=help == "yes",
                 off_log=off_log == "yes",
-                snapshots=tuple(
-                    HeldSnapshot(*map(int, held.split("@"))) for held in snapshots.split(",") if held
-                ),
+                snapshots=[
+                    pb.HeldSnapshot(rank=int(of), version=int(at))
+                    for of, at in (held.split("@") for held in snapshots.split(",") if held)
+                ],
             )
         )
 
     def do_refuse(self, rank: str, generation: str, reason: str, differs: str = "") -> list[str]:
         return self.step(
-            m.Refuse(
-                sender=self.sender(rank),
+            pb.RefuseRequest(
+                **self.sender(rank),
                 generation=int(generation),
                 reason=reason,
                 differs=differs == "yes",
@@ -192,8 +195,8 @@ class World:
         recorded: str = "",
     ) -> list[str]:
         return self.step(
-            m.CheckpointDurable(
-                sender=self.sender(rank, inc),
+            pb.CheckpointRequest(
+                **self.sender(rank, inc),
                 version=int(version),
                 generation=int(generation),
                 recorded=recorded == "yes",
@@ -210,7 +213,7 @@ class World:
         why_not: str = "",
     ) -> list[str]:
         return self.step(
-            m.Rehearsed(
+            pb.RehearsedRequest(
                 rank=int(rank),
                 version=int(version),
                 under_way=under_way == "yes",
@@ -235,8 +238,8 @@ class World:
         self, reason: str, rank: str = "", generation: str = "0", after: str = "0", inc: str = ""
     ) -> list[str]:
         return self.step(
-            m.AskCheckpoint(
-                sender=self.sender(rank, inc) if rank else None,
+            pb.AskCheckpointRequest(
+                **(self.sender(rank, inc) if rank else {}),
                 generation=int(generation),
                 after_version=int(after),
                 reason=reason,
@@ -244,17 +247,17 @@ class World:
         )
 
     def do_finish(self, rank: str, version: str) -> list[str]:
-        return self.step(m.Finish(sender=self.sender(rank), version=int(version)))
+        return self.step(pb.FinishRequest(**self.sender(rank), version=int(version)))
 
     def do_fail(self, reason: str, rank: str = "", inc: str = "") -> list[str]:
-        return self.step(m.Fail(sender=self.sender(rank, inc) if rank else None, reason=reason))
+        return self.step(pb.FailRequest(**(self.sender(rank, inc) if rank else {}), reason=reason))
 
     def do_stop(self, run: str, reason: str = "SIGTERM on h") -> list[str]:
-        return self.step(m.Stop(run=run, reason=reason))
+        return self.step(pb.StopRequest(run=run, reason=reason))
 
     def do_suspect(self, rank: str, reason: str, generation: str = "0", again: str = "") -> list[str]:
-        suspect = m.Suspect(
-            sender=self.sender(rank), reason=reason, generation=int(generation), again=again == "yes"
+        suspect = pb.SuspectRequest(
+            **self.sender(rank), reason=reason, generation=int(generation), again=again == "yes"
         )
         return self.step(suspect)
 
@@ -263,19 +266,19 @@ class World:
     ) -> list[str]:
         """A heartbeat of a rank that cannot write a checkpoint."""
         self.versions[int(rank)] = int(version)
-        said = m.Unsaved(version=int(unsaved), generation=int(generation), reason=reason)
-        return self.step(m.Heartbeat(sender=self.sender(rank), version=int(version), unsaved=said))
+        said = pb.UnsavedCheckpoint(version=int(unsaved), generation=int(generation), reason=reason)
+        return self.step(pb.HeartbeatRequest(**self.sender(rank), version=int(version), unsaved=said))
 
     def do_beat(self, rank: str, version: str, inc: str = "") -> list[str]:
         self.versions[int(rank)] = int(version)
-        return self.step(m.Heartbeat(sender=self.sender(rank, inc), version=int(version)))
+        return self.step(pb.HeartbeatRequest(**self.sender(rank, inc), version=int(version)))
 
     def do_exited(
         self, rank: str, code: str, inc: str | None = None, pid: str = "0", given_up: str = "no"
     ) -> list[str]:
         incarnation = self.incarnations.get(int(rank), "") if inc is None else inc
         return self.step(
-            m.MemberExited(
+            pb.ExitRequest(
                 rank=int(rank),
                 incarnation=incarnation,
                 pid=int(pid),
@@ -285,10 +288,10 @@ class World:
         )
 
     def do_given_up(self, rank: str) -> list[str]:
-        return self.step(m.MemberExited(rank=int(rank), incarnation="", pid=0, exit_code=0, given_up=True))
+        return self.step(pb.ExitRequest(rank=int(rank), incarnation="", pid=0, exit_code=0, given_up=True))
 
     def do_unfit(self, rank: str, reason: str) -> list[str]:
-        return self.step(m.MemberExited(rank=int(rank), incarnation="", pid=0, exit_code=0, unfit=reason))
+        return self.step(pb.ExitRequest(rank=int(rank), incarnation="", pid=0, exit_code=0, unfit=reason))
 
     # --- log servers ---
 
@@ -365,7 +368,7 @@ class World:
             out += self.step(m.Tick())
             for rank in self.beats:
                 out += self.step(
-                    m.Heartbeat(sender=self.sender(str(rank)), version=self.versions.get(rank, 0))
+                    pb.HeartbeatRequest(**self.sender(str(rank)), version=self.versions.get(rank, 0))
                 )
             for server in self.hears:
                 out += self.step(m.LogHeard(address=server))
