@@ -18,8 +18,8 @@ import crc32c
 from google.protobuf.message import Message
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.planner import HeldSnapshot, Help, Plan, Prediction, RankPlan, Refusals, Report, Strategy
-from swift_ft.rpc.codec import as_json
+from swift_ft.planner import HeldSnapshot, Plan, Refusals, Report, Strategy
+from swift_ft.rpc.codec import as_json, decoded
 from swift_ft_services.coordinator.store import Stored
 
 # Table: a dict that records which of its entries have changed.
@@ -451,16 +451,6 @@ def by_job(stored: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
     return found
 
 
-def encode(row: JobRow) -> dict[str, str]:
-    """Returns all parts of the row."""
-    copy = JobRow(**{field.name: getattr(row, field.name) for field in fields(row)})
-    for name in TABLES:  # a copy: the row's own change sets must stay for its own `Changes`
-        setattr(copy, name, Table(getattr(row, name)))
-    changes = Changes(copy)
-    changes.detect()
-    return changes.drain()[0]
-
-
 def decode(job: str, parts: Mapping[str, str]) -> JobRow:
     """Returns the row that these parts make up. Raises ValueError, or any Python error on malformed parts."""
     prefix = key_of(job, "")
@@ -532,17 +522,8 @@ def _refusals(value: dict[str, Any]) -> Refusals:
 
 
 def _plan(value: dict[str, Any] | None) -> Plan | None:
-    if value is None:
-        return None
-    ranks = tuple(
-        RankPlan(**{**r, "strategy": Strategy(r["strategy"]), "sources": tuple(r["sources"])})
-        for r in value["ranks"]
-    )
-    help = tuple(
-        Help(**{**h, "helpers": tuple(h["helpers"]), "together": tuple(h["together"])}) for h in value["help"]
-    )
-    predictions = tuple(Prediction(**one) for one in value["predictions"])
-    return Plan(**{**value, "ranks": ranks, "help": help, "predictions": predictions})
+    """The JSON of a plan is that of its message."""
+    return None if value is None else decoded(pb.Plan(**value)).plan
 
 
 FromJson = Callable[[Any], Any]

@@ -1,14 +1,25 @@
 """Rows as the store keeps them."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.job_record import JobRow, decode, encode
+from swift_ft_services.coordinator.job_record import TABLES, Changes, JobRow, Table, decode
 
 
 def read(parts: Mapping[str, str]) -> JobRow:
     """The row of whatever job these parts are of."""
     return decode(next(iter(parts)).split("/")[1], parts)
+
+
+def encode(row: JobRow) -> dict[str, str]:
+    """All parts of the row."""
+    copy = JobRow(**{field.name: getattr(row, field.name) for field in fields(row)})
+    for name in TABLES:  # a copy: the row's own change sets must stay for its own `Changes`
+        setattr(copy, name, Table(getattr(row, name)))
+    changes = Changes(copy)
+    changes.detect()
+    return changes.drain()[0]
 
 
 def copy_of(row: JobRow) -> JobRow:

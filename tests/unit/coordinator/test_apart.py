@@ -14,7 +14,7 @@ from swift_ft_services.coordinator import job as core
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.driver import ERRORS_MAX, WITHIN_S, Driver, JobApart
 from swift_ft_services.coordinator.endings import RUNS_KEPT
-from swift_ft_services.coordinator.job_record import State, encode
+from swift_ft_services.coordinator.job_record import State
 from swift_ft_services.coordinator.log_calls import Unavailable
 from swift_ft_services.coordinator.restarts import note_run
 from swift_ft_services.coordinator.service import Servicer
@@ -32,6 +32,7 @@ from tests.unit.coordinator.driver_world import (
     until,
     view_with,
 )
+from tests.unit.coordinator.rows import encode
 from tests.unit.coordinator.test_parts import row
 
 DEATH = pb.ExitRequest(rank=0, incarnation="a", pid=1, exit_code=-9)

@@ -18,14 +18,13 @@ from swift_ft_services.coordinator.job_record import (
     Table,
     _checksum,
     decode,
-    encode,
     key_of,
     row_key,
 )
 from swift_ft_services.coordinator.liveness import StepClock
 from swift_ft_services.coordinator.log_calls import GenerationRefused, JobForgotten, LogServers
 from swift_ft_services.coordinator.timeouts import Timing, usual_log_lost_s
-from tests.unit.coordinator.rows import copy_of
+from tests.unit.coordinator.rows import copy_of, encode
 
 
 def row() -> JobRow:

@@ -23,11 +23,11 @@ from swift_ft.planner import StreamSummary
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.job_record import LEGAL, JobRow, LogServer, State, encode
+from swift_ft_services.coordinator.job_record import LEGAL, JobRow, LogServer, State
 from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import view_of
 from tests.unit.coordinator.followers import Followers, Process
-from tests.unit.coordinator.rows import read, write_changes
+from tests.unit.coordinator.rows import encode, read, write_changes
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0)
 STEPS = 9

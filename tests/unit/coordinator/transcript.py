@@ -39,11 +39,11 @@ from swift_ft.rpc.views import applied, between, rehearsal_words, whole
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.commands import Refusal
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.job_record import JobRow, LogServer, encode
+from swift_ft_services.coordinator.job_record import JobRow, LogServer
 from swift_ft_services.coordinator.log_placement import unreplaced
 from swift_ft_services.coordinator.timeouts import Timing
 from swift_ft_services.coordinator.views import view_of
-from tests.unit.coordinator.rows import read, write_changes
+from tests.unit.coordinator.rows import encode, read, write_changes
 
 TIMING = Timing(heartbeat_s=1.0, lease_s=5.0, step_bound_s=20.0, log_lost_s=15.0, replaced_within_s=30.0)
 
