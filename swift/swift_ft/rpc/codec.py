@@ -6,7 +6,7 @@ In the JSON, numbers are numbers and every field is present. protobuf's own JSON
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from google.protobuf.message import Message
@@ -52,20 +52,9 @@ def encoded(plan: Plan, generation: int, sources: Mapping[str, Sequence[str]]) -
         sources=[
             pb.StreamSources(stream=stream, servers=servers) for stream, servers in sorted(sources.items())
         ],
-        help=[
-            pb.Help(owner=h.owner, helpers=h.helpers, until=h.until, together=h.together) for h in plan.help
-        ],
+        help=[pb.Help(**asdict(one)) for one in plan.help],
         saves=plan.saves,
-        predictions=[
-            pb.ReplayPrediction(
-                rank=prediction.rank,
-                workers=prediction.workers,
-                steps=prediction.steps,
-                seconds=prediction.seconds,
-                alone_s=prediction.alone_s,
-            )
-            for prediction in plan.predictions
-        ],
+        predictions=[pb.ReplayPrediction(**asdict(one)) for one in plan.predictions],
     )
 
 
@@ -86,21 +75,9 @@ def decoded(message: pb.Plan) -> PublishedPlan:
         collective_source=message.collective_source,
         reason=message.reason,
         exact=message.exact,
-        help=tuple(
-            Help(owner=h.owner, helpers=tuple(h.helpers), until=h.until, together=tuple(h.together))
-            for h in message.help
-        ),
+        help=tuple(Help(**_fields(one)) for one in message.help),
         saves=message.saves,
-        predictions=tuple(
-            Prediction(
-                rank=prediction.rank,
-                workers=prediction.workers,
-                steps=prediction.steps,
-                seconds=prediction.seconds,
-                alone_s=prediction.alone_s,
-            )
-            for prediction in message.predictions
-        ),
+        predictions=tuple(Prediction(**_fields(one)) for one in message.predictions),
     )
     sources = {entry.stream: tuple(entry.servers) for entry in message.sources}
     return PublishedPlan(generation=message.generation, plan=plan, sources=sources)
@@ -126,60 +103,37 @@ def _strategy(number: int) -> Strategy:
 
 def to_message(measured: RankMeasured) -> pb.RankMeasured:
     """Returns the message for one rank's measurements. `from_message` is its inverse."""
-    return pb.RankMeasured(
-        step=measured.step,
-        steps=measured.steps,
-        microbatches=measured.microbatches,
-        step_s=measured.step_s,
-        update_s=measured.update_s,
-        stages=[
-            pb.StageMeasured(
-                stage=stage.stage,
-                forward_s=stage.forward_s,
-                backward_s=stage.backward_s,
-                sent=[pb.Sent(destination=sent.destination, bytes=sent.bytes) for sent in stage.sent],
-                gradient_bytes=stage.gradient_bytes,
-            )
-            for stage in measured.stages
-        ],
-        other_bytes=measured.other_bytes,
-        state_bytes=measured.state_bytes,
-        checkpoint_bytes=measured.checkpoint_bytes,
-        checkpoint_s=measured.checkpoint_s,
-        checkpoint_stall_s=measured.checkpoint_stall_s,
-        log_write_bytes_per_s=measured.log_write_bytes_per_s,
-        log_full=measured.log_full,
-        log_read_bytes=measured.log_read_bytes,
-        log_read_wait_s=measured.log_read_wait_s,
-    )
+    return pb.RankMeasured(**asdict(measured))
 
 
 def from_message(message: pb.RankMeasured) -> RankMeasured:
     """Returns the measurements of a message. Raises ValueError if a value is out of its range."""
-    return RankMeasured(
-        step=message.step,
-        steps=message.steps,
-        microbatches=message.microbatches,
-        step_s=message.step_s,
-        update_s=message.update_s,
-        stages=tuple(
-            StageMeasured(
-                stage=stage.stage,
-                forward_s=stage.forward_s,
-                backward_s=stage.backward_s,
-                sent=tuple(Sent(destination=sent.destination, bytes=sent.bytes) for sent in stage.sent),
-                gradient_bytes=stage.gradient_bytes,
-            )
-            for stage in message.stages
-        ),
-        other_bytes=message.other_bytes,
-        log_full=message.log_full,
-        **{
-            field.name: value
-            for field, value in message.ListFields()
-            if field.has_presence and field.message_type is None
-        },
+    stages = tuple(
+        StageMeasured(**{**_fields(stage), "sent": tuple(Sent(**_fields(sent)) for sent in stage.sent)})
+        for stage in message.stages
     )
+    return RankMeasured(**{**_fields(message), "stages": stages})
+
+
+# Fields of messages, by name.
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """Returns the fields of a message as those of the dataclass with equal names: tuples, and None for an optional
+    field that is not set."""
+    return {part.name: _of_field(message, part) for part in message.DESCRIPTOR.fields}
+
+
+def _of_field(message: Message, part: Any) -> Any:
+    if part.has_presence:
+        return optional(message, part.name)
+    value = getattr(message, part.name)
+    return tuple(value) if part.is_repeated else value
+
+
+def optional(message: Message, name: str) -> Any:
+    """Returns the value of an optional field; None if it is not set."""
+    return getattr(message, name) if message.HasField(name) else None
 
 
 def as_json(message: Message) -> dict[str, Any]:
@@ -208,8 +162,3 @@ def _value(value: Any, field: Any) -> Any:
         known = field.enum_type.values_by_number.get(value)
         return value if known is None else known.name
     return value if not isinstance(value, float) or math.isfinite(value) else None
-
-
-def optional(message: Message, name: str) -> Any:
-    """Returns the value of an optional field; None if it is not set."""
-    return getattr(message, name) if message.HasField(name) else None
