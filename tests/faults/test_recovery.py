@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from swift_ft import events, rpc
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import log_pb2
 from swift_ft.errors import RecordTrimmed, ServiceError
 from swift_ft.lab.drill.cluster import LOG_SERVER, Cluster
@@ -137,13 +138,13 @@ def test_f35_coordinator_whose_term_is_over_ends_at_its_first_decision(job: Job,
             view = client.status().view
             assert (view.state, view.generation) == (rpc.RUNNING, 1)
             holder = members[1].member
-            client.member_exited(1, holder.pid, -9, holder.incarnation)
+            client.call(pb.ExitRequest(rank=1, pid=holder.pid, exit_code=-9, incarnation=holder.incarnation))
             assert client.status().view.generation == 2
             # Now the first one is asked for a decision, which would be generation 2 as well, for another reason.
             for member in members:
                 member.client.patience_s = 1.0
             with pytest.raises(ServiceError, match="no answer"):
-                members[0].client.refuse(1, "something else")
+                members[0].client.call(pb.RefuseRequest(generation=1, reason="something else"))
             assert first.process is not None
             assert first.process.wait(TIMEOUT_S) == 3
             assert first.process.stderr is not None

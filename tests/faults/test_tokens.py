@@ -108,7 +108,7 @@ class World:
         self.coordinator = self._start("coordinator", "--log-servers", self.log, "--log-level", "DEBUG")
         monkeypatch.setenv(ENV_TOKEN_FILE, str(self.keys.file("rank", self.keys.mint(RANK))))
         self.client = CoordinatorClient(self.coordinator, JOB, patience_s=10)
-        self.client.join(make_member(0), 1, {}, {})
+        self.client.join(coordinator_pb2.JoinRequest(member=make_member(0), world_size=1))
 
     def _start(self, name: str, *flags: str) -> str:
         address = self.directory / f"{name}.address"
@@ -279,7 +279,7 @@ def test_f41_a_token_of_one_generation_is_worth_nothing_in_the_next(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is read with, joined with and watched with no more, although these calls name no generation."""
-    world.client.ready(1, 0)
+    world.client.call(coordinator_pb2.ReadyRequest(generation=1))
     world.client.watch().wait_for(lambda view: view.state == coordinator_pb2.RUNNING, 20)
     bound = f"Bearer {world.keys.mint(list(Role), generation=1)}"
     whole = {name: request(JOB).SerializeToString() for name, request in REQUESTS.items()}
@@ -290,7 +290,7 @@ def test_f41_a_token_of_one_generation_is_worth_nothing_in_the_next(
     for name in names_none:
         code = world.call(name, whole[name], bound)[0]
         assert code is not grpc.StatusCode.PERMISSION_DENIED, (name, code)
-    world.client.member_exited(0, os.getpid(), -9)
+    world.client.call(coordinator_pb2.ExitRequest(pid=os.getpid(), exit_code=-9))
     world.client.watch().wait_for(lambda view: view.generation == 2, 20)
     inventory = log_pb2.InventoryRequest(job=JOB).SerializeToString()
     free = f"Bearer {world.keys.mint(list(Role))}"
@@ -324,7 +324,7 @@ def test_f41_a_launcher_whose_token_has_expired_tells_of_a_death_once_it_has_a_n
         told: list[str] = []
 
         def tell() -> None:
-            launcher.member_exited(0, os.getpid(), -9)
+            launcher.call(coordinator_pb2.ExitRequest(pid=os.getpid(), exit_code=-9))
             told.append("exit")
 
         telling = threading.Thread(target=tell)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from swift_ft import rpc
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import Fenced, ServiceError
 from swift_ft.rpc import CoordinatorClient, View, make_member
 from tests.integration.logserver_world import EVENT, free_port
@@ -117,7 +118,14 @@ class FakeMember:
         ]
 
     def start(self) -> "FakeMember":
-        self.client.join(self.member, self.world_size, CONFIG, FINGERPRINT)
+        self.client.join(
+            pb.JoinRequest(
+                member=self.member,
+                world_size=self.world_size,
+                config=CONFIG,
+                fingerprint=FINGERPRINT,
+            )
+        )
         for thread in self._threads:
             thread.start()
         return self
@@ -125,7 +133,9 @@ class FakeMember:
     def report_exit(self) -> None:
         """What its launcher says once it is dead."""
         with CoordinatorClient(self.client.address, self.client.job) as launcher:
-            launcher.member_exited(self.rank, self.member.pid, -signal.SIGKILL, self.member.incarnation)
+            exited = pb.ExitRequest(rank=self.rank, pid=self.member.pid, exit_code=-signal.SIGKILL)
+            exited.incarnation = self.member.incarnation
+            launcher.call(exited)
 
     def kill(self) -> None:
         """It says nothing any more, as if by SIGKILL."""
@@ -152,7 +162,7 @@ class FakeMember:
     def _beat(self) -> None:
         while not self._killed.is_set() and self.ended is None:
             if not self.silent.is_set():
-                self.client.heartbeat(self.version or 0)
+                self.client.call(pb.HeartbeatRequest(version=self.version))
             self._killed.wait(0.1)
 
     def _live(self) -> None:
@@ -179,26 +189,34 @@ class FakeMember:
             raise AssertionError("RUNNING without a state")
         self.versions_at_running.setdefault(view.generation, self.version)
         if self.version == self.steps:
-            self.client.finish(self.version)
+            self.client.call(pb.FinishRequest(version=self.version))
             self._changed.wait(0.1)
         else:
             self.version += 1
             self._changed.wait(0.005)
 
+    def ready(self, generation: int, version: int | None) -> pb.ReadyRequest:
+        return pb.ReadyRequest(
+            generation=generation, version=version, stages=self.stages, num_stages=self.num_stages
+        )
+
     def _act(self, view: View) -> None:
         if view.state == rpc.FORMING:
             self.version = 0
-            self.client.checkpoint_durable(0)
-            self.client.ready(view.generation, 0, self.stages, self.num_stages)
+            self.client.call(pb.CheckpointRequest())
+            self.client.call(self.ready(view.generation, 0))
         elif view.state == rpc.PLANNING:
-            self.client.report(view.generation, self.version)
+            has_state = self.version is not None
+            self.client.call(
+                pb.ReportRequest(generation=view.generation, has_state=has_state, version=self.version)
+            )
         elif view.state == rpc.RECOVERING:
             reason = self.refuses(view)
             if reason:
-                self.client.refuse(view.generation, reason)
+                self.client.call(pb.RefuseRequest(generation=view.generation, reason=reason))
                 return
             self.version = view.plan.target_version
-            self.client.ready(view.generation, self.version, self.stages, self.num_stages)
+            self.client.call(self.ready(view.generation, self.version))
 
 
 class Job:

@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft import rpc
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import JoinRefused, UnknownJob, UsageError
 from swift_ft.rpc import CoordinatorClient, View
 from tests.integration.coordinator_world import (
@@ -108,7 +109,7 @@ def test_two_jobs_and_a_launcher_that_gives_up(job: Job) -> None:
     coordinator = job.coordinator()
     first, second = job.form("a"), job.form("b")
     with CoordinatorClient(coordinator.address, "b") as launcher:
-        launcher.fail("no replacement left")
+        launcher.call(pb.FailRequest(rank=-1, reason="no replacement left"))
         assert launcher.status().view.reason == "no replacement left"
     job.wait(second[0], lambda view: view.state == rpc.FAILED)
     assert job.wait(first[0], lambda view: True).state == rpc.RUNNING
@@ -124,7 +125,7 @@ def test_two_jobs_and_a_launcher_that_gives_up(job: Job) -> None:
 def test_status_shows_versions_leases_and_suspicions(job: Job) -> None:
     coordinator = job.coordinator()
     members = job.form()
-    members[2].client.suspect(1, "connection reset by rank 1")
+    members[2].client.call(pb.SuspectRequest(generation=1, reason="connection reset by rank 1"))
     deadline = time.monotonic() + 10
     with CoordinatorClient(coordinator.address, "a") as client:
         while True:

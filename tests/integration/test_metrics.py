@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import Divergence, LogUnavailable, RecordCorrupt, SequenceConflict
 from swift_ft.lab.drill.cluster import Cluster
 from swift_ft.log import admin
@@ -364,7 +365,9 @@ def test_the_coordinator_counts_what_it_does_and_the_table_lists_it(
         assert now.value("swift_coordinator_fenced_ranks_total", **job) == 1
         assert now.get("swift_coordinator_early_checkpoints_total", **job) == 0
         for _ in range(2):  # the second one changes nothing
-            members[0].client.ask_checkpoint(2, 1_000_000, "made up")
+            members[0].client.call(
+                pb.AskCheckpointRequest(generation=2, after_version=1_000_000, reason="made up")
+            )
         until(lambda: shown().get("swift_coordinator_early_checkpoints_total", **job) == 1)
         members[0].silent.set()
         until(lambda: shown().get("swift_coordinator_lease_expiries_total", **job) == 1)

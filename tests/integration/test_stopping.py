@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft import events, rpc
 from swift_ft._pb import coordinator_pb2, coordinator_pb2_grpc, log_pb2
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import SwiftError
 from swift_ft.log import admin
 from swift_ft.log.protocol import SERVICE, code_of, method, open_channel
@@ -213,7 +214,7 @@ def test_a_coordinator_stopped_under_members_loses_nothing_and_they_come_back(tm
             assert view.revision >= seen.revision
             assert max(view.checkpoints) == version - 1
             for member in members:
-                member.client.checkpoint_durable(version)
+                member.client.call(pb.CheckpointRequest(version=version))
             for member in members:  # what they watch comes from the new process as well
                 view = member.watcher.wait_for(lambda view: version in view.checkpoints, TIMEOUT_S)  # noqa: B023
                 assert (view.state, view.generation) == (rpc.RUNNING, 1)

@@ -922,6 +922,7 @@ class VoteRequest(_message.Message):
     incarnation: _builtins.str
     generation: _builtins.int
     number: _builtins.int
+    """of the decision"""
     kind: Global___VoteKind.ValueType
     value: _builtins.int
     reason: _builtins.str
@@ -1588,6 +1589,7 @@ class SuspectRequest(_message.Message):
     rank: _builtins.int
     incarnation: _builtins.str
     generation: _builtins.int
+    """in which the connection was lost; 0: not said, and it is only shown"""
     reason: _builtins.str
     again: _builtins.bool
     """the step has raised an error, and is to be done again"""
@@ -1656,7 +1658,7 @@ class FinishRequest(_message.Message):
     incarnation: _builtins.str
     version: _builtins.int
     num_steps: _builtins.int
-    """so many were to be done"""
+    """so many were to be done; 0: not said"""
     called: _builtins.bool
     """This rank's trainer has ended the job in its last step, before all were done: the View says so to all (ends_at).
     Absent: this process has not done that step itself. Replicas that do not agree fail the job.

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 DRAIN_S = 5.0
 """Seconds for which a launcher that ends waits until the coordinator has the news of the job's failure."""
+ASK_S = 3.0
+"""Seconds for which a launcher that leaves asks for a checkpoint."""
 DRAIN_UNSEEN_S = 3.0
 """Seconds as above, if the coordinator has never answered: there may be none, or no such job."""
 
@@ -46,15 +48,18 @@ class CoordinatorLink:
         self, rank: int, pid: int, exit_code: int, incarnation: str, *, given_up: bool = False
     ) -> None:
         """Reports the exit of a child. `given_up`: no process takes its place."""
-        self._tell(lambda client: client.member_exited(rank, pid, exit_code, incarnation, given_up=given_up))
+        exited = pb.ExitRequest(
+            rank=rank, pid=pid, exit_code=exit_code, incarnation=incarnation, given_up=given_up
+        )
+        self._tell(lambda client: client.call(exited))
 
     def notify_given_up(self, rank: int) -> None:
         """Reports that no process takes the place of that rank, whose last one has exited before."""
-        self._tell(lambda client: client.place_given_up(rank))
+        self._tell(lambda client: client.call(pb.ExitRequest(rank=rank, given_up=True)))
 
     def notify_unfit(self, rank: int, reason: str) -> None:
         """Reports that the place of that rank has failed its health check, so that no process gets it."""
-        self._tell(lambda client: client.place_unfit(rank, reason))
+        self._tell(lambda client: client.call(pb.ExitRequest(rank=rank, unfit=reason)))
 
     def notify_rehearsed(
         self,
@@ -68,22 +73,29 @@ class CoordinatorLink:
     ) -> None:
         """Reports the begin or the result of a rehearsal of that rank."""
         self._tell(
-            lambda client: client.rehearsed(
-                rank, version, under_way=under_way, steps=steps, difference=difference, why_not=why_not
+            lambda client: client.call(
+                pb.RehearsedRequest(
+                    rank=rank,
+                    version=version,
+                    under_way=under_way,
+                    steps=steps,
+                    difference=difference,
+                    why_not=why_not,
+                )
             )
         )
 
     def fail(self, reason: str) -> None:
         """Reports that the job cannot go on. `close` waits until this is delivered."""
         self._must_drain = True
-        self._tell(lambda client: client.fail(reason))
+        self._tell(lambda client: client.call(pb.FailRequest(rank=-1, reason=reason)))
 
     def ask_checkpoint(self, reason: str) -> None:
         """Asks for a checkpoint. Sets `not_asked` once it is known that none will be saved."""
 
         def ask(client: "CoordinatorClient") -> None:
             try:
-                client.ask_last_checkpoint(reason)
+                client.call(pb.AskCheckpointRequest(rank=-1, reason=reason), patience_s=ASK_S)
             except SwiftError as error:
                 self.not_asked = True
                 self._wake()
@@ -95,7 +107,7 @@ class CoordinatorLink:
         """Reports that this launcher was stopped, and its ranks have ended. `close` waits until this and all earlier
         notices are delivered."""
         self._must_drain = self._must_drain or self.view is not None
-        self._tell(lambda client: client.stop(run, reason))
+        self._tell(lambda client: client.call(pb.StopRequest(run=run, reason=reason)))
 
     @property
     def unheard(self) -> bool:

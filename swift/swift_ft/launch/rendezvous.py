@@ -280,7 +280,7 @@ class MetRendezvous(Rendezvous):
                 self._speaks.wait(self._terms.keep_alive_interval if held else POLL_S)
                 self._speaks.clear()
             try:
-                client.meet(pb.MeetRequest(job=self._job.name, run=self._job.run, leaves=True))
+                client.call(pb.MeetRequest(run=self._job.run, leaves=True))
             except SwiftError as error:  # then its lease expires
                 events.emit("meeting_not_left", reason=str(error))
 
@@ -297,7 +297,7 @@ class MetRendezvous(Rendezvous):
             held=held,
         )
         try:
-            reply = client.meet(request)
+            reply: pb.MeetReply = client.call(request)
         except (UsageError, AccessDenied) as error:
             if held is None:
                 self._take(None, error)

@@ -174,8 +174,8 @@ class SharedKeys:
         self._check()
         while True:
             known = self._known
-            reply = self._client.share(
-                self.generation,
+            request = pb.ShareRequest(
+                generation=self.generation,
                 epoch=known.epoch,
                 seen=known.seen,
                 number=number,
@@ -183,6 +183,7 @@ class SharedKeys:
                 until=until,
                 wait_s=wait_s,
             )
+            reply: pb.ShareReply = self._client.call(request)
             self._check()
             if not self._merge(reply):
                 continue

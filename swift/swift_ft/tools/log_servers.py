@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     client = client_of(arguments)
     try:
         if lost or add:
-            client.change_log_servers(lost, add, host)
+            client.call(pb.ChangeLogServersRequest(lost=lost, add=add, add_host=host))
         status = client.status()
     finally:
         client.close()

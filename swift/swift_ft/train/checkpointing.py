@@ -143,8 +143,8 @@ class Saving(Participant):
         self._seen: tuple[set[int], int] = (set(), 0)
         self._generation = 0  # of the last save
         self._version = -1  # of the last save
-        # Arguments of `checkpoint_durable` for a durable checkpoint, until the coordinator has acknowledged it.
-        self._untold: tuple[int, int, bool] | None = None
+        # A durable checkpoint, until the coordinator has acknowledged it.
+        self._untold: pb.CheckpointRequest | None = None
 
     def after_step(self, step: Step) -> None:
         """Saves this version if it is due by the checkpoint interval, or as an early checkpoint."""
@@ -173,12 +173,13 @@ class Saving(Participant):
             for this call, and training for that checkpoint."""
             if next(news, False):
                 self._tell_saved(version)
+            request = pb.CheckpointRequest(version=version, generation=generation, recorded=recorded)
             try:
-                self._member.client.checkpoint_durable(version, generation, recorded, patience_s=_TELL_S)
+                self._member.client.call(request, patience_s=_TELL_S)
             except SwiftError as error:
                 # A version that is never reported does not count as complete; the previous one stays valid.
                 events.emit("checkpoint_untold", rank=self._rank, version=version, reason=str(error))
-                self._untold = (version, generation, recorded)
+                self._untold = request
                 return not isinstance(error, ServiceError)
             self._untold = None
             return True
@@ -243,7 +244,7 @@ class Saving(Participant):
         """(no write is in progress) Reports the last checkpoint if earlier attempts got no answer. Raises ServiceError
         if there is still none, or the coordinator's refusal: Fenced, UsageError."""
         if self._untold is not None:
-            self._member.client.checkpoint_durable(*self._untold)
+            self._member.client.call(self._untold)
             self._untold = None
 
     def unsaved(self) -> pb.UnsavedCheckpoint | None:
@@ -264,7 +265,7 @@ class Saving(Participant):
             raise ReplayRefused(f"no checkpoint of version {self._state.version}: {error}") from None
         version = self._state.version
         # Repeated in case the report in `save` has failed.
-        self._member.client.checkpoint_durable(version, generation)
+        self._member.client.call(pb.CheckpointRequest(version=version, generation=generation))
 
     def prune(self) -> None:
         view = self._member.watcher.latest

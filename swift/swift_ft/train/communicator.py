@@ -217,7 +217,7 @@ class Communicator:
         """
         if not self._closed.is_set() and os.getpid() == self._process:
             try:
-                self._member.client.finish(0)
+                self._member.client.call(pb.FinishRequest())
             finally:
                 self._end()
 
@@ -241,7 +241,7 @@ class Communicator:
 
     def _say_revoked(self, generation: int, reason: str, label: str) -> None:
         try:
-            self._member.client.revoke(generation, reason, label)
+            self._member.client.call(pb.RevokeRequest(generation=generation, reason=reason, label=label))
         except SwiftError as error:  # it is fenced, or the coordinator is away: the next decision reports it
             events.emit("revoke_untold", rank=self.slot, reason=str(error))
         except ValueError:  # gRPC raises it for a closed channel
@@ -332,9 +332,15 @@ class Communicator:
         self._number += 1
         waits = False  # at first: the View brings the answer sooner
         while True:
-            self._member.client.vote(
-                generation, number, kind, value, sorted(self._acknowledged), reason, waits=waits
+            vote = pb.VoteRequest(
+                generation=generation,
+                number=number,
+                kind=kind,
+                value=value,
+                acknowledged=sorted(self._acknowledged),
+                reason=reason,
             )
+            self._member.client.call(vote, waits=waits)
             try:
                 view = self._await(
                     lambda view: view.generation > generation or _decision(view, number) is not None, RESAY_S

@@ -19,6 +19,7 @@ from swift_ft.comm.process_groups import Interrupted
 from swift_ft.errors import Fenced, JobFailed, ServiceError, SwiftError, UnknownJob, UsageError
 from swift_ft.planner import RankMeasured
 from swift_ft.rpc.client import CoordinatorClient, Unanswered
+from swift_ft.rpc.codec import to_message
 
 ENV_RUN = "SWIFT_RUN"
 """Environment variable: identity of the launcher that started this process."""
@@ -108,19 +109,20 @@ class Member:
         version = os.environ.get(ENV_FROM_VERSION)
         if os.environ.get(ENV_HAS_RUN):
             self._check_known()
-        generation = self.client.join(
-            self.identity,
-            world_size,
-            config,
-            fingerprint,
+        request = pb.JoinRequest(
+            member=self.identity,
+            world_size=world_size,
+            config=config,
+            fingerprint=fingerprint,
             run=run,
             from_job=from_job,
             from_version=int(version) if version else None,
         )
+        generation = self.client.join(request)
         self._holder: Holder = holder
         self._config = dict(config)
         self._entered = self._noticed = generation
-        interval_s = self.client.heartbeat(0).interval_s
+        interval_s: float = self.client.call(pb.HeartbeatRequest()).interval_s
         self._resay_s = max(RESAY_S, interval_s)
         self.lease = {
             "coordinator": self.client.address,
@@ -191,9 +193,12 @@ class Member:
             pause_s = interval_s
             try:
                 replay = self.replay
-                self.client.heartbeat(
-                    self.version, replay() if replay is not None else None, self._holder.unsaved()
+                beat = pb.HeartbeatRequest(
+                    version=self.version,
+                    replay=replay() if replay is not None else None,
+                    unsaved=self._holder.unsaved(),
                 )
+                self.client.call(beat)
                 self._say_wanted()
                 if time.monotonic() - self._measured_at >= _MEASURED_EVERY_S:
                     self.say_measured()
@@ -224,7 +229,10 @@ class Member:
         wanted, latest = self._wanted, self.watcher.latest
         if wanted is None or latest is None:
             return
-        self.client.ask_checkpoint(latest.generation, *wanted)
+        version, reason = wanted
+        self.client.call(
+            pb.AskCheckpointRequest(generation=latest.generation, after_version=version, reason=reason)
+        )
         # The coordinator ignores a request made in an old generation, so it is sent again.
         now = self.watcher.latest
         with self._wanting:
@@ -237,13 +245,17 @@ class Member:
         try:
             measured = self._holder.measured()
             if measured is not None:
-                self.client.measure(measured)
+                self.client.call(pb.MeasureRequest(measured=to_message(measured)))
         except Fenced:
             raise
         except (SwiftError, ValueError) as error:
             events.emit("measured_untold", rank=self.identity.rank, reason=str(error))
 
     # --- main thread ---
+
+    def say_differs(self, version: int, reason: str) -> None:
+        """Reports that a step that was done again from the state of `version` gave a different result."""
+        self.client.call(pb.DiffersRequest(version=version, reason=reason))
 
     def replaces_another(self) -> bool:
         """(before `join`) Returns whether the job has begun already; False if the coordinator does not answer."""
@@ -260,7 +272,7 @@ class Member:
 
     def check_held(self) -> None:
         """Sends a heartbeat. Raises Fenced if another process holds the rank, ServiceError if there is no answer."""
-        self.client.heartbeat(self.version, unsaved=self._holder.unsaved())
+        self.client.call(pb.HeartbeatRequest(version=self.version, unsaved=self._holder.unsaved()))
 
     @property
     def fenced(self) -> bool:

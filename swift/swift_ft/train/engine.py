@@ -129,9 +129,10 @@ class RankRecovery:
         generation = view.generation
 
         def statement() -> None:
-            self._member.client.report(
-                generation,
-                standing.version,
+            report = pb.ReportRequest(
+                generation=generation,
+                has_state=standing.version is not None,
+                version=standing.version or 0,
                 undo_to=standing.undo_to,
                 undo_exact=standing.undo_exact,
                 forward_to=standing.forward_to,
@@ -139,8 +140,12 @@ class RankRecovery:
                 finish_to=standing.finish_to,
                 can_help=self._restorer.can_help,
                 off_log=standing.version is not None and self._channel.off_log,
-                snapshots=snapshots.held() if snapshots is not None else (),
+                snapshots=[
+                    pb.HeldSnapshot(rank=rank, version=version)
+                    for rank, version in (snapshots.held() if snapshots is not None else ())
+                ],
             )
+            self._member.client.call(report)
 
         if self._member.say(statement):
             events.emit("reported", rank=self._rank, generation=generation, **standing.words())
@@ -182,13 +187,15 @@ class RankRecovery:
     def _ready_of(self, generation: int) -> Callable[[], None]:
         version, stages = self._state.version, self._state.stages
         indices = sorted({stage.stage_index for stage in stages})
-        return lambda: self._member.client.ready(
-            generation,
-            version,
-            indices,
-            stages[0].num_stages,
-            self._shard,
-            off_log=self._channel.off_log,
+        return lambda: self._member.client.call(
+            pb.ReadyRequest(
+                generation=generation,
+                version=version,
+                stages=indices,
+                num_stages=stages[0].num_stages,
+                shard=self._shard,
+                off_log=self._channel.off_log,
+            )
         )
 
     def _await_running(self, view: pb.View, say_ready: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.backend import Misspeculated, advice_on, let_go, words_of
 from swift_ft.comm.process_groups import Interrupted, ProcessGroups
 from swift_ft.errors import LogError, LogUnavailable, ReplayRefused, SwiftError, UsageError, is_difference
@@ -101,8 +102,8 @@ class Failures:
         if self._member.noticed:
             self.await_notice(error)
         elif isinstance(error, ReplayRefused | LogError):
-            words, differs = str(error), is_difference(error)
-            self._await_notice(error, lambda: self._member.client.refuse(generation, words, differs=differs))
+            refuse = pb.RefuseRequest(generation=generation, reason=str(error), differs=is_difference(error))
+            self._await_notice(error, lambda: self._member.client.call(refuse))
         elif (
             self._communicator.lost_peer(error)
             or isinstance(error, LogUnavailable)
@@ -125,11 +126,14 @@ class Failures:
         the step if the error was not a broken connection but the trainer's own.
         """
         words = again or words_of(error)
+
+        def suspect() -> None:
+            request = pb.SuspectRequest(generation=suspected_in, reason=words, again=bool(again))
+            self._member.client.call(request)
+
         self._await_notice(
             error,
-            (lambda: self._member.client.suspect(suspected_in, words, again=bool(again)))
-            if suspected_in
-            else None,
+            suspect if suspected_in else None,
         )
 
     def _await_notice(self, error: Exception, statement: Callable[[], None] | None) -> None:
@@ -161,7 +165,8 @@ class Failures:
         """Ends the job and raises the error. A UsageError is not reported: the launcher takes it from the exit code."""
         if not isinstance(error, UsageError):
             try:
-                self._member.client.fail(words_of(error)[:400] + advice_on(error), patience_s=_FAIL_S)
+                reason = words_of(error)[:400] + advice_on(error)
+                self._member.client.call(pb.FailRequest(reason=reason), patience_s=_FAIL_S)
             except (
                 SwiftError
             ) as untold:  # the launcher reports this exit; the author must see the error itself

@@ -615,7 +615,9 @@ class Restorer:
         return Standstill(
             self._stall_s,
             lambda: (self._state.version, self._channel.records_read, self._channel.microbatches_replayed),
-            lambda why: self._member.client.refuse(generation, f"rank {self._rank}: {why}"),
+            lambda why: self._member.client.call(
+                pb.RefuseRequest(generation=generation, reason=f"rank {self._rank}: {why}")
+            ),
             lambda: self._member.noticed,
         )
 

@@ -285,7 +285,7 @@ class Parts:
         communicator = ProcessGroups(backend, rank, all_groups, default=groups["world"], stores=stores)
         channel = _channel_of(rank, assignment, config, backend, faults, communicator, member)
         losses = Losses(rank, config.non_finite_loss, channel)
-        witness = Witness(member.client.differs, lambda: communicator.broken is not None, losses.check)
+        witness = Witness(member.say_differs, lambda: communicator.broken is not None, losses.check)
         channel.watch(witness)
         tape = Tape(witness)
         for group in groups.values():
@@ -324,7 +324,7 @@ class Parts:
         audit = _audit_of(assignment, config, groups, state)
         adoption = (
             _adopts(config)(
-                config, rank, channel, state, assigned, groups, world, witness, member.client.differs, loaders
+                config, rank, channel, state, assigned, groups, world, witness, member.say_differs, loaders
             )
             if config.redistributes
             else None

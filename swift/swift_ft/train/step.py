@@ -248,9 +248,10 @@ class Ending(Participant):
         flush_at_end(writer, self._rank, FLUSH_TIMEOUT_S)
         self._member.say_measured()
         reason = stopped.reason if stopped and called else ""
+        finish = pb.FinishRequest(version=version, num_steps=num_steps, called=called, reason=reason)
         while True:
             self._member.check()
-            self._member.say(lambda: self._member.client.finish(version, num_steps, called, reason))
+            self._member.say(lambda: self._member.client.call(finish))
             view = self._member.watcher.wait_for(lambda _view: True, None)
             if view.state == pb.FINISHED:
                 events.emit(

@@ -104,7 +104,7 @@ def test_a_limit_of_the_coordinator_does_not_end_a_job_that_runs(
     monkeypatch.setattr("swift_ft.rpc.client.LIMIT_PAUSE_S", 0.01)
     monkeypatch.setattr("swift_ft.rpc.client.LIMIT_PATIENCE_S", 0.05)
     served.scripted.script = [*[limit] * 20, pb.Ack()]
-    client.ready(3, 7)
+    client.call(pb.ReadyRequest(generation=3, version=7))
     assert len(served.scripted.requests) == 21
     client.member = None
     served.scripted.script = [limit]
@@ -115,50 +115,28 @@ def test_a_limit_of_the_coordinator_does_not_end_a_job_that_runs(
 def test_calls_carry_what_they_say(client: CoordinatorClient, served: Served) -> None:
     assert client.member is not None
     me: dict[str, Any] = {"job": "j", "rank": 2, "incarnation": client.member.incarnation}
-    client.report(3, None)
-    client.report(3, 0)
-    client.report(3, 7)
-    client.report(3, None, undo_to=0, undo_exact=True)
-    client.report(3, 6, undo_to=5, forward_to=7)
-    client.ready(3, 7, [1, 4], 8)
-    client.ready(3, 7, [1, 4], 8, shard=2)
-    client.refuse(3, "bits differ")
-    client.checkpoint_durable(10, 3)
-    client.ask_checkpoint(3, 12, "steps 10 to 11 were not logged")
-    client.suspect(3, "reset by peer")
-    client.finish(30)
-    client.fail("no memory")
-    client.member_exited(2, 77, -9)
+    client.call(pb.ReportRequest(generation=3, undo_to=0, undo_exact=True))
+    client.call(pb.ReadyRequest(generation=3, version=7, stages=[1, 4], num_stages=8))
+    client.call(pb.FailRequest(reason="no memory"))
+    client.call(pb.ExitRequest(rank=3, pid=77, exit_code=-9))
     assert served.scripted.requests == [
-        pb.ReportRequest(**me, generation=3),
-        pb.ReportRequest(**me, generation=3, has_state=True),
-        pb.ReportRequest(**me, generation=3, has_state=True, version=7),
         pb.ReportRequest(**me, generation=3, undo_to=0, undo_exact=True),
-        pb.ReportRequest(**me, generation=3, has_state=True, version=6, undo_to=5, forward_to=7),
         pb.ReadyRequest(**me, generation=3, version=7, stages=[1, 4], num_stages=8),
-        pb.ReadyRequest(**me, generation=3, version=7, stages=[1, 4], num_stages=8, shard=2),
-        pb.RefuseRequest(**me, generation=3, reason="bits differ"),
-        pb.CheckpointRequest(**me, version=10, generation=3),
-        pb.AskCheckpointRequest(
-            **me, generation=3, after_version=12, reason="steps 10 to 11 were not logged"
-        ),
-        pb.SuspectRequest(**me, generation=3, reason="reset by peer"),
-        pb.FinishRequest(**me, version=30),
         pb.FailRequest(**me, reason="no memory"),
-        pb.ExitRequest(job="j", rank=2, pid=77, exit_code=-9),
+        pb.ExitRequest(job="j", rank=3, pid=77, exit_code=-9),
     ]
     served.scripted.script = [pb.HeartbeatReply(generation=3, interval_s=0.5)]
-    assert client.heartbeat(7).interval_s == 0.5
+    assert client.call(pb.HeartbeatRequest(version=7)).interval_s == 0.5
     served.scripted.script = [pb.StatusReply(view=view(3, 1))]
     assert client.status().view.generation == 3
 
 
 def test_a_launcher_speaks_for_no_rank(served: Served) -> None:
     with CoordinatorClient(served.address, "j") as launcher:
-        launcher.fail("no replacement left")
+        launcher.call(pb.FailRequest(rank=-1, reason="no replacement left"))
         assert served.scripted.requests == [pb.FailRequest(job="j", rank=-1, reason="no replacement left")]
         with pytest.raises(UsageError, match="join the job"):
-            launcher.heartbeat(0)
+            launcher.call(pb.HeartbeatRequest())
 
 
 @pytest.mark.parametrize(
@@ -170,14 +148,14 @@ def test_a_restarting_coordinator_is_waited_for(
     client: CoordinatorClient, served: Served, code: grpc.StatusCode
 ) -> None:
     served.scripted.script = [code, code, code, pb.Ack()]
-    client.finish(3)
+    client.call(pb.FinishRequest(version=3))
     assert len(served.scripted.requests) == 4
 
 
 def test_a_coordinator_that_comes_back_on_its_port_is_found_at_once(
     client: CoordinatorClient, served: Served
 ) -> None:
-    client.finish(3)
+    client.call(pb.FinishRequest(version=3))
     served.stop()
     there: list[float] = []
 
@@ -188,7 +166,7 @@ def test_a_coordinator_that_comes_back_on_its_port_is_found_at_once(
 
     back = threading.Timer(0.7, come_back)
     back.start()
-    client.finish(3)
+    client.call(pb.FinishRequest(version=3))
     answered = time.monotonic()
     back.join()
     assert there[0] < answered < there[1] + 2.0
@@ -211,7 +189,7 @@ def test_a_coordinator_that_does_not_answer_is_told_at_once_and_once(served: Ser
             watcher = client.watch()
             waits = threading.Thread(target=watcher.wait_for, args=(lambda view: True, 60.0))
         else:
-            waits = threading.Thread(target=client.member_exited, args=(2, 77, -9))
+            waits = threading.Thread(target=client.call, args=(pb.ExitRequest(rank=2),))
         waits.start()
         assert news.wait(30.0)
         served.start()
@@ -253,7 +231,7 @@ def test_refusals_have_their_error(
 ) -> None:
     served.scripted.script = [code]
     with pytest.raises(error, match=words) as caught:
-        client.finish(3)
+        client.call(pb.FinishRequest(version=3))
     assert type(caught.value) is error
     assert len(served.scripted.requests) == 1
 
@@ -267,7 +245,10 @@ def test_whoever_only_asks_for_a_job_hears_which_there_are(served: Served) -> No
 
 class TestJoin:
     def join(self, client: CoordinatorClient, takeover_s: float = 10.0) -> int:
-        return client.join(make_member(1), 4, {"seed": "7"}, {"torch": "2.13.0"}, takeover_s=takeover_s)
+        request = pb.JoinRequest(
+            member=make_member(1), world_size=4, config={"seed": "7"}, fingerprint={"torch": "2.13.0"}
+        )
+        return client.join(request, takeover_s=takeover_s)
 
     def test_the_generation_comes_back_and_the_member_is_known(
         self, client: CoordinatorClient, served: Served
@@ -394,7 +375,7 @@ def test_views_are_ordered_by_generation_then_revision() -> None:
 
 def test_a_vote_that_is_not_waited_for_arrives(served: Served, client: CoordinatorClient) -> None:
     """grpc cancels a call that nobody holds: every decision then took the time until the vote was said again."""
-    client.vote(1, 0, pb.AGREE, 5, waits=False)
+    client.call(pb.VoteRequest(generation=1, kind=pb.AGREE, value=5), waits=False)
     deadline = time.monotonic() + 10
     while not any(isinstance(request, pb.VoteRequest) for request in served.scripted.requests):
         assert time.monotonic() < deadline, "it has not come"

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -33,25 +33,26 @@ class Coordinator:
     def line(self, incarnation: str) -> CoordinatorClient:
         return cast("CoordinatorClient", _Line(self, incarnation))
 
-    def share(self, incarnation: str, generation: int, **said: Any) -> pb.ShareReply:
+    def share(self, incarnation: str, asked: pb.ShareRequest) -> pb.ShareReply:
+        generation = asked.generation
         with self._lock:
             self.calls += 1
             sharing = self.sharing
             over = pb.ShareReply(generation=sharing.generation)
             if generation != sharing.generation:
                 return over
-            if said["epoch"] not in (0, sharing.epoch):
+            if asked.epoch not in (0, sharing.epoch):
                 return pb.ShareReply(generation=generation, epoch=sharing.epoch)
             after = []
-            if changes := list(said["changes"]):
-                after = sharing.change(incarnation, said["number"], changes)
+            if changes := list(asked.changes):
+                after = sharing.change(incarnation, asked.number, changes)
                 while self.answers_lost:
                     self.answers_lost -= 1
-                    after = sharing.change(incarnation, said["number"], changes)
+                    after = sharing.change(incarnation, asked.number, changes)
                 self._lock.notify_all()
-            keys: Iterable[str] = list(said["until"])
-            self._lock.wait_for(lambda: all(sharing._value(key) is not None for key in keys), said["wait_s"])
-            news, revision, more = sharing.news(said["seen"])
+            keys: Iterable[str] = list(asked.until)
+            self._lock.wait_for(lambda: all(sharing._value(key) is not None for key in keys), asked.wait_s)
+            news, revision, more = sharing.news(asked.seen)
         return pb.ShareReply(
             generation=generation, epoch=sharing.epoch, revision=revision, news=news, after=after, more=more
         )
@@ -62,10 +63,8 @@ class _Line:
         self._coordinator = coordinator
         self._incarnation = incarnation
 
-    def share(self, generation: int, **said: Any) -> pb.ShareReply:
-        return self._coordinator.share(
-            self._incarnation, generation, **{"number": 0, "changes": (), "until": (), "wait_s": 0.0} | said
-        )
+    def call(self, asked: pb.ShareRequest) -> pb.ShareReply:
+        return self._coordinator.share(self._incarnation, asked)
 
 
 def ranks(coordinator: Coordinator, count: int = 2, generation: int = 1) -> list[SharedKeys]:

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.launch import link as launcher_link
 from swift_ft.launch.link import CoordinatorLink
 from swift_ft.rpc import client
 from tests.integration.logserver_world import free_port
@@ -76,7 +77,7 @@ def test_what_nobody_has_heard_holds_no_end_up(impatient: None) -> None:
 
 
 def test_a_last_checkpoint_is_asked_for_once(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "LAST_PATIENCE_S", PATIENCE_S)
+    monkeypatch.setattr(launcher_link, "ASK_S", PATIENCE_S)
     served = Served()
     served.stop()
     link = CoordinatorLink(served.address, "j", lambda: None)

@@ -39,7 +39,7 @@ class Coordinator:
     def __exit__(self, *exc: object) -> None:
         pass
 
-    def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
+    def call(self, request: pb.MeetRequest) -> pb.MeetReply:
         self.requests.append(request)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, SwiftError):

@@ -88,19 +88,13 @@ class Client:
             return False
         return True
 
-    def checkpoint_durable(
-        self,
-        version: int,
-        generation: int,
-        recorded: bool = False,
-        patience_s: float | None = None,
-    ) -> None:
+    def call(self, durable: pb.CheckpointRequest, patience_s: float | None = None) -> None:
         self.patience_s = patience_s
         if self.deaf:
             self.deaf -= 1
             raise self.error
-        self.told.append((version, generation))
-        self.recorded.append(recorded)
+        self.told.append((durable.version, durable.generation))
+        self.recorded.append(durable.recorded)
 
 
 def saving(store: Store, client: Client, complete: Sequence[int] = (), given_up: int = 0) -> Saving:

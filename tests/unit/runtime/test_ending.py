@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.rpc.codec import optional
 from swift_ft.train.step import Ending
 from tests.unit.runtime.wired import step_of
 
@@ -22,7 +23,7 @@ class World:
         self.watcher = watcher
         member = SimpleNamespace(
             watcher=watcher,
-            client=SimpleNamespace(finish=self.finished),
+            client=SimpleNamespace(call=self.finished),
             check=lambda: None,
             say=lambda statement: statement() is None,
             say_measured=lambda: None,
@@ -35,8 +36,8 @@ class World:
         )
         self.ending = Ending(0, *cast(Any, (member, self.state, store, saving)), saves=saves)
 
-    def finished(self, *said: Any) -> None:
-        self.said.append(said)
+    def finished(self, said: pb.FinishRequest) -> None:
+        self.said.append((said.version, said.num_steps, optional(said, "called"), said.reason))
         self.order.append("finished")
         self.view.state = pb.FINISHED
 

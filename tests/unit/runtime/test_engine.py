@@ -68,8 +68,8 @@ class Told:
         lost, self.lost = self.lost, None
         return lost
 
-    def report(self, generation: int, version: int | None, **_: object) -> None:
-        self.reports.append(generation)
+    def call(self, report: pb.ReportRequest) -> None:
+        self.reports.append(report.generation)
 
 
 def engine_of(told: Told) -> Engine:
@@ -130,12 +130,12 @@ def test_a_survivor_reports_its_state_whatever_is_wrong_with_its_log(trouble: Sw
 
 @pytest.mark.parametrize("away", [ServiceError("no answer from the coordinator"), Fenced("generation 7")])
 def test_a_trainers_own_error_is_raised_whoever_cannot_be_told_of_it(away: SwiftError) -> None:
-    def fail(reason: str, patience_s: float) -> None:
-        assert (reason, patience_s < 10) == ("KeyError: 'a mistake'", True)
+    def fail(request: pb.FailRequest, patience_s: float) -> None:
+        assert (request.reason, patience_s < 10) == ("KeyError: 'a mistake'", True)
         raise away
 
     told = Told()
-    told.fail = fail  # type: ignore[attr-defined]
+    told.call = fail  # type: ignore[method-assign]
     with pytest.raises(KeyError, match="a mistake"):
         engine_of(told)._failures._fail(KeyError("a mistake"))
 

@@ -99,12 +99,14 @@ def test_what_is_said_to_nobody_is_said_again(world: World) -> None:
     world.served.stop()
     world.member.client.patience_s = 0.1
     client = world.member.client
-    assert not world.member.say(lambda: client.report(1, 3))
-    assert not world.member.say(lambda: client.ready(1, 3))
-    assert not world.member.say(lambda: client.finish(3))
+    assert not world.member.say(
+        lambda: client.call(pb.ReportRequest(generation=1, has_state=True, version=3))
+    )
+    assert not world.member.say(lambda: client.call(pb.ReadyRequest(generation=1, version=3)))
+    assert not world.member.say(lambda: client.call(pb.FinishRequest(version=3)))
     world.served.start()
     client.patience_s = 60.0
-    assert world.member.say(lambda: client.report(1, 3))
+    assert world.member.say(lambda: client.call(pb.ReportRequest(generation=1, has_state=True, version=3)))
     assert world.heard(pb.ReportRequest) == 1
 
 

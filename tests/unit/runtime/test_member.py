@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import Fenced, ServiceError, SwiftError, UnknownJob
 from swift_ft.train.coordinator_session import ENV_HAS_RUN, Member
 from tests.unit.runtime.wired import Nobody
@@ -21,7 +22,7 @@ class Asked:
         self.renewed_at = -math.inf
         self._member, self._answers = member, list(answers)
 
-    def heartbeat(self, *_: object, **__: object) -> None:
+    def call(self, _beat: pb.HeartbeatRequest) -> None:
         self.calls.append("heartbeat")
         error = self._answers.pop(0)
         if not self._answers:

@@ -137,7 +137,7 @@ class Coordinator:
     def join(self, *_: object, **__: object) -> int:
         return self.latest.generation
 
-    def heartbeat(self, *_: object) -> Any:
+    def call(self, _beat: pb.HeartbeatRequest) -> Any:
         return SimpleNamespace(interval_s=TIMEOUT_S)
 
     def watch(self, saw: Any) -> "Coordinator":
@@ -146,8 +146,6 @@ class Coordinator:
 
     def wait_for(self, predicate: Any, timeout_s: float | None) -> pb.View:
         return self.latest
-
-    def differs(self, version: int, reason: str) -> None: ...
 
     def close(self) -> None: ...
 

@@ -21,7 +21,7 @@ class MeasuredJob:
         self._client = CoordinatorClient(coordinator, job, patience_s=PATIENCE_S, tell=say)
 
     def profile(self, given: Given) -> tuple[Profile, list[str]]:
-        return profile_of(self._client.job, self._client.measurements(), given)
+        return profile_of(self._client.job, self._client.call(pb.MeasurementsRequest()), given)
 
     def close(self) -> None:
         self._client.close()
