@@ -506,9 +506,9 @@ def pause(name: str, rank: int, step: int) -> dict[str, Any]:
     return {"id": name, "rank": rank, "step": step, "phase": "idle", "kind": "pause", "hold": True}
 
 
-def held_together(faults: Sequence[Fault], *, each: bool = False) -> list[list[int]]:
+def held_together(faults: Sequence[Fault]) -> list[list[int]]:
     """Returns groups of indices of rank faults that are held and released together: the victims of one step, if there
-    are several, or if a log is corrupted or a log server lost before. `each`: in any case."""
+    are several, or if a log is corrupted or a log server lost before."""
     by_step: dict[int, list[int]] = {}
     for index, fault in enumerate(faults):
         if not isinstance(fault, RankFault) or fault.kind != "kill" or fault.phase in RECOVERY_PHASES:
@@ -516,4 +516,4 @@ def held_together(faults: Sequence[Fault], *, each: bool = False) -> list[list[i
         if fault.step is not None:
             by_step.setdefault(fault.step, []).append(index)
     beside = {fault.step for fault in faults if isinstance(fault, BEFORE_A_LOSS)}
-    return [group for step, group in by_step.items() if each or len(group) > 1 or step in beside]
+    return [group for step, group in by_step.items() if len(group) > 1 or step in beside]

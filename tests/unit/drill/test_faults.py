@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,6 +29,12 @@ def topology(**changes: object) -> Topology:
     return Topology(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def check(planned: Sequence[fault_grammar.Fault], shape: Topology, **options: Any) -> None:
+    """Raises UsageError for the first problem, as a drill does."""
+    for problem in faults.problems(planned, shape, **options):
+        raise UsageError(problem)
+
+
 @pytest.mark.parametrize(
     ("specs", "word"),
     [
@@ -49,7 +57,7 @@ def topology(**changes: object) -> Topology:
 )
 def test_refuses_what_the_topology_cannot_have(specs: list[str], word: str) -> None:
     with pytest.raises(UsageError) as caught:
-        faults.check([fault_grammar.parse(spec) for spec in specs], topology(), log_servers=2)
+        check([fault_grammar.parse(spec) for spec in specs], topology(), log_servers=2)
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -69,7 +77,7 @@ def test_refuses_what_the_topology_cannot_have(specs: list[str], word: str) -> N
     ],
 )
 def test_accepts(specs: list[str]) -> None:
-    faults.check([fault_grammar.parse(spec) for spec in specs], topology(), log_servers=2)
+    check([fault_grammar.parse(spec) for spec in specs], topology(), log_servers=2)
 
 
 HYBRID = {"pipeline_ranks": 2, "replicas": 2}
@@ -105,7 +113,7 @@ HYBRID = {"pipeline_ranks": 2, "replicas": 2}
 )
 def test_refuses_what_replicas_cannot_have(specs: list[str], options: dict[str, str], word: str) -> None:
     with pytest.raises(UsageError) as caught:
-        faults.check([fault_grammar.parse(spec) for spec in specs], topology(**HYBRID), **options)
+        check([fault_grammar.parse(spec) for spec in specs], topology(**HYBRID), **options)
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -121,13 +129,13 @@ def test_refuses_what_replicas_cannot_have(specs: list[str], options: dict[str, 
     ],
 )
 def test_accepts_with_replicas(specs: list[str], options: dict[str, str]) -> None:
-    faults.check([fault_grammar.parse(spec) for spec in specs], topology(**HYBRID), **options)
+    check([fault_grammar.parse(spec) for spec in specs], topology(**HYBRID), **options)
 
 
 def test_a_pipeline_of_one_rank_has_no_stream_to_corrupt() -> None:
     planned = [fault_grammar.parse("rank=1,step=7"), fault_grammar.parse("corrupt=log,step=7")]
     with pytest.raises(UsageError, match="reads no stream"):
-        faults.check(planned, topology(pipeline_ranks=1, replicas=2), strategy="replay")
+        check(planned, topology(pipeline_ranks=1, replicas=2), strategy="replay")
 
 
 @given(st.integers(0, 2**40), st.integers(1, 6), st.booleans())
@@ -142,7 +150,7 @@ def test_random_kills_are_apart_and_possible(seed: int, count: int, wait_free: b
     apart = sorted([*steps, 11])
     assert steps == sorted(steps)
     assert all(later - earlier >= RANDOM_GAP for earlier, later in itertools.pairwise(apart))
-    faults.check([*kills, *beside], shape, updates=updates)
+    check([*kills, *beside], shape, updates=updates)
     assert [fault_grammar.parse(str(kill)) for kill in kills] == list(kills)
 
 
@@ -169,9 +177,9 @@ def test_random_kills_fill_a_run_that_has_just_enough_steps() -> None:
 @pytest.mark.parametrize("extra", ["rank=2,phase=replay", "corrupt=log,step=17"])
 def test_the_checkpoint_strategy_replays_nothing(extra: str) -> None:
     planned = [fault_grammar.parse("rank=1,step=17"), fault_grammar.parse(extra)]
-    faults.check(planned, topology())
+    check(planned, topology())
     with pytest.raises(UsageError, match="--strategy checkpoint"):
-        faults.check(planned, topology(), strategy="checkpoint")
+        check(planned, topology(), strategy="checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -186,12 +194,12 @@ def test_the_checkpoint_strategy_replays_nothing(extra: str) -> None:
 )
 def test_a_checkpoint_is_damaged_where_all_load_it_and_have_one_before(specs: list[str], word: str) -> None:
     with pytest.raises(UsageError, match=word):
-        faults.check([fault_grammar.parse(spec) for spec in specs], topology(), strategy="checkpoint")
+        check([fault_grammar.parse(spec) for spec in specs], topology(), strategy="checkpoint")
     good = [fault_grammar.parse(spec) for spec in ("rank=1,step=17", "corrupt=checkpoint,rank=3,step=17")]
-    faults.check(good, topology(), strategy="checkpoint")
+    check(good, topology(), strategy="checkpoint")
     assert fault_grammar.held_together(good) == [[0]], "its victim waits until that is done"
     with pytest.raises(UsageError, match="only with --strategy checkpoint"):
-        faults.check(good, topology())
+        check(good, topology())
 
 
 def test_environment_holds_only_the_rank_under_corruption() -> None:

@@ -7,7 +7,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from swift_ft.errors import ServiceError, UsageError
 from swift_ft.fault_grammar import MICROBATCH_PHASES, RECOVERY_PHASES, Fault, RankFault
 from swift_ft.files import write_whole
 from swift_ft.lab.drill import options, page, report, run
-from swift_ft.lab.drill.config import DrillConfig
+from swift_ft.lab.drill.config import OPTIONS, DrillConfig
 from swift_ft.lab.drill.console import LiveProgress, show
 from swift_ft.lab.drill.facts import Facts, check_directory, check_file, until_stopped, work_directory
 from swift_ft.lab.drill.faults import phases_of
@@ -118,17 +117,21 @@ def make_parser() -> Parser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_to(parser)
+    options.add_to(parser, OPTIONS)
+    what = "kill this many ranks, at coordinates that --seed decides"
+    parser.add_argument("--random-kills", type=int, metavar="N", help=what)
     return parser
 
 
 def parse(argv: Sequence[str]) -> DrillConfig:
     """Returns the drill's configuration. Raises UsageError, in one line, for invalid options."""
-    given = options.given(make_parser().parse_args(argv))
-    topology = Topology(**{field.name: given.pop(field.name) for field in fields(Topology)})
+    given = vars(make_parser().parse_args(argv))
+    topology = Topology(
+        **{each.attribute: given.pop(each.attribute) for each in options.options_of(Topology)}
+    )
     if given["lost_shard"] == QUICKEST and given["strategy"] == "auto":
         given["lost_shard"] = quickest(topology.pipeline_ranks, topology.replicas)
-    given["groups"] = _groups(given["groups"])
+    given["groups"] = _groups(str(given["groups"]))
     given["faults"] = _faults(given["faults"], given.pop("random_kills"), topology, given)
     return DrillConfig(topology=topology, **given)
 

@@ -3,8 +3,8 @@
 import json
 import platform
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,22 @@ from typing import Any
 from swift_ft.errors import UsageError
 from swift_ft.fault_grammar import CorruptFault, Fault
 from swift_ft.lab.drill import faults as fault_specs
-from swift_ft.lab.drill import health_check, options, shrinking, warming
-from swift_ft.lab.drill.options import DEFAULTS, OPTIMIZERS, Reach
-from swift_ft.lab.drill.topology import Topology
+from swift_ft.lab.drill import options, shrinking
+from swift_ft.lab.drill.options import DEFAULT_KILL, IMPLEMENTATIONS, ON_OFF, OPTIMIZERS, Reach, option
+from swift_ft.lab.drill.topology import MODELS, Topology
 from swift_ft.log.placement import COPIES_MAX
-from swift_ft.planner import SETTINGS, Strategy
+from swift_ft.planner import SNAPSHOTTING, STRATEGIES, shrinks
 from swift_ft.planner.groups import RecoveryGroups
+from swift_ft.planner.types import LOST_SHARDS, QUICKEST
+from swift_ft.state import MODES as CHECKPOINT_MODES
 
 TOKEN_LIFETIME_S = 4.0
 """Lifetime of tokens with `--secure`. Ranks pause for longer than this once, so that the token of every connection
 expires."""
 
-
 SNAPSHOT_EVERY = 4
 """Default of `--snapshot-every` with `--strategy snapshot`."""
+RUN, BOTH, RESULT = Reach.RUN, Reach.BOTH, Reach.RESULT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,105 +35,173 @@ class DrillConfig:
     """The configuration of a drill. Construction validates it (`UsageError`) before anything is started."""
 
     topology: Topology
-    faults: tuple[Fault, ...]
-    strategy: str = DEFAULTS["strategy"]
-    checkpoint_mode: str = DEFAULTS["checkpoint_mode"]
-    lost_shard: str = DEFAULTS["lost_shard"]
-    """Treatment of a lost rank's batches, for strategies that shrink the world. Empty: "redistribute"."""
-    exact_gradients: str = DEFAULTS["exact_gradients"]
-    """"on" or "off", for the strategy "adaptive"; so is `split_backward`."""
-    split_backward: str = DEFAULTS["split_backward"]
-    adaptive_memory: float = DEFAULTS["adaptive_memory"]
-    staggered: str = DEFAULTS["staggered"]
-    snapshot_every: int = DEFAULTS["snapshot_every"]
-    """Steps between snapshots, for the strategies "snapshot" and "auto"."""
-    allow_inexact: bool = DEFAULTS["allow_inexact"]
-    grow: str = DEFAULTS["grow"]
-    """step=N: lost ranks rejoin after that step. Empty: never."""
-    unfit: str = DEFAULTS["unfit"]
-    """rank=R,times=N: the place of a lost rank fails its health check N times. Empty: no health check."""
-    groups: RecoveryGroups = RecoveryGroups()  # noqa: RUF009  (frozen)
-    """Stages that recover together; empty: each rank recovers by itself."""
-    seed: int = DEFAULTS["seed"]
-    log_servers: int = DEFAULTS["log_servers"]
-    """Number of log servers, each as if on a machine of its own."""
-    copies: int = DEFAULTS["copies"]
-    """Copies of every record, each on another log server."""
-    spares: int = DEFAULTS["spares"]
-    """Warm spare processes the launcher keeps."""
-    warm_up: bool = DEFAULTS["warm_up"]
-    """Each victim waits until a spare has been warmed up as its rank."""
-    model: str = DEFAULTS["model"]
-    updates: str = DEFAULTS["updates"]
-    data_parallel: str = DEFAULTS["data_parallel"]
-    """Component that averages gradients over replicas: "session", or "ddp" (torch's DistributedDataParallel)."""
-    optimizer: str = DEFAULTS["optimizer"]
-    optimizer_implementation: str = DEFAULTS["optimizer_implementation"]
-    """Empty: torch's choice."""
-    undo: str = DEFAULTS["undo"]
-    reduction: str = DEFAULTS["reduction"]
-    helpers: int = DEFAULTS["helpers"]
-    """Number of ranks that help to replay a lost stage."""
-    rehearse: str = DEFAULTS["rehearse"]
-    """Times at which recoveries are rehearsed, as in `SessionConfig.rehearse`."""
-    secure: bool = DEFAULTS["secure"]
-    """Use mutual TLS and tokens."""
-    json_path: Path | None = DEFAULTS["json_path"]
-    html_path: Path | None = DEFAULTS["html_path"]
-    directory: Path | None = DEFAULTS["directory"]
-    """Directory of both runs' files; None: a temporary one, removed at the end."""
-    keep: bool = DEFAULTS["keep"]
-    """Keep the temporary directory as well."""
-    twin: Path | None = DEFAULTS["twin"]
-    """Directory of the failure-free run: reused if finished there, otherwise run there."""
+    strategy: str = option("auto", known=STRATEGIES, reach=RUN)
+    checkpoint_mode: str = option(
+        "async",
+        "when training goes on after a checkpoint: once the state is copied, or once it is durable",
+        known=CHECKPOINT_MODES,
+        reach=RUN,
+    )
+    lost_shard: str = option(
+        "",
+        "with --strategy shrink or rollback, what becomes of a lost rank's batches (default: redistribute)",
+        known=(*LOST_SHARDS, QUICKEST),
+        reach=RUN,
+    )
+    exact_gradients: str = option(
+        "on",
+        "with --strategy adaptive, whether a lost rank's gradients are kept apart, or added to a rank's own "
+        "('off': not exact)",
+        known=ON_OFF,
+        reach=RUN,
+    )
+    split_backward: str = option(
+        "on",
+        "with --strategy adaptive, whether gradients of weights are computed behind those of inputs while a rank "
+        "is missing",
+        known=ON_OFF,
+        reach=RUN,
+    )
+    adaptive_memory: float = option(
+        1.0,
+        "with --strategy adaptive, how many times the activations of the schedule a rank may hold meanwhile",
+        "FACTOR",
+        bounds=(1.0, 1000.0),
+        reach=RUN,
+    )
+    staggered: str = option(
+        "off",
+        "with --strategy adaptive, whether a rank begins the next step before other stages have done this one",
+        known=ON_OFF,
+        reach=RUN,
+    )
+    snapshot_every: int = option(
+        0,
+        "with --strategy snapshot (there 4, if 0) and auto, steps between copies in host memory; 0: none",
+        "K",
+        bounds=(0, 10**6),
+        reach=RUN,
+    )
+    allow_inexact: bool = option(
+        False, "what does not lead to the bits of a run that never failed may be asked for", reach=RUN
+    )
+    grow: str = option(
+        "",
+        "with a strategy that goes on without a lost rank, it comes back when the others have done step N; these "
+        "wait for it (default: never)",
+        "step=N",
+        reach=RUN,
+    )
+    groups: RecoveryGroups = option(
+        RecoveryGroups(),
+        "recovery groups, such as 0-1,2-3; only what passes between groups is logged (default: none)",
+        "RUNS",
+        reach=RUN,
+    )
+    seed: int = option(0, "seed of everything random", "S", bounds=(0, 2**63 - 1), reach=BOTH)
+    log_servers: int = option(1, "log servers, as if on N machines", "N", bounds=(1, 16))
+    copies: int = option(1, "copies of every record", "C")
+    spares: int = option(1, "warm spare processes", "N", bounds=(0, 64))
+    helpers: int = option(0, "ranks that share a replay", "N", bounds=(0, 64), reach=RUN)
+    model: str = option("default", known=tuple(MODELS), reach=BOTH)
+    updates: str = option(
+        "after_backward",
+        "when buckets of gradients are applied",
+        known=("after_backward", "wait_free"),
+        reach=BOTH,
+        updates=True,
+    )
+    data_parallel: str = option(
+        "session", "who averages gradients over replicas", known=("session", "ddp"), reach=BOTH, updates=True
+    )
+    reduction: str = option(
+        "auto",
+        "the order in which gradients are summed; auto: by replica, from three replicas on",
+        known=("auto", "ordered", "fast"),
+        reach=BOTH,
+        updates=True,
+    )
+    undo: str = option(
+        "exact",
+        "how a half-applied step is taken back",
+        known=("exact", "arithmetic", "preimage"),
+        reach=RUN,
+        updates=True,
+    )
+    optimizer: str = option(
+        "adamw",
+        "amsgrad is AdamW with amsgrad, sgd has Nesterov momentum",
+        known=tuple(OPTIMIZERS),
+        reach=BOTH,
+        updates=True,
+    )
+    optimizer_implementation: str = option(
+        "",
+        "torch's implementation of the optimizer (default: torch's choice)",
+        known=IMPLEMENTATIONS,
+        reach=BOTH,
+        updates=True,
+    )
+    rehearse: str = option(
+        "off", "rehearse recoveries while the job runs: 'start', 'always' or 'off'", "WHEN"
+    )
+    secure: bool = option(False, "use mutual TLS and tokens, all made for this drill")
+    json_path: Path | None = option(None, "write the report as JSON", "PATH", flag="--json", reach=RESULT)
+    html_path: Path | None = option(None, "write the report as a page", "PATH", flag="--html", reach=RESULT)
+    directory: Path | None = option(
+        None, "keep everything of both runs in this directory (must be empty)", "DIR", reach=RESULT
+    )
+    keep: bool = option(False, "keep the temporary directory (it is kept if the drill fails)", reach=RESULT)
+    twin: Path | None = option(
+        None,
+        "directory of the failure-free run; the run is used if it is finished there, else made there",
+        "DIR",
+        reach=RESULT,
+    )
+    faults: tuple[Fault, ...] = option(
+        (), f"a fault, see below (default: {DEFAULT_KILL})", "SPEC", flag="--kill"
+    )
 
     def __post_init__(self) -> None:
-        options.check(self._values())
+        for problem in options.problems(self._values(), OPTIONS):
+            raise UsageError(problem)
         if self.strategy == fault_specs.SNAPSHOT and not self.snapshot_every:
             object.__setattr__(self, "snapshot_every", SNAPSHOT_EVERY)
+        for problem in self._problems():
+            raise UsageError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        """Yields why options do not go together."""
         copies_max = min(COPIES_MAX, self.log_servers)
         if not 1 <= self.copies <= copies_max:
-            raise UsageError(
-                f"--copies must be 1 to {copies_max} (--log-servers {self.log_servers}), not {self.copies}"
-            )
+            yield f"--copies must be 1 to {copies_max} (--log-servers {self.log_servers}), not {self.copies}"
         if not self.faults:
-            raise UsageError("a drill without a fault shows nothing: give at least one --kill")
+            yield "a drill without a fault shows nothing: give at least one --kill"
         shape = self.topology
         stages = {rank: shape.stages_of(rank) for rank in range(shape.ranks)}
         if problem := self.groups.problem(shape.stages, stages):
-            raise UsageError(f"--{problem}")
-        self._check_optimizer()
-        self._check_data_parallelism()
-        fault_specs.check(
+            yield f"--{problem}"
+        versions = OPTIMIZERS[self.optimizer]
+        if self.optimizer_implementation and self.optimizer_implementation not in versions:
+            there = f"there are {', '.join(versions)}" if versions else "leave out --optimizer-implementation"
+            yield f"--optimizer {self.optimizer}: it has no {self.optimizer_implementation} version; {there}"
+        yield from self._data_parallel_problems()
+        yield from fault_specs.problems(
             self.faults,
-            self.topology,
+            shape,
             strategy=self.strategy,
             updates=self.updates,
             log_servers=self.log_servers,
             groups=self.groups,
         )
-        shrinking.check(self)
-        health_check.check(self)
-        warming.check(self)
-        if self.snapshot_every and Strategy.SNAPSHOT not in SETTINGS[self.strategy].permits:
-            raise UsageError(f"--snapshot-every {self.snapshot_every} needs --strategy snapshot or auto")
-
+        yield from shrinking.problems(self)
+        if self.snapshot_every and self.strategy not in SNAPSHOTTING:
+            yield f"--snapshot-every {self.snapshot_every} needs --strategy snapshot or auto"
         corrupt = next((f for f in self.faults if isinstance(f, CorruptFault)), None)
         if corrupt is not None and self.copies > 1:
-            raise UsageError(
-                f"--kill {corrupt}: with --copies {self.copies} a replay reads another copy: leave --copies out"
-            )
+            yield f"--kill {corrupt}: with --copies {self.copies} a replay reads another copy: leave --copies out"
 
-    def _check_optimizer(self) -> None:
-        versions = OPTIMIZERS[self.optimizer]
-        if self.optimizer_implementation and self.optimizer_implementation not in versions:
-            there = f"there are {', '.join(versions)}" if versions else "leave out --optimizer-implementation"
-            raise UsageError(
-                f"--optimizer {self.optimizer}: it has no {self.optimizer_implementation} version; {there}"
-            )
-
-    def _check_data_parallelism(self) -> None:
-        """Raises UsageError for options of data parallelism that conflict."""
+    def _data_parallel_problems(self) -> Iterator[str]:
         alone, wait_free = self.topology.replicas == 1, self.updates == "wait_free"
         for flag, value, harmless in (
             ("--updates", self.updates, "after_backward"),
@@ -140,21 +210,17 @@ class DrillConfig:
             ("--strategy", self.strategy if self.strategy == "replica" else "", ""),
         ):
             if alone and value != harmless:
-                raise UsageError(f"{flag} {value} needs replicas: add --replicas 2 or more")
+                yield f"{flag} {value} needs replicas: add --replicas 2 or more"
         if self.undo != "exact" and not wait_free:
-            raise UsageError(
-                f"--undo {self.undo}: nothing is undone with --updates after_backward; add --updates wait_free"
-            )
+            yield f"--undo {self.undo}: nothing is undone with --updates after_backward; add --updates wait_free"
         if self.data_parallel == "session":
             return
         if wait_free:
-            raise UsageError("--data-parallel ddp reduces by itself: leave out --updates wait_free")
+            yield "--data-parallel ddp reduces by itself: leave out --updates wait_free"
         if self.reduction == "fast":
-            raise UsageError(
-                "--data-parallel ddp adds in the order of data-parallel ranks: leave out --reduction fast"
-            )
+            yield "--data-parallel ddp adds in the order of data-parallel ranks: leave out --reduction fast"
         if self.topology.splits_backward:
-            raise UsageError(
+            yield (
                 f"--data-parallel ddp does not go with --schedule {self.topology.schedule}: "
                 "DistributedDataParallel does not see gradients of weights that are computed apart; "
                 "use --data-parallel session"
@@ -202,15 +268,11 @@ class DrillConfig:
 
     def _values(self) -> dict[str, Any]:
         """Returns the values of all options by field name."""
-        return {
-            field.name: getattr(part, field.name) for part in (self.topology, self) for field in fields(part)
-        }
+        return options.values_of(self.topology) | options.values_of(self)
 
     def arguments(self) -> list[str]:
         """Returns the command line of this configuration, without the options that name result files."""
-        values = self._values()
-        kills = {"faults": values.pop("faults")}
-        return [*options.words(values, *Reach), *options.words(kills, Reach.DRILL)]
+        return options.words(self._values(), OPTIONS, Reach.DRILL, RUN, BOTH)
 
     def rerun(self) -> str:
         """Returns the exact command, quoted for a shell."""
@@ -218,13 +280,13 @@ class DrillConfig:
 
     def trainer_arguments(self) -> list[str]:
         """Returns the trainer's arguments, the same for the failure-free twin."""
-        return options.words(self._values(), Reach.BOTH)
+        return options.words(self._values(), OPTIONS, BOTH)
 
     def recovery_arguments(self) -> list[str]:
         """Returns additional trainer arguments of the run with faults: recovery settings, which change no bit of the
         twin."""
         rest = ["--rest-s", str(TOKEN_LIFETIME_S + 0.5)] if self.secure else []
-        return [*options.words(self._values(), Reach.RUN), *rest]
+        return [*options.words(self._values(), OPTIONS, RUN), *rest]
 
     def identity(self) -> dict[str, object]:
         """Returns the settings and versions that two runs must share for their digests to be comparable."""
@@ -233,27 +295,19 @@ class DrillConfig:
     def shape(self) -> dict[str, object]:
         """Returns `topology` of the report."""
         shape = self.topology
+        told = ("log_servers", "copies", "spares", "model", "updates", "data_parallel", "optimizer", "secure")
         return {
+            **asdict(shape),
             "ranks": shape.ranks,
-            "pipeline_ranks": shape.pipeline_ranks,
-            "replicas": shape.replicas,
             "stages": shape.stages,
             "stages_of_rank": {str(rank): list(shape.stages_of(rank)) for rank in range(shape.ranks)},
-            "schedule": shape.schedule,
-            "microbatches": shape.microbatches,
-            "steps": shape.steps,
-            "checkpoint_every": shape.checkpoint_every,
             "groups": str(self.groups),
-            "log_servers": self.log_servers,
-            "copies": self.copies,
-            "spares": self.spares,
-            "model": self.model,
-            "updates": self.updates,
-            "data_parallel": self.data_parallel,
-            "optimizer": self.optimizer,
+            **{name: getattr(self, name) for name in told},
             "optimizer_implementation": self.optimizer_implementation or "torch's choice",
-            "secure": self.secure,
         }
+
+
+OPTIONS = options.options_of(Topology, DrillConfig)
 
 
 def versions() -> dict[str, str]:

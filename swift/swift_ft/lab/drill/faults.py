@@ -1,6 +1,6 @@
 """Checks that the faults of ``--kill`` are possible in a drill. The grammar is `swift_ft.fault_grammar`.
 
-`check` knows the topology, and raises `UsageError` with one line that names the allowed values.
+`problems` knows the topology, and yields lines that name the allowed values.
 
 The runtime inside a rank injects rank faults (`swift_ft.fault_grammar`). With "hold" it waits for the drill's release.
 So the drill can flip its bit when the rank is certain to die and no record has been read back yet, and several victims
@@ -8,11 +8,11 @@ of one step die together.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from swift_ft import fault_grammar
-from swift_ft.errors import UsageError
 from swift_ft.fault_grammar import (
     PHASES,
     RECOVERY_PHASES,
@@ -23,7 +23,6 @@ from swift_ft.fault_grammar import (
     Fault,
     FillFault,
     LogLossFault,
-    LogServerFault,
     RankFault,
     fault_id,
 )
@@ -42,13 +41,12 @@ def to_environment(
     *,
     paused: int = 0,
     strategy: str = "auto",
-    each_held: bool = False,
 ) -> str:
     """Returns the JSON list of faults for `ENV_FAULTS`. `pauses`: id -> the step before which rank `paused` waits for
     ``<id>.go``. `topology`: lets a victim that dies with half an update applied wait for its replicas, and so a victim
-    in a reduction that the replicas are to finish. `each_held`: every victim waits for the drill's release."""
+    in a reduction that the replicas are to finish."""
     waits = {"update", "reduce"} if may_finish(strategy) else {"update"}
-    held = {index for group in fault_grammar.held_together(faults, each=each_held) for index in group}
+    held = {index for group in fault_grammar.held_together(faults) for index in group}
 
     def beside(fault: Fault) -> list[int]:
         if topology is None or not isinstance(fault, RankFault) or fault.phase not in waits:
@@ -78,7 +76,7 @@ SNAPSHOT = "snapshot"
 """Strategy under which a state is copied without a replica."""
 
 
-def check(
+def problems(
     faults: Sequence[Fault],
     topology: Topology,
     *,
@@ -86,40 +84,12 @@ def check(
     updates: str = "after_backward",
     log_servers: int = 1,
     groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
-) -> None:
-    """Raises `UsageError` for faults that this topology cannot have."""
+) -> Iterator[str]:
+    """Yields why this topology cannot have these faults."""
+    drill = _Drill(faults, topology, strategy, updates, log_servers, groups)
     for fault in faults:
-        _check_kind(fault)
-        match fault:
-            case RankFault():
-                _check_rank_fault(fault, topology, updates, strategy)
-                if fault.phase in RECOVERY_PHASES:
-                    _check_recovery_fault(fault, faults, strategy, groups)
-            case LogServerFault(step=int(step)):
-                _check_step(fault, step, topology)
-            case LogLossFault():
-                _check_log_loss(fault, faults, topology, log_servers)
-            case CorruptFault():
-                _check_corrupt_fault(fault, faults, topology, strategy, groups)
-            case CorruptCheckpointFault():
-                _check_corrupt_checkpoint(fault, faults, topology, strategy)
-            case CorruptCopyFault():
-                _check_corrupt_copy(fault, faults, topology, strategy)
-            case CoordinatorFault(state=state):
-                if state != "running" and not any(isinstance(other, RankFault) for other in faults):
-                    raise UsageError(
-                        f"--kill {fault}: state {state} is only reached in a recovery, so kill a rank as well"
-                    )
-
-
-def _check_kind(fault: Fault) -> None:
-    """Raises `UsageError` unless the fault is a kill or a bit flip at coordinates: a drill supports no others."""
-    others = isinstance(fault, FillFault) or (isinstance(fault, RankFault) and fault.kind != "kill")
-    timed = getattr(fault, "at_s", None) is not None or getattr(fault, "for_s", None) is not None
-    if others or timed or (isinstance(fault, CoordinatorFault) and not fault.state):
-        raise UsageError(
-            f"--kill {fault}: a drill kills at coordinates; swift-ft run --failures does this (docs/failures.md)"
-        )
+        for problem in drill.problems(fault):
+            yield f"--kill {fault}: {problem}"
 
 
 def phases_of(topology: Topology, updates: str, strategy: str = "auto") -> tuple[str, ...]:
@@ -133,125 +103,136 @@ def phases_of(topology: Topology, updates: str, strategy: str = "auto") -> tuple
     return tuple(phase for phase in PHASES if phase not in absent)
 
 
-def _check_step(fault: Fault, step: int, topology: Topology) -> None:
-    if step >= topology.steps:
-        raise UsageError(f"--kill {fault}: step must be 0 to {topology.steps - 1} (--steps {topology.steps})")
+_WHY_ABSENT = {
+    "reduce": "nothing is reduced without replicas",
+    "update": "no update begins before the backward pass is over without --updates wait_free",
+    "copy": "there is nothing to copy without replicas",
+    "finish": "no step is finished by others without replicas",
+    "snapshot": "--strategy snapshot takes them",
+}
 
 
-def _check_rank_fault(fault: RankFault, topology: Topology, updates: str, strategy: str) -> None:
-    if fault.rank >= topology.ranks:
-        raise UsageError(f"--kill {fault}: rank must be 0 to {topology.ranks - 1}")
-    if fault.step is not None:
-        _check_step(fault, fault.step, topology)
-    if fault.microbatch >= topology.microbatches:
-        raise UsageError(f"--kill {fault}: microbatch must be 0 to {topology.microbatches - 1}")
-    phases = phases_of(topology, updates, strategy)
-    if fault.phase == "save" and fault.step is not None and (fault.step + 1) % topology.checkpoint_every:
-        raise UsageError(
-            f"--kill {fault}: no checkpoint is written behind that step; take one before a multiple of "
-            f"{topology.checkpoint_every}, such as {topology.checkpoint_every - 1}"
-        )
-    if fault.phase in phases:
-        return
-    why = {
-        "reduce": "nothing is reduced without replicas",
-        "update": "no update begins before the backward pass is over without --updates wait_free",
-        "copy": "there is nothing to copy without replicas",
-        "finish": "no step is finished by others without replicas",
-        "snapshot": "--strategy snapshot takes them",
-    }
-    raise UsageError(f"--kill {fault}: {why[fault.phase]}; phases here: {', '.join(phases)}")
+@dataclass(frozen=True, slots=True)
+class _Drill:
+    """What decides whether a fault is possible."""
+
+    faults: Sequence[Fault]
+    topology: Topology
+    strategy: str
+    updates: str
+    log_servers: int
+    groups: RecoveryGroups
+
+    def problems(self, fault: Fault) -> Iterator[str]:
+        """Yields why the drill cannot have this fault, the coordinates' problems first."""
+        if not _is_kill_or_flip(fault):
+            yield "a drill kills at coordinates; swift-ft run --failures does this (docs/failures.md)"
+        shape, rank, step = self.topology, getattr(fault, "rank", None), getattr(fault, "step", None)
+        if isinstance(fault, LogLossFault):
+            yield from self._log_loss(fault)
+        if rank is not None and rank >= shape.ranks:
+            yield f"rank must be 0 to {shape.ranks - 1}"
+        if step is not None and step >= shape.steps:
+            yield f"step must be 0 to {shape.steps - 1} (--steps {shape.steps})"
+        match fault:
+            case RankFault():
+                yield from self._rank(fault)
+                if fault.phase in RECOVERY_PHASES:
+                    yield from self._in_recovery(fault)
+            case CorruptFault():
+                yield from self._corrupt_log(fault)
+            case CorruptCheckpointFault():
+                yield from self._corrupt_checkpoint(fault)
+            case CorruptCopyFault():
+                yield from self._corrupt_copy(fault)
+            case CoordinatorFault(state=state):
+                if state != "running" and not self._kills():
+                    yield f"state {state} is only reached in a recovery, so kill a rank as well"
+
+    def _kills(self) -> list[RankFault]:
+        return [fault for fault in self.faults if isinstance(fault, RankFault)]
+
+    def _rank(self, fault: RankFault) -> Iterator[str]:
+        every = self.topology.checkpoint_every
+        if fault.microbatch >= self.topology.microbatches:
+            yield f"microbatch must be 0 to {self.topology.microbatches - 1}"
+        if fault.phase == "save" and fault.step is not None and (fault.step + 1) % every:
+            yield (
+                f"no checkpoint is written behind that step; take one before a multiple of {every}, such as {every - 1}"
+            )
+        phases = phases_of(self.topology, self.updates, self.strategy)
+        if fault.phase not in phases:
+            yield f"{_WHY_ABSENT[fault.phase]}; phases here: {', '.join(phases)}"
+
+    def _log_loss(self, fault: LogLossFault) -> Iterator[str]:
+        if fault.server >= self.log_servers:
+            yield f"log must be 0 to {self.log_servers - 1} (--log-servers {self.log_servers})"
+        lost = {other.server for other in self.faults if isinstance(other, LogLossFault)}
+        if len(lost) >= self.log_servers:
+            yield f"no log server would be left: add --log-servers {len(lost) + 1}"
+        if fault.step is None and not self._kills():
+            yield "nothing replays unless another --kill makes a rank fail first"
+
+    def _in_recovery(self, fault: RankFault) -> Iterator[str]:
+        may_do, does = {
+            "replay": (may_replay(self.strategy), "replays"),
+            "copy": (self.strategy == SNAPSHOT or may_copy(self.strategy), "copies"),
+            "finish": (may_finish(self.strategy), "is finished"),
+        }[fault.phase]
+        if fault.phase == "finish" and not may_do:
+            yield "nobody finishes a step for others: add --strategy lossy-forward"
+        if not may_do:
+            yield f"--strategy {self.strategy} {does} nothing"
+        if fault.phase == "replay" and not self.groups.logs:
+            yield f"one group of all (--groups {self.groups}) replays nothing"
+        if all(other.phase in RECOVERY_PHASES for other in self._kills()):
+            yield f"nothing {does} unless another --kill makes a rank fail first"
+
+    def _corrupt_log(self, fault: CorruptFault) -> Iterator[str]:
+        every = self.topology.checkpoint_every
+        victim = victim_of(fault, self.faults)
+        if victim is None:
+            yield "nothing reads the log: no rank is killed at that step"
+            return
+        if not may_replay(self.strategy):
+            yield f"--strategy {self.strategy} never reads the log"
+        if self.topology.replicas > 1 and self.strategy != "replay":
+            yield "with replicas nothing reads the log unless it is told to: add --strategy replay"
+        if fault.step % every == 0:
+            yield (
+                "the checkpoint may be of that very step and leave nothing to replay; take a step that is no multiple "
+                f"of {every}"
+            )
+        streams = self.topology.replay_streams(victim.rank, self.groups)
+        if not streams:
+            yield f"a replay of rank {victim.rank} reads no stream: it has no neighbour in another group"
+        if fault.stream and fault.stream not in streams:
+            yield f"a replay of rank {victim.rank} reads only the streams {', '.join(streams)}"
+
+    def _corrupt_copy(self, fault: CorruptCopyFault) -> Iterator[str]:
+        if self.strategy != SNAPSHOT and (self.topology.replicas == 1 or not may_copy(self.strategy)):
+            why = "without replicas" if self.topology.replicas == 1 else f"with --strategy {self.strategy}"
+            yield f"nothing is copied {why}"
+        if all(other.rank != fault.rank for other in self._kills()):
+            yield f"rank {fault.rank} is given no state unless another --kill takes its own"
+
+    def _corrupt_checkpoint(self, fault: CorruptCheckpointFault) -> Iterator[str]:
+        every = self.topology.checkpoint_every
+        if self.strategy != "checkpoint":
+            yield "only with --strategy checkpoint do all ranks load theirs"
+        if victim_of(fault, self.faults) is None:
+            yield "nobody loads a checkpoint: no rank is killed at that step"
+        if fault.step < every or fault.step % every == 0:
+            yield (
+                f"take a step above {every} that is no multiple of it: there must be a checkpoint, and one before it"
+            )
 
 
-def _check_log_loss(
-    fault: LogLossFault, faults: Sequence[Fault], topology: Topology, log_servers: int
-) -> None:
-    if fault.server >= log_servers:
-        raise UsageError(f"--kill {fault}: log must be 0 to {log_servers - 1} (--log-servers {log_servers})")
-    lost = {other.server for other in faults if isinstance(other, LogLossFault)}
-    if len(lost) >= log_servers:
-        raise UsageError(f"--kill {fault}: no log server would be left: add --log-servers {len(lost) + 1}")
-    if fault.step is not None:
-        _check_step(fault, fault.step, topology)
-    elif not any(isinstance(other, RankFault) for other in faults):
-        raise UsageError(f"--kill {fault}: nothing replays unless another --kill makes a rank fail first")
-
-
-def _check_recovery_fault(
-    fault: RankFault, faults: Sequence[Fault], strategy: str, groups: RecoveryGroups
-) -> None:
-    if fault.phase == "finish" and not may_finish(strategy):
-        raise UsageError(f"--kill {fault}: nobody finishes a step for others: add --strategy lossy-forward")
-    does = {"replay": "replays", "copy": "copies", "finish": "is finished"}[fault.phase]
-    if not {"replay": may_replay, "copy": _may_copy, "finish": may_finish}[fault.phase](strategy):
-        raise UsageError(f"--kill {fault}: --strategy {strategy} {does} nothing")
-    if fault.phase == "replay" and not groups.logs:
-        raise UsageError(f"--kill {fault}: one group of all (--groups {groups}) replays nothing")
-    if not any(isinstance(other, RankFault) and other.phase not in RECOVERY_PHASES for other in faults):
-        raise UsageError(f"--kill {fault}: nothing {does} unless another --kill makes a rank fail first")
-
-
-def _may_copy(strategy: str) -> bool:
-    return strategy == SNAPSHOT or may_copy(strategy)
-
-
-def _check_corrupt_fault(
-    fault: CorruptFault, faults: Sequence[Fault], topology: Topology, strategy: str, groups: RecoveryGroups
-) -> None:
-    _check_step(fault, fault.step, topology)
-    victim = victim_of(fault, faults)
-    if victim is None:
-        raise UsageError(f"--kill {fault}: nothing reads the log: no rank is killed at that step")
-    if not may_replay(strategy):
-        raise UsageError(f"--kill {fault}: --strategy {strategy} never reads the log")
-    if topology.replicas > 1 and strategy != "replay":
-        raise UsageError(
-            f"--kill {fault}: with replicas nothing reads the log unless it is told to: add --strategy replay"
-        )
-    if fault.step % topology.checkpoint_every == 0:
-        raise UsageError(
-            f"--kill {fault}: the checkpoint may be of that very step and leave nothing to replay; "
-            f"take a step that is no multiple of {topology.checkpoint_every}"
-        )
-    streams = topology.replay_streams(victim.rank, groups)
-    if not streams:
-        raise UsageError(
-            f"--kill {fault}: a replay of rank {victim.rank} reads no stream: it has no neighbour in another group"
-        )
-    if fault.stream and fault.stream not in streams:
-        raise UsageError(
-            f"--kill {fault}: a replay of rank {victim.rank} reads only the streams {', '.join(streams)}"
-        )
-
-
-def _check_corrupt_copy(
-    fault: CorruptCopyFault, faults: Sequence[Fault], topology: Topology, strategy: str
-) -> None:
-    if strategy != SNAPSHOT and (topology.replicas == 1 or not may_copy(strategy)):
-        why = "without replicas" if topology.replicas == 1 else f"with --strategy {strategy}"
-        raise UsageError(f"--kill {fault}: nothing is copied {why}")
-    if not any(isinstance(other, RankFault) and other.rank == fault.rank for other in faults):
-        raise UsageError(
-            f"--kill {fault}: rank {fault.rank} is given no state unless another --kill takes its own"
-        )
-
-
-def _check_corrupt_checkpoint(
-    fault: CorruptCheckpointFault, faults: Sequence[Fault], topology: Topology, strategy: str
-) -> None:
-    _check_step(fault, fault.step, topology)
-    every = topology.checkpoint_every
-    if fault.rank >= topology.ranks:
-        raise UsageError(f"--kill {fault}: rank must be 0 to {topology.ranks - 1}")
-    if strategy != "checkpoint":
-        raise UsageError(f"--kill {fault}: only with --strategy checkpoint do all ranks load theirs")
-    if victim_of(fault, faults) is None:
-        raise UsageError(f"--kill {fault}: nobody loads a checkpoint: no rank is killed at that step")
-    if fault.step < every or fault.step % every == 0:
-        raise UsageError(
-            f"--kill {fault}: take a step above {every} that is no multiple of it: there must be a checkpoint, and "
-            "one before it"
-        )
+def _is_kill_or_flip(fault: Fault) -> bool:
+    """Returns whether the fault is a kill or a bit flip at coordinates: a drill supports no others."""
+    others = isinstance(fault, FillFault) or (isinstance(fault, RankFault) and fault.kind != "kill")
+    timed = getattr(fault, "at_s", None) is not None or getattr(fault, "for_s", None) is not None
+    return not (others or timed or (isinstance(fault, CoordinatorFault) and not fault.state))
 
 
 def victim_of(fault: CorruptFault | CorruptCheckpointFault, faults: Sequence[Fault]) -> RankFault | None:
@@ -270,7 +251,7 @@ def corrupted_stream(
 ) -> str:
     """Returns the named stream, or the first one that the victim's replay reads."""
     victim = victim_of(fault, faults)
-    assert victim is not None, "check() ran first"
+    assert victim is not None, "checked before"
     return fault.stream or topology.replay_streams(victim.rank, groups)[0]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from swift_ft.fault_grammar import CorruptCheckpointFault, CorruptCopyFault, CorruptFault, RankFault, fault_id
 from swift_ft.lab.drill import (
-    health_check,
     loss,
     lossy,
     replay_report,
@@ -21,7 +20,6 @@ from swift_ft.lab.drill import (
     saving,
     shrinking,
     timeline,
-    warming,
 )
 from swift_ft.lab.drill import replay_report as prediction
 from swift_ft.lab.drill.config import versions
@@ -40,8 +38,6 @@ _PARTS = {
     "checkpoint": saving,
     "lossy": lossy,
     "reinit": report_reinit,
-    "gate": health_check,
-    "warm_up": warming,
 }
 """Parts that strategies and options add: each has `checks(facts)`, and a `section(facts)` under that name."""
 # A stage recovered by several strategies (of its ranks, or in several recoveries) shows the most expensive one.

@@ -30,7 +30,7 @@ from swift_ft.fault_grammar import (
     fault_id,
 )
 from swift_ft.files import make_directory, read_given, write_whole
-from swift_ft.lab.drill import faults, health_check, loss, lossy, replay_report, shrinking, timeline, warming
+from swift_ft.lab.drill import faults, loss, lossy, replay_report, shrinking, timeline
 from swift_ft.lab.drill.cluster import JOB, POLL_S, Cluster, Security
 from swift_ft.lab.drill.config import DrillConfig, same_identity
 from swift_ft.lab.drill.facts import Evidence, Measured
@@ -167,8 +167,6 @@ class _Watch:
         """Ranks that have joined and whose slot was not left vacant since."""
         self.saved = -1
         """The newest version whose checkpoints are durable on all ranks."""
-        self.warmed: Counter[int] = Counter()
-        """rank -> number of spares warmed up as that rank."""
         self.stalled = False
         self._progress = progress
         self._moved = time.monotonic()
@@ -199,7 +197,6 @@ class _Watch:
             self.present |= {int(event["rank"])}
         if event["event"] == "left_vacant":
             self.present -= {int(event["rank"])}
-        warming.count(event, self.warmed)
         if event["event"] not in _NO_PROGRESS:
             self._moved = time.monotonic()
         self._progress.see(event)
@@ -215,7 +212,7 @@ class FaultedRun:
         self._progress = progress
         self._done: set[int] = set()
         self._held_since: dict[int, float] = {}
-        self._held = fault_grammar.held_together(config.faults, each=config.warm_up)
+        self._held = fault_grammar.held_together(config.faults)
         self._corruption: dict[str, Any] | None = None
         self._copy: Path | None = None
         self._copy_tried = 0.0
@@ -235,17 +232,14 @@ class FaultedRun:
                 config.topology,
                 paused=shrinking.first_survivor(config),
                 strategy="shrink" if config.strategy == "auto" and config.shrinks else config.strategy,
-                each_held=config.warm_up,
             ),
             die_at=[
                 (fault_id(index), fault.state.upper())
                 for index, fault in enumerate(config.faults)
                 if isinstance(fault, CoordinatorFault)
             ],
-            # Measuring an undo's error costs copies of state that the step changes; a drill needs the error.
-            launcher_flags=[*health_check.launcher_flags(config), *warming.launcher_flags(config)],
             settings={
-                **health_check.environment(config),
+                # Measuring an undo's error costs copies of state that the step changes; a drill needs the error.
                 **({"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {}),
                 "SWIFT_REHEARSE": config.rehearse,
                 **({"SWIFT_PROFILE": "1"} if config.groups.starts or config.helpers else {}),
@@ -407,12 +401,6 @@ class FaultedRun:
                 return False
         waited = time.monotonic() - min(self._held_since[index] for index in there)
         victims = [self._config.faults[index] for index in group]
-        if (
-            self._config.warm_up
-            and not warming.are_there(victims, self._watch.warmed)
-            and waited < warming.HOLD_S
-        ):
-            return False
         all_come = faults.all_get_there(victims, self._config.topology)
         if len(there) < len(group) and waited < (ALL_THERE_S if all_come else TOGETHER_S):
             return False

@@ -9,12 +9,13 @@ import json
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.fault_grammar import ENV_FAULTS, ENV_FAULTS_DIR, CorruptFault, RankFault
-from swift_ft.lab.drill.options import DEFAULTS
+from swift_ft.lab.drill.options import options_of
 from swift_ft.planner import lost_shard_problem, reroutes
 from swift_ft.text import ADAPTIVE_SETTINGS
 
@@ -38,114 +39,84 @@ def grown_at(spec: str) -> int | None:
     return int(match[1]) + 1
 
 
-def check(config: "DrillConfig") -> None:
-    """Raises UsageError for options that conflict with shrinking."""
+def problems(config: "DrillConfig") -> Iterator[str]:
+    """Yields why options conflict with shrinking."""
     version = grown_at(config.grow)
     if problem := lost_shard_problem(config.strategy, config.lost_shard):
-        raise UsageError(f"--lost-shard {config.lost_shard} with --strategy {config.strategy}: {problem}")
-    asked = {name for name in ADAPTIVE_SETTINGS if getattr(config, name) != DEFAULTS[name]}
-    if asked and not _reroutes(config):
-        flag = f"--{min(asked).replace('_', '-')}"
-        raise UsageError(f"{flag} needs --strategy adaptive, or --lost-shard reroute")
+        yield f"--lost-shard {config.lost_shard} with --strategy {config.strategy}: {problem}"
+    rerouted = reroutes(config.strategy, config.lost_shard)
+    for each in options_of(config):
+        asked = getattr(config, each.attribute) != each.default
+        if each.attribute in ADAPTIVE_SETTINGS and asked and not rerouted:
+            yield f"{each.name} needs --strategy adaptive, or --lost-shard reroute"
     if config.exact_gradients == "off" and not config.allow_inexact:
-        raise UsageError("--exact-gradients off is not exact: add --allow-inexact, or leave it out")
+        yield "--exact-gradients off is not exact: add --allow-inexact, or leave it out"
     if not config.shrinks:
         if config.grow:
-            raise UsageError(f"--grow {config.grow} needs --strategy shrink, rollback or lossy-forward")
+            yield f"--grow {config.grow} needs --strategy shrink, rollback or lossy-forward"
         return
     flag, shape = f"--strategy {config.strategy}", config.topology
-    if config.strategy == "auto":
-        _check_late(config)
+    if config.strategy == "auto" and shape.replicas == 1:
+        yield (
+            f"--lost-shard {config.lost_shard} with --strategy auto and one replica: nobody else holds a lost rank's "
+            "state; give --replicas 2 or more"
+        )
+    if config.strategy == "auto" and config.grow:
+        yield f"--grow {config.grow} with --strategy auto: a process that comes takes the lost rank's place at once"
     if shape.pipeline_ranks > 1 and config.finishes_cut_steps:
-        raise UsageError(
+        yield (
             f"{flag} with --stages {shape.pipeline_ranks}: only replicas of a whole model finish a step so; "
             "give --stages 1"
         )
     if shape.pipeline_ranks > 1 and config.drops:
-        raise UsageError(
+        yield (
             f"--lost-shard drop with --stages {shape.pipeline_ranks}: the other ranks of a lost one's pipeline would "
             "have nothing to do; use --lost-shard redistribute"
         )
     if config.finishes_cut_steps and not config.allow_inexact:
-        raise UsageError(f"{flag} is not exact: add --allow-inexact, or use --strategy rollback")
+        yield f"{flag} is not exact: add --allow-inexact, or use --strategy rollback"
     if config.drops and not config.allow_inexact:
-        raise UsageError(
-            "--lost-shard drop is not exact: add --allow-inexact, or use --lost-shard redistribute"
-        )
+        yield "--lost-shard drop is not exact: add --allow-inexact, or use --lost-shard redistribute"
     if not config.drops and config.updates == "wait_free":
-        raise UsageError("--lost-shard redistribute does not go with --updates wait_free: leave it out")
+        yield "--lost-shard redistribute does not go with --updates wait_free: leave it out"
     if shape.replicas > 2 and config.reduction == "fast":
-        raise UsageError(f"{flag} with --reduction fast: fewer ranks add in another order; leave it out")
-    kills = [fault for fault in config.faults if isinstance(fault, RankFault)]
+        yield f"{flag} with --reduction fast: fewer ranks add in another order; leave it out"
     if any(isinstance(fault, CorruptFault) for fault in config.faults):
-        raise UsageError(f"--kill corrupt=log: {flag} never reads the log")
-    victims = {fault.rank for fault in kills}
-    if shape.replicas == 1:
-        _check_moving(config)
+        yield f"--kill corrupt=log: {flag} never reads the log"
+    if shape.replicas == 1:  # a lost stage moves to another rank
+        if config.grow:
+            yield f"--grow {config.grow} with one replica: a lost rank's stage has moved, and is there"
+        if config.strategy != "shrink" or config.drops:
+            yield "--strategy shrink with one replica moves a lost stage: leave out what drops or takes back"
         return
-    if _reroutes(config) and shape.pipeline_ranks == 1:
+    if rerouted and shape.pipeline_ranks == 1:
         other = "--lost-shard redistribute" if config.strategy == "auto" else "--strategy shrink"
-        raise UsageError(f"{flag} with --stages 1: it is for pipelines; use {other}")
-    if problem := _nobody_left(config, victims):
-        raise UsageError(f"{flag}: {problem}")
-    if len(victims) < len(kills):
-        raise UsageError(f"{flag}: a rank is killed twice, and it is not there the second time")
+        yield f"{flag} with --stages 1: it is for pipelines; use {other}"
+    if problem := _nobody_left(config, rerouted):
+        yield f"{flag}: {problem}"
+    kills = [fault for fault in config.faults if isinstance(fault, RankFault)]
+    if len(victims(config)) < len(kills):
+        yield f"{flag}: a rank is killed twice, and it is not there the second time"
     if version is None:
         return
     late = [fault for fault in kills if fault.step is None or fault.step >= version]
     if not kills or late:
         what = f"--kill {late[0]} comes later" if late else "no rank is lost"
-        raise UsageError(f"--grow {config.grow}: {what}; grow behind the last kill of a rank")
+        yield f"--grow {config.grow}: {what}; grow behind the last kill of a rank"
     if version >= shape.steps:
-        raise UsageError(
-            f"--grow {config.grow}: step must be at most {shape.steps - 2} (--steps {shape.steps})"
-        )
+        yield f"--grow {config.grow}: step must be at most {shape.steps - 2} (--steps {shape.steps})"
 
 
-def _reroutes(config: "DrillConfig") -> bool:
-    return reroutes(config.strategy, config.lost_shard)
-
-
-def _nobody_left(config: "DrillConfig", victims: set[int]) -> str:
+def _nobody_left(config: "DrillConfig", rerouted: bool) -> str:
     """Returns why the other ranks could not continue; empty: they can."""
-    shape = config.topology
+    shape, lost = config.topology, victims(config)
     if shape.pipeline_ranks == 1:
-        return "every rank is killed; leave one" if len(victims) == shape.replicas else ""
-    if _reroutes(config):
-        groups = [rank // shape.replicas for rank in victims]
-        return (
-            "every replica of a stage is killed; leave one"
-            if shape.replicas in map(groups.count, groups)
-            else ""
-        )
-    lacking = {rank % shape.replicas for rank in victims}
+        return "every rank is killed; leave one" if len(lost) == shape.replicas else ""
+    if rerouted:
+        whole = any(set(shape.replicas_of(rank)) <= lost for rank in lost)
+        return "every replica of a stage is killed; leave one" if whole else ""
+    lacking = {shape.dp_rank(rank) for rank in lost}
     return "every pipeline loses a rank; leave one whole" if len(lacking) == shape.replicas else ""
-
-
-def _check_late(config: "DrillConfig") -> None:
-    """Checks strategy "auto" with a lost-shard policy: the others continue if no replacement process comes. Raises
-    UsageError."""
-    if config.topology.replicas == 1:
-        raise UsageError(
-            f"--lost-shard {config.lost_shard} with --strategy auto and one replica: nobody else holds a lost rank's "
-            "state; give --replicas 2 or more"
-        )
-    if config.grow:
-        raise UsageError(
-            f"--grow {config.grow} with --strategy auto: a process that comes takes the lost rank's place at once"
-        )
-
-
-def _check_moving(config: "DrillConfig") -> None:
-    """Checks a pipeline without replicas, whose lost stages move to other ranks. Raises UsageError."""
-    if config.grow:
-        raise UsageError(
-            f"--grow {config.grow} with one replica: a lost rank's stage has moved, and is there"
-        )
-    if config.strategy != "shrink" or config.drops:
-        raise UsageError(
-            "--strategy shrink with one replica moves a lost stage: leave out what drops or takes back"
-        )
 
 
 def moves(config: "DrillConfig") -> bool:
@@ -155,7 +126,7 @@ def moves(config: "DrillConfig") -> bool:
 
 def is_replaced(config: "DrillConfig") -> bool:
     """Returns whether the launcher starts another process for a lost rank."""
-    return not config.shrinks or config.grown_at is not None or bool(config.unfit)
+    return not config.shrinks or config.grown_at is not None
 
 
 def victims(config: "DrillConfig") -> frozenset[int]:

@@ -7,9 +7,11 @@ replicas + dp_rank. Ranks with the same pipeline rank are replicas of each other
 schedules fold the stages: pipeline rank k has k and 2P - 1 - k, and the last one holds two neighbours.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from swift_ft.errors import UsageError
+from swift_ft.lab.drill.options import Reach, option, options_of
 from swift_ft.log import record
 from swift_ft.planner.groups import RecoveryGroups
 
@@ -72,13 +74,6 @@ SCHEDULES = {
 }
 
 
-def schedule_name(name: str) -> str:
-    """Returns the schedule's name as the project spells it, ignoring case. Raises UsageError for an unknown one."""
-    if name.lower() not in SCHEDULES:
-        raise UsageError(f"unknown schedule {name!r}: one of {', '.join(SCHEDULES)}")
-    return name.lower()
-
-
 RANKS_MAX = 256
 """Maximum ranks of a drill: all of them are processes of this machine."""
 
@@ -91,54 +86,43 @@ microbatches.)"""
 class Topology:
     """The shape of one drill. Construction validates it (`UsageError`) before anything is started."""
 
-    pipeline_ranks: int
-    """``--stages``: ranks of one pipeline."""
-    replicas: int = 1
-    """``--replicas``: number of parallel pipelines; each has its own batches."""
-    steps: int
-    microbatches: int
-    """Microbatches of one replica in one step."""
-    schedule: str
-    checkpoint_every: int
+    pipeline_ranks: int = option(4, "ranks in a pipeline", "P", flag="--stages", reach=Reach.BOTH)
+    replicas: int = option(1, "replicas of every stage", "D", reach=Reach.BOTH)
+    """Number of parallel pipelines; each has its own batches."""
+    steps: int = option(30, "optimizer steps", "N", reach=Reach.BOTH)
+    microbatches: int = option(8, "microbatches per step and replica", "M", reach=Reach.BOTH)
+    schedule: str = option("1f1b", known=tuple(SCHEDULES), reach=Reach.BOTH)
+    checkpoint_every: int = option(10, "steps between checkpoints", "K", reach=Reach.BOTH)
 
     def __post_init__(self) -> None:
-        schedule_name(self.schedule)
-        for name, value, least in (
-            ("--stages", self.pipeline_ranks, 1),
-            ("--replicas", self.replicas, 1),
-            ("--steps", self.steps, 1),
-            ("--microbatches", self.microbatches, 1),
-            ("--checkpoint-every", self.checkpoint_every, 1),
-        ):
-            if value < least:
-                raise UsageError(f"{name} must be at least {least}, not {value}")
+        for problem in self._problems():
+            raise UsageError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        if self.schedule not in SCHEDULES:
+            yield f"unknown schedule {self.schedule!r}: one of {', '.join(SCHEDULES)}"
+        for each in options_of(self):
+            if each.kind is int and getattr(self, each.attribute) < 1:
+                yield f"{each.name} must be at least 1, not {getattr(self, each.attribute)}"
+        ranks, schedule, microbatches = self.pipeline_ranks, self.schedule, self.microbatches
         if self.ranks > RANKS_MAX:
-            raise UsageError(
-                f"--stages {self.pipeline_ranks} with --replicas {self.replicas} is {self.ranks} ranks: "
+            yield (
+                f"--stages {ranks} with --replicas {self.replicas} is {self.ranks} ranks: "
                 f"a drill runs all of them on this machine, and takes at most {RANKS_MAX}"
             )
-        if self.pipeline_ranks == 1 and self.replicas == 1:
-            raise UsageError("--stages must be at least 2, or 1 with --replicas 2 or more")
-        if self.pipeline_ranks == 1 and self.stages_per_rank > 1:
-            raise UsageError(
-                f"--schedule {self.schedule} needs --stages 2 or more; with 1, use 1f1b or gpipe"
-            )
-        self._check_microbatches()
-
-    def _check_microbatches(self) -> None:
-        ranks = self.pipeline_ranks
-        needed = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(self.schedule, 1)
-        if self.microbatches < needed:
-            raise UsageError(
-                f"--schedule {self.schedule} on {ranks} stages: --microbatches must be {needed} or more,"
-                f" not {self.microbatches}"
-            )
-        rounds = max(1, self.microbatches // ranks)
-        if self.schedule.startswith("interleaved") and self.microbatches % rounds:
-            raise UsageError(
-                f"--schedule {self.schedule} on {ranks} stages: --microbatches must be a multiple of"
-                f" {rounds}, not {self.microbatches}"
-            )
+        if ranks == 1 and self.replicas == 1:
+            yield "--stages must be at least 2, or 1 with --replicas 2 or more"
+        if ranks == 1 and self.stages_per_rank > 1:
+            yield f"--schedule {schedule} needs --stages 2 or more; with 1, use 1f1b or gpipe"
+        needed = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(schedule, 1)
+        rounds = max(1, microbatches // ranks)
+        if microbatches < needed:
+            wanted = f"{needed} or more"
+        elif schedule.startswith("interleaved") and microbatches % rounds:
+            wanted = f"a multiple of {rounds}"
+        else:
+            return
+        yield f"--schedule {schedule} on {ranks} stages: --microbatches must be {wanted}, not {microbatches}"
 
     @property
     def ranks(self) -> int:

@@ -16,7 +16,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 import swift_ft
 from swift_ft import events
 from swift_ft.lab.drill import options, shrinking
+from swift_ft.lab.drill.config import OPTIONS
 from swift_ft.lab.drill.model import ByteLoader, loss_fn, make_optimizer, make_stage, standard_library
+from swift_ft.lab.drill.options import Reach
 from swift_ft.lab.drill.topology import MODELS
 from swift_ft.log.codec import NAMES as CODECS
 
@@ -47,7 +49,7 @@ def make_schedule(name: str, stages: list[Any], microbatches: int) -> Any:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Trains the drill's transformer; started by swift-ft drill.")
-    options.add_trainers_to(parser)
+    options.add_to(parser, [each for each in OPTIONS if each.reach in (Reach.RUN, Reach.BOTH)])
     parser.add_argument("--codec", default="none", choices=CODECS)
     parser.add_argument("--rest-s", type=float, default=0.0, help="before the last step")
     return parser
@@ -83,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         staggered=args.staggered == "on",
         allow_inexact=args.allow_inexact,
         snapshot_every=args.snapshot_every,
-        groups=args.groups,
+        groups=str(args.groups),
         replicas=args.replicas,
         updates=args.updates,
         undo=args.undo,
@@ -93,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
         helpers=args.helpers,
         last_checkpoint=False,  # the log's content at the end is compared with the prediction
     ) as session:
-        indices, num_stages = stages_of(args.schedule, session.pipeline_rank, args.stages)
+        indices, num_stages = stages_of(args.schedule, session.pipeline_rank, args.pipeline_ranks)
         modules: list[torch.nn.Module] = [make_stage(config, i, num_stages, args.seed) for i in indices]
         parameters = [p for module in modules for p in module.parameters()]
         if args.data_parallel == "ddp":
