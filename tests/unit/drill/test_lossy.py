@@ -197,7 +197,7 @@ def test_a_step_that_was_cut_short_is_held_against_a_calculation(
     assert [(b["contributors"], b["divisor"]) for b in cut["buckets"]] == [([0, 1, 2], 3), ([0, 1], 2)]
     assert "Steps that were cut short" in page.page(result)
     said = "step 1: buckets that are means: 1 of ranks 0, 1, 2; 1 of ranks 0, 1"
-    assert ("cut short", said) in console.facts(result)
+    assert ("cut short", said) in console.fact_rows(result)
     assert right[STEPS] != full_world[STEPS]
 
 

@@ -62,7 +62,7 @@ def test_what_was_not_logged_is_in_the_report_where_it_happened() -> None:
     result = report.build(Facts.of(config(), lacking))
     lacks = {"first_step": 4, "last_step": 6, "ranks": [1, 3], "records": 4, "bytes": 2000}
     assert result["log"]["unlogged"] == lacks
-    assert ("not logged", "4 records (0.0 MB) of steps 4 to 6") in console.facts(result)
+    assert ("not logged", "4 records (0.0 MB) of steps 4 to 6") in console.fact_rows(result)
     assert "unlogged" not in report.build(Facts.of(config(), evidence))["log"]
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from swift_ft.lab.drill import report
-from swift_ft.lab.drill.console import facts as rows
+from swift_ft.lab.drill.console import fact_rows as rows
 from swift_ft.lab.drill.facts import Facts
 from tests.unit.drill.evidence import CHECKPOINT, config, good
 

@@ -3,7 +3,6 @@
 import io
 import re
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from swift_ft.lab import chart
-from swift_ft.lab.drill import loss as plot
 from swift_ft.lab.drill import page as html
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.config import DrillConfig
@@ -54,8 +52,7 @@ def test_the_page_needs_nothing_else(case: tuple[dict[str, Any], str]) -> None:
     page = html.page(result)
     assert words in page
     assert re.findall(r"https?://|src=|@import|url\(|<script|<link", page) == []
-    assert page.count("<svg") == len([r for r in result["recoveries"] if r["recovery_seconds"]]) + 1
-    for tag in ("table", "svg", "tr", "td", "p", "div", "code"):
+    for tag in ("pre", "span", "code", "style"):
         assert len(re.findall(rf"<{tag}[ >]", page)) == page.count(f"</{tag}>"), tag
 
 
@@ -119,27 +116,41 @@ def test_replicas_are_shown(name: str) -> None:
         assert ("3 buckets of rank 2, arithmetic; off by 2 ulps at most" in shown) == (name == "arithmetic")
 
 
+def drawn(loss: dict[str, Any]) -> list[str]:
+    console = Console(file=io.StringIO(), width=html.WIDTH)
+    console.print(html.loss_lines(loss))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
 def test_both_loss_curves_are_drawn_to_scale() -> None:
-    loss = {"steps": [0, 1, 2], "recovered": [3.0, 2.0, 1.0], "failure_free": [3.0, 2.5, 1.0]}
-    drawn = plot.loss_curves(loss, [1, None, 7])
-    ElementTree.fromstring(drawn[drawn.index("<svg") : drawn.index("</svg>") + 6])
-    top, bottom = plot.TOP, plot.HEIGHT - plot.BOTTOM
-    left, right = plot.LEFT, plot.WIDTH - plot.RIGHT
-    middle = f"{(left + right) / 2:.1f}"
-    points = dict(re.findall(r'class="(\w+)" points="([^"]*)"', drawn))
-    first, last = f"{left:.1f},{top:.1f}", f"{right:.1f},{bottom:.1f}"
-    assert points["recovered"] == f"{first} {middle},{(top + bottom) / 2:.1f} {last}"
-    assert points["failure_free"] == f"{first} {middle},{top + (bottom - top) / 4:.1f} {last}"
-    assert re.findall(r'class="kill" x1="([^"]*)"', drawn) == [middle]
+    lines = drawn({"steps": [0, 1, 2], "recovered": [3.0, 2.0, 1.0], "failure_free": [3.0, 2.5, 1.0]})
+    assert lines == ["failure-free  █▆▁", "recovered     █▅▁", "steps 0 to 2; losses 1 to 3"]
 
 
 def test_a_loss_that_is_not_finite_is_a_gap() -> None:
     values = [3.0, None, 1.0, 1.5]
-    drawn = plot.loss_curves({"steps": [0, 1, 2, 3], "recovered": values, "failure_free": [2.0] * 4}, [])
-    assert drawn.count('class="recovered"') == 2
-    assert plot.loss_curves(None, []) == ""
-    nothing = {"steps": [0], "recovered": [None], "failure_free": [None]}
-    assert "<svg" not in plot.loss_curves(nothing, [])
+    lines = drawn({"steps": [0, 1, 2, 3], "recovered": values, "failure_free": [2.0] * 4})
+    assert lines[1] == "recovered     █ ▁▃"
+    assert drawn({"steps": [0], "recovered": [None], "failure_free": [None]}) == [
+        "no loss is a finite number"
+    ]
+
+
+def test_what_a_rank_did_is_drawn_where_it_was() -> None:
+    begun = [{"event": "step_begin", "t": t, "rank": 0, "step": n} for n, t in enumerate((0.0, 5.0))]
+    ended = [{"event": "step_end", "t": 2.5, "rank": 0}, {"event": "fault", "t": 10.0, "rank": 0}]
+    console = Console(file=io.StringIO(), width=html.WIDTH)
+    console.print(html.lanes(sorted([*begun, *ended], key=lambda event: event["t"]), 1))
+    assert isinstance(console.file, io.StringIO)
+    lane = console.file.getvalue().splitlines()[1].removeprefix("rank 0".ljust(12))
+    quarter = html.CELLS // 4
+    assert [mark.strip() != "" for mark in (lane[1], lane[quarter - 1], lane[2 * quarter - 1])] == [
+        True,
+        True,
+        False,
+    ]
+    assert lane[html.CELLS - 2 :].startswith("█X")
 
 
 @given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e6), st.booleans())

@@ -1,11 +1,12 @@
 """Terminal output: progress while the drill runs, and the short report."""
 
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -25,33 +26,6 @@ PHASE_COLOURS = {
     "rejoin": "green",
 }
 BAR_CELLS = 60
-# Events that the timeline shows; the report in JSON has all of them.
-_MARKS = (
-    "fault",
-    "service_killed",
-    "corrupted",
-    "child_exit",
-    "state",
-    "plan",
-    "refused",
-    "notice",
-    "freed",
-    "spare_assigned",
-    "group_built",
-    "restore_begin",
-    "restore_end",
-    "replay_begin",
-    "help_begin",
-    "help_end",
-    "help_declined",
-    "helped",
-    "replay_progress",
-    "replay_end",
-    "roll_forward",
-    "undone",
-    "replica_received",
-    "ready",
-)
 _MERGED = ("notice", "freed", "group_built", "ready", "restore_begin", "restore_end", "roll_forward")
 """Events that every rank emits at about the same time: one line for all ranks."""
 
@@ -134,77 +108,62 @@ def headline(result: Mapping[str, Any]) -> str:
     return "PASS (by the checkpoint, not by exact replay)"
 
 
+_WORDS = {
+    "fault": "rank {rank} killed in {phase}, step {step}, microbatch {microbatch}",
+    "service_killed": "{service} killed{where}",
+    "corrupted": "one bit of {stream} flipped ({record})",
+    "corrupted checkpoint": "one bit flipped in rank {rank}'s checkpoint of version {version}",
+    "corrupted copy": "one bit flipped in what rank {rank} is given by a replica (byte {byte} of a chunk)",
+    "child_exit": "rank {rank}'s process is gone (exit code {code})",
+    "state": "{state}, generation {generation}{why}",
+    "plan": "go on at version {target_version}: {reason}",
+    "refused": "rank {rank} refuses: {reason}",
+    "notice": "told to stop",
+    "freed": "out of the half-done step",
+    "spare_assigned": "rank {rank} is now a {process} (pid {pid})",
+    "group_built": "has the new group",
+    "restore_begin": "gets its state (a checkpoint or a replica)",
+    "restore_end": "has its state",
+    "replay_begin": "rank {rank} replays from version {version}",
+    "help_begin": "rank {rank} is helped by {names}: {shares} microbatches of a step",
+    "help_end": "rank {rank} goes on alone{because}",
+    "help_declined": "rank {rank} does not help rank {owner}: {reason}",
+    "helped": "rank {rank} has helped rank {owner}: {microbatches} microbatches",
+    "replay_progress": "rank {rank} replays, at version {version}; left: {steps_left} steps, {left}",
+    "replay_end": "rank {rank} replayed {steps} steps: {records} records read, {verified} sends verified, {filled} "
+    "filled; {waited} for the log; paced by {bottleneck}",
+    "roll_forward": "finishes the step that was under way",
+    "undone": "rank {rank} took {buckets} buckets back ({mode})",
+    "replica_received": "rank {rank} has {megabytes} MB of state from rank {source}",
+    "ready": "ready",
+}
+"""Events that the timeline shows, in words; the report in JSON has all events."""
+
+
 def describe(event: Mapping[str, Any]) -> str:
     """Returns a description of one event."""
-    name, rank = event["event"], event.get("rank")
-    match name:
-        case "fault":
-            return f"rank {rank} killed in {event['phase']}, step {event['step']}, microbatch {event['microbatch']}"
-        case "service_killed":
-            return f"{event['service']} killed" + (f" in {event['state']}" if "state" in event else "")
-        case "corrupted" if "version" in event:
-            return f"one bit flipped in rank {rank}'s checkpoint of version {event['version']}"
-        case "corrupted" if "stream" not in event:
-            return (
-                f"one bit flipped in what rank {rank} is given by a replica (byte {event['byte']} of a chunk)"
-            )
-        case "corrupted":
-            return f"one bit of {event['stream']} flipped ({event['record']})"
-        case "child_exit":
-            return f"rank {rank}'s process is gone (exit code {event.get('code')})"
-        case "state":
-            why = f": {event['reason']}" if event.get("reason") and event["state"] == "FENCING" else ""
-            return f"{event['state']}, generation {event.get('generation')}{why}"
-        case "plan":
-            return f"go on at version {event['target_version']}: {event.get('reason', '')}"
-        case "refused":
-            return f"rank {rank} refuses: {event.get('reason', '')}"
-        case "spare_assigned":
-            kind = "warm spare" if event.get("warm") else "new process"
-            return f"rank {rank} is now a {kind} (pid {event['pid']})"
-        case "replay_begin":
-            return f"rank {rank} replays from version {event.get('version')}"
-        case "help_begin":
-            helpers = ", ".join(map(str, event.get("helpers") or ())) or "nobody"
-            return f"rank {rank} is helped by {helpers}: {event.get('shares')} microbatches of a step"
-        case "help_end":
-            return ": ".join(filter(None, [f"rank {rank} goes on alone", event.get("reason")]))
-        case "help_declined":
-            return f"rank {rank} does not help rank {event.get('owner')}: {event.get('reason')}"
-        case "helped":
-            return (
-                f"rank {rank} has helped rank {event.get('owner')}: {event.get('microbatches')} microbatches"
-            )
-        case "replay_progress":
-            left = f"{event.get('steps_left')} steps, {seconds(event.get('seconds_left'))}"
-            return f"rank {rank} replays, at version {event.get('version')}; left: {left}"
-        case "replay_end":
-            return (
-                f"rank {rank} replayed {event.get('steps')} steps: {event.get('records')} records read, "
-                f"{event.get('verified')} sends verified, {event.get('filled')} filled; "
-                f"{seconds(event.get('log_wait_s', 0.0))} for the log; paced by {event.get('bottleneck', '?')}"
-            )
-        case "undone":
-            return f"rank {rank} took {event.get('buckets')} buckets back ({event.get('mode')})"
-        case "replica_received":
-            sources = ", ".join(str(source["rank"]) for source in event.get("sources") or ())
-            return f"rank {rank} has {event.get('bytes', 0) / 1e6:.1f} MB of state from rank {sources or '?'}"
-    words = {
-        "notice": "told to stop",
-        "freed": "out of the half-done step",
-        "group_built": "has the new group",
-        "ready": "ready",
-        "restore_begin": "gets its state (a checkpoint or a replica)",
-        "restore_end": "has its state",
-        "roll_forward": "finishes the step that was under way",
+    name, reason = str(event["event"]), event.get("reason")
+    if name == "corrupted" and "stream" not in event:
+        name += " checkpoint" if "version" in event else " copy"
+    derived = {
+        "where": f" in {event['state']}" if "state" in event else "",
+        "why": f": {reason}" if reason and event.get("state") == "FENCING" else "",
+        "because": f": {reason}" if reason else "",
+        "process": "warm spare" if event.get("warm") else "new process",
+        "names": ", ".join(map(str, event.get("helpers") or ())) or "nobody",
+        "left": seconds(event.get("seconds_left")),
+        "waited": seconds(event.get("log_wait_s", 0.0)),
+        "megabytes": f"{(event.get('bytes') or 0) / 1e6:.1f}",
+        "source": ", ".join(str(source["rank"]) for source in event.get("sources") or ()) or "?",
     }
-    return words.get(name, str(name))
+    known = defaultdict(lambda: "?", {"reason": "", **event, **derived})
+    return _WORDS.get(name, name).format_map(known)
 
 
 def timeline_rows(result: Mapping[str, Any]) -> list[tuple[float, str, str]]:
     """Returns (seconds since the first kill, source, description) of the relevant events. Ranks with the same event
     share a row."""
-    first_steps = [event for event in result["timeline"] if event["event"] in _MARKS]
+    first_steps = [event for event in result["timeline"] if event["event"] in _WORDS]
     kills = [e["t"] for e in first_steps if e["event"] in ("fault", "service_killed")]
     start = min(kills, default=0.0)
     rows: list[tuple[float, str, str]] = []
@@ -240,86 +199,91 @@ def phase_bar(phases: Mapping[str, float]) -> Text:
     return bar
 
 
-def _phases(result: Mapping[str, Any]) -> list[Any]:
-    shown: list[Any] = []
+def phases(result: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Yields what each recovery took, by phase."""
     for number, recovery in enumerate(result["recoveries"], start=1):
-        phases = recovery["recovery_seconds"]
-        if phases is None:
-            shown.append(Text(f"recovery {number}: the trace does not say how long it took", style="yellow"))
+        took = recovery["recovery_seconds"]
+        if took is None:
+            yield Text(f"recovery {number}: the trace does not say how long it took", style="yellow")
             continue
-        names = [name for name in PHASE_COLOURS if name in phases]
-        legend = Table.grid(padding=(0, 2))
-        legend.add_row(*(Text(name, style=PHASE_COLOURS[name]) for name in names))
-        legend.add_row(*(seconds(phases[name]) for name in names))
-        head = f"recovery {number}: {seconds(phases['total'])} from the kill to the first step after it"
-        shown += [Text(head, style="bold"), phase_bar(phases), legend, Text()]
-    return shown
+        names = [name for name in PHASE_COLOURS if name in took]
+        legend = [
+            [Text(name, style=PHASE_COLOURS[name]) for name in names],
+            [Text(seconds(took[name])) for name in names],
+        ]
+        head = f"recovery {number}: {seconds(took['total'])} from the kill to the first step after it"
+        yield Group(Text(head, style="bold"), phase_bar(took), grid(legend), Text())
 
 
-def facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+def grid(rows: Iterable[Sequence[Any]]) -> Table:
+    """Returns the rows as plain columns."""
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*(each if isinstance(each, Text) else Text(str(each)) for each in row))
+    return table
+
+
+def titled(title: str, content: RenderableType) -> Group:
+    """Returns a section below its title."""
+    return Group(Text(f"\n{title}", style="bold"), content)
+
+
+def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns (name, value) of the main results; those that do not apply are left out."""
-    log, rates, undo = result["log"], result["throughput"], result["undo"]
-    rows = [("faults", "\n".join(fault["spec"] for fault in result["faults"]))]
-    if result["strategy"]:
-        strategies = (f"stage {stage} {name}" for stage, name in result["strategy"].items())
-        rows.append(("recovered by", ", ".join(strategies)))
-    if result["sources"]:
-        sources = (f"rank {rank} from {', '.join(map(str, of))}" for rank, of in result["sources"].items())
-        rows.append(("copied", f"{'; '.join(sources)} ({result['bytes_copied'] / 1e6:.1f} MB)"))
-    shared = [
-        replay_report.words(replay)
-        for recovery in result["recoveries"]
-        for replay in recovery["shared_replays"]
-    ]
-    if shared:
-        rows.append(("replayed by", "\n".join(shared)))
-    ended = [replay for recovery in result["recoveries"] for replay in recovery["replays"]]
-    cut = [
-        replay_report.cut_short(interruption)
-        for recovery in result["recoveries"]
-        for interruption in recovery["interruptions"]
-    ]
-    for name, lines in (
-        ("paced by", [replay_report.paced_by(replay) for replay in ended]),
-        ("replay took", [line for replay in ended if (line := replay_report.took(replay))]),
-        ("interrupted", cut),
-    ):
-        if lines:
-            rows.append((name, "\n".join(lines)))
-    if undo["mode"]:
-        rows.append(("taken back", _undone(undo)))
-    done = f"{result['steps_replayed']} steps replayed, {result['steps_lost']} steps lost, "
-    rows.append(("work done again", f"{done}{result['microbatches_recomputed']} microbatches computed again"))
+    recoveries, log, lacks = result["recoveries"], result["log"], result["log"].get("unlogged")
+    replays = [replay for recovery in recoveries for replay in recovery["replays"]]
+    shared = [replay for recovery in recoveries for replay in recovery["shared_replays"]]
+    cut = [interruption for recovery in recoveries for interruption in recovery["interruptions"]]
+    copied = "; ".join(
+        f"rank {rank} from {', '.join(map(str, of))}" for rank, of in result["sources"].items()
+    )
     kept = {True: "yes", False: "NO", None: "?"}[result["survivors_kept"]]
     if result["survivors_freed_seconds"] is not None:
         kept += f"; out of their step {seconds(result['survivors_freed_seconds'])} after the notice"
-    rows.append(("survivors kept", kept))
-    if finished := lossy.words(result["lossy"]):
-        rows.append(("cut short", finished))
-    if saved := saving.words(result["checkpoint"]):
-        rows.append(("checkpoints", saved))
-    megabytes = f"{log['bytes'] / 1e6:.1f} MB" if log["bytes"] is not None else "?"
-    rows.append(("log", f"{log['records']} records, {megabytes}; {log['verified_sends']} sends verified"))
-    if result["prediction"]:
-        rows.append(("as predicted", "\n".join(_predicted(result["prediction"]))))
-    if "unlogged" in log:
-        lacks = log["unlogged"]
-        steps = f"steps {lacks['first_step']} to {lacks['last_step']}"
-        rows.append(("not logged", f"{lacks['records']} records ({lacks['bytes'] / 1e6:.1f} MB) of {steps}"))
-    rate = {name: "-" if value is None else f"{value:.2f}" for name, value in rates.items()}
-    rows.append(
-        ("steps per second", f"{rate['before']} before, {rate['during']} during, {rate['after']} after")
-    )
-    if result["reduction"]:
-        rows.append(("reduction", _reduced(result["reduction"])))
-    if result["loss"]:
-        rows.append(("final loss", _lost(result["loss"])))
+    megabytes = "?" if log["bytes"] is None else f"{log['bytes'] / 1e6:.1f} MB"
     control = result["negative_control"]
     caught = {True: "caught", False: "NOT CAUGHT", None: "not tried"}[control["caught"]]
-    rows.append(
-        ("a flipped bit in a log", caught + (f": {control['refused']}" if "refused" in control else ""))
-    )
-    return rows
+    rows: list[tuple[str, Iterable[str]]] = [
+        ("faults", [fault["spec"] for fault in result["faults"]]),
+        ("recovered by", [", ".join(f"stage {stage} {name}" for stage, name in result["strategy"].items())]),
+        ("copied", [f"{copied} ({result['bytes_copied'] / 1e6:.1f} MB)"] if copied else []),
+        ("replayed by", map(replay_report.words, shared)),
+        ("paced by", map(replay_report.paced_by, replays)),
+        ("replay took", map(replay_report.took, replays)),
+        ("interrupted", map(replay_report.cut_short, cut)),
+        ("taken back", [_undone(result["undo"])] if result["undo"]["mode"] else []),
+        (
+            "work done again",
+            [
+                f"{result['steps_replayed']} steps replayed, {result['steps_lost']} steps lost, "
+                f"{result['microbatches_recomputed']} microbatches computed again"
+            ],
+        ),
+        ("survivors kept", [kept]),
+        ("cut short", [lossy.words(result["lossy"])]),
+        ("checkpoints", [saving.words(result["checkpoint"])]),
+        ("log", [f"{log['records']} records, {megabytes}; {log['verified_sends']} sends verified"]),
+        ("as predicted", _predicted(result["prediction"]) if result["prediction"] else []),
+        ("not logged", [_unlogged(lacks)] if lacks else []),
+        (
+            "steps per second",
+            [
+                ", ".join(
+                    f"{'-' if v is None else f'{v:.2f}'} {name}" for name, v in result["throughput"].items()
+                )
+            ],
+        ),
+        ("reduction", [_reduced(result["reduction"])] if result["reduction"] else []),
+        ("final loss", [_lost(result["loss"])] if result["loss"] else []),
+        ("a flipped bit in a log", [": ".join(filter(None, [caught, control.get("refused")]))]),
+    ]
+    told = ((name, "\n".join(filter(None, lines))) for name, lines in rows)
+    return [(name, value) for name, value in told if value]
+
+
+def _unlogged(lacks: Mapping[str, Any]) -> str:
+    steps = f"steps {lacks['first_step']} to {lacks['last_step']}"
+    return f"{lacks['records']} records ({lacks['bytes'] / 1e6:.1f} MB) of {steps}"
 
 
 def _predicted(prediction: Mapping[str, Any]) -> list[str]:
@@ -365,34 +329,16 @@ def _lost(loss: Mapping[str, Any]) -> str:
     )
 
 
-def _facts(result: Mapping[str, Any]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column()
-    for name, value in facts(result):
-        table.add_row(name, Text(value))
-    return table
+def verdict(result: Mapping[str, Any]) -> Panel:
+    """Returns the verdict and its reason in a frame."""
+    colour = COLOURS[result["verdict"]]
+    words = Group(Text(headline(result), style=f"bold {colour}"), Text(result["reason"]))
+    return Panel(words, border_style=colour, expand=False)
 
 
 def show(result: Mapping[str, Any], console: Console | None = None) -> None:
     """Prints the short report to stdout."""
     console = console or Console()
-    timeline = Table(box=None, padding=(0, 1), show_header=False)
-    timeline.add_column(justify="right", no_wrap=True)
-    timeline.add_column(no_wrap=True, style="cyan")
-    timeline.add_column(overflow="fold")
-    for t, who, what in timeline_rows(result):
-        timeline.add_row(f"+{t:.3f}", who, Text(what))
-    verdict = result["verdict"]
-    head = Text(headline(result), style=f"bold {COLOURS[verdict]}")
-    console.print(
-        Group(
-            timeline,
-            Text(),
-            *_phases(result),
-            _facts(result),
-            Text(),
-            Panel(Group(head, Text(result["reason"])), border_style=COLOURS[verdict], expand=False),
-        )
-    )
+    happened = [(f"+{t:.3f}", Text(who, style="cyan"), what) for t, who, what in timeline_rows(result)]
+    console.print(grid(happened), Text(), *phases(result), grid(fact_rows(result)), Text(), verdict(result))
     console.print(f"again: {result['rerun']}", soft_wrap=True, markup=False, highlight=False)

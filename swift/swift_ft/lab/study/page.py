@@ -1,16 +1,31 @@
 """A study as one self-contained HTML page: no script, font or picture from elsewhere. Pure."""
 
+import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift_ft.lab.drill import page
-from swift_ft.lab.drill.page import text
 from swift_ft.lab.study import drawing, figures
 from swift_ft.lab.study.settings import PLAIN
 
-STYLE = (
-    page.STYLE
-    + """
+COLOURS = {"PASS": "#1a7f37", "FAIL": "#cf222e"}
+STYLE = """
+:root { color-scheme: light dark; --fg: #1f2328; --dim: #59636e; --line: #d1d9e0; --bg: #fff; --card: #f6f8fa }
+@media (prefers-color-scheme: dark) {
+  :root { --fg: #e6edf3; --dim: #9198a1; --line: #3d444d; --bg: #0d1117; --card: #151b23 }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--fg); background: var(--bg);
+       max-width: 1000px; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+.verdict { border-left: 6px solid var(--verdict); background: var(--card); padding: .8rem 1rem }
+.verdict b { color: var(--verdict); font-size: 1.3rem }
+table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .2rem .6rem .2rem 0;
+        border-bottom: 1px solid var(--line); vertical-align: top } th { font-weight: 600; white-space: nowrap }
+td.t { font-variant-numeric: tabular-nums; white-space: nowrap; color: var(--dim); text-align: right }
+code, pre { font: 13px/1.5 ui-monospace, monospace; background: var(--card); overflow-wrap: anywhere }
+pre { padding: .6rem; white-space: pre-wrap } .dim { color: var(--dim) }
+svg { width: 100%; height: auto; display: block } svg text { font: 12px system-ui, sans-serif; fill: var(--fg) }
+svg .axis { stroke: var(--line) } .key span { margin-right: 1rem; white-space: nowrap }
+.key i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; vertical-align: -.05em }
 .table { overflow-x: auto; font-size: .8rem }
 .table td, .table th { white-space: nowrap; font-variant-numeric: tabular-nums }
 .drawings { display: flex; flex-wrap: wrap; gap: 1.5rem }
@@ -18,7 +33,10 @@ STYLE = (
 figcaption { font-weight: 600 } svg text { font-size: 13px }
 tr.front td:first-child { font-weight: 600 }
 """
-)
+
+
+def text(value: object) -> str:
+    return html.escape(str(value))
 
 
 def build(found: Mapping[str, Any]) -> str:
@@ -33,7 +51,7 @@ def build(found: Mapping[str, Any]) -> str:
     )
     parts = [
         "<h1>swift study: what failures cost, by strategy</h1>",
-        f'<div class="verdict" style="--verdict: {page.COLOURS[verdict]}"><b>{verdict}</b><br>{text(head)}</div>',
+        f'<div class="verdict" style="--verdict: {COLOURS[verdict]}"><b>{verdict}</b><br>{text(head)}</div>',
         f"<p>{text(found['question'])}</p>",
         f'<p class="dim">{text(found["machine"])}. {text(_runs(settings))}</p>',
         "<h2>In words</h2>",
