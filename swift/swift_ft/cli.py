@@ -49,9 +49,9 @@ OTHERS = {
         "tools.status",
         "show what a job does now: its state, each rank's version, how long a replay will still take",
     ),
-    "jobs": ("tools.jobs", "list a coordinator's jobs: state, version, newest checkpoint of each"),
+    "jobs": ("tools.status:jobs", "list a coordinator's jobs: state, version, newest checkpoint of each"),
     "logs": (
-        "tools.log_servers",
+        "tools.status:logs",
         "show where a job's log is kept; give a log server up, or name another one",
     ),
     "doctor": ("tools.doctor", "check whether this machine is fit, and whether the services answer"),
@@ -84,13 +84,14 @@ def _main(argv: list[str] | None) -> int:
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-P", "-m", module, *rest])
     if command in OTHERS:
-        module = f"swift_ft.{OTHERS[command][0]}"
+        name, _, one_of_several = OTHERS[command][0].partition(":")
+        module = f"swift_ft.{name}"
         try:
             program = import_with_extra(module, command, "lab" if ".lab." in module else "train")
         except UsageError as error:
             tell(error)
             return 2
-        return int(program.main(rest))
+        return int(program.main(rest, *filter(None, [one_of_several])))
     if command in ("version", "--version"):
         print(f"swift-ft {metadata.version('swift-ft')}")
         return 0

@@ -13,7 +13,7 @@ from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey
 from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.rpc import View
-from swift_ft.tools import log_servers
+from swift_ft.tools import status
 from tests.integration.coordinator_world import Coordinator, FakeMember, finish, recovered
 from tests.integration.coordinator_world import Job as Members
 from tests.integration.logserver_world import JOB, TIMEOUT_S, LogServer
@@ -54,7 +54,7 @@ def steps_of(server: LogServer) -> list[int]:
 
 
 def told(coordinator: Coordinator, *words: str) -> int:
-    return log_servers.main(["--coordinator", coordinator.address, "--job", JOB, *words])
+    return status.main(["--coordinator", coordinator.address, "--job", JOB, *words], "logs")
 
 
 def test_a_log_server_that_comes_back_empty_is_used_anew(servers: list[LogServer], members: Members) -> None:

@@ -111,7 +111,7 @@ def software() -> Software:
         except metadata.PackageNotFoundError:
             continue
     package = importlib.util.find_spec("swift_ft")
-    folder = Path(package.origin).parent / "optim" if package is not None and package.origin else Path()
+    folder = Path(package.origin).parent / "state" if package is not None and package.origin else Path()
     return Software(
         python=sys.version_info[:3],
         packages=versions,

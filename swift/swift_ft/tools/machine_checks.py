@@ -1,9 +1,10 @@
 """The doctor's checks: turn facts into findings. Pure; every threshold is here, with its reason."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
+from typing import Any
 
 # Facts that the doctor has gathered, as plain data, without judgement.
 
@@ -176,374 +177,245 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return 3 if any(finding.status is Status.FAIL for finding in findings) else 0
 
 
+def _judge(check: str, found: str, *rules: tuple[bool, Status, str]) -> Finding:
+    """Returns a finding by the first rule (condition, status, advice) that holds; without one all is well."""
+    status, advice = next(((status, advice) for holds, status, advice in rules if holds), (Status.OK, ""))
+    return Finding(check, status, found, advice)
+
+
+WARN, FAIL = Status.WARN, Status.FAIL
+
+
 # -- software -----------------------------------------------------------------------------------------
 
 
-def python(facts: Facts) -> Iterator[Finding]:
-    version = facts.software.python
-    shown = ".".join(map(str, version))
-    if version[:2] in PYTHONS:
-        yield Finding("python", Status.OK, shown)
-    else:
-        wanted = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-        yield Finding("python", Status.FAIL, shown, f"use Python {wanted}")
-
-
-def packages(facts: Facts) -> Iterator[Finding]:
-    """Checks that required packages are installed, new enough, and not newer than the tested ones."""
+def software(facts: Facts) -> Iterator[Finding]:
+    """Judges Python, the packages (installed, new enough, and not newer than the tested ones) and the kernels."""
+    python, versions, kernels = facts.software.python, facts.software.packages, facts.software.kernels
+    wanted = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+    yield _judge("python", _dotted(python), (python[:2] not in PYTHONS, FAIL, f"use Python {wanted}"))
+    below = _dotted(TORCH_BELOW)
     for name, least in LEAST.items():
-        version = facts.software.packages.get(name)
-        wanted = ".".join(map(str, least))
-        if version is None:
-            if name == "torch":
-                yield Finding(
-                    name,
-                    Status.WARN,
-                    "not installed",
-                    "servers need none; trainers: pip install 'swift-ft[train]'",
-                )
-            else:
-                yield Finding(name, Status.FAIL, "not installed", f"pip install '{name}>={wanted}'")
-        elif _numbers(version) < least:
-            yield Finding(name, Status.FAIL, version, f"too old: pip install '{name}>={wanted}'")
-        elif name == "torch" and _numbers(version) >= TORCH_BELOW:
-            below = ".".join(map(str, TORCH_BELOW))
-            yield Finding(
-                name, Status.WARN, version, f"not tried with {below} and newer: pip install 'torch<{below}'"
-            )
-        else:
-            yield Finding(name, Status.OK, version)
+        found, is_torch = versions.get(name), name == "torch"
+        install = f"pip install '{name}>={_dotted(least)}'"
+        yield _judge(
+            name,
+            found or "not installed",
+            (not found and is_torch, WARN, "servers need none; trainers: pip install 'swift-ft[train]'"),
+            (not found, FAIL, install),
+            (_numbers(found or "") < least, FAIL, f"too old: {install}"),
+            (
+                is_torch and _numbers(found or "") >= TORCH_BELOW,
+                WARN,
+                f"not tried with {below} and newer: pip install 'torch<{below}'",
+            ),
+        )
+    if "torch" in versions:  # the compiled kernels are for undo
+        advice = "undo is several times slower: install a C++ compiler, then swift-ft again"
+        yield _judge("compiled kernels", ", ".join(kernels) or "not built", (not kernels, WARN, advice))
+
+
+def _dotted(numbers: Sequence[int]) -> str:
+    return ".".join(map(str, numbers))
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split("+")[0].split(".")[:2]:
-        digits = "".join(char for char in part if char.isdecimal())
-        numbers.append(int(digits) if digits else 0)
-    return tuple(numbers)
-
-
-def kernels(facts: Facts) -> Iterator[Finding]:
-    """Checks whether the compiled kernels for undo exist, if torch is installed."""
-    if "torch" not in facts.software.packages:
-        return
-    if facts.software.kernels:
-        yield Finding("compiled kernels", Status.OK, ", ".join(facts.software.kernels))
-    else:
-        yield Finding(
-            "compiled kernels",
-            Status.WARN,
-            "not built",
-            "undo is several times slower: install a C++ compiler, then swift-ft again",
-        )
+    parts = ("".join(filter(str.isdecimal, part)) for part in version.split("+")[0].split(".")[:2])
+    return tuple(int(digits or 0) for digits in parts)
 
 
 # -- the machine --------------------------------------------------------------------------------------
 
 
-def processors(facts: Facts) -> Iterator[Finding]:
-    """Checks whether there is a CPU to spare in addition to the ranks."""
-    cpus, ranks = facts.machine.cpus, facts.ranks
-    if not ranks:
-        yield Finding("processors", Status.OK, f"{cpus}")
-    elif cpus > ranks:
-        yield Finding("processors", Status.OK, f"{cpus} for {ranks} ranks")
-    else:
-        yield Finding(
-            "processors",
-            Status.WARN,
-            f"{cpus} for {ranks} ranks",
+def machine(facts: Facts) -> Iterator[Finding]:
+    """Judges whether a CPU is left beside the ranks, the limits of this process, and shared memory."""
+    machine, ranks = facts.machine, facts.ranks
+    yield _judge(
+        "processors",
+        f"{machine.cpus} for {ranks} ranks" if ranks else f"{machine.cpus}",
+        (
+            0 < ranks >= machine.cpus,
+            WARN,
             "logging takes time from training without a spare processor: run fewer ranks here",
-        )
-
-
-def open_files(facts: Facts) -> Iterator[Finding]:
-    limit = facts.machine.open_files
+        ),
+    )
+    files = machine.open_files
     advice = f"raise it to {OPEN_FILES_WANTED}: ulimit -n, or LimitNOFILE= in the unit"
-    if limit < 0 or limit >= OPEN_FILES_WANTED:
-        yield Finding("open files", Status.OK, "no limit" if limit < 0 else f"limit {limit}")
-    else:
-        status = Status.FAIL if limit < OPEN_FILES_MIN else Status.WARN
-        yield Finding("open files", status, f"limit {limit}", advice)
-
-
-def shared_memory(facts: Facts) -> Iterator[Finding]:
-    """Checks whether a ring fits into /dev/shm, or memfd can replace it."""
-    machine = facts.machine
-    if machine.shared_bytes is None:
-        room, enough = "no /dev/shm", False
-    else:
-        room, enough = (
-            f"{_size(machine.shared_bytes)} free in /dev/shm",
-            machine.shared_bytes >= SHARED_BYTES_WANTED,
-        )
-    if enough:
-        yield Finding("shared memory", Status.OK, room)
-    elif machine.memfd:
-        yield Finding("shared memory", Status.OK, f"{room}, memfd works")
-    else:
-        yield Finding(
-            "shared memory", Status.WARN, room, "give it 1 GiB: mount -o remount,size=, or --shm-size"
-        )
-
-
-def locked_memory(facts: Facts) -> Iterator[Finding]:
-    """Checks whether buffers can be pinned."""
-    limit = facts.machine.locked_bytes
-    if limit < 0 or limit >= SHARED_BYTES_WANTED:
-        yield Finding("locked memory", Status.OK, "no limit" if limit < 0 else f"limit {_size(limit)}")
-    else:
-        yield Finding(
-            "locked memory",
-            Status.WARN,
-            f"limit {_size(limit)}",
+    yield _judge(
+        "open files",
+        "no limit" if files < 0 else f"limit {files}",
+        (0 <= files < OPEN_FILES_MIN, FAIL, advice),
+        (0 <= files < OPEN_FILES_WANTED, WARN, advice),
+    )
+    shared = machine.shared_bytes
+    lacks = shared is None or shared < SHARED_BYTES_WANTED
+    room = "no /dev/shm" if shared is None else f"{_size(shared)} free in /dev/shm"
+    yield _judge(
+        "shared memory",
+        f"{room}, memfd works" if lacks and machine.memfd else room,
+        (lacks and not machine.memfd, WARN, "give it 1 GiB: mount -o remount,size=, or --shm-size"),
+    )
+    locked = machine.locked_bytes
+    yield _judge(
+        "locked memory",
+        "no limit" if locked < 0 else f"limit {_size(locked)}",
+        (
+            0 <= locked < SHARED_BYTES_WANTED,
+            WARN,
             "pinned buffers may be refused on GPU machines: ulimit -l, or LimitMEMLOCK=",
-        )
+        ),
+    )
 
 
 # -- the log's directory --------------------------------------------------------------------------------
 
 
 def directory(facts: Facts) -> Iterator[Finding]:
-    """Checks whether the log's directory can be used, and its file system and disk."""
+    """Judges whether the log's directory can be used, and its file system and disk."""
     directory = facts.directory
     if directory is None:
         return
-    if not directory.exists and not directory.problem:
-        if directory.parent_writable:
-            yield Finding("directory", Status.OK, f"{directory.path} will be made")
-        else:
-            yield Finding(
-                "directory",
-                Status.FAIL,
-                f"{directory.path} is missing",
-                "make it, writable for the server",
-            )
-    elif directory.problem:
-        yield Finding(
-            "directory",
-            Status.FAIL,
-            f"{directory.path}: {directory.problem}",
-            "make it writable for the server's user",
+    absent = not directory.exists and not directory.problem
+    found = (f": {directory.problem}" if directory.problem else "") + (
+        ", a log server holds it" if directory.in_use else ""
+    )
+    if absent:
+        found = " will be made" if directory.parent_writable else " is missing"
+    yield _judge(
+        "directory",
+        f"{directory.path}{found}",
+        (absent and not directory.parent_writable, FAIL, "make it, writable for the server"),
+        (bool(directory.problem), FAIL, "make it writable for the server's user"),
+    )
+    if kind := directory.filesystem:
+        remote = kind in REMOTE or kind.startswith("fuse.")
+        yield _judge(
+            "filesystem",
+            kind,
+            (kind in IN_MEMORY, FAIL, "it is memory: a restart loses the log; use a disk"),
+            (remote, WARN, "its syncs promise what its server promises; use a local disk"),
+            (kind in LAYERED, WARN, "it goes with the container: mount a volume"),
         )
-    else:
-        used = ", a log server holds it" if directory.in_use else ""
-        yield Finding("directory", Status.OK, f"{directory.path}{used}")
-    if directory.filesystem:
-        yield _filesystem(directory)
-        yield _space(directory)
+        advice = "the log holds all since the last checkpoint: give it 10 GiB and more"
+        room = f"{_size(directory.free_bytes)} free of {_size(directory.size_bytes)}"
+        yield _judge("disk space", room, (directory.free_bytes < FREE_BYTES_MIN, WARN, advice))
     if directory.syncs_s:
         yield from _disk(directory)
 
 
-def _filesystem(directory: Directory) -> Finding:
-    kind = directory.filesystem
-    if kind in IN_MEMORY:
-        return Finding("filesystem", Status.FAIL, kind, "it is memory: a restart loses the log; use a disk")
-    if kind in REMOTE or kind.startswith("fuse."):
-        return Finding(
-            "filesystem", Status.WARN, kind, "its syncs promise what its server promises; use a local disk"
-        )
-    if kind in LAYERED:
-        return Finding("filesystem", Status.WARN, kind, "it goes with the container: mount a volume")
-    return Finding("filesystem", Status.OK, kind)
-
-
-def _space(directory: Directory) -> Finding:
-    room = f"{_size(directory.free_bytes)} free of {_size(directory.size_bytes)}"
-    if directory.free_bytes < FREE_BYTES_MIN:
-        return Finding(
-            "disk space",
-            Status.WARN,
-            room,
-            "the log holds all since the last checkpoint: give it 10 GiB and more",
-        )
-    return Finding("disk space", Status.OK, room)
-
-
 def _disk(directory: Directory) -> Iterator[Finding]:
-    if directory.direct:
-        yield Finding("direct writes", Status.OK, "O_DIRECT works")
-    else:
-        yield Finding(
-            "direct writes",
-            Status.WARN,
-            "no O_DIRECT",
-            "appends cost more, through the page cache: use ext4 or xfs",
-        )
-    if directory.preallocates:
-        yield Finding("preallocation", Status.OK, "fallocate works")
-    else:
-        yield Finding(
-            "preallocation",
-            Status.WARN,
-            "no fallocate",
-            "a full disk is noticed late, syncs cost more: use ext4 or xfs",
-        )
-    middle_s = median(directory.syncs_s)
-    worst_s = max(directory.syncs_s)
-    syncs = f"median {middle_s * 1e3:.2f} ms, slowest {worst_s * 1e3:.2f} ms of {len(directory.syncs_s)}"
-    if middle_s < SYNC_PLAUSIBLE_S:
-        yield Finding(
-            "sync latency",
-            Status.WARN,
-            syncs,
+    direct, preallocates = directory.direct, directory.preallocates
+    advice = "appends cost more, through the page cache: use ext4 or xfs"
+    yield _judge("direct writes", "O_DIRECT works" if direct else "no O_DIRECT", (not direct, WARN, advice))
+    advice = "a full disk is noticed late, syncs cost more: use ext4 or xfs"
+    found = "fallocate works" if preallocates else "no fallocate"
+    yield _judge("preallocation", found, (not preallocates, WARN, advice))
+    middle_s, worst_s = median(directory.syncs_s), max(directory.syncs_s)
+    yield _judge(
+        "sync latency",
+        f"median {middle_s * 1e3:.2f} ms, slowest {worst_s * 1e3:.2f} ms of {len(directory.syncs_s)}",
+        (
+            middle_s < SYNC_PLAUSIBLE_S,
+            WARN,
             "implausibly quick: be sure that the disk's cache survives a power cut, or turn it off",
-        )
-    elif middle_s > SYNC_SLOW_S:
-        yield Finding(
-            "sync latency", Status.WARN, syncs, "each acknowledgement waits so long: use another disk"
-        )
-    else:
-        yield Finding("sync latency", Status.OK, syncs)
+        ),
+        (middle_s > SYNC_SLOW_S, WARN, "each acknowledgement waits so long: use another disk"),
+    )
+    slow = directory.append_bytes_per_s < APPEND_SLOW_BYTES_PER_S
     speed = f"{directory.append_bytes_per_s / 1e6:.0f} MB/s with a sync at the end"
-    if directory.append_bytes_per_s < APPEND_SLOW_BYTES_PER_S:
-        yield Finding(
-            "append speed", Status.WARN, speed, "boundary traffic above it stops training: use another disk"
-        )
-    else:
-        yield Finding("append speed", Status.OK, speed)
+    yield _judge(
+        "append speed", speed, (slow, WARN, "boundary traffic above it stops training: use another disk")
+    )
 
 
 # -- the network ----------------------------------------------------------------------------------------
 
 
-def ports(facts: Facts) -> Iterator[Finding]:
+def network(facts: Facts) -> Iterator[Finding]:
+    """Judges whether ports are free and services answer, have this version, are secured, and have the same time."""
     for port in facts.ports:
-        if port.problem:
-            yield Finding(
-                "port", Status.FAIL, f"{port.address}: {port.problem}", "stop what uses it, or take another"
-            )
-        else:
-            yield Finding("port", Status.OK, f"{port.address} is free")
-
-
-def peers(facts: Facts) -> Iterator[Finding]:
-    """Checks whether the services answer, have this version, are secured, and have the same time."""
+        found = f"{port.address}: {port.problem}" if port.problem else f"{port.address} is free"
+        yield _judge("port", found, (bool(port.problem), FAIL, "stop what uses it, or take another"))
     for peer in facts.peers:
         where = f"{peer.kind} {peer.address}"
         if peer.problem:
-            yield Finding(
-                where,
-                Status.FAIL,
-                peer.problem,
-                "is it running, there, behind no firewall?",
-            )
-            continue
-        yield _answer(where, peer)
-        yield _security(where, peer)
-        yield _version(where, peer, facts.own_version)
-        yield _clock(where, peer)
+            yield Finding(where, FAIL, peer.problem, "is it running, there, behind no firewall?")
+        else:
+            yield from _peer(where, peer, facts.own_version)
 
 
-def _answer(where: str, peer: Peer) -> Finding:
-    trip_s = median(peer.round_trips_s)
-    round_trip = f"round trip {trip_s * 1e3:.2f} ms"
-    if not peer.serving:
-        return Finding(
-            where, Status.FAIL, f"NOT_SERVING, {round_trip}", "see its log: disk full, failed, or draining"
-        )
-    if trip_s > ROUND_TRIP_SLOW_S:
-        return Finding(where, Status.WARN, f"SERVING, {round_trip}", "every step waits for it: put it nearer")
-    return Finding(where, Status.OK, f"SERVING, {round_trip}")
-
-
-def _security(where: str, peer: Peer) -> Finding:
-    name, security = f"{where} security", ", ".join(sorted(peer.security)) or "plain, on loopback"
-    if "insecure" in peer.security:
-        return Finding(
-            name,
-            Status.WARN,
-            security,
-            "whoever reaches its port can use it: see docs/security.md, or trust the network",
-        )
-    return Finding(name, Status.OK, security)
-
-
-def _version(where: str, peer: Peer, own: str) -> Finding:
-    if peer.version == own:
-        return Finding(f"{where} version", Status.OK, own)
-    return Finding(
-        f"{where} version",
-        Status.WARN,
-        f"{peer.version or 'unknown'}, here {own}",
-        "install one version everywhere",
+def _peer(where: str, peer: Peer, own: str) -> Iterator[Finding]:
+    trip_s, uncertain_s = median(peer.round_trips_s), min(peer.round_trips_s) / 2
+    yield _judge(
+        where,
+        f"{'SERVING' if peer.serving else 'NOT_SERVING'}, round trip {trip_s * 1e3:.2f} ms",
+        (not peer.serving, FAIL, "see its log: disk full, failed, or draining"),
+        (trip_s > ROUND_TRIP_SLOW_S, WARN, "every step waits for it: put it nearer"),
+    )
+    advice = "whoever reaches its port can use it: see docs/security.md, or trust the network"
+    security = ", ".join(sorted(peer.security)) or "plain, on loopback"
+    yield _judge(f"{where} security", security, ("insecure" in peer.security, WARN, advice))
+    other, same = peer.version != own, "install one version everywhere"
+    found = f"{peer.version or 'unknown'}, here {own}" if other else own
+    yield _judge(f"{where} version", found, (other, WARN, same))
+    offset_s = peer.clock_offset_s
+    # Leases use monotonic time: a wrong clock affects only the reading of logs and the dates of certificates.
+    yield _judge(
+        f"{where} clock",
+        "not told" if offset_s is None else f"{offset_s:+.3f} s against here, ± {uncertain_s:.3f} s",
+        (offset_s is None, WARN, same),
+        (
+            abs(offset_s or 0.0) - uncertain_s > CLOCK_WARN_S,
+            WARN,
+            "run NTP on both: logs of the two cannot be read side by side",
+        ),
     )
 
 
-def _clock(where: str, peer: Peer) -> Finding:
-    name = f"{where} clock"
-    if peer.clock_offset_s is None:
-        return Finding(name, Status.WARN, "not told", "install one version everywhere")
-    uncertain_s = min(peer.round_trips_s) / 2
-    offset = f"{peer.clock_offset_s:+.3f} s against here, ± {uncertain_s:.3f} s"
-    if abs(peer.clock_offset_s) - uncertain_s > CLOCK_WARN_S:
-        # Leases use monotonic time: a wrong clock affects only the reading of logs and the dates of certificates.
-        return Finding(
-            name, Status.WARN, offset, "run NTP on both: logs of the two cannot be read side by side"
-        )
-    return Finding(name, Status.OK, offset)
-
-
-def certificates(facts: Facts) -> Iterator[Finding]:
+def credentials(facts: Facts) -> Iterator[Finding]:
+    """Judges the files that the TLS variables name, and the token: for how long it is valid, and in which
+    generations."""
     for certificate in facts.certificates:
-        yield _certificate(certificate, facts.certificate_days)
-
-
-def _certificate(certificate: Certificate, days: float) -> Finding:
-    where = f"{certificate.variable}"
-    if certificate.problem:
-        return Finding(
-            where, Status.FAIL, f"{certificate.path}: {certificate.problem}", "name a readable PEM file"
-        )
-    if certificate.is_key:
-        if certificate.mode & 0o077:
-            return Finding(
-                where,
-                Status.FAIL,
-                f"{certificate.path}: mode {certificate.mode:04o}",
-                f"others may use it: chmod 600 {certificate.path}",
-            )
-        if certificate.matches is False:
-            return Finding(
-                where, Status.FAIL, f"{certificate.path}: not the certificate's key", "name the pair"
-            )
-        return Finding(where, Status.OK, f"{certificate.path}: mode {certificate.mode:04o}")
-    if certificate.expires_in_s <= 0:
-        return Finding(where, Status.FAIL, f"{certificate.path}: expired", "renew it")
-    left = f"{certificate.path}: {certificate.expires_in_s / DAY_S:.0f} days left"
-    if certificate.valid_since_s < 0:
-        return Finding(
-            where, Status.FAIL, f"{certificate.path}: not valid yet", "wait, or set this machine's clock"
-        )
-    if certificate.expires_in_s < days * DAY_S:
-        return Finding(where, Status.WARN, left, "renew it")
-    return Finding(where, Status.OK, left)
-
-
-def token(facts: Facts) -> Iterator[Finding]:
-    """Checks whether the token is valid, for how long, and not bound to a generation."""
-    token, name = facts.token, "SWIFT_TOKEN_FILE"
-    if token is None:
+        found, *rules = _key(certificate) if certificate.is_key else _certificate(certificate, facts)
+        if certificate.problem:
+            found, rules = certificate.problem, [(True, FAIL, "name a readable PEM file")]
+        yield _judge(certificate.variable, f"{certificate.path}: {found}", *rules)
+    if (token := facts.token) is None:
         return
+    renew, minutes = "is swift-ft token --renew running?", token.expires_in_s / 60
     claims = f"{token.path}: job {token.job}, {', '.join(token.roles)}"
-    left = f"{claims}, {token.expires_in_s / 60:.0f} min left"
-    renew = "is swift-ft token --renew running?"
-    if token.problem:
-        yield Finding(name, Status.FAIL, f"{token.path}: {token.problem}", "make one with swift-ft token")
-    elif token.expires_in_s <= 0:
-        yield Finding(name, Status.FAIL, f"{claims}: expired", renew)
-    elif token.generation is not None:
-        yield Finding(
-            name,
-            Status.WARN,
-            f"{left}, to generation {token.generation}",
-            "a job's ranks need one that is not bound: leave --generation out",
-        )
-    elif token.expires_in_s < TOKEN_WARN_S:
-        yield Finding(name, Status.WARN, left, renew)
-    else:
-        yield Finding(name, Status.OK, left)
+    expired, bound = token.expires_in_s <= 0, token.generation is not None
+    left = f"{claims}: expired" if expired else f"{claims}, {minutes:.0f} min left"
+    left += f", to generation {token.generation}" if bound and not expired else ""
+    yield _judge(
+        "SWIFT_TOKEN_FILE",
+        f"{token.path}: {token.problem}" if token.problem else left,
+        (bool(token.problem), FAIL, "make one with swift-ft token"),
+        (expired, FAIL, renew),
+        (bound, WARN, "a job's ranks need one that is not bound: leave --generation out"),
+        (token.expires_in_s < TOKEN_WARN_S, WARN, renew),
+    )
+
+
+def _key(key: Certificate) -> tuple[Any, ...]:
+    readable = bool(key.mode & 0o077)
+    found = "not the certificate's key" if key.matches is False and not readable else f"mode {key.mode:04o}"
+    return (
+        found,
+        (readable, FAIL, f"others may use it: chmod 600 {key.path}"),
+        (key.matches is False, FAIL, "name the pair"),
+    )
+
+
+def _certificate(certificate: Certificate, facts: Facts) -> tuple[Any, ...]:
+    left_s, early = certificate.expires_in_s, certificate.valid_since_s < 0
+    found = "expired" if left_s <= 0 else "not valid yet" if early else f"{left_s / DAY_S:.0f} days left"
+    return (
+        found,
+        (left_s <= 0, FAIL, "renew it"),
+        (early, FAIL, "wait, or set this machine's clock"),
+        (left_s < facts.certificate_days * DAY_S, WARN, "renew it"),
+    )
 
 
 def _size(size: int) -> str:
@@ -553,8 +425,4 @@ def _size(size: int) -> str:
     return f"{size} B"
 
 
-CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    *(python, packages, kernels),
-    *(processors, open_files, shared_memory, locked_memory),
-    *(directory, ports, peers, certificates, token),
-)
+CHECKS = (software, machine, directory, network, credentials)

@@ -1,30 +1,46 @@
-"""`swift-ft status`: shows the current state of a job, as its coordinator sees it."""
+"""`swift-ft status`, `jobs` and `logs`: what a coordinator knows of a job, of all jobs, and of a job's log servers."""
 
 import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.cli_parser import Parser
-from swift_ft.errors import SwiftError
+from swift_ft.errors import SwiftError, UsageError
+from swift_ft.log.placement import parse_server
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.rpc.codec import as_json
 from swift_ft.rpc.views import inexact_words, rehearsal_words, state_name
 from swift_ft.text import show, tell
 
-# Shared code of the commands that query a coordinator.
-
 OVER = (pb.FINISHED, pb.FAILED, pb.STOPPED)
 """States in which a job's ranks and log servers are no longer monitored."""
 PATIENCE_S = 10.0
 """Seconds to wait for a coordinator that is being restarted; short, because a person waits."""
+SILENT_S = 5.0
+"""Seconds after which a log server that does not answer is shown as silent."""
+OF_STATUS = """\
+Shows what a job does: its state and what that waits for, the version of each rank, how far a replay is and how long it
+will still take, and what ranks suspect."""
+OF_JOBS = """\
+Lists a coordinator's jobs, those under way first: state, generation, living ranks, version, newest checkpoint. With
+tokens only the jobs that the token in $SWIFT_TOKEN_FILE is of."""
+OF_LOGS = """\
+Shows the log servers of a job, and on which of them each rank's streams are kept. A log server that is silent is given
+up by the coordinator itself (--log-lost-s) if another one is left. With --lost it is given up now; with --add there is
+one more, which is emptied of this job first. Both together replace a server. Either makes a new generation: ranks keep
+their state, and the step under way is done again."""
 
 
-def parser_of(prog: str, description: str, json_help: str, *, of_job: bool = True) -> Parser:
-    parser = Parser(prog=prog, description=description)
+def say(line: str) -> None:
+    tell(line)
+
+
+def _parser(command: str, description: str, json_help: str) -> Parser:
+    parser = Parser(prog=f"swift-ft {command}", description=description)
     known = os.environ.get("SWIFT_COORDINATOR")
     parser.add_argument(
         "--coordinator",
@@ -33,61 +49,84 @@ def parser_of(prog: str, description: str, json_help: str, *, of_job: bool = Tru
         metavar="HOST:PORT",
         help="the coordinator's address; default: $SWIFT_COORDINATOR",
     )
-    if of_job:
-        parser.add_argument("--job", required=True, metavar="NAME")
-    else:
+    if command == "jobs":
         parser.set_defaults(job="")
+    else:
+        parser.add_argument("--job", required=True, metavar="NAME")
     parser.add_argument("--json", action="store_true", help=json_help)
     return parser
 
 
-def client_of(arguments: argparse.Namespace) -> CoordinatorClient:
-    """Returns the client of the coordinator. A failed call is reported at once, and retried for `PATIENCE_S`."""
-    return CoordinatorClient(arguments.coordinator, arguments.job, patience_s=PATIENCE_S, tell=say)
-
-
-def say(line: str) -> None:
-    tell(line)
-
-
-def answer(what: Mapping[str, Any] | Sequence[str]) -> None:
-    """Prints on stdout: lines for people, or a mapping as JSON."""
-    if isinstance(what, Mapping):
-        print(json.dumps(what, indent=2))
+def _answer(
+    given: argparse.Namespace,
+    ask: Callable[[CoordinatorClient], Any],
+    lines: Callable[[Any], Sequence[str]],
+    as_json: Callable[[Any], Any] = as_json,
+) -> int:
+    """Asks the coordinator and prints the answer. A failed call is reported at once, and retried for `PATIENCE_S`.
+    Raises ServiceError if the coordinator does not answer."""
+    client = CoordinatorClient(given.coordinator, given.job, patience_s=PATIENCE_S, tell=say)
+    try:
+        reply = ask(client)
+    finally:
+        client.close()
+    if given.json:
+        print(json.dumps(as_json(reply), indent=2))
     else:
-        show(what)
+        show(lines(reply))
+    return 0
 
 
-def exit_code_of(run: Callable[[Sequence[str]], int], argv: Sequence[str] | None) -> int:
+def _status(argv: Sequence[str]) -> int:
+    given = _parser("status", OF_STATUS, "print the coordinator's whole answer as JSON").parse_args(argv)
+    return _answer(given, CoordinatorClient.status, lines)
+
+
+def _jobs(argv: Sequence[str]) -> int:
+    given = _parser("jobs", OF_JOBS, "print it as JSON").parse_args(argv)
+    return _answer(given, CoordinatorClient.jobs, job_lines)
+
+
+def _logs(argv: Sequence[str]) -> int:
+    """Changes the log servers if requested, then prints the placement. Raises UsageError for flags that contradict each
+    other."""
+    parser = _parser("logs", OF_LOGS, "print it as JSON")
+    parser.add_argument(
+        "--lost", default="", metavar="HOST:PORT", help="give this log server up: it will not come back"
+    )
+    parser.add_argument(
+        "--add",
+        default="",
+        metavar="[MACHINE=]HOST:PORT",
+        help="use this log server from now on; with --lost, in place of the lost one",
+    )
+    given = parser.parse_args(argv)
+    host, add = parse_server(given.add, "--add") if given.add else ("", "")
+    lost = parse_server(given.lost, "--lost")[1] if given.lost else ""
+    if lost and lost == add:
+        raise UsageError(f"--lost and --add both name {lost}")
+
+    def ask(client: CoordinatorClient) -> pb.StatusReply:
+        if lost or add:
+            client.call(pb.ChangeLogServersRequest(lost=lost, add=add, add_host=host))
+        return client.status()
+
+    return _answer(given, ask, log_lines, logs_as_json)
+
+
+_COMMANDS = {"status": _status, "jobs": _jobs, "logs": _logs}
+
+
+def main(argv: Sequence[str] | None = None, command: str = "status") -> int:
     """Runs a command and returns its exit code. Errors are printed as one line."""
     try:
-        return run(sys.argv[1:] if argv is None else argv)
+        return _COMMANDS[command](sys.argv[1:] if argv is None else argv)
     except SwiftError as error:
         tell(error)
         return error.exit_code
 
 
-DESCRIPTION = """\
-Shows what a job does: its state and what that waits for, the version of each rank, how far a replay is and how long it
-will still take, and what ranks suspect."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return exit_code_of(run, argv)
-
-
-def run(argv: Sequence[str]) -> int:
-    """Runs the command: prints the job's state. Returns the exit code. Raises ServiceError if the coordinator does not
-    answer."""
-    parser = parser_of("swift-ft status", DESCRIPTION, "print the coordinator's whole answer as JSON")
-    arguments = parser.parse_args(argv)
-    client = client_of(arguments)
-    try:
-        status = client.status()
-    finally:
-        client.close()
-    answer(as_json(status) if arguments.json else lines(status))
-    return 0
+# A job.
 
 
 def lines(status: pb.StatusReply) -> list[str]:
@@ -165,3 +204,90 @@ def unsaved_words(unsaved: pb.UnsavedCheckpoint, newest: int) -> str:
 def replay_words(replay: pb.ReplayProgress) -> str:
     left = f"about {replay.seconds_left:.1f} s left" if replay.HasField("seconds_left") else "no pace yet"
     return f"replays: version {replay.version} of {replay.target}, {left}"
+
+
+# All jobs.
+
+
+def job_lines(reply: pb.JobsReply) -> list[str]:
+    """Returns the lines of the text output."""
+    if not reply.jobs:
+        return ["no jobs"]
+    table: list[tuple[str, ...]] = [("job", "state", "generation", "ranks", "version", "checkpoint", "")]
+    table += [_row(job) for job in reply.jobs]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]) - 1)]
+    out = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in table]
+    return out + ([f"and {reply.left_out} more"] if reply.left_out else [])
+
+
+def _row(job: pb.JobSummary) -> tuple[str, ...]:
+    checkpoint = str(job.checkpoint) if job.HasField("checkpoint") else "-"
+    words = [f"waits for {job.waiting_for}"] if job.waiting_for else []
+    if job.HasField("inexact_since"):
+        words.append(f"not exact since version {job.inexact_since}")
+    if job.reason and job.state != pb.RUNNING:
+        words.append(job.reason)
+    return (
+        job.job,
+        state_name(job.state),
+        str(job.generation),
+        f"{job.live_ranks}/{job.world_size}",
+        str(job.version),
+        checkpoint,
+        "; ".join(words),
+    )
+
+
+# The log servers of a job.
+
+
+def logs_as_json(status: pb.StatusReply) -> dict[str, Any]:
+    """Returns the output of --json: groups, log servers, and the log servers of each rank."""
+    view, silent = status.view, _silent(status)
+    return {
+        "job": view.job,
+        "generation": view.generation,
+        "state": state_name(view.state),
+        "waiting_for": view.waiting_for,
+        "copies_wanted": view.copies_wanted,
+        "groups": view.groups,
+        "log_servers": [
+            {
+                "address": server.address,
+                "machine": server.host,
+                "lost": server.lost or None,
+                "silent_seconds": silent.get(server.address),
+            }
+            for server in view.log_places
+        ],
+        "ranks": {str(logs.rank): list(logs.servers) for logs in view.log_copies},
+    }
+
+
+def log_lines(status: pb.StatusReply) -> list[str]:
+    """Returns the lines of the text output."""
+    view, silent = status.view, _silent(status)
+    kept: dict[str, list[str]] = {server.address: [] for server in view.log_places}
+    for logs in view.log_copies:
+        for number, address in enumerate(logs.servers):
+            kept.setdefault(address, []).append(f"{logs.rank}{'' if number == 0 else ' (copy)'}")
+    out = [f"job {view.job}: {state_name(view.state)}, generation {view.generation}"]
+    if view.waiting_for:
+        out.append(f"waits for {view.waiting_for}")
+    if view.groups:
+        out.append(f"recovery groups {view.groups}")
+    fewest = min((len(logs.servers) for logs in view.log_copies), default=view.copies_wanted)
+    if fewest < view.copies_wanted:
+        out.append(f"{fewest} of {view.copies_wanted} copies are kept: add a log server")
+    for server in view.log_places:
+        what = (
+            f"lost: it {server.lost}" if server.lost else f"ranks {', '.join(kept[server.address]) or 'none'}"
+        )
+        if view.state not in OVER and silent.get(server.address, 0.0) > SILENT_S:
+            what += f"; has not answered for {silent[server.address]:.0f} s"
+        out.append(f"{server.address} on {server.host or 'an unknown machine'}: {what}")
+    return out
+
+
+def _silent(status: pb.StatusReply) -> dict[str, float]:
+    return {server.address: round(server.silent_s, 1) for server in status.log_servers}

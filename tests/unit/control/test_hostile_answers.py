@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable
 from concurrent import futures
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,7 +15,9 @@ from google.protobuf.message import Message
 from swift_ft._pb import coordinator_pb2, log_pb2
 from swift_ft.log import admin
 from swift_ft.rpc.client import CoordinatorClient
-from swift_ft.tools import inspect, jobs, log_servers, status
+from swift_ft.tools import inspect, status
+
+JOBS, LOGS = partial(status.main, command="jobs"), partial(status.main, command="logs")
 
 EVIL = "x\x1b[2J\x1b]0;title\x07\nFORGED: all is well\r\x9b1A\u202e\u2028FORGED\x00"
 MOVES = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e]")
@@ -61,8 +64,8 @@ def _value(field: Any, number: int) -> Any:
     ("main", "call", "reply"),
     [
         (status.main, "status", coordinator_pb2.StatusReply),
-        (log_servers.main, "status", coordinator_pb2.StatusReply),
-        (jobs.main, "jobs", coordinator_pb2.JobsReply),
+        (LOGS, "status", coordinator_pb2.StatusReply),
+        (JOBS, "jobs", coordinator_pb2.JobsReply),
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
@@ -77,7 +80,7 @@ def test_every_field_of_an_answer_is_shown_as_it_is_meant_to_be(
 ) -> None:
     answer = filled(reply(), number)
     monkeypatch.setattr(CoordinatorClient, call, lambda self: answer)
-    flags = ["--coordinator", "127.0.0.1:1", *([] if main is jobs.main else ["--job", "j"])]
+    flags = ["--coordinator", "127.0.0.1:1", *([] if main is JOBS else ["--job", "j"])]
     assert main([*flags, *(["--json"] if as_json else [])]) == 0
     shown = capsys.readouterr().out
     assert not MOVES.search(shown)

@@ -6,7 +6,7 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.rpc.client import CoordinatorClient
-from swift_ft.tools import jobs
+from swift_ft.tools import status
 
 RUNS = pb.JobSummary(
     job="run42",
@@ -28,13 +28,13 @@ FAILED = pb.JobSummary(
 
 
 def test_for_people() -> None:
-    assert jobs.lines(pb.JobsReply(jobs=[RUNS, FAILED], left_out=2)) == [
+    assert status.job_lines(pb.JobsReply(jobs=[RUNS, FAILED], left_out=2)) == [
         "job    state    generation  ranks  version  checkpoint",
         "run42  RUNNING  12          4/4    1210     1200",
         "a      FAILED   1           0/16   0        -           not exact since version 7; rank 3: no memory",
         "and 2 more",
     ]
-    assert jobs.lines(pb.JobsReply()) == ["no jobs"]
+    assert status.job_lines(pb.JobsReply()) == ["no jobs"]
 
 
 def test_for_programs_and_without_a_job(
@@ -42,7 +42,7 @@ def test_for_programs_and_without_a_job(
 ) -> None:
     monkeypatch.setenv("SWIFT_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setattr(CoordinatorClient, "jobs", lambda self: pb.JobsReply(jobs=[FAILED]))
-    assert jobs.main(["--json"]) == 0
+    assert status.main(["--json"], "jobs") == 0
     (shown,) = json.loads(capsys.readouterr().out)["jobs"]
     assert shown["live_ranks"] == 0
     assert shown["checkpoint"] is None

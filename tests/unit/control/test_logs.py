@@ -7,8 +7,7 @@ import pytest
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import UsageError
 from swift_ft.log.placement import parse_server
-from swift_ft.tools import log_servers
-from swift_ft.tools import status as asking
+from swift_ft.tools import status as commands
 
 
 def status() -> pb.StatusReply:
@@ -35,7 +34,7 @@ def status() -> pb.StatusReply:
 
 
 def test_for_people() -> None:
-    assert log_servers.lines(status()) == [
+    assert commands.log_lines(status()) == [
         "job j: RUNNING, generation 3",
         "1 of 2 copies are kept: add a log server",
         "a:1 on m0: lost: it has not answered for 31.0 s",
@@ -47,11 +46,11 @@ def test_for_people() -> None:
 def test_nobody_asks_the_log_servers_of_a_job_that_is_over() -> None:
     told = status()
     told.view.state = pb.FINISHED
-    assert log_servers.lines(told)[-1] == "c:1 on an unknown machine: ranks 0 (copy), 1"
+    assert commands.log_lines(told)[-1] == "c:1 on an unknown machine: ranks 0 (copy), 1"
 
 
 def test_for_programs() -> None:
-    shown = json.loads(json.dumps(log_servers.as_json(status())))
+    shown = json.loads(json.dumps(commands.logs_as_json(status())))
     assert shown["ranks"] == {"0": ["b:1", "c:1"], "1": ["c:1"]}
     assert [server["lost"] for server in shown["log_servers"]] == ["has not answered for 31.0 s", None, None]
     assert [server["silent_seconds"] for server in shown["log_servers"]] == [None, 0.5, 12.4]
@@ -59,10 +58,10 @@ def test_for_programs() -> None:
 
 def test_recovery_groups() -> None:
     told = status()
-    assert log_servers.as_json(told)["groups"] == ""
+    assert commands.logs_as_json(told)["groups"] == ""
     told.view.groups = "0-1,2-3"
-    assert log_servers.lines(told)[1] == "recovery groups 0-1,2-3"
-    assert log_servers.as_json(told)["groups"] == "0-1,2-3"
+    assert commands.log_lines(told)[1] == "recovery groups 0-1,2-3"
+    assert commands.logs_as_json(told)["groups"] == "0-1,2-3"
 
 
 @pytest.mark.parametrize(
@@ -78,8 +77,8 @@ def test_recovery_groups() -> None:
 def test_refuses(
     words: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "PATIENCE_S", 0.2)
-    code = log_servers.main(["--coordinator", "127.0.0.1:1", "--job", "j", *words])
+    monkeypatch.setattr(commands, "PATIENCE_S", 0.2)
+    code = commands.main(["--coordinator", "127.0.0.1:1", "--job", "j", *words], "logs")
     assert code == (2 if words else 3)
     said = capsys.readouterr().err
     assert problem in said

@@ -176,3 +176,8 @@ def test_a_token_is_looked_into_and_not_shown(tmp_path: Path) -> None:
     gone = doctor.token({"SWIFT_TOKEN_FILE": str(path)}, now)
     assert gone is not None
     assert gone.problem == "No such file or directory"
+
+
+def test_compiled_kernels_are_found_where_they_are_built() -> None:
+    built = Path(doctor.__file__).parents[1].rglob("_kernels_*.so")
+    assert doctor.software().kernels == sorted(path.stem.removeprefix("_kernels_") for path in built)
