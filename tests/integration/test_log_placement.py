@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swift_ft.lab.drill import report_logs
+from swift_ft.lab.drill import report
 from swift_ft.lab.drill.run import LOG_LOST_S
 from tests.integration import watched
 from tests.integration.drill_world import Twins, drill, kills, passed
@@ -49,7 +49,7 @@ def test_a_lost_log_server_costs_nobody_its_state(
         assert ways <= {"KEEP", "CATCH_UP"}, plan["reason"]
         assert plan["target_version"] > 3
     assert bool(run.said("checkpoint_asked")) == has_gap
-    found = report_logs.places(run.trace)
+    found = report.log_places(run.trace)
     (lost,) = found["lost"]
     assert lost.startswith(f"log server {gone} is lost: ")
     assert found["moved"]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import grpc
 from cryptography import x509
@@ -173,7 +174,7 @@ def directory(path: Path) -> Directory:
     except OSError:
         pass
     space = os.statvfs(nearest)
-    known: dict[str, object] = {
+    known: dict[str, Any] = {
         "path": str(path),
         "filesystem": kind,
         "free_bytes": space.f_bavail * space.f_frsize,
@@ -181,18 +182,18 @@ def directory(path: Path) -> Directory:
     }
     if not path.exists():
         writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-        return Directory(**known, parent_writable=writable)  # type: ignore[arg-type]
+        return Directory(**known, parent_writable=writable)
     known["exists"] = True
     try:
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         measured = _measured(path)
     except OSError as error:
-        return Directory(**known, problem=error.strerror or str(error))  # type: ignore[arg-type]
-    return Directory(**known, **measured, in_use=_in_use(path))  # type: ignore[arg-type]
+        return Directory(**known, problem=error.strerror or str(error))
+    return Directory(**known, **measured, in_use=_in_use(path))
 
 
-def _measured(path: Path) -> dict[str, object]:
+def _measured(path: Path) -> dict[str, Any]:
     fd, name = tempfile.mkstemp(prefix=".doctor.", dir=path)
     direct_fd = -1
     try:
@@ -345,36 +346,28 @@ def peer(kind: str, address: str, timeout_s: float) -> Peer:
 def certificates(environment: Mapping[str, str], now: float) -> Sequence[Certificate]:
     """Returns the files that the TLS variables name: their mode and validity, and whether the key matches."""
     named = {variable: environment[variable] for variable in TLS_VARIABLES if environment.get(variable)}
-    certificates = []
-    for variable, path in named.items():
-        try:
-            mode = os.stat(path).st_mode & 0o7777
-            data = Path(path).read_bytes()
-            if variable.endswith("_KEY"):
-                read_key(data)
-                pair = named.get("SWIFT_TLS_CERT")
-                matches = same_key(Path(pair).read_bytes(), data) if pair else None
-                certificates.append(
-                    Certificate(variable=variable, path=path, mode=mode, is_key=True, matches=matches)
-                )
-            else:
-                begins, ends = read_certificate(data)
-                certificates.append(
-                    Certificate(
-                        variable=variable,
-                        path=path,
-                        mode=mode,
-                        expires_in_s=ends - now,
-                        valid_since_s=now - begins,
-                    )
-                )
-        except OSError as error:
-            certificates.append(
-                Certificate(variable=variable, path=path, problem=error.strerror or str(error))
-            )
-        except ValueError as error:
-            certificates.append(Certificate(variable=variable, path=path, problem=str(error)))
-    return certificates
+    return [
+        Certificate(
+            variable=variable, path=path, **_examined(variable, path, named.get("SWIFT_TLS_CERT"), now)
+        )
+        for variable, path in named.items()
+    ]
+
+
+def _examined(variable: str, path: str, pair: str | None, now: float) -> dict[str, Any]:
+    """Returns the other fields of a `Certificate`. `pair`: the certificate of a key."""
+    try:
+        mode, data = os.stat(path).st_mode & 0o7777, Path(path).read_bytes()
+        if variable.endswith("_KEY"):
+            read_key(data)
+            matches = same_key(Path(pair).read_bytes(), data) if pair else None
+            return {"mode": mode, "is_key": True, "matches": matches}
+        begins, ends = read_certificate(data)
+        return {"mode": mode, "expires_in_s": ends - now, "valid_since_s": now - begins}
+    except OSError as error:
+        return {"problem": error.strerror or str(error)}
+    except ValueError as error:
+        return {"problem": str(error)}
 
 
 def token(environment: Mapping[str, str], now: float) -> Token | None:

@@ -4,9 +4,10 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 # gRPC reads this at import: otherwise its own messages about an absent server would appear next to ours.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -26,37 +27,19 @@ from swift_ft.log.directory import (
 )
 from swift_ft.log.record import check_name
 from swift_ft.text import one_line, tell, whole_number
-from swift_ft.tools.log_contents import DirectoryLog, JobFacts, LogFacts, ServedLog, StreamFacts, export
+from swift_ft.tools.log_contents import (
+    DirectoryLog,
+    JobFacts,
+    LogFacts,
+    SegmentFacts,
+    ServedLog,
+    StreamFacts,
+    export,
+)
 
 # Text output: tables in plain columns.
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-
-JOB_COLUMNS = (
-    "job",
-    "generation",
-    "trimmed below step",
-    "streams",
-    "records",
-    "size",
-    "of",
-    "writers",
-    "idle",
-)
-STREAM_COLUMNS = (
-    "job",
-    "stream",
-    "first",
-    "durable",
-    "appended",
-    "records",
-    "size",
-    "steps",
-    "segments",
-    "state",
-)
-SEGMENT_COLUMNS = ("job", "stream", "segment", "records", "size", "ends")
-_LEFT = {"job", "stream", "segment", "state", "ends", "steps"}
 
 
 def size_words(count: int) -> str:
@@ -77,21 +60,68 @@ def time_words(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
+def _steps_of(stream: StreamFacts) -> str:
+    steps = "-" if stream.first_step is None else f"{stream.first_step} to {stream.last_step}"
+    return steps if stream.unlogged is None else steps + " but {} to {}".format(*stream.unlogged)
+
+
+def _state_of(stream: StreamFacts) -> str:
+    problems = len(stream.problems)
+    return f"{problems} problem{'s' if problems > 1 else ''}" if problems else "ok"
+
+
+# Title of a column -> its cell. Texts are on the left of their column, numbers on the right.
+_OF_JOB: Mapping[str, Callable[[JobFacts], str]] = {
+    "job": lambda job: job.job,
+    "generation": lambda job: str(job.generation),
+    "trimmed below step": lambda job: str(job.trimmed_below_step),
+    "streams": lambda job: str(len(job.streams)),
+    "records": lambda job: str(job.records),
+    "size": lambda job: size_words(job.bytes),
+    "of": lambda job: size_words(job.limit_bytes) if job.limit_bytes else "-",
+    "writers": lambda job: "-" if job.writers is None else str(job.writers),
+    "idle": lambda job: time_words(job.idle_seconds),
+}
+_OF_STREAM: Mapping[str, Callable[[StreamFacts], str]] = {
+    "stream": lambda stream: stream.stream,
+    "first": lambda stream: str(stream.first_sequence),
+    "durable": lambda stream: str(stream.durable_sequence),
+    "appended": lambda stream: str(stream.appended_sequence),
+    "records": lambda stream: str(stream.records),
+    "size": lambda stream: size_words(stream.bytes),
+    "steps": _steps_of,
+    "segments": lambda stream: "-" if stream.segments is None else str(len(stream.segments)),
+    "state": _state_of,
+}
+_OF_SEGMENT: Mapping[str, Callable[[SegmentFacts], str]] = {
+    "segment": lambda segment: segment.name,
+    "records": lambda segment: str(segment.records),
+    "size": lambda segment: size_words(segment.bytes),
+    "ends": lambda segment: f"torn, {segment.torn_bytes} B" if segment.torn_bytes else segment.ending,
+}
+_LEFT = {"job", "stream", "segment", "state", "ends", "steps"}
+
+
 def show(facts: LogFacts, *, segments: bool) -> None:
     """Prints the facts as tables. ``segments``: lists every file, too."""
     print(one_line(_head(facts)))
-    _table(JOB_COLUMNS, [_job_row(job) for job in facts.jobs])
-    _table(STREAM_COLUMNS, [_stream_row(job.job, s) for job in facts.jobs for s in job.streams])
+    streams = [(job.job, stream) for job in facts.jobs for stream in job.streams]
+    files = [(job, stream, each) for job, stream in streams for each in stream.segments or []]
+    _table(_OF_JOB, [_cells(_OF_JOB, job) for job in facts.jobs])
+    _table(("job", *_OF_STREAM), [[job, *_cells(_OF_STREAM, stream)] for job, stream in streams])
     if segments:
-        _table(
-            SEGMENT_COLUMNS, [row for job in facts.jobs for s in job.streams for row in _files(job.job, s)]
-        )
+        rows = [[job, stream.stream, *_cells(_OF_SEGMENT, each)] for job, stream, each in files]
+        _table(("job", "stream", *_OF_SEGMENT), rows)
     for alarm in (facts.alarm, *(job.alarm for job in facts.jobs)):
         if alarm:
             print(one_line(f"alarm: {alarm}"))
     if facts.verified is None:
         for problem in facts.problems():
             print(one_line(f"problem: {problem}"))
+
+
+def _cells(columns: Mapping[str, Callable[[Any], str]], row: object) -> list[str]:
+    return [cell(row) for cell in columns.values()]
 
 
 def _head(facts: LogFacts) -> str:
@@ -101,60 +131,14 @@ def _head(facts: LogFacts) -> str:
     return f"{facts.source} keeps {size_words(facts.used_bytes)}{of}{runs}"
 
 
-def _job_row(job: JobFacts) -> list[str]:
-    return [
-        job.job,
-        str(job.generation),
-        str(job.trimmed_below_step),
-        str(len(job.streams)),
-        str(job.records),
-        size_words(job.bytes),
-        size_words(job.limit_bytes) if job.limit_bytes else "-",
-        "-" if job.writers is None else str(job.writers),
-        time_words(job.idle_seconds),
-    ]
-
-
-def _stream_row(job: str, stream: StreamFacts) -> list[str]:
-    steps = "-" if stream.first_step is None else f"{stream.first_step} to {stream.last_step}"
-    if stream.unlogged is not None:
-        steps += " but {} to {}".format(*stream.unlogged)
-    problems = len(stream.problems)
-    return [
-        job,
-        stream.stream,
-        str(stream.first_sequence),
-        str(stream.durable_sequence),
-        str(stream.appended_sequence),
-        str(stream.records),
-        size_words(stream.bytes),
-        steps,
-        "-" if stream.segments is None else str(len(stream.segments)),
-        "ok" if not problems else f"{problems} problem{'s' if problems > 1 else ''}",
-    ]
-
-
-def _files(job: str, stream: StreamFacts) -> list[list[str]]:
-    return [
-        [
-            job,
-            stream.stream,
-            segment.name,
-            str(segment.records),
-            size_words(segment.bytes),
-            f"torn, {segment.torn_bytes} B" if segment.torn_bytes else segment.ending,
-        ]
-        for segment in stream.segments or []
-    ]
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _table(columns: Iterable[str], rows: Sequence[Sequence[str]]) -> None:
     if not rows:
         return
-    rows = [[one_line(cell) for cell in row] for row in rows]
-    widths = [max(len(row[at]) for row in [columns, *rows]) for at in range(len(columns))]
+    columns = list(columns)
+    lines = [columns, *([one_line(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
     print()
-    for row in [columns, *rows]:
+    for row in lines:
         cells = [
             cell.ljust(width) if name in _LEFT else cell.rjust(width)
             for name, cell, width in zip(columns, row, widths)
@@ -166,59 +150,38 @@ EXIT_DAMAGE = 1
 TIMEOUT_S_MAX = 3600.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InspectConfig:
-    """The command line, validated."""
-
-    directory: Path | None
-    server: str
-    job: str
-    stream: str
-    segments: bool
-    verify: bool
-    export: Path | None
-    first_step: int
-    end_step: int | None
-    drop_job: str
-    force: bool
-    json: Path | None
-    timeout_s: float
-
-    def __post_init__(self) -> None:
-        if (self.directory is None) == (not self.server):
-            raise UsageError("give --directory DIR or --server HOST:PORT, one of them")
-        for kind, name in (("job", self.job or "x"), ("stream", self.stream or "x")):
-            check_name(kind, name)
-        if self.verify and self.directory is None:
-            raise UsageError(
-                "--verify reads files: give --directory; a server verifies what it reads by itself"
-            )
-        if self.drop_job and (self.verify or self.export is not None):
-            raise UsageError("--drop-job goes alone")
-        if self.force and not self.drop_job:
-            raise UsageError("--force is for --drop-job")
-        for path in (self.export, self.json):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise UsageError(f"there is no directory {path.absolute().parent}")
-        if not 0 < self.timeout_s <= TIMEOUT_S_MAX:
-            raise UsageError(f"--timeout-s must be positive, at most {TIMEOUT_S_MAX:g}")
-
-    @property
-    def wanted(self) -> Callable[[int], bool]:
-        """Predicate that selects the steps to export."""
-        return lambda step: step >= self.first_step and (self.end_step is None or step < self.end_step)
+def _check(given: argparse.Namespace) -> None:
+    """Raises UsageError for options that do not go together."""
+    if (given.directory is None) == (not given.server):
+        raise UsageError("give --directory DIR or --server HOST:PORT, one of them")
+    for kind, name in (("job", given.job or "x"), ("stream", given.stream or "x")):
+        check_name(kind, name)
+    if given.verify and given.directory is None:
+        raise UsageError("--verify reads files: give --directory; a server verifies what it reads by itself")
+    if given.drop_job and (given.verify or given.export is not None):
+        raise UsageError("--drop-job goes alone")
+    if given.force and not given.drop_job:
+        raise UsageError("--force is for --drop-job")
+    for path in (given.export, given.json):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"there is no directory {path.absolute().parent}")
+    if not 0 < given.timeout_s <= TIMEOUT_S_MAX:
+        raise UsageError(f"--timeout-s must be positive, at most {TIMEOUT_S_MAX:g}")
 
 
-def _steps(text: str) -> tuple[int, int | None]:
-    """Parses ``N`` or ``N:M`` into (first, end); M is exclusive, None if open."""
+def _steps(text: str) -> range:
+    """Parses ``N``, ``N:`` or ``N:M``; M is exclusive."""
     first, colon, end = text.partition(":")
     begin, behind = whole_number(first), whole_number(end)
     if begin is None or (end and behind is None):
         raise UsageError(f"--step {text[:80]}: write N, or N:M for the steps from N up to but not M")
-    return (begin, behind) if colon else (begin, begin + 1)
+    if not colon:
+        return range(begin, begin + 1)
+    return range(begin, sys.maxsize if behind is None else behind)
 
 
-def parse(argv: Sequence[str]) -> InspectConfig:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the options, checked. Raises UsageError."""
     parser = Parser(
         prog="swift-ft inspect",
         description="Shows what is in the log, verifies it, exports records, drops the log of a job.",
@@ -260,13 +223,13 @@ def parse(argv: Sequence[str]) -> InspectConfig:
         default=10.0,
         help="how long to wait for a server's answer; default %(default)s",
     )
-    options = parser.parse_args(argv)
-    first_step, end_step = _steps(options.step)
-    fields = {name: value for name, value in vars(options).items() if name != "step"}
-    return InspectConfig(first_step=first_step, end_step=end_step, **fields)
+    given = parser.parse_args(argv)
+    given.step = _steps(given.step)
+    _check(given)
+    return given
 
 
-def run(config: InspectConfig) -> int:
+def run(config: argparse.Namespace) -> int:
     """Runs the command: shows, exports or drops. Returns the exit code. Raises UsageError if there is no such
     stream."""
     if config.drop_job:
@@ -303,21 +266,21 @@ def _verdict(facts: LogFacts) -> int:
     return EXIT_DAMAGE if problems else 0
 
 
-def _export(config: InspectConfig, log: DirectoryLog | ServedLog, path: Path) -> int:
+def _export(config: argparse.Namespace, log: DirectoryLog | ServedLog, path: Path) -> int:
     job = config.job
     if not job:
         jobs = [held.job for held in log.facts().jobs]
         if len(jobs) != 1:
             raise UsageError(f"--export needs --job; there are: {', '.join(jobs) or 'none'}")
         (job,) = jobs
-    records = log.records(job, config.stream, config.wanted)
+    records = log.records(job, config.stream, lambda step: step in config.step)
     count, size = export(path, records, {"job": job, "made_by": "swift-ft inspect"})
     _write_json(config.json, {"file": str(path), "job": job, "records": count, "bytes": size})
     print(one_line(f"{path}: {count} records of job {job}, {size_words(size)}"))
     return 0
 
 
-def _drop(config: InspectConfig) -> int:
+def _drop(config: argparse.Namespace) -> int:
     job = check_name("job", config.drop_job)
     if config.directory is None:
         records, size = admin.drop(config.server, job, config.timeout_s, force=config.force)

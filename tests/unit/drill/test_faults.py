@@ -1,19 +1,15 @@
 """What a drill refuses of the faults that it is given, and what it tells ranks of them."""
 
-import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from swift_ft import fault_grammar
 from swift_ft.errors import UsageError
 from swift_ft.fault_grammar import CorruptFault
 from swift_ft.lab.drill import faults
-from swift_ft.lab.drill.command import RANDOM_GAP, kills_of
 from swift_ft.lab.drill.faults import to_environment
 from swift_ft.lab.drill.topology import SCHEDULES, Topology
 
@@ -136,42 +132,6 @@ def test_a_pipeline_of_one_rank_has_no_stream_to_corrupt() -> None:
     planned = [fault_grammar.parse("rank=1,step=7"), fault_grammar.parse("corrupt=log,step=7")]
     with pytest.raises(UsageError, match="reads no stream"):
         check(planned, topology(pipeline_ranks=1, replicas=2), strategy="replay")
-
-
-@given(st.integers(0, 2**40), st.integers(1, 6), st.booleans())
-def test_random_kills_are_apart_and_possible(seed: int, count: int, wait_free: bool) -> None:
-    shape = topology(**HYBRID)
-    updates = "wait_free" if wait_free else "after_backward"
-    beside = [fault_grammar.parse("rank=0,step=11"), fault_grammar.parse("rank=0,phase=copy")]
-    kills = kills_of(count, shape, seed, updates, beside)
-    assert kills == kills_of(count, shape, seed, updates, beside), "the seed decides"
-    steps = [kill.step for kill in kills if kill.step is not None]
-    assert len(steps) == count
-    apart = sorted([*steps, 11])
-    assert steps == sorted(steps)
-    assert all(later - earlier >= RANDOM_GAP for earlier, later in itertools.pairwise(apart))
-    check([*kills, *beside], shape, updates=updates)
-    assert [fault_grammar.parse(str(kill)) for kill in kills] == list(kills)
-
-
-def test_random_kills_reach_every_phase_and_rank() -> None:
-    kills = [k for seed in range(40) for k in kills_of(5, topology(**HYBRID), seed, "wait_free")]
-    assert {kill.phase for kill in kills} == {"forward", "backward", "reduce", "update", "optimizer", "idle"}
-    assert {kill.rank for kill in kills} == {0, 1, 2, 3}
-    assert {kill.phase for seed in range(40) for kill in kills_of(3, topology(), seed, "")} == {
-        "forward",
-        "backward",
-        "optimizer",
-        "idle",
-    }
-
-
-def test_random_kills_fill_a_run_that_has_just_enough_steps() -> None:
-    count = 5
-    steps = 2 + (count - 1) * RANDOM_GAP
-    assert [k.step for k in kills_of(count, topology(steps=steps), 3, "")] == [1, 5, 9, 13, 17]
-    with pytest.raises(UsageError, match="give more --steps"):
-        kills_of(count, topology(steps=steps - 1), 3, "")
 
 
 @pytest.mark.parametrize("extra", ["rank=2,phase=replay", "corrupt=log,step=17"])

@@ -9,14 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleLoopedBFS
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleLoopedBFS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from swift_ft import torch_private
-from swift_ft.lab.drill.trainer import LOOPED, SINGLE, V_SHAPED, make_schedule, stages_of
+from swift_ft.lab.drill.topology import SCHEDULES, Topology
+from swift_ft.lab.drill.trainer import make_schedule
 from swift_ft.train.shared_replay import StepAction, of_share, one_by_one, shares, unordered
 
-NAMES = [*SINGLE, *LOOPED, *V_SHAPED]
+NAMES = list(SCHEDULES)
 
 
 @contextmanager
@@ -36,7 +37,8 @@ def schedules(name: str, pipeline: int, most: int = 17) -> Iterator[tuple[Any, l
     """Of every rank, of every number of microbatches that the schedule takes."""
     for rank in range(pipeline):
         with ranks(rank, pipeline):
-            indices, of = stages_of(name, rank, pipeline)
+            shape = Topology(pipeline_ranks=pipeline, schedule=name, microbatches=2 * pipeline)
+            indices, of = list(shape.stages_of(rank)), shape.stages
             for microbatches in range(1, most):
                 try:
                     yield make_schedule(name, stages(indices, of), microbatches), indices, microbatches
@@ -121,7 +123,7 @@ class TestNobodyShares:
             assert torch_private.schedule_actions(schedule) is None
 
     def test_a_schedule_of_a_trainers_own(self) -> None:
-        class Own(SINGLE["1f1b"]):  # type: ignore[misc]
+        class Own(Schedule1F1B):
             pass
 
         with ranks(0, 2):

@@ -6,8 +6,6 @@ meanwhile, as `swift-ft token --renew` does for a run of months.
 
 import contextlib
 import ctypes
-import datetime
-import ipaddress
 import json
 import os
 import shutil
@@ -18,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swift_ft import events
 from swift_ft.credentials import ENV_CA, ENV_CERTIFICATE, ENV_KEY, ENV_TOKEN_FILE, Renewal
@@ -29,15 +27,7 @@ from swift_ft.lab.drill.config import TOKEN_LIFETIME_S
 from swift_ft.text import LAUNCHER_SETTINGS
 from swift_ft.tokens import EVERY_JOB, Role, new_key, write_file
 
-if TYPE_CHECKING:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-
-
 # A certificate authority for one machine or one drill. An organisation has its own and does not need this.
-
-DAYS_DEFAULT = 30.0
-_BACKDATED = datetime.timedelta(minutes=5)  # clocks differ
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,79 +41,23 @@ class Pair:
 class PrivateCA:
     """A certificate authority whose own key stays in memory, so that it can sign only while this object exists."""
 
-    def __init__(self, directory: Path, *, days: float = DAYS_DEFAULT) -> None:
+    def __init__(self, directory: Path) -> None:
+        import trustme
+
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.certificate = directory / "ca.pem"
-        self._days = days
-        self._key = _new_key()
-        self._signed = _build("swift private CA", self._key, None, self._key, (), days)
-        write_file(self.certificate, _pem(self._signed), secret=False)
+        self._authority = trustme.CA()
+        write_file(self.certificate, self._authority.cert_pem.bytes(), secret=False)
 
-    def issue(self, name: str, *hosts: str, days: float | None = None) -> Pair:
+    def issue(self, name: str, *hosts: str) -> Pair:
         """Creates ``name.pem`` and ``name.key`` for a server at `hosts` or, without hosts, for a client. Replaces older
         ones."""
-        from cryptography.hazmat.primitives import serialization as s
-
-        key = _new_key()
-        made = _build(name, key, self._signed, self._key, hosts, self._days if days is None else days)
+        made = self._authority.issue_cert(*hosts, common_name=name)
         pair = Pair(certificate=self.directory / f"{name}.pem", key=self.directory / f"{name}.key")
-        secret = key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
-        write_file(pair.key, secret, secret=True)
-        write_file(pair.certificate, _pem(made), secret=False)
+        write_file(pair.key, made.private_key_pem.bytes(), secret=True)
+        write_file(pair.certificate, made.cert_chain_pems[0].bytes(), secret=False)
         return pair
-
-
-def _new_key() -> "EllipticCurvePrivateKey":
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    return ec.generate_private_key(ec.SECP256R1())
-
-
-def _pem(certificate: "x509.Certificate") -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    return certificate.public_bytes(Encoding.PEM)
-
-
-def _build(
-    name: str,
-    key: "EllipticCurvePrivateKey",
-    issuer: "x509.Certificate | None",
-    issuer_key: "EllipticCurvePrivateKey",
-    hosts: tuple[str, ...],
-    days: float,
-) -> "x509.Certificate":
-    from cryptography import x509
-    from cryptography.hazmat.primitives.hashes import SHA256
-    from cryptography.x509.oid import NameOID
-
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject if issuer is None else issuer.subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _BACKDATED)
-        .not_valid_after(now + datetime.timedelta(days=days))
-        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
-    )
-    if hosts:
-        builder = builder.add_extension(
-            x509.SubjectAlternativeName([_general_name(host) for host in hosts]), False
-        )
-    return builder.sign(issuer_key, SHA256())
-
-
-def _general_name(host: str) -> "x509.GeneralName":
-    from cryptography import x509
-
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        return x509.DNSName(host)
 
 
 LOG_SERVER, COORDINATOR, LAUNCHER = "logserver", "coordinator", "launcher"

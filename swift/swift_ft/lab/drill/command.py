@@ -2,82 +2,25 @@
 
 import argparse
 import json
-import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from swift_ft import fault_grammar
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.fault_grammar import MICROBATCH_PHASES, RECOVERY_PHASES, Fault, RankFault
 from swift_ft.files import write_whole
 from swift_ft.lab.drill import options, page, report, run
 from swift_ft.lab.drill.config import OPTIONS, DrillConfig
 from swift_ft.lab.drill.console import LiveProgress, show
 from swift_ft.lab.drill.facts import Facts, check_directory, check_file, until_stopped, work_directory
-from swift_ft.lab.drill.faults import phases_of
 from swift_ft.lab.drill.topology import Topology
 from swift_ft.planner import quickest
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.planner.settings import QUICKEST
-
-# Kills of ranks at seeded coordinates (``--random-kills``).
-
-RANDOM_GAP = 4
-"""Least distance in steps between two random kills, so that a recovery ends long before the next kill."""
-_SPREAD_ATTEMPTS = 20
-
-
-def kills_of(
-    count: int, topology: Topology, seed: int, updates: str, beside: Sequence[Fault] = ()
-) -> tuple[RankFault, ...]:
-    """Returns `count` kills of ranks at seeded coordinates, by step. They are at least `RANDOM_GAP` steps from each
-    other and from the kills in `beside`. Raises UsageError if there are too few steps."""
-    taken = [fault.step for fault in beside if isinstance(fault, RankFault) and fault.step is not None]
-    generator = random.Random(f"kills {seed}")
-    free = [step for step in range(1, topology.steps) if all(abs(step - t) >= RANDOM_GAP for t in taken)]
-    steps = _spread(free, count, generator)
-    if steps is None:
-        raise UsageError(
-            f"--random-kills {count}: {topology.steps} steps have no room for them, {RANDOM_GAP} steps apart; "
-            "give more --steps"
-        )
-    left_out = ("save", "weights", *RECOVERY_PHASES)  # some microbatches have no separate weight gradients
-    phases = [phase for phase in phases_of(topology, updates) if phase not in left_out]
-    kills = []
-    for step in steps:
-        phase = generator.choice(phases)
-        microbatch = generator.randrange(topology.microbatches)
-        rank = generator.randrange(topology.ranks)
-        kills.append(
-            RankFault(
-                rank=rank,
-                step=step,
-                phase=phase,
-                microbatch=microbatch if phase in MICROBATCH_PHASES else 0,
-            )
-        )
-    return tuple(kills)
-
-
-def _spread(free: Sequence[int], count: int, generator: random.Random) -> list[int] | None:
-    """Returns `count` of the ascending `free`, at least `RANDOM_GAP` apart, ascending. None: they do not fit."""
-    for attempt in range(_SPREAD_ATTEMPTS + 1):
-        order = list(free)
-        if attempt < _SPREAD_ATTEMPTS:  # the last attempt packs them, which succeeds if any choice fits
-            generator.shuffle(order)
-        chosen: list[int] = []
-        for step in order:
-            if len(chosen) < count and all(abs(step - other) >= RANDOM_GAP for other in chosen):
-                chosen.append(step)
-        if len(chosen) == count:
-            return sorted(chosen)
-    return None
-
 
 DESCRIPTION = "Kills ranks of a real training run and compares every bit with a run that did not fail."
 EPILOG = """\
@@ -118,8 +61,6 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.add_to(parser, OPTIONS)
-    what = "kill this many ranks, at coordinates that --seed decides"
-    parser.add_argument("--random-kills", type=int, metavar="N", help=what)
     return parser
 
 
@@ -132,7 +73,7 @@ def parse(argv: Sequence[str]) -> DrillConfig:
     if given["lost_shard"] == QUICKEST and given["strategy"] == "auto":
         given["lost_shard"] = quickest(topology.pipeline_ranks, topology.replicas)
     given["groups"] = _groups(str(given["groups"]))
-    given["faults"] = _faults(given["faults"], given.pop("random_kills"), topology, given)
+    given["faults"] = tuple(map(fault_grammar.parse, given["faults"])) or (default_kill(topology),)
     return DrillConfig(topology=topology, **given)
 
 
@@ -141,18 +82,6 @@ def _groups(text: str) -> RecoveryGroups:
         return RecoveryGroups.parse(text)
     except ValueError as error:
         raise UsageError(f"--{error}") from None
-
-
-def _faults(
-    specs: Sequence[str], random_kills: int | None, topology: Topology, given: Mapping[str, Any]
-) -> tuple[fault_grammar.Fault, ...]:
-    """Returns the given faults and the random ones; without either, the default kill."""
-    chosen = tuple(fault_grammar.parse(spec) for spec in specs)
-    if random_kills is None:
-        return chosen or (default_kill(topology),)
-    if random_kills < 1:
-        raise UsageError(f"--random-kills must be at least 1, not {random_kills}")
-    return chosen + kills_of(random_kills, topology, given["seed"], given["updates"], chosen)
 
 
 def default_kill(topology: Topology) -> fault_grammar.RankFault:

@@ -16,9 +16,9 @@ from swift_ft.lab.drill import options, shrinking
 from swift_ft.lab.drill.options import DEFAULT_KILL, IMPLEMENTATIONS, ON_OFF, OPTIMIZERS, Reach, option
 from swift_ft.lab.drill.topology import MODELS, Topology
 from swift_ft.log.placement import COPIES_MAX
-from swift_ft.planner import SNAPSHOTTING, STRATEGIES, shrinks
+from swift_ft.planner import SETTINGS, STRATEGIES, Strategy
 from swift_ft.planner.groups import RecoveryGroups
-from swift_ft.planner.types import LOST_SHARDS, QUICKEST
+from swift_ft.planner.settings import LOST_SHARDS, QUICKEST
 from swift_ft.state import MODES as CHECKPOINT_MODES
 
 TOKEN_LIFETIME_S = 4.0
@@ -195,7 +195,7 @@ class DrillConfig:
             groups=self.groups,
         )
         yield from shrinking.problems(self)
-        if self.snapshot_every and self.strategy not in SNAPSHOTTING:
+        if self.snapshot_every and Strategy.SNAPSHOT not in SETTINGS[self.strategy].permits:
             yield f"--snapshot-every {self.snapshot_every} needs --strategy snapshot or auto"
         corrupt = next((f for f in self.faults if isinstance(f, CorruptFault)), None)
         if corrupt is not None and self.copies > 1:
@@ -268,7 +268,7 @@ class DrillConfig:
 
     def _values(self) -> dict[str, Any]:
         """Returns the values of all options by field name."""
-        return options.values_of(self.topology) | options.values_of(self)
+        return options.values_of(self.topology, Topology) | options.values_of(self, DrillConfig)
 
     def arguments(self) -> list[str]:
         """Returns the command line of this configuration, without the options that name result files."""

@@ -1,7 +1,7 @@
 """Terminal output: progress while the drill runs, and the short report."""
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from swift_ft.lab.drill import lossy, replay_report, saving
+from swift_ft.lab.drill import replay_report
 
 COLOURS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 PHASE_COLOURS = {
@@ -260,8 +260,8 @@ def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             ],
         ),
         ("survivors kept", [kept]),
-        ("cut short", [lossy.words(result["lossy"])]),
-        ("checkpoints", [saving.words(result["checkpoint"])]),
+        ("cut short", [_cut_short(result["lossy"])]),
+        ("checkpoints", [_saved(result["checkpoint"])]),
         ("log", [f"{log['records']} records, {megabytes}; {log['verified_sends']} sends verified"]),
         ("as predicted", _predicted(result["prediction"]) if result["prediction"] else []),
         ("not logged", [_unlogged(lacks)] if lacks else []),
@@ -284,6 +284,29 @@ def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _unlogged(lacks: Mapping[str, Any]) -> str:
     steps = f"steps {lacks['first_step']} to {lacks['last_step']}"
     return f"{lacks['records']} records ({lacks['bytes'] / 1e6:.1f} MB) of {steps}"
+
+
+def _saved(shown: Mapping[str, Any]) -> str:
+    """Returns the line for the table of results; empty: no save was reported."""
+    if shown["stall_s_median"] is None:
+        return ""
+    return (
+        f"{shown['saved']} parts of at most {shown['bytes_max'] / 1e6:.1f} MB, {shown['mode']}: durable after "
+        f"{1e3 * shown['seconds_median']:.0f} ms, of which training waited {1e3 * shown['stall_s_median']:.0f} ms "
+        "(medians)"
+    )
+
+
+def _cut_short(section: Sequence[Mapping[str, Any]] | None) -> str:
+    """Returns a line for each interrupted step, with the ranks whose gradients its buckets average."""
+    lines = []
+    for cut in section or ():
+        kinds = Counter(tuple(bucket["contributors"]) for bucket in cut["buckets"])
+        of_ranks = [
+            f"{count} of ranks {', '.join(map(str, contributors))}" for contributors, count in kinds.items()
+        ]
+        lines.append(f"step {cut['step']}: buckets that are means: {'; '.join(of_ranks)}")
+    return "\n".join(lines)
 
 
 def _predicted(prediction: Mapping[str, Any]) -> list[str]:

@@ -116,7 +116,7 @@ def option(
 
 
 def options_of(*kinds: Any) -> list[Option]:
-    """Returns the options of these dataclasses (or of their instances)."""
+    """Returns the options of these dataclasses."""
     return [
         Option(attribute=each.name, kind=each.type, default=each.default, **each.metadata)
         for kind in kinds
@@ -125,9 +125,9 @@ def options_of(*kinds: Any) -> list[Option]:
     ]
 
 
-def values_of(config: Any) -> dict[str, Any]:
-    """Returns the values of this dataclass's options, by attribute."""
-    return {each.attribute: getattr(config, each.attribute) for each in options_of(config)}
+def values_of(given: Any, kind: Any) -> dict[str, Any]:
+    """Returns the values of this dataclass's options, by attribute. `given`: an instance, or a parsed command line."""
+    return {each.attribute: getattr(given, each.attribute) for each in options_of(kind)}
 
 
 def add_to(parser: argparse.ArgumentParser, options: list[Option]) -> None:

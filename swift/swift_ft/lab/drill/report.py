@@ -7,21 +7,15 @@ makes `INCONCLUSIVE`: missing data is never PASS.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift_ft.fault_grammar import CorruptCheckpointFault, CorruptCopyFault, CorruptFault, RankFault, fault_id
-from swift_ft.lab.drill import (
-    loss,
-    lossy,
-    replay_report,
-    report_logs,
-    report_reinit,
-    report_replicas,
-    report_shrink,
-    report_snapshots,
-    saving,
-    shrinking,
-    timeline,
+from swift_ft.fault_grammar import (
+    CorruptCheckpointFault,
+    CorruptCopyFault,
+    CorruptFault,
+    LogLossFault,
+    RankFault,
+    fault_id,
 )
-from swift_ft.lab.drill import replay_report as prediction
+from swift_ft.lab.drill import loss, replay_report, report_replicas, report_strategies, shrinking, timeline
 from swift_ft.lab.drill.config import versions
 from swift_ft.lab.drill.facts import Facts
 from swift_ft.lab.drill.timeline import Event, Recovery
@@ -32,14 +26,6 @@ from swift_ft.planner.strategies import TABLE
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 EXIT_CODES = {PASS: 0, FAIL: 1, INCONCLUSIVE: 3}
 
-_PARTS = {
-    "shrink": report_shrink,
-    "snapshot": report_snapshots,
-    "checkpoint": saving,
-    "lossy": lossy,
-    "reinit": report_reinit,
-}
-"""Parts that strategies and options add: each has `checks(facts)`, and a `section(facts)` under that name."""
 # A stage recovered by several strategies (of its ranks, or in several recoveries) shows the most expensive one.
 _COST = tuple(strategy.lower() for strategy in TABLE)
 
@@ -55,17 +41,17 @@ def build(facts: Facts) -> dict[str, Any]:
         vacancies=facts.asked.shrinks,
     )
     survivors = timeline.survivors_kept(facts.events, facts.asked.topology.ranks)
-    predicted, prediction_checks = prediction.section(facts)
+    predicted, prediction_checks = replay_report.section(facts)
     shown = [_recovery(facts, recovery) for recovery in facts.recoveries]
     checks = [
         *_run_checks(facts),
         *(comparison.check() for comparison in facts.comparisons),
         *report_replicas.checks(facts),
-        *(check for part in _PARTS.values() for check in part.checks(facts)),
+        *report_strategies.checks(facts),
         *([loss.check_losses(curves)] if facts.at_end.inexact else []),
         _survivors_check(survivors),
         *_recovery_checks(facts),
-        *report_logs.checks(facts),
+        *_log_checks(facts),
         *replay_report.check_helpers(facts.asked.helpers, facts.recoveries),
         *prediction_checks,
         *replay_report.replay_checks(shown),
@@ -94,7 +80,7 @@ def build(facts: Facts) -> dict[str, Any]:
             "recovery": [comparison.as_json() for comparison in facts.at_recovery],
             "end": facts.at_end.as_json(),
         },
-        **{name: part.section(facts) for name, part in _PARTS.items()},
+        **report_strategies.sections(facts),
         "timeline": timeline.shown(facts.events, facts.recoveries),
         **_cost(facts, facts.recoveries),
         **report_replicas.copies(facts.recoveries),
@@ -106,7 +92,7 @@ def build(facts: Facts) -> dict[str, Any]:
         "survivors_freed_seconds": max(
             (r.freed_seconds for r in facts.recoveries if r.freed_seconds is not None), default=None
         ),
-        "log": {**_log(facts), **report_logs.places(facts.events)},
+        "log": {**_log(facts), **log_places(facts.events)},
         "prediction": predicted,
         "corruption": facts.evidence.corruption,
         "negative_control": _negative_control(facts),
@@ -239,7 +225,7 @@ def _strategy_check(facts: Facts) -> Check:
         return Check(name, all(r.fell_back for r in facts.recoveries), "something was replayed")
     if not facts.asked.groups.logs:
         return Check(name, not any(r.replay_expected for r in facts.recoveries), "something was replayed")
-    if fell_back and not (report_logs.may_fall_back(facts) or report_snapshots.may_fall_back(facts)):
+    if fell_back and not (_may_lose_records(facts) or report_strategies.may_leave_snapshots(facts)):
         return Check(name, False, f"fell back to a checkpoint: {'; '.join(fell_back)}")
     other = used - {strategy.lower() for strategy in SETTINGS[_planned_by(facts)].permits}
     return Check(name, not other, f"also used: {', '.join(sorted(other))}" if other else "")
@@ -409,3 +395,50 @@ def _unlogged(events: Sequence[Event]) -> dict[str, Any]:
             "bytes": sum(event["bytes"] for event in events),
         }
     }
+
+
+# Log servers: placement of streams, moves, and whether a loss was handled.
+
+
+def log_places(events: Sequence[Event]) -> dict[str, Any]:
+    """Returns `placement`: rank -> its log servers at the start; `moved`; `lost`; `copies_changed`, all of `log` of the
+    report."""
+    placed: dict[str, list[str]] = {}
+    moved: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] != "log_placed":
+            continue
+        rank, servers = str(event["rank"]), list(event["servers"])
+        before = placed.setdefault(rank, servers)
+        # A replacement process uses its predecessor's log servers.
+        last = next((move["to"] for move in reversed(moved) if move["rank"] == event["rank"]), before)
+        if servers != last:
+            moved.append(
+                {"rank": event["rank"], "generation": event["generation"], "from": last, "to": servers}
+            )
+    return {
+        "placement": {rank: placed[rank] for rank in sorted(placed, key=int)},
+        "moved": moved,
+        "lost": [str(event["reason"]) for event in events if event["event"] == "log_server_lost"],
+        "copies_changed": [
+            {name: event.get(name) for name in ("stream", "instead_of", "address", "reason")}
+            for event in events
+            if event["event"] == "copy_changed"
+        ],
+    }
+
+
+def _log_checks(facts: Facts) -> list[Check]:
+    """Checks that each log server killed for good was given up."""
+    wanted = sum(isinstance(fault, LogLossFault) for fault in facts.asked.faults)
+    if not wanted:
+        return []
+    lost = sum(len(recovery.servers_lost) for recovery in facts.recoveries)
+    detail = f"{lost} of {wanted} were given up"
+    return [Check("the lost log server was given up", lost == wanted, detail)]
+
+
+def _may_lose_records(facts: Facts) -> bool:
+    """Returns whether a fallback to a checkpoint is permitted: with one copy, records of the lost log server are gone,
+    so a replay that needs them is impossible. The plan must give that reason."""
+    return facts.asked.copies == 1 and all("is lost" in reason for reason in facts.fell_back)

@@ -30,11 +30,12 @@ from swift_ft.fault_grammar import (
     fault_id,
 )
 from swift_ft.files import make_directory, read_given, write_whole
-from swift_ft.lab.drill import faults, loss, lossy, replay_report, shrinking, timeline
+from swift_ft.lab.drill import faults, loss, replay_report, shrinking, timeline
 from swift_ft.lab.drill.cluster import JOB, POLL_S, Cluster, Security
 from swift_ft.lab.drill.config import DrillConfig, same_identity
 from swift_ft.lab.drill.facts import Evidence, Measured
 from swift_ft.lab.drill.faults import to_environment
+from swift_ft.lab.drill.report_strategies import told
 from swift_ft.lab.drill.verdict_checks import Digest
 from swift_ft.lab.failures import damage
 from swift_ft.lab.failures.damage import EXTERNAL, flip, segment_files
@@ -304,7 +305,7 @@ class FaultedRun:
                 "--absent",
                 json.dumps(absent),
                 "--cut",
-                json.dumps(lossy.told(trace)),
+                json.dumps(told(trace)),
                 "--out",
                 str(out),
             ],

@@ -101,7 +101,7 @@ class Topology:
     def _problems(self) -> Iterator[str]:
         if self.schedule not in SCHEDULES:
             yield f"unknown schedule {self.schedule!r}: one of {', '.join(SCHEDULES)}"
-        for each in options_of(self):
+        for each in options_of(Topology):
             if each.kind is int and getattr(self, each.attribute) < 1:
                 yield f"{each.name} must be at least 1, not {getattr(self, each.attribute)}"
         ranks, schedule, microbatches = self.pipeline_ranks, self.schedule, self.microbatches

@@ -19,32 +19,15 @@ from swift_ft.lab.drill import options, shrinking
 from swift_ft.lab.drill.config import OPTIONS
 from swift_ft.lab.drill.model import ByteLoader, loss_fn, make_optimizer, make_stage, standard_library
 from swift_ft.lab.drill.options import Reach
-from swift_ft.lab.drill.topology import MODELS
+from swift_ft.lab.drill.topology import MODELS, Topology
 from swift_ft.log.codec import NAMES as CODECS
-
-# How each schedule places its stages: on pipeline rank r of P, and how many stages there are.
-SINGLE = {"1f1b": schedules.Schedule1F1B, "gpipe": schedules.ScheduleGPipe}
-LOOPED = {
-    "interleaved1f1b": schedules.ScheduleInterleaved1F1B,
-    "interleavedzerobubble": schedules.ScheduleInterleavedZeroBubble,
-}
-V_SHAPED = {"zbv": schedules.ScheduleZBVZeroBubble, "dualpipev": schedules.ScheduleDualPipeV}
-
-
-def stages_of(schedule: str, rank: int, ranks: int) -> tuple[list[int], int]:
-    """Returns (stage indices of pipeline rank `rank`, number of stages): one stage per rank, or two in a loop or a
-    V."""
-    if schedule in SINGLE:
-        return [rank], ranks
-    if schedule in LOOPED:
-        return [rank, rank + ranks], 2 * ranks
-    return [rank, 2 * ranks - 1 - rank], 2 * ranks
 
 
 def make_schedule(name: str, stages: list[Any], microbatches: int) -> Any:
-    if name in SINGLE:
-        return SINGLE[name](stages[0], microbatches, loss_fn=loss_fn)
-    return (LOOPED | V_SHAPED)[name](stages, microbatches, loss_fn=loss_fn)
+    """Returns torch's schedule of this name (`SCHEDULES`), of the stages of one rank."""
+    kind = schedules.get_schedule_class("ZBVZeroBubble" if name == "zbv" else name)
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    return kind(stages[0] if single else stages, microbatches, loss_fn=loss_fn)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -70,6 +53,7 @@ and every rank's queue takes memory."""
 def main(argv: list[str] | None = None) -> None:
     args = make_parser().parse_args(argv)
     config = MODELS[args.model]
+    topology = Topology(**options.values_of(args, Topology))
     if args.grow:
         shrinking.await_growth()
     with swift_ft.Session.from_env(
@@ -95,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         helpers=args.helpers,
         last_checkpoint=False,  # the log's content at the end is compared with the prediction
     ) as session:
-        indices, num_stages = stages_of(args.schedule, session.pipeline_rank, args.pipeline_ranks)
+        indices, num_stages = topology.stages_of(session.pipeline_rank * args.replicas), topology.stages
         modules: list[torch.nn.Module] = [make_stage(config, i, num_stages, args.seed) for i in indices]
         parameters = [p for module in modules for p in module.parameters()]
         if args.data_parallel == "ddp":

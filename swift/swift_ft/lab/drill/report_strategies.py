@@ -1,0 +1,531 @@
+"""The report's parts that strategies add: checks and a section each. Pure.
+
+They are derived from what ranks and the launcher reported, independently of the planner.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from swift_ft.fault_grammar import CorruptCopyFault, RankFault
+from swift_ft.lab.drill import shrinking
+from swift_ft.lab.drill.config import DrillConfig
+from swift_ft.lab.drill.facts import Facts
+from swift_ft.lab.drill.faults import SNAPSHOT
+from swift_ft.lab.drill.timeline import Event, Recovery, vacant_at
+from swift_ft.lab.drill.verdict_checks import TRAINED_FIELDS, Check, all_of
+from swift_ft.planner import SETTINGS
+
+
+def checks(facts: Facts) -> list[Check]:
+    """Returns the additional checks of the drill's strategy and options."""
+    parts = [part for part in _PARTS.values() if part.applies(facts.asked)]
+    return [check for part in parts for check in part.checks(facts)]
+
+
+def sections(facts: Facts) -> dict[str, Any]:
+    """Returns section name -> its content; None where it does not apply."""
+    return {name: p.section(facts) if p.applies(facts.asked) else None for name, p in _PARTS.items()}
+
+
+# shrink, rollback and auto with a lost-shard policy: vacant slots, and the ranks that computed their batches.
+
+
+def _shrink_checks(facts: Facts) -> list[Check]:
+    if shrinking.moves(facts.asked):
+        return [_moved_check(facts)]
+    calculation = [_calculation_check(facts)] if facts.asked.drops else []
+    return [_vacant_check(facts), *_growth_checks(facts), _shares_check(facts), *calculation]
+
+
+def _vacant_check(facts: Facts) -> Check:
+    """Checks that every lost rank left its slot vacant, and no other did."""
+    name = "the slots of lost ranks were left vacant"
+    lost = shrinking.victims(facts.asked)
+    left = {int(event["rank"]) for event in facts.events if event["event"] == "left_vacant"}
+    seen = {rank for recovery in facts.recoveries for rank in recovery.vacant}
+    if not lost:
+        return Check(name, None, "no rank was to be lost")
+    if not facts.recoveries:
+        return Check(name, None, "no recovery in the trace")
+    return Check(
+        name, lost == left == seen, f"lost {sorted(lost)}, left vacant {sorted(left)}, without {sorted(seen)}"
+    )
+
+
+def _moved_check(facts: Facts) -> Check:
+    """Checks that every lost rank, and no other, got a process in the place of another rank."""
+    lost, moved = shrinking.victims(facts.asked), set(_moves(facts))
+    return Check(
+        "the stages of lost ranks moved", lost == moved, f"lost {sorted(lost)}, moved {sorted(moved)}"
+    )
+
+
+def _moves(facts: Facts) -> dict[int, int]:
+    """Returns lost rank -> the rank whose place its new process shares."""
+    return {int(e["rank"]): int(e["beside"]) for e in facts.events if e["event"] == "moved"}
+
+
+def _growth_checks(facts: Facts) -> list[Check]:
+    lost, version = shrinking.victims(facts.asked), facts.asked.grown_at
+    last = facts.recoveries[-1].vacant if facts.recoveries else frozenset()
+    if version is None:
+        return [Check("they stayed vacant", last == lost, f"vacant at the end: {sorted(last)}")]
+    came = {rank: r.target_version for r in facts.recoveries for rank in r.returned}
+    stepped = {e["rank"] for e in facts.events if e["event"] == "step_end" and e["step"] >= version}
+    wanted = dict.fromkeys(lost, version)
+    return [
+        Check(
+            "lost ranks came back when they were to", came == wanted, f"rank -> version: {came}, not {wanted}"
+        ),
+        Check(
+            "and took part again",
+            not last and lost <= stepped,
+            f"steps behind were done by {sorted(stepped)}",
+        ),
+    ]
+
+
+def _shares_check(facts: Facts) -> Check:
+    """Checks that another rank computed the batch in every step done without a rank; with "drop", that none did."""
+    name = (
+        "nobody computed a lost batch" if facts.asked.drops else "every lost batch was computed, and no other"
+    )
+    computed: set[tuple[int, int]] = set()
+    shared: dict[tuple[int, int], set[int]] = {}
+    """(step, lost rank) -> microbatches computed, where several ranks share a batch."""
+    needless = []
+    for event in facts.events:
+        if event["event"] == "adopted_step":
+            lost = _computed_for(event, facts)
+            microbatches = shared.setdefault((event["step"], lost), set())
+            microbatches.update(event.get("microbatches", range(facts.asked.topology.microbatches)))
+            if len(microbatches) == facts.asked.topology.microbatches:
+                computed.add((event["step"], lost))
+            # By time, not by version: a step undone when a rank rejoins was done without that rank.
+            before = [r.vacant for r in facts.recoveries if r.ended_t is not None and r.ended_t <= event["t"]]
+            if not before or lost not in before[-1]:
+                needless.append((event["step"], lost))
+    if facts.asked.drops:
+        return Check(name, not computed, f"{len(computed)} were")
+    wanted = {
+        (step, rank)
+        for step in range(facts.asked.topology.steps)
+        for rank in vacant_at(step, facts.recoveries)
+    }
+    if not wanted:
+        return Check(name, None, "no step was done without a rank")
+    without = sorted(wanted - computed)
+    return Check(
+        name, not without and not needless, f"(step, rank) by nobody: {without}; not lost: {needless}"
+    )
+
+
+def _computed_for(event: dict[str, Any], facts: Facts) -> int:
+    """Returns the lost rank whose origin's batch another rank of the same stage computed."""
+    rank, replicas = int(event["rank"]), facts.asked.topology.replicas
+    return rank // replicas * replicas + int(event["origin"])
+
+
+def _calculation_check(facts: Facts) -> Check:
+    """Checks that the calculation has the failure-free run's bits until the first loss, so that it calculates the right
+    thing."""
+    name = "the calculation has the failure-free run's bits until the loss"
+    evidence = facts.evidence
+    lost = [r.target_version for r in facts.recoveries if r.vacant and r.target_version is not None]
+    until = min([*lost, *told(facts.events)], default=-1)
+    pairs = [
+        (evidence.calculated.get(version), evidence.twin_digests.get(f"rank0-v{version}"))
+        for version in range(1, until + 1)
+    ]
+    known = [(ours, twin) for ours, twin in pairs if ours is not None and twin is not None]
+    if not known or len(known) < len(pairs):
+        return Check(name, None, "no digests to compare")
+    equal = [all(ours[field] == twin[field] for field in TRAINED_FIELDS) for ours, twin in known]
+    return Check(name, all(equal), f"{equal.count(False)} of {len(equal)} versions differ")
+
+
+def _shrink(facts: Facts) -> dict[str, Any]:
+    adopted = Counter(
+        (_computed_for(e, facts), int(e["rank"])) for e in facts.events if e["event"] == "adopted_step"
+    )
+    return {
+        "lost_shard": "drop" if facts.asked.drops else "redistribute",
+        "moved": {str(rank): beside for rank, beside in sorted(_moves(facts).items())},
+        "vacant_after": [sorted(recovery.vacant) for recovery in facts.recoveries],
+        "returned": {
+            str(rank): recovery.target_version
+            for recovery in facts.recoveries
+            for rank in sorted(recovery.returned)
+        },
+        "batches_computed_for": [
+            {"rank": lost, "by": rank, "steps": count} for (lost, rank), count in sorted(adopted.items())
+        ],
+        "compared_with": "an independent calculation" if facts.asked.drops else "the failure-free run",
+        "compared_at_end": sorted(map(int, facts.at_end.ranks)),
+    }
+
+
+# Snapshots: the copies, the ones restored, and their cost.
+#
+# The version that a recovery should reach follows from the copies that ranks reported and from which of their
+# processes live.
+
+
+def may_leave_snapshots(facts: Facts) -> bool:
+    """Returns whether a fallback to a checkpoint is permitted: no snapshot is whole any more, the checkpoint is newer,
+    or a snapshot was refused."""
+    if not facts.asked.snapshot_every:
+        return False
+    corrupt = any(isinstance(fault, CorruptCopyFault) for fault in facts.asked.faults)
+    return corrupt or all(_had_to(facts, recovery) for recovery in facts.recoveries if recovery.fell_back)
+
+
+def _had_to(facts: Facts, recovery: Recovery) -> bool:
+    newest = _newest_whole(facts, recovery)
+    if newest is None:
+        return "no snapshot of rank" in recovery.fell_back
+    return recovery.target_version is not None and recovery.target_version > newest
+
+
+def _went_back(recovery: Recovery) -> bool:
+    return any(name == "snapshot" for name, _ in recovery.strategies().values())
+
+
+def _newest_whole(facts: Facts, recovery: Recovery) -> int | None:
+    """Returns the newest version on which all ranks agreed, if a copy of each rank's state lives at the end of the
+    recovery; else None."""
+    end = recovery.ended_t if recovery.ended_t is not None else float("inf")
+    dead = {event["pid"] for event in facts.events if event["event"] == "fault" and event["t"] <= end}
+    agreed: dict[int, set[int]] = {}
+    living: dict[int, set[int]] = {}
+    last = None
+    for event in facts.events:
+        if event["event"] != "snapshot_taken" or event["t"] > end:
+            continue
+        version, rank = int(event["version"]), int(event["rank"])
+        agreed.setdefault(version, set()).add(rank)
+        if len(agreed[version]) == facts.asked.topology.ranks:
+            last = version
+        if event["pid"] not in dead:
+            living.setdefault(version, set()).update({rank, *event["kept_for"]})
+    if last is None or len(living.get(last, ())) < facts.asked.topology.ranks:
+        return None
+    return last
+
+
+def _newest_snapshot_check(facts: Facts) -> Check:
+    name = "all went back to the newest whole snapshot"
+    wrong, seen = [], 0
+    for number, recovery in enumerate(facts.recoveries, start=1):
+        newest = _newest_whole(facts, recovery)
+        if not _went_back(recovery):
+            continue
+        seen += 1
+        # A newer target was whole without any rank knowing it.
+        if newest is not None and (recovery.target_version is None or recovery.target_version < newest):
+            wrong.append(f"recovery {number}: to version {recovery.target_version}, and {newest} was whole")
+    if not seen and not any(recovery.fell_back for recovery in facts.recoveries):
+        chosen = facts.asked.strategy != SNAPSHOT  # another strategy was as good
+        return Check(name, True if chosen else None, "no plan went back")
+    return Check(name, not wrong, "; ".join(wrong))
+
+
+def _same_snapshot_check(facts: Facts) -> Check:
+    """Checks that each rank restored the snapshot taken of that rank at that version."""
+    name = "every restored snapshot is the one that was taken"
+    taken: dict[tuple[int, int], set[str]] = {}
+    answers: list[bool | None] = []
+    wrong = []
+    for event in facts.events:
+        if event["event"] == "snapshot_taken":
+            taken.setdefault((event["rank"], event["version"]), set()).add(str(event["digest"]))
+        elif event["event"] == "snapshot_restored":
+            known = taken.get((event["rank"], event["version"]))
+            answers.append(None if known is None else event["digest"] in known)
+            if answers[-1] is False:
+                wrong.append(f"rank {event['rank']} at version {event['version']}")
+    if not answers and not any(_went_back(recovery) for recovery in facts.recoveries):
+        return Check(name, True, "none was restored")
+    return Check(name, all_of(answers), ", ".join(wrong) or ("" if all_of(answers) else "no record"))
+
+
+def _steps_lost_check(facts: Facts) -> Check:
+    """Checks that at most the steps since the last snapshot and those in progress were lost."""
+    name = "no more steps were lost than there are between snapshots"
+    lost = [recovery.steps_lost for recovery in facts.recoveries if _went_back(recovery)]
+    if None in lost:
+        return Check(name, None, "a recovery did not tell to which version it led")
+    most = max((steps or 0 for steps in lost), default=0)
+    return Check(
+        name,
+        most <= facts.asked.snapshot_every + 1,
+        f"{most}, with --snapshot-every {facts.asked.snapshot_every}",
+    )
+
+
+def _snapshot(facts: Facts) -> dict[str, Any]:
+    """Returns bytes and seconds of the snapshots."""
+    taken = [event for event in facts.events if event["event"] == "snapshot_taken"]
+    # A process allocates memory for its first snapshot, and optimizers have no state before their first step.
+    warm = [event for event in taken if event["version"] > 0]
+    restored = [event for event in facts.events if event["event"] == "snapshot_restored"]
+    return {
+        "every": facts.asked.snapshot_every,
+        "taken": len({event["version"] for event in taken}),
+        "partners": _partners(taken),
+        "bytes_own": max((event["bytes"] for event in warm), default=None),
+        "bytes_held_max": max((2 * (event["bytes"] + event["kept_bytes"]) for event in warm), default=None),
+        **{
+            f"{name}_median": median(event[name] for event in warm) if warm else None
+            for name in ("seconds", "copy_s", "pass_s")
+        },
+        "seconds_max": max((event["seconds"] for event in warm), default=None),
+        "restored": [
+            {name: event[name] for name in ("rank", "version", "source", "bytes", "seconds")}
+            for event in restored
+        ],
+        "restore_seconds_max": max((event["seconds"] for event in restored), default=None),
+    }
+
+
+def _partners(taken: Sequence[Event]) -> dict[str, list[int]]:
+    """Returns rank -> the ranks that kept its copies."""
+    keepers: dict[int, set[int]] = {}
+    for event in taken:
+        for rank in event["kept_for"]:
+            keepers.setdefault(int(rank), set()).add(int(event["rank"]))
+    return {str(rank): sorted(keepers[rank]) for rank in sorted(keepers)}
+
+
+# Checkpoints: their cost, and the one to which all had to go back.
+
+
+def _newest_checkpoint_check(facts: Facts) -> Check:
+    name = "all went back to the newest complete checkpoint"
+    complete: set[int] = set()
+    planned, wrong = None, []
+    for event in facts.events:
+        match event["event"]:
+            case "checkpoint_complete":
+                complete.add(event["version"])
+            case "plan":
+                planned = event["target_version"]
+                # A newer target was complete, but the coordinator was killed before it could record that.
+                if not complete or planned < max(complete):
+                    there = f"{max(complete)} was complete" if complete else "none was complete"
+                    wrong.append(f"to version {planned}, and {there}")
+            case "refused":
+                complete.discard(planned)
+            case "state" if event["state"] == "RUNNING" and planned is not None:
+                complete = {version for version in complete if version <= planned}
+    if planned is None:
+        return Check(name, True, "none was needed")  # other checks decide whether one was needed
+    return Check(name, not wrong, "; ".join(wrong))
+
+
+def _checkpoint(facts: Facts) -> dict[str, Any]:
+    """Returns bytes and seconds of one rank's part of a version; None where no rank
+    reported any."""
+    durable = [
+        event for event in facts.events if event["event"] == "checkpoint_durable" and "stall_s" in event
+    ]
+    # Version 0 is left out: before the first step optimizers have no state.
+    warm = [event for event in durable if event["version"] > 0]
+    return {
+        "mode": facts.asked.checkpoint_mode,
+        "every": facts.asked.topology.checkpoint_every,
+        "saved": len(durable),
+        "bytes_max": max((event["bytes"] for event in warm), default=None),
+        **{
+            f"{name}_{of.__name__}": of(event[name] for event in warm) if warm else None
+            for name in ("seconds", "stall_s")
+            for of in (median, max)
+        },
+    }
+
+
+# lossy-forward: the contributors of each bucket in a step interrupted by a loss.
+#
+# Every rank that has finished such a step reports its buckets (event "lossy_step"). The drill recomputes the step from
+# them (`swift_ft.lab.drill.calculation`), so the report must match what was done, bit for bit. The checks verify that
+# the reported buckets are possible.
+
+
+Bucket = Mapping[str, Any]
+"""One bucket. `parameters`: indices in the optimizer's order; `contributors`: data-parallel ranks; `divisor`."""
+
+
+def told(events: Sequence[Event]) -> dict[int, list[Bucket]]:
+    """Returns step -> its buckets, as reported by the first rank."""
+    steps: dict[int, list[Bucket]] = {}
+    for event in events:
+        if event["event"] == "lossy_step":
+            steps.setdefault(int(event["step"]), event["buckets"])
+    return steps
+
+
+def _lossy_checks(facts: Facts) -> list[Check]:
+    return [
+        _finished_check(facts),
+        _told_check(facts),
+        _alike_check(facts),
+        *(_possible_check(step, facts) for step in told(facts.events)),
+    ]
+
+
+def _finished(facts: Facts) -> set[tuple[int, int]]:
+    """Returns (rank, step) of every interrupted step that a rank finished, according to the plans."""
+    return {
+        (rank, recovery.target_version - 1)
+        for recovery in facts.recoveries
+        for rank, (strategy, _) in recovery.strategies().items()
+        if strategy in ("lossy_forward", "roll_forward") and recovery.target_version is not None
+    }
+
+
+def _finished_check(facts: Facts) -> Check:
+    """Checks that steps with an interrupted reduction were finished. A rank killed in a reduction waits until the
+    others are in it (`swift_ft.lab.drill.faults`)."""
+    cut = {
+        fault.step
+        for fault in facts.asked.faults
+        if isinstance(fault, RankFault) and fault.phase in ("reduce", "update")
+    }
+    dropped = cut - {step for _, step in _finished(facts)}
+    return Check("steps whose reductions were cut short are finished", not dropped, f"not: {dropped}")
+
+
+def _told_check(facts: Facts) -> Check:
+    """Checks that exactly the ranks that finished an interrupted step reported its buckets."""
+    finished = _finished(facts)
+    have_told = {(int(e["rank"]), int(e["step"])) for e in facts.events if e["event"] == "lossy_step"}
+    return Check(
+        "whoever has finished a step that was cut short tells of its buckets",
+        finished == have_told,
+        f"(rank, step) finished: {sorted(finished)}, told: {sorted(have_told)}",
+    )
+
+
+def _alike_check(facts: Facts) -> Check:
+    first = told(facts.events)
+    other = [
+        (int(e["rank"]), int(e["step"]))
+        for e in facts.events
+        if e["event"] == "lossy_step" and e["buckets"] != first[int(e["step"])]
+    ]
+    return Check("all tell the same of these buckets", not other, f"(rank, step): {other}")
+
+
+def _possible_check(step: int, facts: Facts) -> Check:
+    """Checks that each parameter is in one bucket, and that each bucket is the mean over ranks that were present
+    together."""
+    name = f"the buckets of step {step} are means of ranks that were there together"
+    buckets = told(facts.events)[step]
+    numbers = sorted(number for bucket in buckets for number in bucket["parameters"])
+    worlds = [sorted(world) for world in _worlds(step, facts)]
+    wrong = [
+        dict(bucket)
+        for bucket in buckets
+        if bucket["divisor"] != len(bucket["contributors"]) or list(bucket["contributors"]) not in worlds
+    ]
+    whole = numbers == list(range(len(numbers))) and bool(numbers)
+    return Check(name, whole and not wrong, f"parameters {numbers}; not means over one of {worlds}: {wrong}")
+
+
+def _worlds(step: int, facts: Facts) -> list[set[int]]:
+    """Returns the ranks present in each generation in which this step may have been reduced."""
+    ranks = set(range(facts.asked.topology.ranks))
+    before: set[int] = ranks
+    worlds = []
+    for recovery in facts.recoveries:
+        after = ranks - recovery.vacant
+        if recovery.target_version is not None and recovery.target_version - 1 == step:
+            worlds += [before, after]
+            # Several losses in the same recovery: each of the lost ranks may have been the first.
+            worlds += [before - {rank} for rank in before - after]
+        before = after
+    return worlds
+
+
+def _lossy(facts: Facts) -> list[dict[str, Any]]:
+    """Returns the interrupted steps."""
+    return [
+        {
+            "step": step,
+            "buckets": [
+                {
+                    "parameters": len(bucket["parameters"]),
+                    "contributors": list(bucket["contributors"]),
+                    "divisor": bucket["divisor"],
+                }
+                for bucket in buckets
+            ],
+        }
+        for step, buckets in sorted(told(facts.events).items())
+    ]
+
+
+# reinit: the ranks that restarted their training function, and in which process.
+
+
+def _begun_again_check(facts: Facts) -> Check:
+    """Checks that every survivor of a recovery restarted its training function in it."""
+    name = "every survivor began its training function again"
+    if any(recovery.ended_t is None for recovery in facts.recoveries):
+        return Check(name, None, "a recovery has no end")
+    missing = [
+        f"recovery {number}: rank {rank} went on where it was"
+        for number, recovery in enumerate(facts.recoveries, start=1)
+        for rank in sorted(
+            set(range(facts.asked.topology.ranks)) - recovery.victims - _begun(facts, recovery)
+        )
+    ]
+    return Check(name, not missing, "; ".join(missing))
+
+
+def _begun(facts: Facts, recovery: Recovery) -> Set[int]:
+    assert recovery.ended_t is not None
+    return {
+        int(event["rank"])
+        for event in facts.events
+        if event["event"] == "reinit" and recovery.began_t <= event["t"] <= recovery.ended_t
+    }
+
+
+def _reinit(facts: Facts) -> dict[str, Any]:
+    again = [event for event in facts.events if event["event"] == "reinit"]
+    return {
+        "begun_again": [{"rank": int(event["rank"]), "pid": event["pid"]} for event in again],
+        "leave_seconds_max": max((float(event["seconds"]) for event in again), default=None),
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    applies: Callable[[DrillConfig], bool]
+    checks: Callable[[Facts], list[Check]]
+    section: Callable[[Facts], Any]
+
+
+_PARTS = {
+    "shrink": _Part(applies=lambda asked: asked.shrinks, checks=_shrink_checks, section=_shrink),
+    "snapshot": _Part(
+        applies=lambda asked: asked.snapshot_every > 0,
+        checks=lambda f: [_newest_snapshot_check(f), _same_snapshot_check(f), _steps_lost_check(f)],
+        section=_snapshot,
+    ),
+    "checkpoint": _Part(
+        applies=lambda asked: True,
+        checks=lambda f: [_newest_checkpoint_check(f)] if SETTINGS[f.asked.strategy].only_restores else [],
+        section=_checkpoint,
+    ),
+    "lossy": _Part(applies=lambda asked: asked.finishes_cut_steps, checks=_lossy_checks, section=_lossy),
+    "reinit": _Part(
+        applies=lambda asked: asked.strategy == "reinit",
+        checks=lambda facts: [_begun_again_check(facts)],
+        section=_reinit,
+    ),
+}
