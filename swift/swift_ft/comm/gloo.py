@@ -18,7 +18,7 @@ Facts, measured with torch 2.13, on which this module relies:
 - gloo ends the whole process if `accept` fails on its listening socket, or if a message is larger than its receive
   buffer.
 - gloo drops an operation with its Work: a dropped operation no longer writes to its tensor.
-- Messages of 4 MiB and more reach a raw socket's speed, those of 1 MiB half of it (`swift-ft bench replica`).
+- Messages of 4 MiB and more reach a raw socket's speed, those of 1 MiB half of it (docs/benchmarks.md).
 """
 
 import gc

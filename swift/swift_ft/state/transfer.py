@@ -11,7 +11,7 @@ joiner's without an intermediate copy, with two exceptions. Small tensors are pa
 contiguous run of bytes on the CPU goes through a contiguous copy.
 
 The payload uses the backend's point-to-point operations. With chunks of 4 MiB and more, several in flight, they reach a
-raw TCP socket's speed while a core is free for each end (`swift-ft bench replica`). A socket of our own, sent and
+raw TCP socket's speed while a core is free for each end (docs/benchmarks.md). A socket of our own, sent and
 digested by one thread, was slower then, and about a tenth faster with all cores busy, which does not justify another
 port to secure. Digests (XXH3, several times as fast as a socket) are computed between two waits, while the backend
 moves the chunks that are in flight.

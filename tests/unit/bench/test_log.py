@@ -52,13 +52,6 @@ def test_a_goal_that_is_missed_is_said() -> None:
     assert said.count("missed") == 7
 
 
-def test_arrow_flight_is_compared_where_it_was_measured() -> None:
-    rounds = [a_round(1000, 700, 770)]
-    assert "flight" not in log.evaluate(rounds, 512 << 20)["goals"]
-    rounds[0]["limits"][log.FLIGHT] = 1250.0
-    assert log.evaluate(rounds, 512 << 20)["goals"]["flight"]["value"] == pytest.approx(0.8)
-
-
 @pytest.mark.parametrize(
     "words", [["--mebibytes", "100"], ["--rounds", "0"], ["--json", "/nowhere/here.json"]]
 )

@@ -1,220 +1,221 @@
-"""The benchmark of logging's cost: what it makes of its measurements, and that it sees a writer that is in the way."""
+"""What the overhead of a session is made of: the parts add up, and what is slow shows where it is."""
 
-import json
 import os
 import random
-import subprocess
-import sys
-from argparse import Namespace
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swift_ft.errors import ServiceError, UsageError
-from swift_ft.lab.bench import overhead
-from swift_ft.lab.bench.command import main
-from swift_ft.lab.bench.overhead import Case, evaluate, interval, verdict
+from swift_ft.lab.bench.cpu_attribution import BASE, ENDED, Meter, Threads, process_cpu_s
+from swift_ft.lab.bench.overhead import METER, REST, SIDECARS, Size, accounts, evaluate, of_slice, table
+from swift_ft.lab.drill.topology import MODELS
 
-CASE = Case(kind="small", dtype="float32", spare=True, rate=250)
-
-
-def a_round(off: float, on: float, load: float, foreign: float = 0.0) -> dict[str, dict[str, float]]:
-    found = {
-        mode: {"step_s": step_s, "cpu_s": step_s, "drain_s": 0.01, "foreign_share": foreign}
-        for mode, step_s in (("off", off), ("on", on), ("load", load))
-    }
-    found["load"]["load_rate"] = 250e6
-    return found
+SIZE = Size(model=MODELS["tiny"], goal=1.35)
 
 
-def measured(
-    rounds: list[dict[str, dict[str, float]]], wanted: int = 0, disturbed: int = 0
-) -> dict[str, Any]:
-    return {
-        "bytes_per_step": 3_250_000,
-        "record_bytes": 406_250,
-        "slice_s": 0.6,
-        "rounds": rounds,
-        "wanted": wanted or len(rounds),
-        "disturbed": [0.5] * disturbed,
-    }
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
 
 
-def test_ratios_are_taken_within_a_round() -> None:
-    # The machine gets ten times slower: medians of each mode would give other ratios.
-    found = evaluate(CASE, measured([a_round(f, 1.1 * f, 1.05 * f) for f in (0.01, 0.02, 0.1)]))
-    medians = {name: ratio["median"] for name, ratio in found["ratios"].items()}
-    assert medians == pytest.approx({"on/off": 1.1, "load/off": 1.05, "on/load": 1.1 / 1.05})
-    assert found["trainer_cpu_s_per_gb"] == pytest.approx(0.1 * 0.02 / 0.00325)
-    assert found["logged_mb_s"] == pytest.approx(3.25 / 0.022)
-    assert found["load_mb_s"] == 250
+def seconds(meter: Meter) -> dict[str, float]:
+    return {part: spent for part, (spent, _) in meter.taken().items()}
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "goal", "said"),
+def test_a_moment_belongs_to_the_innermost_part() -> None:
+    clock = Clock()
+    meter = Meter(clock)
+    inner = meter.wrapped(lambda: clock.pass_(3.0), "inner")
+
+    def outside() -> None:
+        clock.pass_(1.0)
+        inner()
+        inner()
+        clock.pass_(0.5)
+
+    outer = meter.wrapped(outside, "outer")
+    outer()  # before `go`: not counted
+    meter.go()
+    clock.pass_(0.25)
+    outer()
+    taken = meter.taken()
+    assert taken == {BASE: (0.25, 0), "outer": (1.5, 1), "inner": (6.0, 2)}
+    assert sum(spent for spent, _ in taken.values()) == 7.75
+
+
+def test_a_slice_may_begin_and_end_inside_of_parts() -> None:
+    clock = Clock()
+    meter = Meter(clock)
+    found: list[dict[str, float]] = []
+
+    def border() -> None:
+        clock.pass_(1.0)
+        found.append(seconds(meter))
+        meter.go()
+        clock.pass_(2.0)
+
+    step = meter.wrapped(border, "step")
+    step()
+    clock.pass_(4.0)
+    step()
+    assert found == [{}, {"step": 3.0, BASE: 4.0}]
+
+
+def test_a_part_that_raises_is_over() -> None:
+    clock = Clock()
+    meter = Meter(clock)
+
+    def fails() -> None:
+        clock.pass_(1.0)
+        raise ValueError("on purpose")
+
+    meter.go()
+    with pytest.raises(ValueError, match="on purpose"):
+        meter.wrapped(fails, "fails")()
+    clock.pass_(2.0)
+    assert seconds(meter) == {"fails": 1.0, BASE: 2.0}
+
+
+def test_other_threads_are_not_of_its_parts() -> None:
+    meter = Meter()
+    burnt = meter.wrapped(lambda: burn(0.02), "burnt")
+    meter.go()
+    thread = threading.Thread(target=burnt)
+    thread.start()
+    thread.join()
+    assert "burnt" not in meter.taken()
+
+
+def burn(cpu_s: float) -> None:
+    until = time.thread_time() + cpu_s
+    while time.thread_time() < until:
+        pass
+
+
+def test_a_method_that_is_made_slower_shows_in_its_part_and_in_no_other() -> None:
+    class Work:
+        def quick(self) -> None:
+            pass
+
+        def slow(self) -> None:
+            burn(0.02)
+
+    meter = Meter()
+    meter.wrap(Work, "quick", "quick")
+    meter.wrap(Work, "slow", "slow")
+    work = Work()
+    meter.go()
+    before = time.thread_time()
+    work.quick()
+    work.slow()
+    took = time.thread_time() - before
+    parts = seconds(meter)
+    assert parts["slow"] >= 0.02
+    assert parts["quick"] + parts[BASE] < 0.01
+    assert sum(parts.values()) == pytest.approx(took, abs=0.005)
+
+
+def test_threads_are_told_by_their_names_and_add_up_to_the_process() -> None:
+    threads = Threads({"sender-": "senders"})
+    done, stop = threading.Barrier(3), threading.Event()
+
+    def work() -> None:
+        burn(0.03)
+        done.wait()
+        stop.wait()
+
+    lasting = [threading.Thread(target=work, name=f"sender-{n}") for n in range(2)]
+    passing = threading.Thread(target=burn, args=(0.02,), name="passing")
+    threads.taken()
+    process, main = time.process_time(), time.thread_time()
+    for thread in (*lasting, passing):
+        thread.start()
+    burn(0.01)
+    passing.join()
+    while Path(f"/proc/self/task/{passing.native_id}").exists():  # Python has ended it, the kernel not yet
+        time.sleep(0.001)
+    done.wait()
+    found = threads.taken()
+    process, main = time.process_time() - process, time.thread_time() - main
+    stop.set()
+    for thread in lasting:
+        thread.join()
+    assert found["senders"] >= 0.06
+    assert found[ENDED] >= 0.02
+    assert main + sum(found.values()) == pytest.approx(process, abs=0.005)
+    assert process_cpu_s(os.getpid()) == pytest.approx(time.process_time(), abs=0.005)
+
+
+def a_slice(**more: Any) -> dict[str, Any]:
+    ranks = [
+        {
+            "seconds": 1.0,
+            "drained_s": 0.01,
+            "main_s": 0.8,
+            "parts": {BASE: (0.1, 0), "optimizer": (0.3, 10), "vote": (0.4, 20)},
+            "threads": {"runner": 0.2},
+            **more,
+        }
+        for _ in range(2)
+    ]
+    return of_slice(ranks, [0.001, 0.001], {SIDECARS: 0.5}, steps=10)
+
+
+PLAIN = of_slice(
     [
-        (0.99, 1.03, 1.03, "met"),
-        (0.99, 1.031, 1.03, "INCONCLUSIVE"),
-        (1.031, 1.2, 1.03, "missed"),
-        (1.03, 1.2, 1.03, "INCONCLUSIVE"),
-        (0.90, 1.02, 1.03, "INCONCLUSIVE"),  # below the goal, but so wide that it shows nothing
-        (0.9, 1.5, None, ""),
-    ],
+        {
+            "seconds": 0.5,
+            "drained_s": 0.0,
+            "main_s": 0.3,
+            "parts": {BASE: (0.1, 0), "optimizer": (0.2, 10)},
+            "threads": {},
+        }
+    ]
+    * 2,
+    [0.001, 0.001],
+    {},
+    steps=10,
 )
-def test_an_interval_on_both_sides_of_the_goal_says_nothing(
-    low: float, high: float, goal: float | None, said: str
-) -> None:
-    assert verdict(low, high, goal) == said
 
 
-def test_noise_gives_a_wide_interval_and_no_verdict() -> None:
-    generator = random.Random(1)
-    noisy = [a_round(0.013, 0.013 * generator.uniform(0.8, 1.3), 0.013) for _ in range(30)]
-    quiet = [a_round(0.013, 0.013 * generator.uniform(1.0, 1.02), 0.013) for _ in range(30)]
-    assert evaluate(CASE, measured(noisy))["verdict"] == "INCONCLUSIVE"
-    assert evaluate(CASE, measured(quiet))["verdict"] == "met"
-    assert evaluate(CASE, measured(quiet, wanted=61))["verdict"] == "INCONCLUSIVE"  # more was asked for
+def test_the_parts_and_the_rest_add_up_to_the_overhead() -> None:
+    metered = a_slice()
+    parts = accounts(PLAIN, metered)
+    assert metered["cpu_s"] == pytest.approx((2 * 0.8 + 2 * 0.2 + 0.5) / 10)
+    assert sum(parts.values()) == pytest.approx(metered["cpu_s"] - PLAIN["cpu_s"])
+    assert parts["vote"] == pytest.approx(2 * (0.4 - 0.02) / 10)  # without what reading the clock took
+    assert parts["optimizer"] == pytest.approx(2 * 0.1 / 10)
+    assert parts[METER] == pytest.approx(2 * 0.020 / 10)
+    assert parts["runner"] == pytest.approx(2 * 0.2 / 10)
+    assert parts[SIDECARS] == pytest.approx(0.5 / 10)
+    assert parts[REST] == pytest.approx(0.0)
 
 
-def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
-    generator = random.Random(5)
-    samples = [[generator.gauss(1.0, 0.05) for _ in range(25)] for _ in range(120)]
-    covered = sum(low <= 1.0 <= high for low, high in map(interval, samples))
-    assert 0.88 <= covered / len(samples) <= 1.0
-    assert interval(samples[0]) == interval(samples[0])
-    assert interval([1.5]) == (1.5, 1.5)
+def test_what_no_part_claims_is_the_rest() -> None:
+    longer = a_slice(main_s=0.9)  # and no part knows of it
+    assert accounts(PLAIN, longer)[REST] == pytest.approx(2 * 0.1 / 10)
 
 
-@pytest.mark.parametrize(
-    ("change", "goal"),
-    [({}, 1.03), ({"kind": "large"}, 1.01), ({"spare": False}, None), ({"rate": 500}, None)],
-)
-def test_goals_are_those_of_the_spare_core(change: dict[str, Any], goal: float | None) -> None:
-    fields = {"kind": "small", "dtype": "float32", "spare": True, "rate": 250, **change}
-    assert Case(**fields).goal == goal
-
-
-def test_a_log_that_lags_behind_is_said() -> None:
-    rounds = [a_round(0.013, 0.013, 0.013) for _ in range(4)]
-    for one in rounds:
-        one["on"]["drain_s"] = 0.4
-    found = evaluate(CASE, measured(rounds))
-    assert not found["kept_up"]
-    assert "the log was 0.40 s behind" in overhead.row(found)
-
-
-# -- somebody else on the trainer's core --------------------------------------------------------------
-
-
-class Rounds:
-    """In the place of the processes."""
-
-    def __init__(self, shares: list[float]):
-        self._shares = iter(shares)
-        self.orders: list[tuple[str, ...]] = []
-        self.bytes_per_step = 1000
-        self.about = {"record_bytes": 125, "layers": 1, "step_s": 0.01}
-
-    def round(self, order: tuple[str, ...]) -> dict[str, dict[str, float]]:
-        self.orders.append(tuple(order))
-        found = a_round(1.0, 1.0, 1.0)
-        found["off"]["foreign_share"] = next(self._shares)
-        return found
-
-
-def test_a_disturbed_round_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = Namespace(rounds=6, slice_s=0.1, directory=None, logger="log")
-    bench = Rounds([0.9, *[0.0, 0.2, 0.0, 0.0, 0.06, 0.0, 0.0, 0.05]])  # the first one is for warming up
-    monkeypatch.setattr(overhead, "Bench", lambda *_: bench)
-    found = overhead.measure(CASE, arguments)
-    assert (len(found["rounds"]), found["disturbed"]) == (6, [0.2, 0.06])
-    assert len(set(bench.orders[1:])) == 6  # every order counts once
-    bench = Rounds([1.0] * 19)
-    found = overhead.measure(CASE, arguments)
-    assert (len(found["rounds"]), len(found["disturbed"])) == (0, 18)
-    result = evaluate(CASE, found)
-    assert result["verdict"] == "INCONCLUSIVE"
-    assert "somebody else computed" in overhead.row(result)
-
-
-def test_who_computes_on_a_core() -> None:
-    core = min(os.sched_getaffinity(0))
-    burn = (
-        "import os, sys\nwhile os.times().user < 1.0: sum(range(100000))\nprint(flush=True)\nsys.stdin.read()"
-    )
-    everybody, own = overhead.user_seconds(core)
-    with overhead.pinned({core}):
-        process = subprocess.Popen(
-            [sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-    assert process.stdout is not None
-    process.stdout.readline()
-    try:
-        assert process.pid in overhead.descendants()
-        everybody_now, own_now = overhead.user_seconds(core)
-    finally:
-        process.communicate()
-    assert 0.8 <= own_now - own <= everybody_now - everybody + 0.05
-    everybody_then, own_then = overhead.user_seconds(core)
-    assert own_then < own_now  # it is gone, and what remains on the core is not ours
-    assert everybody_then >= everybody_now
-
-
-# -- the real thing -----------------------------------------------------------------------------------
-
-
-def run(tmp_path: Path, logger: str) -> dict[str, Any]:
-    path = tmp_path / f"{logger}.json"
-    cores = "spare" if len(os.sched_getaffinity(0)) > 1 else "none"
-    words = ["--rounds", "5", "--slice-s", "0.15", "--cores", cores, "--step", "small", "--dtype", "float32"]
-    words += ["--rate", "50"]  # there is no goal for this one
-    assert main(["overhead", *words, "--logger", logger, "--json", str(path)]) == 0
-    result = json.loads(path.read_text())
-    assert result["logger"] == logger
-    found: dict[str, Any] = result["cases"][0]
-    return found
-
-
-@pytest.mark.matrix
-def test_a_writer_in_the_trainers_thread_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control burns four steps' time in every step: more than a busy machine adds to one of the modes alone."""
-    monkeypatch.setattr(overhead, "STEP_S", {"small": 0.004})
-    monkeypatch.setattr(overhead, "BURNED_SHARE", 4.0)
-    monkeypatch.setattr(overhead, "DISTURBED_SHARE", float("inf"))
-    burned, nothing = run(tmp_path, "burn"), run(tmp_path, "nothing")
-    assert burned["ratios"]["on/off"]["median"] > 2
-    assert burned["ratios"]["on/off"]["median"] > 1.5 * nothing["ratios"]["on/off"]["median"]
-    assert burned["ratios"]["on/load"]["median"] > 1.5 * nothing["ratios"]["on/load"]["median"]
-    assert burned["trainer_cpu_s_per_gb"] > 5 * abs(nothing["trainer_cpu_s_per_gb"])
-
-
-def test_logging_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead, "STEP_S", {"small": 0.004})
-    monkeypatch.setattr(overhead, "DISTURBED_SHARE", float("inf"))
-    found = run(tmp_path, "log")
-    rounds = found["measured"]["rounds"]
-    assert len(rounds) == found["rounds"] == 5
-    assert (
-        found["measured"]["record_bytes"] == int(50e6 * found["measured"]["calibrated_step_s"] / 8) // 64 * 64
-    )
-    assert found["measured"]["bytes_per_step"] == 8 * found["measured"]["record_bytes"]
-    assert found["logged_mb_s"] > 0
-    assert found["load_mb_s"] > 0
-    assert found["trainer_cpu_s_per_gb"] > 0
-    assert found["verdict"] == ""
-
-
-@pytest.mark.parametrize(
-    "words", [["--rounds", "0"], ["--slice-s", "0"], ["--rate", "0"], ["--json", "/nowhere/here.json"]]
-)
-def test_bad_arguments_are_refused(words: list[str]) -> None:
-    with pytest.raises(UsageError):
-        overhead.main(words)
-
-
-def test_a_spare_core_takes_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    assert overhead.cores_for(False) == (3, 3)
-    with pytest.raises(ServiceError, match="--cores none"):
-        overhead.cores_for(True)
+def test_means_over_rounds_still_add_up() -> None:
+    generator = random.Random(0)
+    rounds = []
+    for _ in range(7):
+        seconds = generator.uniform(0.5, 1.5)
+        one = a_slice(main_s=0.5 + seconds, parts={BASE: (0.1, 0), "vote": (0.4 + seconds, 20)})
+        rounds.append({"plain": PLAIN, "session": one, "metered": one})
+    found = evaluate("short", SIZE, rounds)
+    assert sum(found["parts_cpu_ms"].values()) == pytest.approx(found["overhead_cpu_ms"])
+    assert found["ratio"]["median"] == pytest.approx(2.0)
+    assert found["verdict"] == "missed"
+    said = table(found)
+    assert all(part in said for part in found["parts_cpu_ms"])
+    assert list(found["parts_cpu_ms"])[-1] == REST

@@ -8,19 +8,14 @@ from swift_ft.errors import SwiftError, UsageError
 
 BENCHMARKS = {
     "log": "append to and read from the log: bytes per second over the wire's and the disk's, CPU seconds per GB",
-    "codec": "the codecs of the log on boundary tensors of models in training: ratio, bytes per second",
-    "overhead": "training steps with logging on and off, and beside an unrelated process with the same load",
+    "overhead": "a session against the same pipeline in plain torch, and what the overhead is made of",
     "checkpoint": "a save in both modes, beside torch's DCP: how long training waits, what it costs the steps",
     "undo": "taking optimizer steps back: time over the step's time, bytes per parameter, error",
     "coordinator": "the coordinator's processor time for jobs of 64 to 1024 members: join, checkpoint, recovery",
-    "plan": "the planner's processor time for a thousand stages",
     "replay": "a replayed step over the step as it was, alone and with helpers, beside the bound",
-    "imports": "a forked replacement's way to its script, with and without its imports in the fork server",
     "adaptive": "a pipeline with replicas without some of its ranks: its throughput over that of all, beside the plan",
     "abort": "an abort of every operation of process groups: time until whoever waits is freed",
     "recovery": "one of two ranks dies: torchrun with checkpoints, torchft, NVRx and swift side by side",
-    "shrink": "a member of a communicator is killed: time until the others have agreed, beside Open MPI with ULFM",
-    "replica": "copying a replica's state: bytes per second over a raw socket's, time from kill to next step",
 }
 
 

@@ -3,7 +3,7 @@
     memcpy · one TCP connection over loopback · O_DIRECT appends with one sync for every 64 MiB, and O_DIRECT reads
     ring: from the trainer's push until a native thread has copied the record into shared memory
     gRPC: messages of the log's size through gRPC for Python without processing: the upper bound for the log
-    wire: the log's messages, verified and dropped; --flight: the same bytes through Arrow Flight
+    wire: the log's messages, verified and dropped
     append: writer process(es) → gRPC → log server → segment files, until every record is durable
     read: log server → gRPC → a reader process, checksums verified, with the segments evicted from the page cache
 
@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import time
-import venv
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,11 +33,9 @@ from swift_ft.log.memory import page_aligned
 from swift_ft.log.record import RecordKey
 from swift_ft.log.ring import Consumer, Memory, header_of, producer
 
-# The log's protocol without its disk: a writer, gRPC, and a process that verifies every frame and drops it. For
-# comparison the same bytes go through Arrow Flight, which moves them over gRPC in C++.
+# The log's protocol without its disk: a writer, gRPC, and a process that verifies every frame and drops it.
 
 SIZE = 4 << 20
-PYARROW = "pyarrow>=18"
 
 
 def over_log(total: int) -> float:
@@ -62,43 +59,14 @@ def _between(server_role: str, client_role: str, total: int, size: int = SIZE) -
     return timed["ended"] - timed["began"]
 
 
-def over_flight(python: Path, total: int) -> float:
-    """Returns the seconds for `total` bytes in one Arrow Flight DoPut."""
-    count = total // SIZE
-    script = str(Path(__file__).with_name("flight.py"))
-    with Worker([str(python), script, "serve"]) as server:
-        address = f"127.0.0.1:{server.line()}"
-        with Worker([str(python), script, "put", address, str(SIZE), str(count)]) as client:
-            client.begin()
-            timed = client.result()
-    return timed["ended"] - timed["began"]
-
-
-def flight_environment(directory: Path) -> Path:
-    """Returns the Python interpreter of an environment with Arrow Flight, created if missing. Raises ServiceError if
-    pyarrow cannot be installed."""
-    python = directory / "bin" / "python"
-    if not python.exists():
-        venv.create(directory, with_pip=True)
-    have = subprocess.run([python, "-c", "import pyarrow.flight"], capture_output=True, check=False)
-    if have.returncode:
-        done = subprocess.run(
-            [python, "-m", "pip", "install", "--quiet", PYARROW], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:] or ["pip failed"]
-            raise ServiceError(f"--flight {directory}: {PYARROW} cannot be installed: {last[0]}")
-    return python
-
-
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
 WRITERS = 4
 SHARED_SIZE = "4 MiB"
 """Record size of the goals, and of the records that several writers append together."""
 WIRE, DISK_WRITE, DISK_READ = "TCP loopback", "O_DIRECT append", "O_DIRECT read"
-OWN_WIRE, FLIGHT, RING = "our wire", "Arrow Flight", "trainer's ring"
+OWN_WIRE, RING = "our wire", "trainer's ring"
 GRPC = "gRPC for Python, bytes only"
-GOALS = {"ring": 0.5, "append": 0.65, "read": 0.85, "writers": 1.0, "wire": 0.45, "flight": 0.85}
+GOALS = {"ring": 0.5, "append": 0.65, "read": 0.85, "writers": 1.0, "wire": 0.45}
 CPU_GOALS = {"client_cpu": 0.45, "server_cpu": 0.60}
 """Upper limits in CPU seconds per GB of an append of SHARED_SIZE. The client stands for a trainer's sidecar."""
 WORDS = {
@@ -107,7 +75,6 @@ WORDS = {
     "read": f"cold read of {SHARED_SIZE} over {DISK_READ}",
     "writers": f"{WRITERS} writers together over one",
     "wire": f"{OWN_WIRE} over {WIRE}",
-    "flight": f"{OWN_WIRE} over {FLIGHT}",
     "client_cpu": f"CPU s/GB of who appends {SHARED_SIZE}",
     "server_cpu": f"CPU s/GB of the server that takes {SHARED_SIZE}",
 }
@@ -286,7 +253,7 @@ def move(server: Server, role: str, streams: Sequence[str], size: int, total: in
         }
 
 
-def measure(directory: Path, total: int, flight: Path | None = None) -> dict[str, Any]:
+def measure(directory: Path, total: int) -> dict[str, Any]:
     """Runs one round of all cases. Rates are in MB/s."""
     probe = directory / "probe"
     limits = {
@@ -298,8 +265,6 @@ def measure(directory: Path, total: int, flight: Path | None = None) -> dict[str
         GRPC: total / 1e6 / over_grpc(total),
         OWN_WIRE: total / 1e6 / over_log(total),
     }
-    if flight is not None:
-        limits[FLIGHT] = total / 1e6 / over_flight(flight, total)
     probe.unlink()
     cases: dict[str, dict[str, float]] = {}
     with served(directory) as server:
@@ -338,9 +303,7 @@ def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
         ),
     }
     values["ring"] = statistics.median(r["limits"][RING] / r["limits"]["memcpy"] for r in rounds)
-    for name, against in (("wire", WIRE), ("flight", FLIGHT)):
-        if against in rounds[0]["limits"]:
-            values[name] = statistics.median(r["limits"][OWN_WIRE] / r["limits"][against] for r in rounds)
+    values["wire"] = statistics.median(r["limits"][OWN_WIRE] / r["limits"][WIRE] for r in rounds)
     result["goals"] = {
         name: {"at_least": GOALS[name], "value": value, "met": value >= GOALS[name]}
         for name, value in values.items()
@@ -388,12 +351,6 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)"
     )
-    parser.add_argument(
-        "--flight",
-        type=Path,
-        metavar="DIR",
-        help="compare the wire with Arrow Flight, installed into an environment there (made if missing)",
-    )
     return parser
 
 
@@ -404,11 +361,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.check_json(arguments.json)
     on, total = output.machine(), arguments.mebibytes << 20
     rounds = []
-    flight = None if arguments.flight is None else flight_environment(arguments.flight)
     try:
         for _ in range(arguments.rounds):
             with output.place(arguments.directory) as directory:
-                rounds.append(measure(Path(directory), total, flight))
+                rounds.append(measure(Path(directory), total))
     except OSError as error:
         raise ServiceError(f"the disk of the benchmark: {error}; give --directory on another") from error
     result = {"machine": on, **evaluate(rounds, total)}

@@ -1,343 +1,321 @@
-"""`swift-ft bench overhead`: cost of logging in a training step.
+"""`swift-ft bench overhead`: cost of a session in a user's own pipeline, attributed to its parts.
 
-    off    the trainer alone; its log is open and idle
-    on     the trainer gives every boundary tensor to the log, as a session does
-    load   the trainer as in `off`, while an unrelated process copies and logs as many bytes per second
+    plain     torch alone: four ranks, 1F1B, AdamW, clipping, a scheduler (`overhead_ranks`)
+    session   the same loop under a session, with its sidecars, a log server, a coordinator and a launcher
+    metered   as session, with the clock read where parts begin and end, for the attribution
+Both jobs run at the same time and take turns in short slices; a ratio is taken within a round. The overhead is
+attributed in CPU time of all processes together, because a busy machine changes that far less than wall time.
+On cores that are shared and fully used it equals the extra time of a step.
 
-The goal is on / load: any process that moves that many bytes shares memory, disk and cores, so the ratio is the cost
-of logging itself. One trainer runs all three in short slices, in all six orders in turn. A ratio is taken within a
-round; the result is the median over rounds with its 95 % interval (bootstrap). A case is `met` or `missed` only if the
-whole interval is on one side of the goal, and `met` only if the interval is narrow enough to be meaningful. Otherwise
-it is INCONCLUSIVE: give more --rounds, or use a quieter machine.
+    overhead = CPU of everything metered - CPU of everything plain = the parts + the rest
 
-Spare core: the trainer's thread is pinned to one core, everything else to another. None: all of it on one core.
-A round is discarded and repeated if other processes used more than DISTURBED_SHARE of one of its slices on the
-trainer's core, in user mode. That is detected without looking at the step times.
-
-With --pipeline a whole session is measured instead, against the same pipeline in plain torch: see `pipeline`.
+A part that has no counterpart in the plain loop counts in full. A part that has one (the optimizer) counts by the
+difference. The rest is the extra time of torch itself, whose caches are shared with more processes. The cost of reading
+the clock is calibrated, subtracted from every part, and reported.
 """
 
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from swift_ft import events
 from swift_ft.cli_parser import Parser
+from swift_ft.comm import LOOPBACK
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.lab.bench import output, pipeline
-from swift_ft.lab.bench.log import Server, served
+from swift_ft.lab.bench import output
+from swift_ft.lab.bench.cpu_attribution import BASE, process_cpu_s
 from swift_ft.lab.bench.output import interval, verdict
-from swift_ft.lab.bench.overhead_ranks import GENERATION, LOAD_JOB, LOGGERS, RECORDS, TIMEOUT_S, TRAINER_JOB
-from swift_ft.log import admin
+from swift_ft.lab.drill.cluster import COORDINATOR, LAUNCHER, LOG_SERVER, Cluster
+from swift_ft.lab.drill.topology import MODELS, ModelConfig
 
-STEP_S = {"small": 0.013, "large": 0.120}
-DTYPES = ("float32", "bfloat16")
-GOALS = {"small": 1.03, "large": 1.01}
-"""Upper limits of on / load, with a spare core, at GOAL_RATE."""
-GOAL_RATE = 250
-MODES = ("off", "on", "load")
-RATIOS = {"on/off": ("on", "off"), "load/off": ("load", "off"), "on/load": ("on", "load")}
-KEPT_UP = 0.25
-"""Share of a slice: a log that takes longer to drain has not kept up, so part of its cost came after the slice."""
-DISTURBED_SHARE = 0.05
-"""Share of a slice: if other processes use more than this on the trainer's core, the round is discarded."""
-TRIES = 3
-"""Multiple of the requested rounds after which the search for undisturbed rounds ends."""
-BURNED_SHARE = 0.25
-"""Share of a step that the control "burn" computes in the trainer's thread."""
-_SETTLE_S, _STILL_S = 10.0, 0.2
+MODES = ("plain", "session", "metered")
+STAGES, MICROBATCHES = 4, 8
+ANSWER_S = 300.0
+_RANKS = "swift_ft.lab.bench.overhead_ranks"
+
+SIDECARS, SERVER, METER = "sidecars", "log server", "reading the clock"
+REST = "rest: what none of these parts is"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """One line of the result: the kind of step, its dtype, with a spare core or without, and the rate."""
+class Size:
+    """A model and its goal. On two cores of a quiet machine a `short` step takes about 90 ms, a `long` one 0.7 s."""
 
-    kind: str
-    dtype: str
-    spare: bool
-    rate: int
-    """MB/s of boundary tensors."""
+    model: ModelConfig
+    goal: float
+    """Upper limit of session / plain."""
 
-    @property
-    def goal(self) -> float | None:
-        return GOALS[self.kind] if self.spare and self.rate == GOAL_RATE else None
 
-    def __str__(self) -> str:
-        return f"{self.kind} {self.dtype} {'spare core' if self.spare else 'no spare core'} {self.rate} MB/s"
+SIZES = {
+    "short": Size(model=replace(MODELS["default"], layers=4, microbatch=2), goal=1.35),
+    "long": Size(model=replace(MODELS["default"], width=256), goal=1.12),
+}
 
 
 # --- processes ---
 
 
-class Rank:
-    """A process that runs `overhead_ranks`."""
+class PipelineRanks:
+    """The benchmark's connections to the ranks of one job."""
 
-    def __init__(self, role: str, config: dict[str, Any]):
-        command = [sys.executable, "-P", "-m", "swift_ft.lab.bench.overhead_ranks", role, json.dumps(config)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    def __init__(self, directory: Path, stages: int):
+        self.path = str(directory / "line")
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(self.path)
+        self._listening.listen(stages)
+        self._listening.settimeout(1.0)
+        self._stages = stages
+        self._lines: list[tuple[socket.socket, TextIO]] = []
+        self.about: list[dict[str, Any]] = []
+
+    def await_ranks(self, tail: Any) -> None:
+        """Accepts all ranks. `tail()` describes the failure if a process has ended, else it is "". Raises ServiceError
+        if a rank does not connect."""
+        waited = 0.0
+        while len(self._lines) < self._stages:
+            try:
+                line, _ = self._listening.accept()
+            except TimeoutError:
+                waited += 1.0
+                if (words := tail()) or waited > ANSWER_S:
+                    raise ServiceError(f"a rank of the benchmark did not come\n{words}") from None
+                continue
+            line.settimeout(ANSWER_S)
+            self._lines.append((line, line.makefile("r")))
+        self.about = self._hear()
+
+    def _hear(self) -> list[dict[str, Any]]:
+        answers = []
+        for _, heard in self._lines:
+            line = heard.readline()
+            if not line:
+                raise ServiceError("a rank of the benchmark is gone; its output stands above")
+            answers.append(json.loads(line))
+        return answers
+
+    def slice(self, *, metered: bool) -> list[dict[str, Any]]:
+        """Runs the next slice and returns each rank's measurements."""
+        for line, _ in self._lines:
+            line.sendall(json.dumps({"do": "go", "metered": metered}).encode() + b"\n")
+        return self._hear()
+
+    def close(self) -> None:
+        for line, heard in self._lines:
+            heard.close()
+            line.close()
+        self._listening.close()
+
+
+def plain_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> PipelineRanks:
+    """Starts the ranks of the plain loop, one process per stage; `stack` ends them."""
+    job = PipelineRanks(directory, config["stages"])
+    stack.callback(job.close)
+    given = json.dumps({**config, "socket": job.path, "store": str(directory / "store")})
+    processes = []
+    for rank in range(config["stages"]):
+        environment = {n: v for n, v in os.environ.items() if not n.startswith("SWIFT_")}
+        environment |= {"RANK": str(rank), "OMP_NUM_THREADS": "1", **LOOPBACK}
+        # In its own OS session, like swift's ranks: some kernels divide the cores among sessions.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", _RANKS, given], env=environment, start_new_session=True
         )
-        self.about: dict[str, Any] = {}
-
-    def __enter__(self) -> "Rank":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def tell(self, **command: Any) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(command) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise ServiceError("a process of the benchmark is gone; its output stands above") from None
-
-    def receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ServiceError(f"a process of the benchmark ended with exit code {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, **command: Any) -> dict[str, Any]:
-        self.tell(**command)
-        return self.receive()
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        processes.append(process)
+    job.await_ranks(lambda: "it ended" if any(p.poll() is not None for p in processes) else "")
+    return job
 
 
-@contextmanager
-def pinned(cores: set[int]) -> Iterator[None]:
-    """Pins all processes and threads that are started in the block to these cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+def session_job(
+    directory: Path, config: dict[str, Any], stack: ExitStack
+) -> tuple[PipelineRanks, dict[str, list[int]]]:
+    """Starts the job. Returns its ranks, and the pids of its other processes by role."""
+    job = PipelineRanks(directory, config["stages"])
+    stack.callback(job.close)
+    given = json.dumps({**config, "socket": job.path})
+    cluster = stack.enter_context(
+        Cluster(
+            directory / "cluster",
+            ranks=config["stages"],
+            spares=0,
+            trainer=("-m", _RANKS),
+            trainer_arguments=[given],
+            settings={events.ENV_EVENTS_DIR: ""},  # trainers write no events
+        )
+    )
+    job.await_ranks(lambda: cluster.output_tail() if cluster.poll() is not None else "")
+    pids = cluster.pids
+    sidecars = [about["sidecar"] for about in job.about if about["sidecar"] is not None]
+    elsewhere = {*sidecars, *(about["pid"] for about in job.about)}
+    beside = {
+        SIDECARS: sidecars,
+        SERVER: [pids[LOG_SERVER]],
+        "coordinator": [pids[COORDINATOR]],
+        "launcher": [pids[LAUNCHER], *(descendants(pids[LAUNCHER]) - elsewhere)],
+    }
+    return job, beside
 
 
-def cores_for(spare: bool) -> tuple[int, int]:
-    """Returns (the trainer's core, the core of everything else). Raises ServiceError if there are too few."""
-    cores = sorted(os.sched_getaffinity(0))
-    if not spare:
-        return cores[0], cores[0]
-    if len(cores) < 2:
-        raise ServiceError("a spare core takes 2 cores; give --cores none")
-    return cores[0], cores[1]
-
-
-def descendants() -> set[int]:
-    """Returns the ids of all descendant processes."""
+def descendants(root: int) -> set[int]:
+    """Returns the pids of all descendants of `root`, as /proc lists them now."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue  # the process has just ended
-    pids = {os.getpid()}
+    pids = {root}
     while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
         pids |= more
-    return pids - {os.getpid()}
+    return pids - {root}
 
 
-def user_seconds(core: int) -> tuple[float, float]:
-    """Returns a core's user time so far as (all processes, this benchmark's threads pinned to that core). Time stolen
-    by the hypervisor is included in the first."""
-    line = next(
-        line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(f"cpu{core} ")
-    )
-    fields = [int(word) for word in line.split()[1:]]
-    everybody = fields[0] + fields[1] + fields[7]  # user, nice, steal
-    own = 0
-    for process in descendants():
-        for path in Path(f"/proc/{process}/task").glob("*/stat"):
-            try:
-                if os.sched_getaffinity(int(path.parent.name)) == {core}:
-                    own += int(path.read_text().rpartition(")")[2].split()[11])
-            except (OSError, ProcessLookupError):
-                continue
-    tick = os.sysconf("SC_CLK_TCK")
-    return everybody / tick, own / tick
+# --- one size ---
 
 
-# --- one case ---
-
-
-class Bench:
-    """The processes of one case: log server, load and trainer."""
-
-    def __init__(self, case: Case, logger: str, slice_s: float, directory: Path, stack: ExitStack):
-        self._slice_s = slice_s
-        self._resets = 0
-        self._core, others = cores_for(case.spare)
-        config = {
-            "kind": case.kind,
-            "dtype": case.dtype,
-            "step_s": STEP_S[case.kind],
-            "rate": case.rate * 1e6,
-            "logger": logger,
-            "burned_share": BURNED_SHARE,
-            "core": self._core,
-        }
-        with pinned({others}):
-            self._server: Server = stack.enter_context(served(directory))
-            for job in (TRAINER_JOB, LOAD_JOB):
-                admin.fence(self._server.address, job, GENERATION, TIMEOUT_S)
-            self._load = stack.enter_context(Rank("load", {"address": self._server.address}))
-            self._trainer = stack.enter_context(Rank("trainer", {**config, "address": self._server.address}))
-        self._load.receive()
-        self.about = self._trainer.receive()
-        self._steps = max(2, round(slice_s / self.about["step_s"]))
-        self.bytes_per_step = RECORDS * int(self.about["record_bytes"])
-
-    def round(self, order: Sequence[str]) -> dict[str, dict[str, float]]:
-        """Measures every mode once, in this order, and then empties the log."""
-        slices = {}
-        for mode in order:
-            all_before, own_before = user_seconds(self._core)
-            began = time.monotonic()
-            slices[mode] = self._slice(mode)
-            took = time.monotonic() - began
-            all_after, own_after = user_seconds(self._core)
-            slices[mode]["foreign_share"] = (all_after - all_before - own_after + own_before) / took
-        for rank, job in ((self._trainer, TRAINER_JOB), (self._load, LOAD_JOB)):
-            admin.reset(self._server.address, job, GENERATION, TIMEOUT_S, number=self._resets)
-            kept = sum(stream.records for stream in admin.inventory(self._server.address, job, TIMEOUT_S))
-            assert kept == 0, f"the log of {job} was to be empty and has {kept} records"
-            rank.ask(do="clear")
-        self._resets += 1
-        self._settle()
-        return slices
-
-    def _slice(self, mode: str) -> dict[str, float]:
-        if mode != "load":
-            return self._trainer.ask(do="run", steps=self._steps, logged=mode == "on")
-        rate = self.bytes_per_step / self.about["step_s"]
-        self._load.ask(do="go", record_bytes=self.about["record_bytes"], rate=rate)
-        measured = self._trainer.ask(do="run", steps=self._steps, logged=False)
-        measured["load_rate"] = self._load.ask(do="stop")["rate"]
-        return measured
-
-    def _settle(self) -> None:
-        """Waits, at most `_SETTLE_S`, until no segment file is being removed, which would disturb the next slice."""
-        deadline = time.monotonic() + _SETTLE_S
-        while True:
-            before = sorted(self._server.log.rglob("*.seg"))
-            if not before or time.monotonic() > deadline:
-                return
-            time.sleep(_STILL_S)
-            if sorted(self._server.log.rglob("*.seg")) == before:
-                return
-
-
-def measure(case: Case, arguments: Any) -> dict[str, Any]:
-    """Measures one case until it has `arguments.rounds` undisturbed rounds or has reached TRIES times as many."""
+def measure(
+    size: Size, rounds: int, slice_steps: int, stages: int = STAGES, burned: str = ""
+) -> list[dict[str, Any]]:
+    """Returns per round the measurements of each mode's slice. `burned`: a part to slow down, as a control."""
     orders = list(permutations(MODES))
+    slices = 2 * (rounds + 1) + 2
     with ExitStack() as stack:
-        place = stack.enter_context(output.place(arguments.directory))
-        bench = Bench(case, arguments.logger, arguments.slice_s, Path(place), stack)
-        bench.round(MODES)  # warm-up
-        rounds: list[dict[str, dict[str, float]]] = []
-        disturbed: list[float] = []
-        while len(rounds) < arguments.rounds and len(rounds) + len(disturbed) < TRIES * arguments.rounds:
-            slices = bench.round(orders[len(rounds) % len(orders)])
-            share = max(round_slice["foreign_share"] for round_slice in slices.values())
-            if share > DISTURBED_SHARE:
-                disturbed.append(share)
-            else:
-                rounds.append(slices)
-        return {
-            "disturbed": disturbed,
-            "wanted": arguments.rounds,
-            "bytes_per_step": bench.bytes_per_step,
-            "record_bytes": bench.about["record_bytes"],
-            "layers": bench.about["layers"],
-            "calibrated_step_s": bench.about["step_s"],
-            "slice_s": arguments.slice_s,
-            "rounds": rounds,
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swift-bench-")))
+        config = {
+            "model": asdict(size.model),
+            "stages": stages,
+            "microbatches": MICROBATCHES,
+            "burned": burned,
+            "slice_steps": slice_steps,
+            "steps": slices * slice_steps + 1,
         }
+        for name in ("plain", "session"):
+            (place / name).mkdir()
+        plain = plain_job(place / "plain", config, stack)
+        session, beside = session_job(place / "session", config, stack)
+        rounds_measured = []
+        for number in range(rounds + 1):
+            a_round = {}
+            for mode in orders[number % len(orders)]:
+                before = _cpu_s(beside)
+                job = plain if mode == "plain" else session
+                ranks = job.slice(metered=mode != "session")
+                after = _cpu_s(beside)
+                spent = {name: after[name] - before[name] for name in beside}
+                readings = [about["reading_s"] for about in job.about]
+                a_round[mode] = of_slice(ranks, readings, {} if mode == "plain" else spent, slice_steps)
+            rounds_measured.append(a_round)
+        return rounds_measured[1:]  # the first one was a warm-up
+
+
+def _cpu_s(processes: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    return {name: sum(process_cpu_s(pid) for pid in pids) for name, pids in processes.items()}
+
+
+def of_slice(
+    ranks: Sequence[Mapping[str, Any]], readings: Sequence[float], beside: Mapping[str, float], steps: int
+) -> dict[str, Any]:
+    """Computes a step's wall seconds, and its CPU seconds: of the trainers' main threads by part, of other threads,
+    and of other processes."""
+    parts: Counter[str] = Counter()
+    clock_s = 0.0
+    threads: Counter[str] = Counter()
+    main_s = 0.0
+    for rank, reading_s in zip(ranks, readings, strict=True):
+        main_s += rank["main_s"]
+        for name, (seconds, calls) in rank["parts"].items():
+            cost_s = calls * reading_s
+            parts[name] += seconds - cost_s
+            clock_s += cost_s
+        threads.update(rank["threads"])
+    cpu = {"trainer": main_s, "threads": sum(threads.values()), "beside": sum(beside.values())}
+    return {
+        "step_s": max(rank["seconds"] for rank in ranks) / steps,
+        "behind_s": max(rank["drained_s"] for rank in ranks),
+        "cpu_s": sum(cpu.values()) / steps,
+        "parts": {name: seconds / steps for name, seconds in parts.items()},
+        "reading_s": clock_s / steps,
+        "threads": {name: seconds / steps for name, seconds in threads.items()},
+        "beside": {name: seconds / steps for name, seconds in beside.items()},
+    }
 
 
 # --- what comes out ---
 
 
-def evaluate(case: Case, measured: dict[str, Any]) -> dict[str, Any]:
-    """Computes medians, 95 % intervals and the verdict of one case from the result of `measure`."""
-    rounds = measured["rounds"]
-    about = {
-        "case": str(case),
-        "step": case.kind,
-        "dtype": case.dtype,
-        "spare_core": case.spare,
-        "goal": case.goal,
+def accounts(plain: Mapping[str, Any], metered: Mapping[str, Any]) -> dict[str, float]:
+    """Attributes the difference of two slices: CPU seconds per step, by part. They add up to the difference."""
+    parts = {
+        name: metered["parts"].get(name, 0.0) - plain["parts"].get(name, 0.0)
+        for name in {*plain["parts"], *metered["parts"]} - {BASE}
     }
-    about |= {"rate_mb_s": case.rate, "rounds": len(rounds), "disturbed": len(measured["disturbed"])}
-    if not rounds:
-        unjudged = "" if case.goal is None else "INCONCLUSIVE"
-        return {**about, "verdict": unjudged, "measured": measured}
-    step_ms = {mode: 1e3 * statistics.median(r[mode]["step_s"] for r in rounds) for mode in MODES}
-    ratios = {}
-    for name, (above, below) in RATIOS.items():
-        values = [r[above]["step_s"] / r[below]["step_s"] for r in rounds]
-        low, high = interval(values)
-        quarters = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
-        ratios[name] = {
-            "median": statistics.median(values),
-            "low": low,
-            "high": high,
-            "quartiles": [quarters[0], quarters[2]],
-        }
-    gigabytes = measured["bytes_per_step"] / 1e9
-    on_load = ratios["on/load"]
-    rate = measured["bytes_per_step"] / (step_ms["on"] / 1e3) / 1e6
-    drain = statistics.median(r["on"]["drain_s"] for r in rounds)
+    parts |= {
+        name: metered["threads"].get(name, 0.0) - plain["threads"].get(name, 0.0)
+        for name in {*plain["threads"], *metered["threads"]}
+    }
+    parts |= metered["beside"]
+    parts[METER] = metered["reading_s"] - plain["reading_s"]
+    parts[REST] = metered["cpu_s"] - plain["cpu_s"] - sum(parts.values())
+    return parts
+
+
+def evaluate(name: str, size: Size, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Computes the ratio, the verdict, and the parts of the overhead in CPU milliseconds per step."""
+    ratios = [r["session"]["step_s"] / r["plain"]["step_s"] for r in rounds]
+    low, high = interval(ratios)
+    accounted = [accounts(r["plain"], r["metered"]) for r in rounds]
+    # Means, because they add up and medians do not.
+    names = {part for seconds_of in accounted for part in seconds_of}
+    parts = {part: statistics.fmean(seconds_of.get(part, 0.0) for seconds_of in accounted) for part in names}
+    cpu = {mode: statistics.fmean(r[mode]["cpu_s"] for r in rounds) for mode in MODES}
     return {
-        **about,
-        "step_ms": step_ms,
-        "ratios": ratios,
-        "logged_mb_s": rate,
-        "load_mb_s": statistics.median(r["load"]["load_rate"] for r in rounds) / 1e6,
-        "trainer_cpu_s_per_gb": statistics.median((r["on"]["cpu_s"] - r["off"]["cpu_s"]) for r in rounds)
-        / gigabytes,
-        "drain_s": drain,
-        "kept_up": drain <= KEPT_UP * measured["slice_s"],
-        "verdict": verdict(on_load["low"], on_load["high"], case.goal, 2 * len(rounds) >= measured["wanted"]),
-        "measured": measured,
+        "size": name,
+        "rounds": len(rounds),
+        "step_ms": {mode: 1e3 * statistics.median(r[mode]["step_s"] for r in rounds) for mode in MODES},
+        "ratio": {"median": statistics.median(ratios), "low": low, "high": high},
+        "goal": size.goal,
+        "verdict": verdict(low, high, size.goal),
+        "cpu_ms": {mode: 1e3 * seconds for mode, seconds in cpu.items()},
+        "cpu_ratio": cpu["session"] / cpu["plain"],
+        "overhead_cpu_ms": 1e3 * (cpu["metered"] - cpu["plain"]),
+        "parts_cpu_ms": {part: 1e3 * seconds for part, seconds in sorted(parts.items(), key=_largest)},
+        "behind_s": statistics.median(r["session"]["behind_s"] for r in rounds),
+        "measured": list(rounds),
     }
 
 
-HEAD = (
-    f"{'step':<5} {'dtype':<8} {'spare':<5} {'MB/s':>4}  {'rounds':>6}  {'off':>6} ms  {'on/off':>6} {'load/off':>8}  "
-    f"{'on/load':>7}  {'95 %':^13} {'quartiles':^13}  {'CPU s/GB':>8}  goal"
-)
+def _largest(part: tuple[str, float]) -> tuple[bool, float]:
+    return part[0] == REST, -part[1]
 
 
-def row(case: dict[str, Any]) -> str:
-    """Formats one case as a line of text."""
-    spare, counted = "yes" if case["spare_core"] else "no", f"{case['rounds']}+{case['disturbed']}"
-    front = f"{case['step']:<5} {case['dtype']:<8} {spare:<5} {case['rate_mb_s']:>4}  {counted:>6}  "
-    goal = f"at most {case['goal']}: {case['verdict']}" if case["goal"] is not None else ""
-    if "ratios" not in case:
-        return f"{front}somebody else computed on the trainer's core in every round; {goal}".rstrip("; ")
-    beside_off, beside_load = case["ratios"]["on/off"]["median"], case["ratios"]["load/off"]["median"]
-    own = case["ratios"]["on/load"]
-    late = "" if case["kept_up"] else f" (the log was {case['drain_s']:.2f} s behind)"
-    return (
-        f"{front}{case['step_ms']['off']:>6.1f} ms  {beside_off:>6.3f} {beside_load:>8.3f}  "
-        f"{own['median']:>7.3f}  {own['low']:.3f} - {own['high']:.3f} "
-        f"{own['quartiles'][0]:.3f} - {own['quartiles'][1]:.3f}  {case['trainer_cpu_s_per_gb']:>8.2f}  {goal}{late}"
-    ).rstrip()
+def table(result: Mapping[str, Any]) -> str:
+    """Formats the result as text: steps, CPU, and a line for each part of the overhead."""
+    cores = len(os.sched_getaffinity(0))
+    step, cpu, ratio = result["step_ms"], result["cpu_ms"], result["ratio"]
+    plain = cpu["plain"]
+    rows = [
+        f"{result['size']}: a step of {step['plain']:.1f} ms plain, {step['session']:.1f} ms under a session; "
+        f"ratio {ratio['median']:.3f} (95 %: {ratio['low']:.3f} - {ratio['high']:.3f})",
+        f"CPU of all processes: {plain:.1f} ms a step plain, {cpu['session']:.1f} ms under a session "
+        f"({result['cpu_ratio']:.3f}), {cpu['metered']:.1f} ms metered; {cores} cores have {cores} ms a millisecond",
+        "",
+        f"{'what the overhead is made of':<64} {'CPU ms':>8} {'of it':>6} {'of plain':>9}",
+    ]
+    whole = result["overhead_cpu_ms"]
+    for part, ms in (*result["parts_cpu_ms"].items(), ("together", whole)):
+        rows.append(f"{part:<64} {ms:>8.2f} {100 * ms / whole:>5.0f}% {100 * ms / plain:>8.1f}%")
+    return "\n".join(rows)
 
 
 # --- the command ---
@@ -346,58 +324,34 @@ def row(case: dict[str, Any]) -> str:
 def make_parser() -> Parser:
     parser = Parser(
         prog="swift-ft bench overhead",
-        description="Measures training steps with logging on and off, and beside an unrelated process with that load.",
+        description="Measures a session against the same pipeline in plain torch, and what its overhead is made of.",
     )
     output.add_json(parser)
-    parser.add_argument(
-        "--rate",
-        type=int,
-        action="append",
-        metavar="MB/S",
-        help=f"of boundary tensors; may be repeated (default {GOAL_RATE})",
-    )
-    parser.add_argument("--step", choices=STEP_S, action="append", help="13 ms or 120 ms (default: both)")
-    parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: both")
-    parser.add_argument("--cores", choices=("spare", "none"), action="append", help="default: both")
+    parser.add_argument("--pipeline", action="store_true", help="what is measured in any case")
+    parser.add_argument("--size", choices=SIZES, action="append", help="of its steps (default: both)")
     parser.add_argument("--rounds", type=int, default=30, metavar="N", help="default %(default)s")
-    parser.add_argument("--slice-s", type=float, default=0.6, metavar="S", help="default %(default)s")
-    parser.add_argument(
-        "--logger", choices=LOGGERS, default="log", help="'nothing' and 'burn' are controls of this benchmark"
-    )
-    parser.add_argument(
-        "--directory", type=Path, metavar="DIR", help="of the log, on a disk (default: temporary)"
-    )
-    pipeline.add_arguments(parser)
+    parser.add_argument("--slice-steps", type=int, default=10, metavar="N", help="default %(default)s")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns exit code 3 if a goal is INCONCLUSIVE."""
     arguments = make_parser().parse_args(argv)
-    rates = arguments.rate or [GOAL_RATE]
-    if arguments.rounds < 1 or arguments.slice_s <= 0 or min(rates) < 1:
-        raise UsageError("--rounds and --rate take 1 or more, --slice-s more than 0")
+    if arguments.rounds < 1 or arguments.slice_steps < 1:
+        raise UsageError("--rounds and --slice-steps take 1 or more")
     output.check_json(arguments.json)
-    if arguments.pipeline:
-        return pipeline.run(arguments)
-    cases = [
-        Case(kind=kind, dtype=dtype, spare=cores == "spare", rate=rate)
-        for cores in arguments.cores or ("spare", "none")
-        for kind in arguments.step or STEP_S
-        for dtype in arguments.dtype or DTYPES
-        for rate in rates
-    ]
-    for case in cases:
-        cores_for(case.spare)
     on = output.machine()
     print(
-        f"{on}; medians of {arguments.rounds} rounds, slices of {arguments.slice_s:g} s, "
-        f"logger {arguments.logger}\n\n{HEAD}"
+        f"{on}; {STAGES} ranks, medians of {arguments.rounds} rounds, slices of {arguments.slice_steps} steps"
     )
     results = []
-    for case in cases:
-        results.append(evaluate(case, measure(case, arguments)))
-        print(row(results[-1]), flush=True)
-    result = {"bench": "overhead", "machine": on, "logger": arguments.logger, "cases": results}
-    output.write_json(arguments.json, result)
-    return 3 if any(case["verdict"] == "INCONCLUSIVE" for case in results) else 0
+    for name in arguments.size or SIZES:
+        result = evaluate(name, SIZES[name], measure(SIZES[name], arguments.rounds, arguments.slice_steps))
+        results.append(result)
+        print(f"\n{table(result)}\n{against_goal(result)}", flush=True)
+    output.write_json(arguments.json, {"bench": "overhead", "machine": on, "sizes": results})
+    return 3 if any(result["verdict"] == "INCONCLUSIVE" for result in results) else 0
+
+
+def against_goal(result: Mapping[str, Any]) -> str:
+    return f"goal at most {result['goal']}: {result['ratio']['median']:.3f}, {result['verdict']}"

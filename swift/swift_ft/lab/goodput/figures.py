@@ -131,7 +131,7 @@ FIGURES = (
         name="copy_bytes_per_s",
         value=0.91 * 50e9,
         words="of a state, to another rank or to host memory",
-        source="0.91 of a raw socket (swift-ft bench replica), of 400 Gb/s (Llama 3, section 3.3.1)",
+        source="0.91 of a raw socket (docs/benchmarks.md), of 400 Gb/s (Llama 3, section 3.3.1)",
     ),
     Figure(
         name="save_s",
@@ -161,7 +161,7 @@ FIGURES = (
         name="log_share",
         value=0.008,
         words="that logging adds to a step, as a share of it",
-        source="swift-ft bench overhead, large steps: 1.008 (0.983 to 1.025) of the step",
+        source="docs/benchmarks.md, logging of large steps: 1.008 (0.983 to 1.025) of the step",
     ),
     Figure(
         name="helpers",

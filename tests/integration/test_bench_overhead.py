@@ -1,9 +1,9 @@
-"""`swift-ft bench overhead --pipeline` with real ranks: each part is there, and one that is slower shows in it."""
+"""`swift-ft bench overhead` with real ranks: each part is there, and one that is slower shows in it."""
 
 import pytest
 
-from swift_ft.lab.bench.pipeline import REST, Size, accounts, measure
-from swift_ft.lab.bench.pipeline_ranks import BURNED_S, PARTS
+from swift_ft.lab.bench.overhead import REST, Size, accounts, measure
+from swift_ft.lab.bench.overhead_ranks import BURNED_S, PARTS
 from swift_ft.lab.drill.topology import MODELS
 
 LOOP = "loop of the session"
