@@ -38,6 +38,18 @@ def listed(names: Iterable[str], shown_max: int = 8) -> str:
     return ", ".join(names[:shown_max]) + (f" and {more} more" if more > 0 else "")
 
 
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Returns a line for each row, with aligned columns: the first `left` ones to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if at < left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def show(lines: Iterable[object]) -> None:
     """Prints on stdout, each item as one line."""
     print("\n".join(map(one_line, lines)))

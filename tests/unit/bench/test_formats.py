@@ -1,11 +1,7 @@
-"""The benchmark of formats: what a round trip finds lost, what is counted, what is drawn."""
+"""The benchmark of formats: what a round trip finds lost, what is counted."""
 
-import argparse
 import math
 import tempfile
-import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_ft.errors import UsageError
-from swift_ft.lab.bench import checkpoint
-from swift_ft.lab.bench.formats import command, kinds, report, states
-from swift_ft.lab.bench.formats import report as plot
+from swift_ft.lab.bench.command import run
+from swift_ft.lab.bench.formats import command, kinds, states
 from swift_ft.lab.bench.formats.kinds import FORMATS
-from swift_ft.lab.bench.formats.ranks import limits
-from swift_ft.lab.bench.formats.report import GATHERED, LIMITS, SHARDED, Pace, Plan, Turn
+from swift_ft.lab.bench.formats.ranks import LIMITS, limits
 
 # torch warns in the thread of an asynchronous save.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -195,76 +189,29 @@ def test_compression_makes_what_can_be_compressed_smaller(tmp_path: Path) -> Non
         assert (sizes[name] < 1 << 14) == (" " in name), name
 
 
-# In which order, and what takes too long.
-
-
-def test_in_every_round_every_format_has_its_turns_beside_the_limits() -> None:
-    formats = {"torch": (False, True), "swift sync": (True,)}
-    turns = list(Plan(ranks=2, sizes=(10, 20), rounds=2, formats=formats).turns())
-    kinds_of_round = [(LIMITS, False), ("torch", False), ("torch", True), ("swift sync", True)]
-    assert len(turns) == 4 * ((3 + 3) + (2 + 2))
-    for start in range(0, len(turns), 4):
-        of = turns[start : start + 4]
-        assert [(turn.format, turn.fsync) for turn in of] == kinds_of_round
-        assert len({(turn.parameter_bytes, turn.layout, turn.round) for turn in of}) == 1
-    assert {turn.parameter_bytes for turn in turns if turn.round < 0} == {10}
-    assert {turn.layout for turn in turns} == {SHARDED, GATHERED}
-    alone = Plan(ranks=1, sizes=(10,), rounds=1, formats=formats).turns()
-    assert {turn.layout for turn in alone} == {SHARDED}
-
-
-TURN = Turn(parameter_bytes=100, layout=SHARDED, round=0, format="npz")
-
-
-def test_what_would_take_too_long_is_left_out() -> None:
-    pace = Pace(5.0)
-    assert pace.too_long(TURN) is None
-    pace.note(TURN, 9.0)
-    pace.note(TURN, 1.0)
-    pace.note(TURN, 7.0)
-    assert pace.too_long(TURN) is None  # what was begun is ended
-    assert pace.too_long(replace(TURN, parameter_bytes=500)) is None
-    assert pace.too_long(replace(TURN, parameter_bytes=600)) == pytest.approx(6.0)
-    assert pace.too_long(replace(TURN, parameter_bytes=600, layout=GATHERED)) is None
-    assert pace.too_long(replace(TURN, parameter_bytes=600, format="torch")) is None
-    pace.note(replace(TURN, parameter_bytes=500), 2.0)
-    assert pace.too_long(replace(TURN, parameter_bytes=600)) is None
-
-
 # The report.
 
-BASE = {"copy_s": 0.1, "write_s": 0.2, "write_fsync_s": 0.5, "read_s": 0.05, "gather_s": 0.0}
+BASE = {"copy_s": 0.1, "write_s": 0.2, "write_fsync_s": 0.5, "read_s": 0.05}
 
 
-def made_up(
-    *sizes: int, ranks: int = 1, formats: tuple[str, ...] = ("torch", "swift async")
-) -> report.Measures:
-    """The machine is `round + 1` times slower than in the first round, for all alike."""
-    measures = report.Measures()
-    for size in sizes:
-        for number in (-1, 0, 1, 2):
-            slow = size * (number + 1 if number >= 0 else 1000)
-            turn = Turn(parameter_bytes=size, layout=SHARDED, round=number, format=LIMITS)
-            measures.add(ranks, turn, {name: slow * value for name, value in BASE.items()})
-            for index, name in enumerate(formats):
-                lost = {"losses": ALL_KEPT | {"bf16": ["dtype"]}} if number <= 0 else {}
-                measured = {
-                    "blocked_s": slow * 0.3 * (index + 1),
-                    "total_s": slow * 1.0 * (index + 1),
-                    "cpu_s": slow * 0.7,
-                    "load_s": slow * 0.1,
-                    "bytes": 4 * size,
-                    "state_bytes": 3 * size,
-                }
-                measures.add(ranks, replace(turn, format=name, fsync=True), {**measured, **lost})
-    return measures
+def made_up(fsync: bool = True) -> dict[str, Any]:
+    """A case of three rounds, each as many times slower as its number for all alike."""
+    measured = {"blocked_s": 0.3, "total_s": 1.0, "cpu_s": 0.7, "load_s": 0.1}
+    sizes = {"bytes": 8, "state_bytes": 6}
+    found: dict[tuple[str, bool], list[dict[str, Any]]] = {
+        (LIMITS, False): [{name: slow * value for name, value in BASE.items()} for slow in (2, 4, 6)],
+        ("torch", fsync): [
+            {name: slow * value for name, value in measured.items()} | sizes for slow in (2, 4, 6)
+        ],
+    }
+    return command.case(2, 1, found)
 
 
 def test_times_are_medians_and_ratios_those_of_the_rounds() -> None:
-    (case,) = made_up(2).cases()
+    case = made_up()
     assert (case["parameter_bytes"], case["state_bytes"], case["rounds"]) == (2, 6, 3)
     assert case["limits"]["copy_s"] == pytest.approx(0.4)
-    row = case["formats"][0]
+    (row,) = case["formats"]
     assert (row["format"], row["fsync"], row["bytes"]) == ("torch", True, 8)
     expected = {
         "blocked_s": 1.2,
@@ -277,82 +224,31 @@ def test_times_are_medians_and_ratios_those_of_the_rounds() -> None:
         "load_over_read": 2.0,
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert command.text(case)[-1].split() == [
+        *("torch", "yes", "1200.0", "4000.0", "2800.0", "400.0", "1.33", "3.00", "2.00", "2.00"),
+    ]
 
 
 def test_without_fsync_the_limit_is_a_write_without() -> None:
-    measures = report.Measures()
-    measures.add(1, replace(TURN, format=LIMITS), BASE)
-    row = {"blocked_s": 1.0, "total_s": 1.0, "cpu_s": 1.0, "load_s": 1.0, "bytes": 1, "state_bytes": 1}
-    measures.add(1, TURN, row)
-    assert measures.cases()[0]["formats"][0]["total_over_write"] == pytest.approx(5.0)
+    assert made_up(fsync=False)["formats"][0]["total_over_write"] == pytest.approx(5.0)
 
 
 def test_the_slowest_rank_counts_and_all_of_their_work() -> None:
     one = {"blocked_s": 1.0, "total_s": 4.0, "cpu_s": 1.0, "bytes": 10, "state_bytes": 5, "load_s": 1.0}
-    other = {"blocked_s": 2.0, "total_s": 3.0, "cpu_s": 2.0, "bytes": 0, "state_bytes": 5}
+    other = {"blocked_s": 2.0, "total_s": 3.0, "cpu_s": 2.0, "bytes": 0, "state_bytes": 5, "load_s": 0.5}
     lost = [{"losses": ALL_KEPT | {"fp32": ["gone"]}}, {"losses": ALL_KEPT | {"fp32": ["bits"]}}]
-    merged = report.merge([one | lost[0], other | lost[1]])
+    merged = command.merge([one | lost[0], other | lost[1]])
     assert merged.pop("losses") == ALL_KEPT | {"fp32": ["gone", "bits"]}
     expected = {"blocked_s": 2.0, "total_s": 4.0, "cpu_s": 3.0, "bytes": 10, "state_bytes": 10, "load_s": 1.0}
     assert merged == expected
 
 
-def test_the_tables_say_it() -> None:
-    measures = made_up(1 << 20, formats=tuple(FORMATS))
-    measures.leave_out(1, replace(TURN, parameter_bytes=1 << 20, format="hdf5"), 12.0)
-    (case,) = measures.cases()
-    lines = report.table(case).splitlines()
-    assert "1 MiB of parameters (3.0 MiB of state), 1 rank" in lines[0]
-    assert [line[:16].strip() for line in lines[4:-1]] == list(FORMATS)
-    assert lines[-1].startswith("hdf5")
-    assert "12.0 s" in lines[-1]
-    said = report.losses_table(measures.losses(), {"hdf5": "no h5py"}).splitlines()
-    assert said[1].split()[:2] == ["bf16", "fp32"]
-    assert said[2].split()[2:4] == ["dtype", "-"]
-    assert said[-1] == "hdf5             skipped: no h5py"
-    assert max(map(len, [*report.table(made_up(1).cases()[0]).splitlines(), *said])) <= 120
-
-
-# The picture.
-
-
-def test_lines_lie_where_the_times_are() -> None:
-    cases = made_up(1, 10, 100, formats=tuple(FORMATS)).cases()
-    other = made_up(7, ranks=2).cases()
-    markup = ElementTree.fromstring(plot.draw_formats({"cases": [*cases, *other], "rounds": 3}))
-    space = "{http://www.w3.org/2000/svg}"
-    lines = {}
-    for line in markup.iter(f"{space}polyline"):
-        if line.get("class") == "line":
-            lines.setdefault(line[0].text, []).append(
-                [tuple(map(float, pair.split(","))) for pair in (line.get("points") or "").split()]
-            )
-    assert set(lines) == {*FORMATS, "a copy", "a plain write"}
-    for name, parts in lines.items():
-        assert len(parts) == (1 if name.startswith("a ") else 2)
-        for points in parts:
-            assert len(points) == 3
-            steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(points)]
-            assert steps[0] == pytest.approx(steps[1], abs=0.2)  # ten times the size, ten times the time
-            assert steps[0][0] > 0 > steps[0][1]
-            assert all(plot.LEFT <= x <= plot.WIDTH - plot.RIGHT and 0 < y < plot.HEIGHT for x, y in points)
-    waits, durable = lines["torch"]
-    assert waits[-1][1] <= plot.TOP + plot.PANEL < durable[-1][1]
-    labels = [
-        (text.text, float(text.get("x") or 0), float(text.get("y") or 0))
-        for text in markup.iter(f"{space}text")
-        if text.get("class") == "label"
-    ]
-    heights = sorted(y for _, _, y in labels)
-    assert len(labels) == 2 * (len(FORMATS) + 1)
-    assert all(b - a >= plot.LABEL - 0.2 for a, b in pairwise(heights))
-    assert all(x + 8.2 * len(words or "") <= plot.WIDTH for words, x, _ in labels)
-    assert heights[-1] <= plot.HEIGHT - plot.BOTTOM + 10
-    assert len({plot.style(name) for name in FORMATS}) == len(FORMATS)
-
-
-def test_one_size_is_drawn_too() -> None:
-    assert plot.draw_formats({"cases": made_up(5).cases(), "rounds": 3}).count('class="dot"') == 6
+def test_the_losses_and_what_is_skipped_are_told() -> None:
+    losses = {"torch": ALL_KEPT, "npz": ALL_KEPT | {"numbers": ["gone", "type"]}}
+    told = command.losses_text(losses, {"hdf5": "no h5py"})
+    assert told[2].split() == ["torch", *["-"] * len(states.GROUPS)]
+    assert "gone,type" in told[3]
+    assert told[-1] == "hdf5 is skipped: no h5py"
 
 
 # The limits, and the options.
@@ -368,25 +264,22 @@ def test_the_limits_leave_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--formats", "tar"], "there is no format 'tar'; there are: swift sync"),
+        (["--formats", "tar"], "there is no 'tar'; there are swift sync"),
         (["--formats", "--sizes", "0"], "--sizes 0: give numbers above 0"),
         (["--formats", "--sizes", "nan"], "--sizes nan"),
         (["--formats", "--ranks", "two"], "--ranks two: give numbers"),
         (["--formats", "--ranks", "65"], "up to 64"),
         (["--formats", "--rounds", "0"], "must be positive"),
-        (["--formats", "--save-max", "0"], "--save-max 0: give seconds above 0"),
         (["--formats", "--parameters", "9"], "--parameters is not for --formats"),
-        (["--formats", "--svg", "/nowhere/there.svg"], "--svg /nowhere/there.svg: give a file"),
         (["--formats", "--json", "/nowhere/there.json"], "--json /nowhere/there.json: give a file"),
         (["--formats", "--directory", "/nowhere"], "--directory /nowhere: "),
         (["--sizes", "1"], "--sizes is for --formats"),
-        (["--save-max", "1"], "--save-max is for --formats"),
-        (["--quick"], "--quick is for --formats"),
+        (["--ranks", "1"], "--ranks is for --formats"),
     ],
 )
 def test_what_it_is_told(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message) as raised:
-        checkpoint.main(words)
+        run("checkpoint", words)
     assert "\n" not in str(raised.value)
 
 
@@ -395,16 +288,10 @@ def test_a_format_whose_package_is_not_there_is_skipped(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         kinds.importlib.util, "find_spec", lambda name: None if name == "h5py" else there(name)
     )
-    names, skipped = command._formats("hdf5,torch,hdf5 gzip,torch")
+    names, skipped = command.measurable("hdf5,torch,hdf5 gzip,torch")
     assert names == ["torch"]
     assert skipped == dict.fromkeys(
         ["hdf5", "hdf5 gzip"], "h5py is not installed (pip install 'swift-ft[lab]')"
     )
-
-
-def test_if_nothing_can_be_measured_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "lacking", lambda name: "no h5py")
-    given = argparse.Namespace(formats="hdf5", sizes=None, ranks=None, rounds=None, quick=True, save_max=None)
-    given.json = given.svg = given.directory = None
-    with pytest.raises(UsageError, match="--formats hdf5: no h5py"):
-        command.main(given)
+    with pytest.raises(UsageError, match="--formats hdf5: h5py is not installed"):
+        command.measurable("hdf5")

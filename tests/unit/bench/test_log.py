@@ -8,6 +8,7 @@ import pytest
 
 from swift_ft.errors import UsageError
 from swift_ft.lab.bench import log
+from swift_ft.lab.bench.command import run
 
 
 def a_round(disk: float, append: float, together: float, read: float = 900.0) -> dict[str, Any]:
@@ -40,13 +41,15 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert result["goals"]["writers"]["value"] == pytest.approx(1.1)
     assert result["goals"]["read"]["met"] is True
     assert result["goals"]["client_cpu"] == {"at_most": 0.45, "value": 0.5, "met": False}
-    assert "goal at most 0.6: 0.70, missed (CPU s/GB of the server" in log.table({"machine": "", **result})
+    assert "goal at most 0.6: 0.70, missed (CPU s/GB of the server" in "\n".join(
+        log.text({"machine": "", **result})
+    )
 
 
 def test_a_goal_that_is_missed_is_said() -> None:
     result = {"machine": "a machine", **log.evaluate([a_round(1000, 600, 500, read=800)], 512 << 20)}
     assert not any(goal["met"] for goal in result["goals"].values())
-    said = log.table(result)
+    said = "\n".join(log.text(result))
     assert "goal at least 0.65: 0.60, missed" in said
     # The wire, too: a quarter of TCP's rate; the ring: four ninths of memcpy's; processor time on both sides.
     assert said.count("missed") == 7
@@ -57,14 +60,14 @@ def test_a_goal_that_is_missed_is_said() -> None:
 )
 def test_bad_arguments_are_refused(words: list[str]) -> None:
     with pytest.raises(UsageError):
-        log.main(words)
+        run("log", words)
 
 
 def test_one_small_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "SIZES", {"64 KiB": 64 << 10, "4 MiB": 4 << 20})
     path = tmp_path / "log.json"
     assert (
-        log.main(["--mebibytes", "256", "--rounds", "1", "--directory", str(tmp_path), "--json", str(path)])
+        run("log", ["--mebibytes", "256", "--rounds", "1", "--directory", str(tmp_path), "--json", str(path)])
         == 0
     )
     result = json.loads(path.read_text())

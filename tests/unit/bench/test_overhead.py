@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
-from swift_ft.lab.bench.cpu_attribution import BASE, ENDED, Meter, Threads, process_cpu_s
-from swift_ft.lab.bench.overhead import METER, REST, SIDECARS, Size, accounts, evaluate, of_slice, table
+from swift_ft.errors import UsageError
+from swift_ft.lab.bench import output
+from swift_ft.lab.bench.command import run
+from swift_ft.lab.bench.cpu_attribution import BASE, ENDED, Meter, Threads
+from swift_ft.lab.bench.overhead import METER, REST, SIDECARS, Size, accounts, evaluate, of_slice, text
+from swift_ft.lab.bench.overhead_ranks import PARTS
 from swift_ft.lab.drill.topology import MODELS
 
 SIZE = Size(model=MODELS["tiny"], goal=1.35)
@@ -152,7 +156,7 @@ def test_threads_are_told_by_their_names_and_add_up_to_the_process() -> None:
     assert found["senders"] >= 0.06
     assert found[ENDED] >= 0.02
     assert main + sum(found.values()) == pytest.approx(process, abs=0.005)
-    assert process_cpu_s(os.getpid()) == pytest.approx(time.process_time(), abs=0.005)
+    assert output.cpu_s(os.getpid()) == pytest.approx(time.process_time(), abs=0.005)
 
 
 def a_slice(**more: Any) -> dict[str, Any]:
@@ -216,6 +220,45 @@ def test_means_over_rounds_still_add_up() -> None:
     assert sum(found["parts_cpu_ms"].values()) == pytest.approx(found["overhead_cpu_ms"])
     assert found["ratio"]["median"] == pytest.approx(2.0)
     assert found["verdict"] == "missed"
-    said = table(found)
+    said = "\n".join(text(found))
     assert all(part in said for part in found["parts_cpu_ms"])
     assert list(found["parts_cpu_ms"])[-1] == REST
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "goal", "said"),
+    [
+        (0.99, 1.03, 1.03, "met"),
+        (0.99, 1.031, 1.03, "INCONCLUSIVE"),
+        (1.031, 1.2, 1.03, "missed"),
+        (1.03, 1.2, 1.03, "INCONCLUSIVE"),
+        (0.90, 1.02, 1.03, "INCONCLUSIVE"),  # below the goal, but so wide that it shows nothing
+    ],
+)
+def test_an_interval_on_both_sides_of_the_goal_says_nothing(
+    low: float, high: float, goal: float, said: str
+) -> None:
+    assert output.verdict(low, high, goal) == said
+
+
+def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
+    generator = random.Random(5)
+    samples = [[generator.gauss(1.0, 0.05) for _ in range(25)] for _ in range(120)]
+    covered = sum(low <= 1.0 <= high for low, high in map(output.interval, samples))
+    assert 0.88 <= covered / len(samples) <= 1.0
+    assert output.interval(samples[0]) == output.interval(samples[0])
+    assert output.interval([1.5]) == (1.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    "words", [["--rounds", "0"], ["--slice-steps", "0"], ["--json", "/nowhere/here.json"]]
+)
+def test_bad_arguments_are_refused(words: list[str]) -> None:
+    with pytest.raises(UsageError):
+        run("overhead", words)
+
+
+def test_every_part_is_there() -> None:
+    """A method that has got another name would not be metered."""
+    for part, owner, methods in PARTS:
+        assert all(callable(getattr(owner, name, None)) for name in methods.split()), part

@@ -8,6 +8,7 @@ import pytest
 
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import replay
+from swift_ft.lab.bench.command import run
 
 SPENT: dict[str, Any] = {
     "bottleneck": "line",
@@ -59,7 +60,7 @@ def test_what_comes_between_the_replay_and_the_run() -> None:
 def test_goals(replayed: float, met: bool) -> None:
     one = replay.case(SHAPE, replay.from_trace(trace(2, replayed), 2))
     assert one["met"] is met
-    shown = replay.table(
+    shown = replay.text(
         {
             "cases": [one],
             "machine": "here",
@@ -69,9 +70,9 @@ def test_goals(replayed: float, met: bool) -> None:
             **SHAPE,
         }
     )
-    assert ("NOT MET" in shown) is not met
-    assert shown.splitlines()[-1].split()[-1 if met else -3] == "line"
-    assert "50%" in shown.splitlines()[-1]
+    assert ("NOT MET" in shown[-1]) is not met
+    assert shown[-1].split()[-1 if met else -3] == "line"
+    assert "50%" in shown[-1]
 
 
 @pytest.mark.parametrize(
@@ -124,15 +125,25 @@ def test_a_replay_that_was_not_shared_is_no_measurement() -> None:
 )
 def test_usage(flags: list[str]) -> None:
     with pytest.raises(UsageError):
-        replay.main(flags)
+        run("replay", flags)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 def test_a_small_run(tmp_path: Path) -> None:
     assert (
-        replay.main(
-            ["--microbatches", "4", "--steps", "3", "--copies-max", "2", "--json", str(tmp_path / "out.json")]
+        run(
+            "replay",
+            [
+                "--microbatches",
+                "4",
+                "--steps",
+                "3",
+                "--copies-max",
+                "2",
+                "--json",
+                str(tmp_path / "out.json"),
+            ],
         )
         == 0
     )

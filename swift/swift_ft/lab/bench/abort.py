@@ -22,6 +22,7 @@ from swift_ft.cli_parser import Parser
 from swift_ft.comm import LOOPBACK
 from swift_ft.errors import ServiceError
 from swift_ft.lab.bench import output
+from swift_ft.text import show, table
 
 # Sends commands to members (`abort_ranks`), one line for each.
 
@@ -95,16 +96,14 @@ _WAITING: dict[str, dict[str, Any]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="swift-ft bench abort", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10, help="per operation (10)")
-    output.add_json(parser)
-    arguments = parser.parse_args(argv)
-    output.check_json(arguments.json)
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="per operation (%(default)s)")
+
+
+def run(arguments: Any) -> dict[str, Any]:
     result = measure(max(1, arguments.rounds))
-    print(_table(result))
-    output.write_json(arguments.json, result)
-    return 0 if result["verdict"] == "PASS" else 1
+    show(text(result))
+    return result
 
 
 def measure(rounds: int) -> dict[str, Any]:
@@ -193,8 +192,9 @@ def _summary(seconds: Sequence[float]) -> dict[str, float]:
     return {"median": round(statistics.median(seconds) * 1000, 2), "max": round(max(seconds) * 1000, 2)}
 
 
-def _table(result: dict[str, Any]) -> str:
-    rows = {**result["freed_ms"], "three ranks are connected": result["connect_ms"]}
-    lines = [f"{'freed from':<26} {'median ms':>10} {'max ms':>10}"]
-    lines += [f"{name:<26} {row['median']:>10.2f} {row['max']:>10.2f}" for name, row in rows.items()]
-    return "\n".join([*lines, f"limit {result['limit_ms']:.0f} ms: {result['verdict']}", result["machine"]])
+def text(result: dict[str, Any]) -> list[str]:
+    """Formats the result: a line for each operation, and the verdict."""
+    found = {**result["freed_ms"], "three ranks are connected": result["connect_ms"]}
+    rows = [[name, f"{row['median']:.2f}", f"{row['max']:.2f}"] for name, row in found.items()]
+    verdict = f"limit {result['limit_ms']:.0f} ms: {result['verdict']}"
+    return [*table([["freed from", "median ms", "max ms"], *rows]), verdict, result["machine"]]

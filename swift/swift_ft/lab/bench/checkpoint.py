@@ -14,9 +14,8 @@ limits     the same bytes copied in memory; the same bytes written to one file a
 import os
 import shutil
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,12 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
-from swift_ft.lab.bench.formats import command
+from swift_ft.lab.bench.formats import command as formats
 from swift_ft.state import MODES
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.export import Reading, alone
 from swift_ft.state.tree import split
+from swift_ft.text import show, table
 
 WIDTH, BATCH = 512, 64
 PARAMETERS, ROUNDS = 8_000_000, 7
@@ -203,73 +203,53 @@ class Bench:
         return statistics.median(mine / base for mine, base in pairs)
 
 
-HEAD = f"{'':<10} {'stall':>8} {'durable':>8} {'cost':>8}   {'stall':>9} {'durable':>10} {'cost':>8}\n" + (
-    f"{'':<10} {'ms':>8} {'ms':>8} {'ms':>8}   {'over copy':>9} {'over write':>10} {'in steps':>8}"
-)
+def text(result: dict[str, Any], rounds: int) -> list[str]:
+    """Formats the result: the limits, a line for each way, and the goal."""
+    rows = [["", "stall ms", "durable ms", "cost ms", "stall / copy", "durable / write", "cost in steps"]]
+    for way, case in result["ways"].items():
+        times = [f"{1e3 * case[name]:.1f}" for name in ("stall_s", "durable_s", "cost_s")]
+        ratios = [f"{case[name]:.2f}" for name in ("stall_over_copy", "durable_over_write", "cost_in_steps")]
+        rows.append([way, *times, *ratios])
+    goal = result["goals"]["async_stall"]
+    return [
+        f"{result['parameters']} parameters, {result['state_bytes'] / 1e6:.0f} MB of state, medians of {rounds} "
+        f"rounds; a step takes {1e3 * result['step_s']:.1f} ms",
+        f"limits: a copy in memory {1e3 * result['copy_s']:.1f} ms, written and synced "
+        f"{1e3 * result['write_s']:.1f} ms",
+        *table(rows),
+        output.goal_words(goal, "stall of async over a copy"),
+    ]
 
 
-def row(way: str, case: dict[str, float]) -> str:
-    """Formats one way as a line of text."""
-    times = " ".join(f"{1e3 * case[name]:8.1f}" for name in ("stall_s", "durable_s", "cost_s"))
-    return (
-        f"{way:<10} {times}   {case['stall_over_copy']:9.2f} {case['durable_over_write']:10.2f} "
-        f"{case['cost_in_steps']:8.2f}"
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("--parameters", type=int, metavar="N", help=f"elements of the model ({PARAMETERS:,})")
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, metavar="N", help="that are timed (%(default)s)"
     )
-
-
-def parser() -> Parser:
-    parsing = Parser(
-        prog="swift-ft bench checkpoint",
-        description="Measures what a save costs training: in both modes, beside torch's DCP; or its formats.",
-    )
-    output.add_json(parsing)
-    parsing.add_argument(
-        "--parameters", type=int, metavar="N", help=f"elements of the model ({PARAMETERS:,})"
-    )
-    parsing.add_argument(
-        "--rounds",
-        type=int,
-        metavar="N",
-        help=f"repetitions that are timed ({ROUNDS}; with --formats {command.ROUNDS})",
-    )
-    parsing.add_argument(
+    parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)"
     )
-    command.add_arguments(parsing)
-    return parsing
+    formats.add_arguments(parser)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `swift-ft bench checkpoint ...` and returns the exit code."""
-    arguments = parser().parse_args(sys.argv[1:] if argv is None else argv)
+def run(arguments: Any) -> dict[str, Any]:
     if any(number is not None and number < 1 for number in (arguments.parameters, arguments.rounds)):
         raise UsageError("--parameters and --rounds must be positive")
     if arguments.formats is not None:
         if arguments.parameters is not None:
             raise UsageError("--parameters is not for --formats; give --sizes")
-        return command.main(arguments)
-    command.check_unused(arguments)
-    rounds = arguments.rounds or ROUNDS
-    output.check_json(arguments.json)
-    print(f"{output.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}", flush=True)
+        return formats.run(arguments)
+    formats.check_unused(arguments)
+    on = f"{output.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    print(on, flush=True)
     with output.place(arguments.directory) as place:
         bench = Bench(Path(place), arguments.parameters or PARAMETERS)
-        for index in range(rounds + 1):
+        for index in range(arguments.rounds + 1):
             if index == 1:
                 bench.forget()
             bench.round()
-    result = bench.result()
-    print(
-        f"{result['parameters']} parameters, {result['state_bytes'] / 1e6:.0f} MB of state, medians of "
-        f"{rounds} rounds; a step takes {1e3 * result['step_s']:.1f} ms\n"
-        f"limits: a copy in memory {1e3 * result['copy_s']:.1f} ms, written and synced "
-        f"{1e3 * result['write_s']:.1f} ms\n{HEAD}"
-    )
-    for way, case in result["ways"].items():
-        print(row(way, case))
-    met = result["ways"]["async"]["stall_over_copy"] <= STALL_GOAL
-    print(f"async stall at most {STALL_GOAL} of a copy: {'met' if met else 'missed'}")
-    output.write_json(
-        arguments.json, result | {"goals": {"async_stall": {"at_most": STALL_GOAL, "met": met}}}
-    )
-    return 0
+    result = {"machine": on, **bench.result()}
+    goal = output.goal(result["ways"]["async"]["stall_over_copy"], at_most=STALL_GOAL)
+    result["goals"] = {"async_stall": goal}
+    show(text(result, arguments.rounds))
+    return result

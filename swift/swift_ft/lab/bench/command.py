@@ -1,22 +1,26 @@
-"""`swift-ft bench NAME`: dispatches to the benchmark of that name."""
+"""`swift-ft bench NAME`: runs the benchmark of that name, and writes what it has found."""
 
 import importlib
 import sys
 from collections.abc import Sequence
 
+from swift_ft.cli_parser import Parser
 from swift_ft.errors import SwiftError, UsageError
+from swift_ft.lab.bench import output
 
 BENCHMARKS = {
-    "log": "append to and read from the log: bytes per second over the wire's and the disk's, CPU seconds per GB",
-    "overhead": "a session against the same pipeline in plain torch, and what the overhead is made of",
+    "log": "the log's appends and reads: bytes per second over the wire's and the disk's, CPU seconds per GB",
+    "overhead": "a session against the same pipeline in plain torch, and what its overhead is made of",
     "checkpoint": "a save in both modes, beside torch's DCP: how long training waits, what it costs the steps",
-    "undo": "taking optimizer steps back: time over the step's time, bytes per parameter, error",
-    "coordinator": "the coordinator's processor time for jobs of 64 to 1024 members: join, checkpoint, recovery",
+    "undo": "the journal and undo of every optimizer: time over the step's time, bytes per parameter, error",
+    "coordinator": "the coordinator's processor time for jobs of many members: join, checkpoint, recovery",
     "replay": "a replayed step over the step as it was, alone and with helpers, beside the bound",
-    "adaptive": "a pipeline with replicas without some of its ranks: its throughput over that of all, beside the plan",
+    "adaptive": "a pipeline with replicas without some of its ranks: its steps over those of all, beside the plan",
     "abort": "an abort of every operation of process groups: time until whoever waits is freed",
-    "recovery": "one of two ranks dies: torchrun with checkpoints, torchft, NVRx and swift side by side",
+    "recovery": "what it costs that one of two ranks dies: torchrun with checkpoints, torchft, NVRx and swift",
 }
+"""Each benchmark, and what it measures."""
+EXIT_CODES = {"FAIL": 1, "INCONCLUSIVE": 3, "INCOMPLETE": 3}
 
 
 def usage() -> str:
@@ -35,6 +39,23 @@ def usage() -> str:
     )
 
 
+def run(name: str, argv: Sequence[str]) -> int:
+    """Runs a benchmark and returns the exit code: 1 if its verdict is FAIL, 3 if it is INCONCLUSIVE or INCOMPLETE.
+
+    Its module has ``add_arguments(parser)``, and ``run(arguments)``, which prints as it measures and returns the
+    document that ``--json`` writes. Raises UsageError and ServiceError.
+    """
+    module = importlib.import_module(f"swift_ft.lab.bench.{name}")
+    parser = Parser(prog=f"swift-ft bench {name}", description=f"Measures {BENCHMARKS[name]}.")
+    module.add_arguments(parser)
+    output.add_json(parser)
+    arguments = parser.parse_args(argv)
+    output.check_json(arguments.json)
+    document = {"bench": name, **module.run(arguments)}
+    output.write_json(arguments.json, document)
+    return EXIT_CODES.get(document.get("verdict", ""), 0)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in ("-h", "--help", "help"):
@@ -44,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments or arguments[0] not in BENCHMARKS:
             what = f"there is no benchmark {arguments[0]!r}" if arguments else "name a benchmark"
             raise UsageError(f"{what}; there are: {', '.join(BENCHMARKS)}")
-        return int(importlib.import_module(f"swift_ft.lab.bench.{arguments[0]}").main(arguments[1:]))
+        return run(arguments[0], arguments[1:])
     except SwiftError as error:
         print(f"swift: {error}", file=sys.stderr)
         return error.exit_code

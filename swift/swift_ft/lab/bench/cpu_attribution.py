@@ -94,11 +94,6 @@ class Meter:
         return (time.thread_time() - began) / _CALIBRATED
 
 
-def process_cpu_s(pid: int) -> float:
-    """Returns a process's CPU seconds, including ended threads, by its clock (see clock_getcpuclockid(3))."""
-    return time.clock_gettime((~pid << 3) | 2)
-
-
 def thread_cpu_s(thread: int) -> float:
     """Returns the CPU seconds of a thread of this process."""
     return time.clock_gettime((~thread << 3) | 6)

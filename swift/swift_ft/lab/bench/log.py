@@ -14,8 +14,6 @@ import ctypes
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,31 +30,27 @@ from swift_ft.log.frame import MESSAGE_BYTES
 from swift_ft.log.memory import page_aligned
 from swift_ft.log.record import RecordKey
 from swift_ft.log.ring import Consumer, Memory, header_of, producer
-
-# The log's protocol without its disk: a writer, gRPC, and a process that verifies every frame and drops it.
-
-SIZE = 4 << 20
+from swift_ft.text import show, table
 
 
-def over_log(total: int) -> float:
-    """Returns the seconds for `total` bytes from a LogWriter to a server that acknowledges them once verified."""
-    return _between("sink", "append", total)
+def start(role: str, address: str, stream: str, size: int, count: int) -> Worker:
+    """Starts a process that handles `count` records, or pieces, of `size` bytes."""
+    return Worker("swift_ft.lab.bench.log_ranks", role, address, stream, size, count)
 
 
-def over_grpc(total: int) -> float:
-    """Returns the seconds for `total` bytes in one call of gRPC for Python, in messages of the log's size, without
-    checksums or processing. It is a lower bound for the log's time."""
-    return _between("drain", "pour", total, MESSAGE_BYTES)
+def between(server_role: str, client_role: str, total: int, size: int) -> float:
+    """Returns the seconds for `total` bytes from one process to another.
 
-
-def _between(server_role: str, client_role: str, total: int, size: int = SIZE) -> float:
+    From `append` to `sink`: a LogWriter to a server that acknowledges records once they are verified. From `pour` to
+    `drain`: one call of gRPC for Python, without checksums or processing, a lower bound for the log's time.
+    """
     count = total // size
-    with Worker.of_log(server_role, "-", "-", size, count) as server:
+    with start(server_role, "-", "-", size, count) as server:
         address = f"127.0.0.1:{server.line()}"
-        with Worker.of_log(client_role, address, "bench/s0.F", size, count) as client:
+        with start(client_role, address, "bench/s0.F", size, count) as client:
             client.begin()
             timed = client.result()
-    return timed["ended"] - timed["began"]
+    return float(timed["ended"] - timed["began"])
 
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
@@ -98,16 +92,16 @@ def memcpy(total: int) -> float:
 def over_tcp(total: int) -> float:
     """Returns the seconds to send `total` bytes over one TCP connection on loopback, in pieces of 4 MiB."""
     count = total // (4 << 20)
-    worker = Worker.of_log("receive", "-", "-", 4 << 20, count)
-    with worker, socket.create_connection(("127.0.0.1", int(worker.line()))) as connection:
+    receiver = start("receive", "-", "-", 4 << 20, count)
+    with receiver, socket.create_connection(("127.0.0.1", int(receiver.line()))) as connection:
         body = memoryview(bytearray(4 << 20))
-        worker.begin()
+        receiver.begin()
         began = time.monotonic()
         for _ in range(count):
             connection.sendall(body)
         connection.recv(1)
         took = time.monotonic() - began
-        worker.result()
+        receiver.result()
     return took
 
 
@@ -176,21 +170,8 @@ def into_ring(total: int) -> float:
 class Server:
     """A log server process on its own directory."""
 
-    def __init__(self, directory: Path):
-        self.log = directory / "log"
-        address_file = directory / "address"
-        command = [sys.executable, "-P", "-m", "swift_ft_services.logserver", "--directory", str(self.log)]
-        self.process = subprocess.Popen(
-            [*command, "--address-file", str(address_file)], stdout=subprocess.DEVNULL
-        )
-        deadline = time.monotonic() + 30
-        while not address_file.exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.process.kill()
-                self.process.wait()
-                raise ServiceError("the log server of the benchmark did not start")
-            time.sleep(0.02)
-        self.address = address_file.read_text().strip()
+    def __init__(self, pid: int, address: str, log: Path) -> None:
+        self._pid, self.address, self._log = pid, address, log
         self.job = ""
         self._jobs = 0
         self.next_job()
@@ -203,13 +184,12 @@ class Server:
         self.job = f"bench-{self._jobs}"
         admin.fence(self.address, self.job, GENERATION, 10.0)
 
-    def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    def cpu_s(self) -> float:
+        return output.cpu_s(self._pid)
 
     def cool(self) -> None:
         """Evicts the segments from the page cache."""
-        for path in self.log.rglob("*.seg"):
+        for path in self._log.rglob("*.seg"):
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
@@ -217,17 +197,10 @@ class Server:
 
 @contextmanager
 def served(directory: Path) -> Iterator[Server]:
-    """(context manager) Runs a log server on this directory, ends it with SIGTERM, and kills it after 10 s."""
-    server = Server(directory)
-    try:
-        yield server
-    finally:
-        server.process.terminate()
-        try:
-            server.process.wait(10)
-        except subprocess.TimeoutExpired:
-            server.process.kill()
-            server.process.wait()
+    """(context manager) Runs a log server on this directory."""
+    log = directory / "log"
+    with output.service("swift_ft_services.logserver", directory, "--directory", str(log)) as (pid, address):
+        yield Server(pid, address, log)
 
 
 def move(server: Server, role: str, streams: Sequence[str], size: int, total: int) -> dict[str, float]:
@@ -235,10 +208,10 @@ def move(server: Server, role: str, streams: Sequence[str], size: int, total: in
     count = max(1, total // len(streams) // size)
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(Worker.of_log(role, server.address, f"{server.job}/{stream}", size, count))
+            stack.enter_context(start(role, server.address, f"{server.job}/{stream}", size, count))
             for stream in streams
         ]
-        before = server.cpu_seconds()
+        before = server.cpu_s()
         for worker in workers:
             worker.begin()
         results = [worker.result() for worker in workers]
@@ -248,7 +221,7 @@ def move(server: Server, role: str, streams: Sequence[str], size: int, total: in
         return {
             "rate": gigabytes * 1e3 / seconds,
             "client_cpu": sum(f["cpu"] for f in results) / gigabytes,
-            "server_cpu": (server.cpu_seconds() - before) / gigabytes,
+            "server_cpu": (server.cpu_s() - before) / gigabytes,
             "slowest_over_fastest": min(rates) / max(rates),
         }
 
@@ -262,8 +235,8 @@ def measure(directory: Path, total: int) -> dict[str, Any]:
         RING: total / 1e6 / into_ring(total),
         DISK_WRITE: total / 1e6 / to_disk(probe, total),
         DISK_READ: total / 1e6 / from_disk(probe, total),
-        GRPC: total / 1e6 / over_grpc(total),
-        OWN_WIRE: total / 1e6 / over_log(total),
+        GRPC: total / 1e6 / between("drain", "pour", total, MESSAGE_BYTES),
+        OWN_WIRE: total / 1e6 / between("sink", "append", total, SIZES[SHARED_SIZE]),
     }
     probe.unlink()
     cases: dict[str, dict[str, float]] = {}
@@ -305,45 +278,30 @@ def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
     values["ring"] = statistics.median(r["limits"][RING] / r["limits"]["memcpy"] for r in rounds)
     values["wire"] = statistics.median(r["limits"][OWN_WIRE] / r["limits"][WIRE] for r in rounds)
     result["goals"] = {
-        name: {"at_least": GOALS[name], "value": value, "met": value >= GOALS[name]}
-        for name, value in values.items()
+        **{name: output.goal(value, at_least=GOALS[name]) for name, value in values.items()},
+        **{name: output.goal(result["cases"][alone][name], at_most=most) for name, most in CPU_GOALS.items()},
     }
-    for name, most in CPU_GOALS.items():
-        value = result["cases"][alone][name]
-        result["goals"][name] = {"at_most": most, "value": value, "met": value <= most}
     return result
 
 
-def table(result: dict[str, Any]) -> str:
-    """Formats the result as text: the machine's limits, a line for each case, and the goals."""
-    lines = [
+def text(result: dict[str, Any]) -> list[str]:
+    """Formats the result: the machine's limits, a line for each case, and the goals."""
+    rows = [["", "MB/s", "of disk", "of wire", "of gRPC", "CPU s/GB client", "server"]]
+    for name, case in result["cases"].items():
+        ratios = [f"{case[key]:.2f}" for key in ("of_disk", "of_wire", "of_grpc", "client_cpu", "server_cpu")]
+        rows.append([name, f"{case['rate']:.0f}", *ratios])
+    return [
         f"{result['machine']}; {result['bytes'] >> 20} MiB a case, medians of {result['rounds']} rounds",
         "",
-    ]
-    lines += [f"{name:<28}{rate:8.0f} MB/s" for name, rate in result["limits_mb_s"].items()]
-    lines += [
+        *(f"{name:<28}{rate:8.0f} MB/s" for name, rate in result["limits_mb_s"].items()),
         "",
-        f"{'':<28}{'MB/s':>8}  {'of disk':>7} {'of wire':>7} {'of gRPC':>7}   CPU s/GB client  server",
+        *table(rows),
+        "",
+        *(output.goal_words(goal, WORDS[name]) for name, goal in result["goals"].items()),
     ]
-    for name, case in result["cases"].items():
-        lines.append(
-            f"{name:<28}{case['rate']:8.0f}  {case['of_disk']:7.2f} {case['of_wire']:7.2f} {case['of_grpc']:7.2f}"
-            f"   {case['client_cpu']:15.2f}  {case['server_cpu']:6.2f}"
-        )
-    lines.append("")
-    for name, goal in result["goals"].items():
-        outcome = "met" if goal["met"] else "missed"
-        bound = f"at least {goal['at_least']}" if "at_least" in goal else f"at most {goal['at_most']}"
-        lines.append(f"goal {bound}: {goal['value']:.2f}, {outcome} ({WORDS[name]})")
-    return "\n".join(lines)
 
 
-def make_parser() -> Parser:
-    parser = Parser(
-        prog="swift-ft bench log",
-        description="Measures append and read of the log against memory, wire and disk.",
-    )
-    output.add_json(parser)
+def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--mebibytes", type=int, default=512, metavar="N", help="of a case (default %(default)s)"
     )
@@ -351,14 +309,11 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)"
     )
-    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = make_parser().parse_args(argv)
+def run(arguments: Any) -> dict[str, Any]:
     if arguments.mebibytes < 256 or arguments.mebibytes % 64 or arguments.rounds < 1:
         raise UsageError("--mebibytes takes a multiple of 64 from 256 on, --rounds 1 or more")
-    output.check_json(arguments.json)
     on, total = output.machine(), arguments.mebibytes << 20
     rounds = []
     try:
@@ -368,6 +323,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         raise ServiceError(f"the disk of the benchmark: {error}; give --directory on another") from error
     result = {"machine": on, **evaluate(rounds, total)}
-    print(table(result))
-    output.write_json(arguments.json, result)
-    return 0
+    show(text(result))
+    return result

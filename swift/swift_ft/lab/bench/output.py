@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: worker processes, confidence intervals, the machine's description, JSON output."""
+"""Shared by all benchmarks: processes, goals, confidence intervals, the machine's description, JSON output."""
 
 import json
 import os
@@ -8,7 +8,8 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +19,9 @@ from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.files import write_whole
 
-# Processes of a benchmark: each prints "ready", waits for a line, works, and prints its times as JSON.
+START_S, STOP_S = 30.0, 10.0
+
+# Processes of a benchmark.
 
 
 @contextmanager
@@ -40,16 +43,18 @@ def signals_held() -> Iterator[None]:
 
 
 class Worker:
-    """A worker process of a benchmark. As a context manager it kills the process on exit."""
+    """A process of a benchmark that runs a module. As a context manager it kills the process on exit.
 
-    def __init__(self, command: Sequence[str]):
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    It prints "ready", waits for a line, and prints its measurements as JSON; or it answers line by line.
+    """
 
-    @classmethod
-    def of_log(cls, role: str, address: str, stream: str, size: int, count: int) -> "Worker":
-        """Starts a process of `swift_ft.lab.bench.log_ranks`."""
-        arguments = [role, address, stream, str(size), str(count)]
-        return cls([sys.executable, "-P", "-m", "swift_ft.lab.bench.log_ranks", *arguments])
+    def __init__(self, module: str, *arguments: object) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def __enter__(self) -> "Worker":
         return self
@@ -80,9 +85,62 @@ class Worker:
                 f"a process of the benchmark ended with exit code {self._process.wait()}"
             ) from None
 
-    def result(self) -> dict[str, float]:
-        result: dict[str, float] = json.loads(self.line())
+    def result(self) -> dict[str, Any]:
+        """Returns the measurements that the process prints. Raises ServiceError if it prints an ``error``."""
+        result: dict[str, Any] = json.loads(self.line())
+        if "error" in result:
+            raise ServiceError(result["error"])
         return result
+
+
+@contextmanager
+def service(module: str, directory: Path, *flags: str) -> Iterator[tuple[int, str]]:
+    """Runs a service of swift, and gives its (pid, address). Raises ServiceError if it does not start."""
+    address_file, errors = directory / "address", directory / "errors"
+    command = [sys.executable, "-P", "-m", module, *flags, "--address-file", str(address_file)]
+    with errors.open("wb") as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr)
+    try:
+        deadline = time.monotonic() + START_S
+        while not address_file.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                said = errors.read_text(errors="replace").strip().rpartition("\n")[2]
+                raise ServiceError(f"{module} does not serve: {said}")
+            time.sleep(0.02)
+        yield process.pid, address_file.read_text().strip()
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def cpu_s(pid: int) -> float:
+    """Returns a process's CPU seconds, those of ended threads included (clock_getcpuclockid(3))."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:
+        raise ServiceError("a process of the benchmark has ended") from None
+
+
+# Goals: a limit, what was measured, and whether it is met.
+
+
+def goal(value: float, *, at_least: float | None = None, at_most: float | None = None) -> dict[str, Any]:
+    """Compares what was measured with its limit."""
+    if at_most is None:
+        assert at_least is not None
+        return {"at_least": at_least, "value": value, "met": value >= at_least}
+    return {"at_most": at_most, "value": value, "met": value <= at_most}
+
+
+def goal_words(goal: Mapping[str, Any], what: str, unit: str = "") -> str:
+    """Formats a goal as a line of text."""
+    bound = f"at least {goal['at_least']:g}" if "at_least" in goal else f"at most {goal['at_most']:g}"
+    outcome = "met" if goal["met"] else "missed"
+    return f"goal {bound}{unit}: {goal['value']:.2f}{unit}, {outcome} ({what})"
 
 
 # Noisy ratios: an interval around the median, and a verdict only if all of it is on one side of the goal.
@@ -97,17 +155,11 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return medians[round(0.025 * (_RESAMPLES - 1))], medians[round(0.975 * (_RESAMPLES - 1))]
 
 
-def verdict(low: float, high: float, goal: float | None, enough: bool = True) -> str:
+def verdict(low: float, high: float, goal: float) -> str:
     """Compares the interval with the goal. An interval wider than twice the goal's margin over 1 is INCONCLUSIVE."""
-    if goal is None:
-        return ""
-    if not enough:
-        return "INCONCLUSIVE"
     if low > goal:
         return "missed"
-    if high <= goal and high - low <= 2 * (goal - 1):
-        return "met"
-    return "INCONCLUSIVE"
+    return "met" if high <= goal and high - low <= 2 * (goal - 1) else "INCONCLUSIVE"
 
 
 def cpu_model() -> str:
@@ -134,6 +186,16 @@ def place(directory: Path | None) -> "TemporaryDirectory[str]":
         raise UsageError(
             f"--directory {directory or '(none given)'}: {error.strerror}; give one that can be written"
         ) from None
+
+
+def some(words: str, known: Iterable[str], option: str) -> list[str]:
+    """Parses names between commas, each once. Raises UsageError if there is no such name."""
+    chosen = list(dict.fromkeys(word.strip() for word in words.split(",") if word.strip()))
+    known = list(known)
+    for name in chosen or [words]:
+        if name not in known:
+            raise UsageError(f"{option} {words}: there is no {name!r}; there are {', '.join(known)}")
+    return chosen
 
 
 def add_json(parser: Parser) -> None:

@@ -34,10 +34,11 @@ from swift_ft.cli_parser import Parser
 from swift_ft.comm import LOOPBACK
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
-from swift_ft.lab.bench.cpu_attribution import BASE, process_cpu_s
+from swift_ft.lab.bench.cpu_attribution import BASE
 from swift_ft.lab.bench.output import interval, verdict
 from swift_ft.lab.drill.cluster import COORDINATOR, LAUNCHER, LOG_SERVER, Cluster
 from swift_ft.lab.drill.topology import MODELS, ModelConfig
+from swift_ft.text import show, table
 
 MODES = ("plain", "session", "metered")
 STAGES, MICROBATCHES = 4, 8
@@ -220,7 +221,7 @@ def measure(
 
 
 def _cpu_s(processes: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    return {name: sum(process_cpu_s(pid) for pid in pids) for name, pids in processes.items()}
+    return {name: sum(map(output.cpu_s, pids)) for name, pids in processes.items()}
 
 
 def of_slice(
@@ -299,47 +300,38 @@ def _largest(part: tuple[str, float]) -> tuple[bool, float]:
     return part[0] == REST, -part[1]
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """Formats the result as text: steps, CPU, and a line for each part of the overhead."""
+def text(result: Mapping[str, Any]) -> list[str]:
+    """Formats the result: steps, CPU, and a line for each part of the overhead."""
     cores = len(os.sched_getaffinity(0))
     step, cpu, ratio = result["step_ms"], result["cpu_ms"], result["ratio"]
-    plain = cpu["plain"]
-    rows = [
+    plain, whole = cpu["plain"], result["overhead_cpu_ms"]
+    rows = [["what the overhead is made of", "CPU ms", "of it", "of plain"]]
+    for part, ms in (*result["parts_cpu_ms"].items(), ("together", whole)):
+        rows.append([part, f"{ms:.2f}", f"{100 * ms / whole:.0f}%", f"{100 * ms / plain:.1f}%"])
+    return [
         f"{result['size']}: a step of {step['plain']:.1f} ms plain, {step['session']:.1f} ms under a session; "
         f"ratio {ratio['median']:.3f} (95 %: {ratio['low']:.3f} - {ratio['high']:.3f})",
         f"CPU of all processes: {plain:.1f} ms a step plain, {cpu['session']:.1f} ms under a session "
         f"({result['cpu_ratio']:.3f}), {cpu['metered']:.1f} ms metered; {cores} cores have {cores} ms a millisecond",
         "",
-        f"{'what the overhead is made of':<64} {'CPU ms':>8} {'of it':>6} {'of plain':>9}",
+        *table(rows),
+        f"goal at most {result['goal']}: {ratio['median']:.3f}, {result['verdict']}",
     ]
-    whole = result["overhead_cpu_ms"]
-    for part, ms in (*result["parts_cpu_ms"].items(), ("together", whole)):
-        rows.append(f"{part:<64} {ms:>8.2f} {100 * ms / whole:>5.0f}% {100 * ms / plain:>8.1f}%")
-    return "\n".join(rows)
 
 
 # --- the command ---
 
 
-def make_parser() -> Parser:
-    parser = Parser(
-        prog="swift-ft bench overhead",
-        description="Measures a session against the same pipeline in plain torch, and what its overhead is made of.",
-    )
-    output.add_json(parser)
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("--pipeline", action="store_true", help="what is measured in any case")
     parser.add_argument("--size", choices=SIZES, action="append", help="of its steps (default: both)")
     parser.add_argument("--rounds", type=int, default=30, metavar="N", help="default %(default)s")
     parser.add_argument("--slice-steps", type=int, default=10, metavar="N", help="default %(default)s")
-    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns exit code 3 if a goal is INCONCLUSIVE."""
-    arguments = make_parser().parse_args(argv)
+def run(arguments: Any) -> dict[str, Any]:
     if arguments.rounds < 1 or arguments.slice_steps < 1:
         raise UsageError("--rounds and --slice-steps take 1 or more")
-    output.check_json(arguments.json)
     on = output.machine()
     print(
         f"{on}; {STAGES} ranks, medians of {arguments.rounds} rounds, slices of {arguments.slice_steps} steps"
@@ -348,10 +340,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in arguments.size or SIZES:
         result = evaluate(name, SIZES[name], measure(SIZES[name], arguments.rounds, arguments.slice_steps))
         results.append(result)
-        print(f"\n{table(result)}\n{against_goal(result)}", flush=True)
-    output.write_json(arguments.json, {"bench": "overhead", "machine": on, "sizes": results})
-    return 3 if any(result["verdict"] == "INCONCLUSIVE" for result in results) else 0
-
-
-def against_goal(result: Mapping[str, Any]) -> str:
-    return f"goal at most {result['goal']}: {result['ratio']['median']:.3f}, {result['verdict']}"
+        show(["", *text(result)])
+    unsure = any(result["verdict"] == "INCONCLUSIVE" for result in results)
+    return {"machine": on, "sizes": results, "verdict": "INCONCLUSIVE" if unsure else ""}

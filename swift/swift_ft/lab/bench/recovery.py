@@ -24,49 +24,33 @@ from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
 from swift_ft.lab.bench.peers import report, systems
-from swift_ft.lab.bench.peers.systems import SYSTEMS, run, tail
+from swift_ft.lab.bench.peers.systems import SYSTEMS, tail
 from swift_ft.lab.bench.peers.trial import REPLICAS, Trial
+from swift_ft.text import show
 
 
-def make_parser() -> Parser:
-    parser = Parser(
-        prog="swift-ft bench recovery",
-        description="Kills one of two replicas under torchrun, torchft, NVRx and swift: what each does then.",
-    )
-    output.add_json(parser)
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the time lost as an SVG file")
-    parser.add_argument("--system", choices=SYSTEMS, action="append", help="may be repeated (default: all)")
-    parser.add_argument(
-        "--kills", type=int, default=20, metavar="N", help="of each system; default %(default)s"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the points; default %(default)s")
-    parser.add_argument("--steps", type=int, default=300, metavar="N", help="default %(default)s")
-    parser.add_argument("--checkpoint-every", type=int, default=50, metavar="N", help="default %(default)s")
-    parser.add_argument(
-        "--wait-ms",
-        type=float,
-        default=10.0,
-        metavar="MS",
-        help="in each step, in the place of computing; default %(default)s",
-    )
-    parser.add_argument(
-        "--peers", type=Path, metavar="DIR", help="their environments, made there once (default: temporary)"
-    )
-    parser.add_argument("--directory", type=Path, metavar="DIR", help="of the runs (default: temporary)")
-    return parser
+def add_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--plot", type=Path, metavar="PATH", help="draw the time lost as an SVG file")
+    add("--system", choices=SYSTEMS, action="append", help="may be repeated (default: all)")
+    add("--kills", type=int, default=20, metavar="N", help="of each system; default %(default)s")
+    add("--seed", type=int, default=0, metavar="N", help="of the points; default %(default)s")
+    add("--steps", type=int, default=300, metavar="N", help="default %(default)s")
+    add("--checkpoint-every", type=int, default=50, metavar="N", help="default %(default)s")
+    add("--wait-ms", type=float, default=10.0, metavar="MS", help="in each step; default %(default)s")
+    add("--peers", type=Path, metavar="DIR", help="their environments, made there once (default: temporary)")
+    add("--directory", type=Path, metavar="DIR", help="of the runs (default: temporary)")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns exit code 1 if a goal is missed, 3 if a system did not continue after each kill."""
+def run(arguments: Any) -> dict[str, Any]:
+    """The verdict is FAIL if a goal is missed, INCOMPLETE if a system did not continue after each kill."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the child processes are ended, too
-    arguments = make_parser().parse_args(argv)
     every, steps = arguments.checkpoint_every, arguments.steps
     if every < 3 or steps < 3 * every or arguments.kills < 1 or arguments.wait_ms < 0:
         raise UsageError(
             "bench recovery: give 1 kill or more, a wait of 0 ms or more, --checkpoint-every of 3 or more, and "
             "--steps of at least 3 times that"
         )
-    output.check_json(arguments.json)
     output.check_json(arguments.plot, "--plot")
     with output.place(arguments.directory) as place:
         names = list(dict.fromkeys(arguments.system or SYSTEMS))
@@ -85,19 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         document: dict[str, Any] = {"bench": "recovery", "machine": machine}
         document |= {"peers": versions, "settings": settings}
         cases = _Measuring(Path(place), pythons, settings, missing, document, arguments.json).cases()
-    base = next((case["undisturbed"] for case in cases if case["system"] == "torchrun"), None)
     goals = report.goals(cases)
-    print("\n".join([report.HEAD, *(report.row(case, base) for case in cases)]))
-    print("\nthe process in the victim's place, from the kill")
-    print("\n".join(report.way(case) for case in cases if "replacement_s" in case))
-    print("\n" + "\n".join(map(report.goal, goals)))
+    show(report.text(cases, goals))
     document |= {"cases": cases, "goals": goals}
-    output.write_json(arguments.json, document)
     if arguments.plot is not None:
         output.write_text(arguments.plot, report.draw_kills(document))
     if any("failed" in case or case.get("went_on", 0) < case.get("kills", 0) for case in cases):
-        return 3
-    return 1 if any(found["met"] is False for found in goals) else 0
+        return document | {"verdict": "INCOMPLETE"}
+    return document | {"verdict": "FAIL" if any(found["met"] is False for found in goals) else ""}
 
 
 def _peers(names: Sequence[str], place: Path) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
@@ -133,12 +112,8 @@ class _Measuring:
         document: Mapping[str, Any],
         json: Path | None,
     ) -> None:
-        self._place = place
-        self._pythons = dict(pythons)
-        self._settings = settings
-        self._missing = dict(missing)
-        self._document = document
-        self._json = json
+        self._place, self._settings, self._document, self._json = place, settings, document, json
+        self._pythons, self._missing = dict(pythons), dict(missing)
         self._digests: dict[str, str] = {}
         self._undisturbed: dict[str, dict[str, float]] = {}
         self._rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in pythons}
@@ -174,7 +149,7 @@ class _Measuring:
 
     def _calm(self, name: str) -> None:
         trial = self._trial(f"{name}.calm", None, 0.0)
-        found = run(name, trial, self._pythons[name])
+        found = systems.run(name, trial, self._pythons[name])
         ended = [mark for mark in found if mark["what"] == "ended"]
         if len(ended) != REPLICAS:
             raise ServiceError(
@@ -187,7 +162,7 @@ class _Measuring:
 
     def _killed(self, name: str, number: int, point: report.Point) -> None:
         trial = self._trial(f"{name}.{number}", point, self._settings["wait_ms"] / 1e3)
-        judged = report.judge(run(name, trial, self._pythons[name]), self._digests[name])
+        judged = report.judge(systems.run(name, trial, self._pythons[name]), self._digests[name])
         self._rounds[name].append(judged)
         lost = judged.get("failed") or f"{judged['lost_s']:.2f} s lost"
         self._over(name, trial, f"step {point.step}, {point.place}: {lost}")

@@ -28,6 +28,7 @@ from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
 from swift_ft.lab.drill.cluster import Cluster
+from swift_ft.text import show, table
 
 VICTIM = 1
 GOAL_ALONE, GOAL_SHARED = 1.15, 1.25
@@ -37,19 +38,12 @@ _PATIENCE_S = 180.0
 _POLL_S = 0.02
 
 
-def make_parser() -> Parser:
-    parser = Parser(
-        prog="swift-ft bench replay",
-        description="Measures a replayed step over the step as it was, alone and with helpers, beside the bound.",
-    )
-    output.add_json(parser)
+def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--stages", type=int, default=4, metavar="P", help="pipeline ranks (default %(default)s)")
     add("--microbatches", type=int, default=12, metavar="M", help="default %(default)s")
     add("--steps", type=int, default=8, metavar="N", help="to replay (default %(default)s)")
-    add(
-        "--milliseconds", type=float, default=24.0, metavar="T", help="for a microbatch (default %(default)s)"
-    )
+    add("--milliseconds", type=float, default=24.0, metavar="T", help="a microbatch (default %(default)s)")
     add("--width", type=int, default=512, metavar="W", help="W * W parameters a stage (default %(default)s)")
     add(
         "--group-stages",
@@ -57,11 +51,9 @@ def make_parser() -> Parser:
         help="sizes of recovery groups, each in runs of its own (default: 1, and 2 where that divides the stages)",
     )
     add("--copies-max", type=int, metavar="d", help="default: as many as there are ranks for")
-    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = make_parser().parse_args(argv)
+def run(arguments: Any) -> dict[str, Any]:
     if arguments.stages < 3 or arguments.microbatches < arguments.stages or arguments.steps < 3:
         raise UsageError("give --stages and --steps of 3 or more, and as many --microbatches as stages")
     if arguments.milliseconds <= 0 or arguments.width < 1:
@@ -70,9 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     most = arguments.stages if arguments.copies_max is None else arguments.copies_max
     if most < 1:
         raise UsageError("--copies-max takes 1 or more")
-    output.check_json(arguments.json)
-    on = output.machine()
     shape = {
+        "machine": output.machine(),
         "stages": arguments.stages,
         "microbatches": arguments.microbatches,
         "steps": arguments.steps,
@@ -85,16 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for size in sizes
         for copies in range(1, min(most, arguments.stages // size) + 1)
     ]
-    result = {
-        "bench": "replay",
-        "machine": on,
-        "compute": "stages of a fixed latency",
-        **shape,
-        "cases": cases,
-    }
-    print(table(result))
-    output.write_json(arguments.json, result)
-    return 0
+    result = {**shape, "cases": cases}
+    show(text(result))
+    return result
 
 
 def _sizes(text: str | None, stages: int) -> list[int]:
@@ -141,29 +125,34 @@ def case(shape: Mapping[str, Any], measured: Mapping[str, Any], size: int = 1) -
     }
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """Formats the result as text, with one line per group size and number of copies."""
-    size = result["gradient_bytes"] / 1e6
-    lines = [
+def text(result: Mapping[str, Any]) -> list[str]:
+    """Formats the result, with one line per group size and number of copies."""
+    rows = [
+        ["w", "d", "step", "replayed", "ratio", "bound", "over", "goal", "for the log", "the line", "then"]
+    ]
+    rows[0].append("paced by")
+    for case in result["cases"]:
+        then = "" if case["then_s"] is None else f"{case['then_s'] * 1000:.0f} ms"
+        rows.append(
+            [
+                *(str(case[name]) for name in ("group_stages", "workers")),
+                *(f"{case[name] * 1000:.1f} ms" for name in ("step_s", "replayed_step_s")),
+                *(f"{case[name]:.3f}" for name in ("ratio", "bound")),
+                *(f"{case[name]:.2f}" for name in ("over_bound", "goal")),
+                *(f"{share:.0%}" for share in (case["waited_for_log_share"], _line_share(case))),
+                then,
+                case["bottleneck"] + ("" if case["met"] else "  NOT MET"),
+            ]
+        )
+    return [
         f"{result['stages']} stages, {result['microbatches']} microbatches of {result['microbatch_s'] * 1000:g} ms "
-        f"(waited, not computed), {size:.2f} MB of gradients a stage, {result['steps']} steps; "
-        f"{result['machine']}",
+        f"(waited, not computed), {result['gradient_bytes'] / 1e6:.2f} MB of gradients a stage, {result['steps']} "
+        f"steps; {result['machine']}",
         "",
         "w: stages of the group; d: copies of it that share the microbatches",
         "",
-        f"{'w':>3}{'d':>3}{'step':>11}{'replayed':>11}{'ratio':>8}{'bound':>8}{'over':>7}{'goal':>7}"
-        f"{'for the log':>13}{'the line':>10}{'then':>9}  paced by",
+        *table(rows),
     ]
-    for case in result["cases"]:
-        then = "" if case["then_s"] is None else f"{case['then_s'] * 1000:.0f} ms"
-        lines.append(
-            f"{case['group_stages']:>3}{case['workers']:>3}"
-            f"{case['step_s'] * 1000:>8.1f} ms{case['replayed_step_s'] * 1000:>8.1f} ms"
-            f"{case['ratio']:>8.3f}{case['bound']:>8.3f}{case['over_bound']:>7.2f}{case['goal']:>7.2f}"
-            f"{case['waited_for_log_share']:>13.0%}{_line_share(case):>10.0%}{then:>9}  {case['bottleneck']}"
-            f"{'' if case['met'] else '  NOT MET'}"
-        )
-    return "\n".join(lines)
 
 
 def _line_share(case: Mapping[str, Any]) -> float:

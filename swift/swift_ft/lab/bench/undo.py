@@ -10,7 +10,6 @@ undo        undoing the whole step (goal: at most 1.0 of plain arithmetic, 1.5 e
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,18 +25,18 @@ from swift_ft.state.journal import Journal
 
 Make = Callable[..., torch.optim.Optimizer]
 
-OPTIMIZERS: dict[str, tuple[Make, dict[str, Any], tuple[str, ...], int]] = {
-    # name: class, hyperparameters, implementations other than the for-loop, state tensors per parameter
-    "sgd": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}, ("foreach", "fused"), 1),
-    "adam": (torch.optim.Adam, {"lr": 1e-3}, ("foreach", "fused"), 2),
-    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}, ("foreach", "fused"), 2),
-    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}, ("foreach", "fused"), 1),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3}, ("foreach",), 1),
-    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}, ("foreach",), 2),
-    "nadam": (torch.optim.NAdam, {"lr": 1e-3}, ("foreach",), 2),
-    "radam": (torch.optim.RAdam, {"lr": 1e-3}, ("foreach",), 2),
-    "lamb": (Lamb, {"lr": 1e-2, "weight_decay": 0.01}, (), 2),
-    "lion": (Lion, {"lr": 1e-4, "weight_decay": 0.1}, (), 1),
+OPTIMIZERS: dict[str, tuple[Make, dict[str, Any], tuple[str, ...]]] = {
+    # name: class, hyperparameters, implementations other than the for-loop
+    "sgd": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}, ("foreach", "fused")),
+    "adam": (torch.optim.Adam, {"lr": 1e-3}, ("foreach", "fused")),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}, ("foreach", "fused")),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}, ("foreach", "fused")),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3}, ("foreach",)),
+    "adadelta": (torch.optim.Adadelta, {"lr": 1.0}, ("foreach",)),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-3}, ("foreach",)),
+    "radam": (torch.optim.RAdam, {"lr": 1e-3}, ("foreach",)),
+    "lamb": (Lamb, {"lr": 1e-2, "weight_decay": 0.01}, ()),
+    "lion": (Lion, {"lr": 1e-4, "weight_decay": 0.1}, ()),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GOALS = {"journal": 1.02, "undo_arithmetic": 1.0, "undo_exact": 1.5, "bytes_exact": 3.0}
@@ -54,7 +53,7 @@ class Case:
     dtype: str
 
     def make(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        cls, hyper, implementations, _ = OPTIMIZERS[self.optimizer]
+        cls, hyper, implementations = OPTIMIZERS[self.optimizer]
         flags = {
             "for-loop": {"foreach": False} if implementations else {},
             "foreach": {"foreach": True},
@@ -221,11 +220,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def bytes_touched(case: Case) -> int:
-    """Returns the bytes per parameter that any step or undo must move: all read, all but the gradient written."""
-    return DTYPES[case.dtype].itemsize * (2 * (1 + OPTIMIZERS[case.optimizer][3]) + 1)
-
-
 HEAD = (
     f"{'optimizer':<9} {'dtype':<8} {'by':<8} {'step':>8} {'journal':>7}  "
     f"{'recording':^15}  {'undo':^15}  {'bytes':>5}  {'error in ulps':>14}\n"
@@ -250,44 +244,20 @@ def row(case: dict[str, Any]) -> str:
     )
 
 
-def parser() -> Parser:
-    parsing = Parser(
-        prog="swift-ft bench undo",
-        description="Measures the journal and undo of every optimizer: time over the step's time, bytes, error.",
-    )
-    output.add_json(parsing)
-    parsing.add_argument(
-        "--parameters", type=int, default=4_000_000, metavar="N", help="elements of the model"
-    )
-    parsing.add_argument("--rounds", type=int, default=9, metavar="N", help="repetitions that are timed")
-    parsing.add_argument(
-        "--bucket-mb", type=float, default=25.0, metavar="MB", help="bytes of a bucket, in 2^20"
-    )
-    parsing.add_argument(
-        "--optimizers", default=",".join(OPTIMIZERS), metavar="A,B", help="some of the optimizers"
-    )
-    parsing.add_argument(
-        "--dtypes", default=",".join(DTYPES), metavar="A,B", help="some of the element types"
-    )
-    return parsing
+def add_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--parameters", type=int, default=4_000_000, metavar="N", help="elements of the model")
+    add("--rounds", type=int, default=9, metavar="N", help="repetitions that are timed")
+    add("--bucket-mb", type=float, default=25.0, metavar="MB", help="bytes of a bucket, in 2^20")
+    add("--optimizers", default=",".join(OPTIMIZERS), metavar="A,B", help="some of the optimizers")
+    add("--dtypes", default=",".join(DTYPES), metavar="A,B", help="some of the element types")
 
 
-def _some(words: str, known: Sequence[str], what: str) -> list[str]:
-    chosen = [word.strip().lower() for word in words.split(",") if word.strip()]
-    unknown = [word for word in chosen if word not in known]
-    if unknown or not chosen:
-        raise UsageError(f"--{what} {words!r}: there are {', '.join(known)}")
-    return chosen
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `swift-ft bench undo ...` and returns the exit code."""
-    arguments = parser().parse_args(sys.argv[1:] if argv is None else argv)
-    optimizers = _some(arguments.optimizers, list(OPTIMIZERS), "optimizers")
-    dtypes = _some(arguments.dtypes, list(DTYPES), "dtypes")
+def run(arguments: Any) -> dict[str, Any]:
+    optimizers = output.some(arguments.optimizers, OPTIMIZERS, "--optimizers")
+    dtypes = output.some(arguments.dtypes, DTYPES, "--dtypes")
     if arguments.parameters < 1 or arguments.rounds < 1 or arguments.bucket_mb <= 0:
         raise UsageError("--parameters, --rounds and --bucket-mb must be positive")
-    output.check_json(arguments.json)
     about = machine()
     print(
         f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, "
@@ -304,15 +274,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 bench.forget()
             bench.round()
         result = bench.result()
-        result["bytes_touched"] = bytes_touched(case)
-        speed = about["copy_gigabytes_per_second"]
-        result["limit_ms"] = result["bytes_touched"] * result["parameters"] / speed / 1e6
         results.append(result)
         print(row(result), flush=True)
     met = {name: [r["goals_met"][name] for r in results if name in r["goals_met"]] for name in GOALS}
     for name, each in met.items():
         print(f"{name} at most {GOALS[name]}: {sum(each)} of {len(each)}")
-    report = {
+    return {
         "machine": about,
         "goals": {
             n: {"at_most": GOALS[n], "met": all(each), "cases_met": sum(each), "cases": len(each)}
@@ -320,5 +287,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         },
         "results": results,
     }
-    output.write_json(arguments.json, report)
-    return 0

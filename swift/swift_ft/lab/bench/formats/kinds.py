@@ -140,33 +140,10 @@ def _arrays_too() -> Iterator[None]:
         yield
 
 
-def _write_torch(state: State, path: Path) -> None:
-    torch.save(state, path)
-
-
-def _read_torch(path: "Path | io.BytesIO") -> State:
+def _read_torch(file: Any) -> State:
     with _arrays_too():
-        loaded: State = torch.load(path, weights_only=True)
+        loaded: State = torch.load(file, weights_only=True)
     return loaded
-
-
-def _write_torch_lz4(state: State, path: Path) -> None:
-    with lz4.frame.open(path, "wb") as file:
-        torch.save(state, file)
-
-
-def _read_torch_lz4(path: Path) -> State:
-    return _read_torch(io.BytesIO(lz4.frame.decompress(path.read_bytes())))
-
-
-def _write_torch_gzip(state: State, path: Path) -> None:
-    file: Any
-    with gzip.open(path, "wb", compresslevel=LEVEL) as file:
-        torch.save(state, file)
-
-
-def _read_torch_gzip(path: Path) -> State:
-    return _read_torch(io.BytesIO(gzip.decompress(path.read_bytes())))
 
 
 def _tensors(state: State) -> dict[str, torch.Tensor]:
@@ -199,6 +176,16 @@ def _read_safetensors_lz4(path: Path) -> State:
     return _of_names(safetensors.torch.load(lz4.frame.decompress(path.read_bytes())))
 
 
+def _compressed(opened: Callable[..., Any], decompress: Callable[[bytes], bytes], **options: Any) -> OneFile:
+    """Returns torch's format through a compressing file."""
+
+    def write(state: State, path: Path) -> None:
+        with opened(path, "wb", **options) as file:
+            torch.save(state, file)
+
+    return OneFile(write, lambda path: _read_torch(io.BytesIO(decompress(path.read_bytes()))))
+
+
 def _of_names(flat: dict[str, Any]) -> State:
     return nested({tuple(name.split("/")): value for name, value in flat.items()})
 
@@ -224,14 +211,12 @@ def _arrays(state: State) -> dict[str, "np.ndarray[Any, Any]"]:
     return {name: array for name, array in found.items() if array is not None}
 
 
-def _write_npz(state: State, path: Path) -> None:
-    with path.open("wb") as file:
-        np.savez(file, allow_pickle=False, **_arrays(state))
+def _npz(save: Callable[..., None]) -> OneFile:
+    def write(state: State, path: Path) -> None:
+        with path.open("wb") as file:
+            save(file, allow_pickle=False, **_arrays(state))
 
-
-def _write_npz_zlib(state: State, path: Path) -> None:
-    with path.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **_arrays(state))
+    return OneFile(write, _read_npz)
 
 
 def _read_npz(path: Path) -> State:
@@ -239,28 +224,21 @@ def _read_npz(path: Path) -> State:
         return _of_names({name: _value(found[name]) for name in found.files})
 
 
-class Hdf5:
-    """A dataset for each array; strings and numbers as attributes, as usual in HDF5."""
+def _hdf5(**options: Any) -> OneFile:
+    """Returns HDF5: a dataset for each array; strings and numbers as attributes, as usual. Values for which it has no
+    type are left out. Loaded numbers are numpy's, as h5py returns them."""
 
-    def __init__(self, compression: str | None) -> None:
-        self._options = {"compression": compression, "shuffle": True} if compression else {}
-        if compression == "gzip":
-            self._options["compression_opts"] = LEVEL
-
-    def write(self, state: State, path: Path) -> None:
-        """Writes the state. Leaves out values for which HDF5 has no type."""
+    def write(state: State, path: Path) -> None:
         import h5py
 
         with h5py.File(path, "w") as file:
             for at, value in leaves(state):
-                name = "/".join(at)
                 if isinstance(value, bool | int | float | str):
                     file.require_group("/".join(at[:-1])).attrs[at[-1]] = value
                 elif (array := _array(value)) is not None:
-                    file.create_dataset(name, data=array, **(self._options if array.ndim else {}))
+                    file.create_dataset("/".join(at), data=array, **(options if array.ndim else {}))
 
-    def read(self, path: Path) -> State:
-        """Reads the state as h5py returns it: numbers are numpy's."""
+    def read(path: Path) -> State:
         import h5py
 
         flat: dict[str, Any] = {}
@@ -275,10 +253,7 @@ class Hdf5:
             file.visititems(visit)
         return _of_names(flat)
 
-
-def _hdf5(compression: str | None) -> OneFile:
-    kind = Hdf5(compression)
-    return OneFile(kind.write, kind.read)
+    return OneFile(write, read)
 
 
 FORMATS: dict[str, Format] = {
@@ -286,16 +261,16 @@ FORMATS: dict[str, Format] = {
     "swift async": Swift(sync=False, fsync=(True,)),
     "dcp": Dcp(asynchronous=False, collective=True),
     "dcp async": Dcp(asynchronous=True, collective=True),
-    "torch": OneFile(_write_torch, _read_torch),
-    "torch lz4": OneFile(_write_torch_lz4, _read_torch_lz4),
-    "torch gzip": OneFile(_write_torch_gzip, _read_torch_gzip),
+    "torch": OneFile(torch.save, _read_torch),
+    "torch lz4": _compressed(lz4.frame.open, lz4.frame.decompress),
+    "torch gzip": _compressed(gzip.open, gzip.decompress, compresslevel=LEVEL),
     "safetensors": OneFile(_write_safetensors, _read_safetensors),
     "safetensors lz4": OneFile(_write_safetensors_lz4, _read_safetensors_lz4),
-    "npz": OneFile(_write_npz, _read_npz),
-    "npz zlib": OneFile(_write_npz_zlib, _read_npz),
-    "hdf5": _hdf5(None),
-    "hdf5 lzf": _hdf5("lzf"),
-    "hdf5 gzip": _hdf5("gzip"),
+    "npz": _npz(np.savez),
+    "npz zlib": _npz(np.savez_compressed),
+    "hdf5": _hdf5(),
+    "hdf5 lzf": _hdf5(compression="lzf", shuffle=True),
+    "hdf5 gzip": _hdf5(compression="gzip", shuffle=True, compression_opts=LEVEL),
 }
 """Formats by name: the library, and the compression."""
 _NEEDS = {"safetensors": "safetensors", "hdf5": "h5py"}

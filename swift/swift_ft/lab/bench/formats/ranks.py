@@ -2,8 +2,8 @@
 
     ranks.py RANK RANKS PLACE    PLACE: a directory that all share
 
-(every rank) prints "ready"; then, until its input ends, reads a turn as a line of JSON
-             (`swift_ft.lab.bench.formats.report.Turn`) and answers with its measurements, or with the error of the save
+(every rank) prints "ready"; then, until its input ends, reads a `Turn` as a line of JSON and answers with its
+             measurements, or with the error of the save
 (every rank) waits for the others before a save, between save and load, and after the load
 """
 
@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from swift_ft.lab.bench.formats.kinds import FORMATS, Format
-from swift_ft.lab.bench.formats.report import GATHERED, LIMITS, SHARDED, Turn
-from swift_ft.lab.bench.formats.states import State, bytes_of, leaves, losses, make, nbytes, together
-from swift_ft.state.tree import empty_tensors, join, split
+from swift_ft.lab.bench.formats.kinds import FORMATS
+from swift_ft.lab.bench.formats.states import State, bytes_of, leaves, losses, make, nbytes
+from swift_ft.state.tree import split
 
 PATIENCE = timedelta(minutes=10)
 """Time after which a rank stops waiting for another one."""
-PIECE_BYTES = 8 << 20
+LIMITS = "limits"
+"""Pseudo-format: the machine's own speed for the same bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One save and one load of all ranks, or one measurement of the limits."""
+
+    parameter_bytes: int
+    """Bytes of the whole model's parameters; each rank saves its own shard."""
+    format: str
+    fsync: bool = False
+    compare: bool = False
+    """Whether what is loaded is compared with what was saved."""
 
 
 class Rank:
@@ -41,49 +54,32 @@ class Rank:
         self._number, self._ranks, self._place = number, ranks, place
         self._size = 0
         self._shard: State = {}
-        self._made: dict[int, State] = {}
-        """Shards by rank: its own, and those of other ranks once a comparison needs them."""
 
     def measure(self, turn: Turn) -> dict[str, Any]:
         """Runs a turn. Returns seconds and bytes, or only ``error`` if the format or the disk failed."""
         if self._size != turn.parameter_bytes:
             self._size = turn.parameter_bytes
-            self._shard = make(self._size // self._ranks, seed=self._number)
-            self._made = {self._number: self._shard}
-        folder = self._place / ("all" if self._is_together(turn) else f"rank{self._number}")
+            self._shard = {f"rank{self._number}": make(self._size // self._ranks, seed=self._number)}
+        together = self._ranks > 1 and turn.format != LIMITS and FORMATS[turn.format].collective
+        folder = self._place / ("all" if together else f"rank{self._number}")
         folder.mkdir(exist_ok=True)
-        self._barrier()
-        try:
-            return self._limits(turn, folder) if turn.format == LIMITS else self._format(turn, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _is_together(self, turn: Turn) -> bool:
-        if turn.format == LIMITS or self._ranks == 1 or turn.layout == GATHERED:
-            return False
-        return FORMATS[turn.format].collective
-
-    def _format(self, turn: Turn, folder: Path) -> dict[str, Any]:
-        kind, saves = FORMATS[turn.format], self._saves(turn)
         measured: dict[str, Any] = {}
-        error = _error_of(lambda: measured.update(self._save(kind, turn, folder)))
         self._barrier()
-        if not error and saves:
-            error = _error_of(lambda: measured.update(self._load(kind, turn, folder)))
+        if turn.format == LIMITS:
+            error = _error_of(lambda: measured.update(limits(self._shard, folder / "limit")))
+        else:
+            error = _error_of(lambda: measured.update(self._save(turn, folder, together)))
+            self._barrier()
+            error = error or _error_of(lambda: measured.update(self._load(turn, folder)))
         self._barrier()
+        shutil.rmtree(folder, ignore_errors=True)
         return {"error": error} if error else measured
 
-    def _saves(self, turn: Turn) -> bool:
-        return turn.layout == SHARDED or self._number == 0
-
-    def _save(self, kind: Format, turn: Turn, folder: Path) -> dict[str, Any]:
-        together = self._is_together(turn)
+    def _save(self, turn: Turn, folder: Path, together: bool) -> dict[str, Any]:
         began, worked = time.monotonic(), time.process_time()
-        state = self._state(turn)
-        wait = kind.save(state, folder, turn.fsync, together) if self._saves(turn) else None
+        wait = FORMATS[turn.format].save(self._shard, folder, turn.fsync, together)
         blocked = time.monotonic() - began
-        if wait is not None:
-            wait()
+        wait()
         total, worked = time.monotonic() - began, time.process_time() - worked
         if together:
             self._barrier()
@@ -97,41 +93,15 @@ class Rank:
             "state_bytes": nbytes(self._shard),
         }
 
-    def _state(self, turn: Turn) -> State:
-        """Returns the state that this rank saves; gathers it first, if the layout requires that."""
-        if self._ranks > 1 and turn.layout == GATHERED:
-            return gather(self._shard, self._number, self._ranks)
-        return {f"rank{self._number}": self._shard}
-
-    def _load(self, kind: Format, turn: Turn, folder: Path) -> dict[str, Any]:
-        like = self._like(turn)
+    def _load(self, turn: Turn, folder: Path) -> dict[str, Any]:
         began = time.monotonic()
-        loaded = kind.load(folder, like)
+        loaded = FORMATS[turn.format].load(folder, self._shard)
         touch(loaded)
         measured: dict[str, Any] = {"load_s": time.monotonic() - began}
-        if turn.round <= 0:
-            found = [losses(shard, loaded.get(name, {})) for name, shard in like.items()]
-            measured["losses"] = together(found)
+        if turn.compare:
+            name = f"rank{self._number}"
+            measured["losses"] = losses(self._shard[name], loaded.get(name, {}))
         return measured
-
-    def _like(self, turn: Turn) -> State:
-        """Returns the expected result of `_state`, computed locally."""
-        for rank in range(self._ranks) if turn.layout == GATHERED else ():
-            if rank not in self._made:
-                self._made[rank] = make(self._size // self._ranks, seed=rank)
-        return {f"rank{rank}": shard for rank, shard in self._made.items()}
-
-    def _limits(self, turn: Turn, folder: Path) -> dict[str, Any]:
-        """Measures the same bytes' limits: copied in memory, written to one file, written and synced, read again."""
-        gathered = time.monotonic()
-        state = self._state(turn)
-        measured: dict[str, Any] = {"gather_s": time.monotonic() - gathered}
-        self._barrier()
-        error = ""
-        if self._saves(turn):
-            error = _error_of(lambda: measured.update(limits(state, folder / "limit")))
-        self._barrier()
-        return {"error": error} if error else measured
 
     def _barrier(self) -> None:
         if self._ranks > 1:
@@ -150,39 +120,6 @@ def _error_of(do: Callable[[], object]) -> str:
     return ""
 
 
-def gather(shard: State, number: int, ranks: int) -> State:
-    """(every rank) Returns all ranks' shards on rank 0, and an empty state elsewhere."""
-    if number:
-        tensors, skeleton = split(shard)
-        words = torch.frombuffer(bytearray(json.dumps(skeleton).encode()), dtype=torch.uint8)
-        dist.send(torch.tensor([len(words)]), 0)
-        dist.send(words, 0)
-        for tensor in tensors.values():
-            dist.send(bytes_of(tensor), 0)
-        return {}
-    state: State = {"rank0": shard}
-    for rank in range(1, ranks):
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, rank)
-        words = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(words, rank)
-        skeleton = json.loads(words.numpy().tobytes())
-        tensors = empty_tensors(skeleton)
-        for tensor in tensors.values():
-            _receive(tensor, rank)
-        state[f"rank{rank}"] = join(skeleton, tensors)
-    return state
-
-
-def _receive(tensor: torch.Tensor, rank: int) -> None:
-    if tensor.is_contiguous():
-        dist.recv(bytes_of(tensor), rank)
-        return
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype)
-    dist.recv(bytes_of(plain), rank)
-    tensor.copy_(plain)
-
-
 def touch(state: State) -> None:
     """Reads a byte of each page, because a file that is only mapped into memory is not loaded before that."""
     for _, value in leaves(state):
@@ -191,7 +128,8 @@ def touch(state: State) -> None:
 
 
 def limits(state: State, path: Path) -> dict[str, float]:
-    """Measures the seconds of each limit. Raises OSError."""
+    """Measures the same bytes copied in memory, written to one file, written and synced, read again: the seconds of
+    each. Raises OSError."""
     tensors = [tensor for tensor in split(state)[0].values() if tensor.nbytes]
     took: dict[str, float] = {}
     began = time.monotonic()
@@ -225,13 +163,8 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     if ranks > 1:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{place / 'store'}",
-            rank=number,
-            world_size=ranks,
-            timeout=PATIENCE,
-        )
+        store = f"file://{place / 'store'}"
+        dist.init_process_group("gloo", init_method=store, rank=number, world_size=ranks, timeout=PATIENCE)
     print("ready", flush=True)
     sys.stdin.readline()
     rank = Rank(number, ranks, place)

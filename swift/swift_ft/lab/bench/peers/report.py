@@ -1,16 +1,15 @@
 """Evaluation, table and goals of `swift-ft bench recovery`. Pure."""
 
-import html
-import math
 import random
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from swift_ft.lab import drawing
 from swift_ft.lab.bench.peers.systems import INEXACT, SYSTEMS
 from swift_ft.lab.bench.peers.trial import PLACES, REPLICAS, SURVIVOR, VICTIM
-from swift_ft.lab.chart import Scale
+from swift_ft.text import table
 
 # Evaluation of a run's marks: how long its ranks stood still, which steps were repeated, who survived. Pure.
 
@@ -146,93 +145,71 @@ def summary(
     return about
 
 
-# SVG of the time that each kill has cost: a row per system, a dot per kill. Pure.
-
-WIDTH, LEFT, RIGHT, TOP, ROW, BOTTOM = 640, 214, 22, 66, 30, 46
-"""Pixels: width of the drawing, the margins that hold the labels, and the height of a row."""
 FLOOR_S = 0.01
-_STYLE = (
-    "svg{background:#fff}text{font:15px system-ui,sans-serif;fill:#1f2328}.axis{stroke:#d1d9e0}"
-    ".title{font-weight:600;font-size:18px}.words{fill:#59636e}.dot{fill-opacity:.45}"
-)
 _COLOURS = {True: "#0969da", False: "#57606a"}
 """Colours of swift (True) and of all others."""
 
 
 def draw_kills(document: Mapping[str, Any]) -> str:
-    """Draws the document that `--json` writes: the systems that continued after a kill."""
+    """Draws the document that `--json` writes as SVG: a row for each system that continued, a dot for each kill, a bar
+    at the median."""
     cases = [case for case in document["cases"] if "lost_s" in case]
-    lost = {case["system"]: [r["lost_s"] for r in case["rounds"] if "lost_s" in r] for case in cases}
-    every = [max(seconds, FLOOR_S) for each in lost.values() for seconds in each] or [FLOOR_S, 1.0]
-    low = math.floor(math.log10(min(every)))
-    high = max(low + 1, math.ceil(math.log10(max(every))))
-    x = Scale(low, high, LEFT, WIDTH - RIGHT)
-    bottom = TOP + ROW * max(1, len(cases))
-    shapes = _axis(low, high, x, bottom)
-    for number, case in enumerate(cases):
-        shapes += _row(case, lost[case["system"]], TOP + ROW * number + ROW / 2, x)
-    words = f"a dot for each of {document['settings']['kills']} kills, a bar at the median"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + BOTTOM}" role="img" '
-        f'aria-label="time lost by a kill, by system"><style>{_STYLE}</style>'
-        f'<text class="title" x="4" y="22">Time that a kill costs</text>'
-        f'<text class="words" x="4" y="45">{html.escape(words)}</text>{"".join(shapes)}</svg>\n'
-    )
-
-
-def _axis(low: int, high: int, x: Scale, bottom: float) -> list[str]:
-    shapes = []
-    for power in range(low, high + 1):
-        at, seconds = x(power), 10.0**power
-        word = f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1e3:g} ms"
-        shapes.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom}"/>')
-        shapes.append(f'<text x="{at:.1f}" y="{bottom + 22}" text-anchor="middle">{word}</text>')
-    return shapes
-
-
-def _row(case: Mapping[str, Any], lost: Sequence[float], y: float, x: Scale) -> list[str]:
-    system = SYSTEMS[case["system"]]
-    colour = _COLOURS[bool(system.strategy)]
-    shapes = [f'<text x="{LEFT - 10}" y="{y + 5:.1f}" text-anchor="end">{html.escape(system.words)}</text>']
-    for seconds in lost:
-        words = f"{system.words}: {seconds:.3g} s"
-        shapes.append(
-            f'<circle class="dot" cx="{x(math.log10(max(seconds, FLOOR_S))):.1f}" cy="{y:.1f}" r="5" fill="{colour}">'
-            f"<title>{html.escape(words)}</title></circle>"
-        )
-    at = x(math.log10(max(case["lost_s"], FLOOR_S)))
-    shapes.append(
-        f'<line class="median" x1="{at:.1f}" x2="{at:.1f}" y1="{y - 10:.1f}" y2="{y + 10:.1f}" stroke="{colour}" '
-        'stroke-width="3"/>'
-    )
-    return shapes
+    figure, axes = drawing.new(7, 1.5 + 0.3 * len(cases), "Time that a kill costs")
+    for row, case in enumerate(cases):
+        colour = _COLOURS[bool(SYSTEMS[case["system"]].strategy)]
+        lost = [max(each["lost_s"], FLOOR_S) for each in case["rounds"] if "lost_s" in each]
+        axes.scatter(lost, [row] * len(lost), color=colour, alpha=0.45, linewidths=0)
+        axes.plot([max(case["lost_s"], FLOOR_S)], [row], color=colour, marker="|", markersize=16, mew=3)
+    axes.set_yticks(range(len(cases)), [SYSTEMS[case["system"]].words for case in cases])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda seconds, _: f"{seconds:g} s")
+    axes.set_xlabel(f"a dot for each of {document['settings']['kills']} kills, a bar at the median")
+    return drawing.svg(figure)
 
 
 GOAL_TORCHRUN = 10.0
 """Lower limit of the time lost under torchrun with DCP over swift's."""
 OURS = "swift"
 HEAD = (
-    f"{'':<28}{'detected':>10}{'next new step':>15}{'lost':>9}{'at most':>9}{'steps again':>13}{'with fewer':>12}"
-    f"{'step':>9}{'over torchrun':>15}{'memory':>10}{'survivor':>11}{'same bits':>11}"
+    *("", "detected", "next new step", "lost", "at most", "steps again", "with fewer"),
+    *("step", "over torchrun", "memory", "survivor", "same bits"),
 )
 
 
-def row(case: Mapping[str, Any], base: Mapping[str, float] | None) -> str:
-    """Formats one system as a line of text. `base`: torchrun's run without a failure."""
-    front = f"{SYSTEMS[case['system']].words:<28}"
-    if "missing" in case or "failed" in case:
-        return front + str(case.get("missing") or case.get("failed"))
+def row(case: Mapping[str, Any], base: Mapping[str, float] | None) -> list[str]:
+    """Formats the cells of one system that went on. `base`: torchrun's run without a failure."""
     quiet, of = case["undisturbed"], case["kills"]
-    seen = "-" if case["detect_s"] is None else _time(case["detect_s"])
-    over = "-" if base is None else f"{(quiet['step_s'] - base['step_s']) * 1e3:+.1f} ms"
-    more = "-" if base is None else f"{quiet['peak_mib'] - base['peak_mib']:+.0f} MiB"
-    if case["went_on"] < of:
-        front = f"{front.rstrip()} ({case['went_on']} of {of} went on)  "
-    return (
-        f"{front}{seen:>10}{_time(case['next_step_s']):>15}{_time(case['lost_s']):>9}{_time(case['lost_max_s']):>9}"
-        f"{case['steps_again']:>13g}{case['steps_with_fewer']:>12g}{quiet['step_s'] * 1e3:>6.1f} ms{over:>15}{more:>10}"
-        f"{_of(case['survived'], of):>11}{_of(case['exact'], of):>11}"
+    words = SYSTEMS[case["system"]].words
+    return [
+        words if case["went_on"] == of else f"{words} ({case['went_on']} of {of} went on)",
+        "-" if case["detect_s"] is None else _time(case["detect_s"]),
+        *(_time(case[name]) for name in ("next_step_s", "lost_s", "lost_max_s")),
+        *(f"{case[name]:g}" for name in ("steps_again", "steps_with_fewer")),
+        f"{quiet['step_s'] * 1e3:.1f} ms",
+        "-" if base is None else f"{(quiet['step_s'] - base['step_s']) * 1e3:+.1f} ms",
+        "-" if base is None else f"{quiet['peak_mib'] - base['peak_mib']:+.0f} MiB",
+        *(f"{case[name]} of {of}" for name in ("survived", "exact")),
+    ]
+
+
+def text(cases: Sequence[Mapping[str, Any]], goals: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Formats all systems: figures, or why there are none, how the lost place was taken, and the goals."""
+    base = next(
+        (case["undisturbed"] for case in cases if case["system"] == "torchrun" and "kills" in case), None
     )
+    done = [case for case in cases if "lost_s" in case]
+    others = [case for case in cases if "lost_s" not in case]
+    return [
+        *table([HEAD, *(row(case, base) for case in done)]),
+        *(f"{SYSTEMS[case['system']].words}: {case.get('missing') or case.get('failed')}" for case in others),
+        "",
+        "the process in the victim's place, from the kill",
+        *map(way, done),
+        "",
+        *map(goal, goals),
+    ]
 
 
 def way(case: Mapping[str, Any]) -> str:
@@ -245,41 +222,34 @@ def goals(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns ``what``, ``value`` and ``met`` of each goal; None if a system of the comparison is missing."""
     by = {case["system"]: case for case in cases if "lost_s" in case and case["went_on"] == case["kills"]}
     ours, torchrun = by.get(OURS), by.get("torchrun")
+    torchft = {
+        name: case["lost_s"]
+        for name, case in by.items()
+        if SYSTEMS[name].peer == "torchft" and not case["steps_again"]
+    }
+    spare = "" if any("spares" in SYSTEMS[name].settings for name in torchft) else " (it has no spare)"
+    swift = [case for case in cases if "kills" in case and SYSTEMS[case["system"]].strategy]
+    exact = [case for case in swift if case["system"] not in INEXACT]
     ratio = None
     if ours is not None and torchrun is not None:
         ratio = torchrun["lost_s"] / max(ours["lost_s"], 1e-9)
-    torchft = [
-        case for name, case in by.items() if SYSTEMS[name].peer == "torchft" and not case["steps_again"]
+    found: list[tuple[str, float | None, bool | None]] = [
+        (
+            f"torchrun with DCP loses at least {GOAL_TORCHRUN:g} times as much time as swift",
+            ratio,
+            None if ratio is None else ratio >= GOAL_TORCHRUN,
+        )
     ]
-    over = {
-        alone: _over(ours, [case["lost_s"] for case in torchft if (case["system"] in INEXACT) is alone])
-        for alone in (False, True)
-    }
-    swift = [case for case in cases if "kills" in case and SYSTEMS[case["system"]].strategy]
+    for alone, which in ((False, "leaves no batch out"), (True, "goes on with half of the batches")):
+        times = [lost_s for name, lost_s in torchft.items() if (name in INEXACT) is alone]
+        over = ours["lost_s"] / min(times) if ours is not None and times else None
+        what = f"swift over torchft's best that {which}{spare}, in time lost: at most 1"
+        found.append((what, over, None if over is None else over <= 1))
     alive = all(case["survived"] == case["kills"] for case in swift) if swift else None
-    exact = [case for case in swift if case["system"] not in INEXACT]
     same = all(case["exact"] == case["kills"] for case in exact) if exact else None
-    return [
-        {
-            "what": f"torchrun with DCP loses at least {GOAL_TORCHRUN:g} times as much time as swift",
-            "value": ratio,
-            "met": None if ratio is None else ratio >= GOAL_TORCHRUN,
-        },
-        *(
-            {
-                "what": f"swift over torchft's best that {words}, in time lost: at most 1",
-                "value": over[alone],
-                "met": None if (value := over[alone]) is None else value <= 1,
-            }
-            for alone, words in ((False, "leaves no batch out"), (True, "goes on with half of the batches"))
-        ),
-        {"what": "under swift the survivor keeps its process in all kills", "value": None, "met": alive},
-        {"what": "under swift's exact strategies the final bits are the same", "value": None, "met": same},
-    ]
-
-
-def _over(ours: Mapping[str, Any] | None, theirs: Sequence[float]) -> float | None:
-    return float(ours["lost_s"]) / min(theirs) if ours is not None and theirs else None
+    found.append(("under swift the survivor keeps its process in all kills", None, alive))
+    found.append(("under swift's exact strategies the final bits are the same", None, same))
+    return [{"what": what, "value": value, "met": met} for what, value, met in found]
 
 
 def goal(found: Mapping[str, Any]) -> str:
@@ -298,10 +268,6 @@ def intro(machine: str, torch: str, peers: Mapping[str, str], settings: Mapping[
         f"{settings['seed']})\nstep and memory are those of a run without failures, whose steps do not wait "
         f"{settings['wait_ms']:g} ms"
     )
-
-
-def _of(count: int, all_: int) -> str:
-    return f"{count} of {all_}"
 
 
 def _time(seconds: float) -> str:
