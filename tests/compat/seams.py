@@ -49,7 +49,7 @@ _TRAINER_LIMIT_S = 600.0
 _DRILL_LIMIT_S = 600.0
 _END_S = 30.0
 _IMPORT = """
-import swift_ft.train.session, swift_ft.launch.torch_names
+import swift_ft.train.session, swift_ft.launch.command
 from swift_ft import torch_private
 print(torch_private.RESETS_SHARDED)
 """

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from swift_ft.launch.children import Child, Nursery
 from swift_ft.launch.rendezvous import LoopbackRendezvous
@@ -148,16 +148,14 @@ def test_stop_is_polite_first_and_can_be_hurried(nursery: Nursery, tmp_path: Pat
 
 
 def test_the_store_of_one_machine_listens_on_loopback_only() -> None:
-    rendezvous = LoopbackRendezvous("run", 1, 5.0)
-    info = rendezvous.next_rendezvous()
-    port = info.bootstrap_store_info.master_port
+    rendezvous = LoopbackRendezvous(1, 5.0)
+    port = rendezvous.next_rendezvous().master_port
     listening = [
         connection.laddr
         for connection in psutil.Process().net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
     ]
     assert [address.ip for address in listening] == ["127.0.0.1"]
-    with socket.create_connection(("127.0.0.1", port), timeout=5):
-        pass
-    info.store.set("key", "value")
-    assert info.store.get("key") == b"value"
+    store = TCPStore("127.0.0.1", port)
+    store.set("key", "value")
+    assert store.get("key") == b"value"

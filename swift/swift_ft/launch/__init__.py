@@ -1,7 +1,7 @@
 """The launcher, `swift-ft run`: torchrun's flags, but a dead rank is replaced while the others stay.
 
 command       flags -> LaunchPlan -> run
-agent         torch's elastic agent with children of its own: replaces a rank, restarts no other
+agent         the main loop: replaces a rank, restarts no other
 decisions     the response to an exit; pure
 children      processes: start, assign a rank, signal, reap; spares: warm ones, and rehearsals
 forkserver    imports the modules of ranks once, and forks ranks
@@ -9,5 +9,4 @@ worker        main program of each child before the script; ranks: its inputs
 link          notices to the coordinator, Views from it
 rendezvous    numbers of machines
 health_check  the operator's check of a place, and one run of it
-torch_names   every private torch name, checked at import
 """

@@ -1,7 +1,5 @@
-"""torch's elastic agent, except that a dead rank is replaced and the others are left alone.
-
-torch supplies the frame, the bookkeeping of workers, and signals. This package supplies the rendezvous, the children,
-and everything about the death of single ranks.
+"""The launcher's main loop: a dead rank is replaced, and the others are left alone. torchrun's agent would restart them
+all.
 
     (kernel)  a child's pidfd becomes readable
     (agent)   notice to the coordinator, queued; a warm spare gets the rank; once the job runs again, a new
@@ -22,7 +20,7 @@ from pathlib import Path
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.launch.children import Child, Nursery, SignalGate, StartFailed
+from swift_ft.launch.children import Child, Nursery, SignalGate, Signalled, StartFailed
 from swift_ft.launch.decisions import (
     Action,
     Outcome,
@@ -37,18 +35,17 @@ from swift_ft.launch.decisions import (
 )
 from swift_ft.launch.health_check import HealthCheck, WaitingPlaces
 from swift_ft.launch.link import CoordinatorLink
-from swift_ft.launch.ranks import Output, RankProgram, make_program, place_env, rank_env, workers_of
+from swift_ft.launch.ranks import (
+    MachinePlace,
+    MachineSettings,
+    Output,
+    RankProgram,
+    make_program,
+    place_env,
+    rank_env,
+)
 from swift_ft.launch.rendezvous import Rendezvous
 from swift_ft.launch.spares import Rehearsals, Spares
-from swift_ft.launch.torch_names import (
-    RunResult,
-    SignalException,
-    SimpleElasticAgent,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
 from swift_ft.launch.worker import Program
 from swift_ft.rpc.codec import of_view
 from swift_ft.rpc.views import STARTED_AGAIN, end_words, has_left_forming, inexact_words, state_name
@@ -286,8 +283,8 @@ class Leaving:
         self._wanted: int | None = None
 
     def begins(self, view: pb.View | None) -> bool:
-        """Returns True if SIGTERM has just come and a checkpoint is saved first. Raises SignalException for a signal
-        that takes effect at once."""
+        """Returns True if SIGTERM has just come and a checkpoint is saved first. Raises Signalled for a signal that
+        takes effect at once."""
         runs = view is not None and view.state == pb.RUNNING
         if (
             self._until is not None
@@ -308,7 +305,7 @@ class Leaving:
         return longest_s if self._until is None else min(longest_s, max(0.0, self._until - events.now()))
 
     def check(self, view: pb.View | None) -> None:
-        """Raises SignalException once the checkpoint is complete, the time is up, or the job no longer runs."""
+        """Raises Signalled once the checkpoint is complete, the time is up, or the job no longer runs."""
         if self._until is None:
             return
         newest = -1 if view is None else max(view.checkpoints, default=-1)
@@ -318,7 +315,7 @@ class Leaving:
         runs = view is not None and view.state == pb.RUNNING
         if saved or not runs or self._link.not_asked or events.now() >= self._until:
             events.emit("leaves", saved=saved, version=newest)
-            raise SignalException("got SIGTERM", sigval=signal.SIGTERM)
+            raise Signalled(signal.SIGTERM)
 
 
 SPARE_DELAY_S_MAX = 30.0
@@ -329,7 +326,7 @@ CHECK_HOLDS_S = 60.0
 """Seconds of waiting for a place in the job after which a machine is checked again."""
 
 
-class ReplacingAgent(SimpleElasticAgent):
+class ReplacingAgent:
     """One machine's ranks and spares.
 
     Every living child is either a rank in `_ranks` or a spare, except while the ranks are being stopped.
@@ -337,7 +334,7 @@ class ReplacingAgent(SimpleElasticAgent):
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        settings: MachineSettings,
         *,
         machines: Rendezvous,
         job: RankProgram,
@@ -351,7 +348,9 @@ class ReplacingAgent(SimpleElasticAgent):
         last_checkpoint_s: float = 0.0,
         health_check: HealthCheck | None = None,
     ) -> None:
-        super().__init__(spec)
+        self._settings = settings
+        self._place: MachinePlace
+        """Known once the machines have met."""
         self._job = job
         self._output = output
         self._spares = Spares(nursery, spare_count, warm_up=self._warming if warms_up else None)
@@ -366,7 +365,7 @@ class ReplacingAgent(SimpleElasticAgent):
         self._gate = gate
 
         def environment(place: int) -> dict[str, str]:
-            return place_env(spec, self._host.get(place, place), job)
+            return place_env(settings, self._host.get(place, place), job)
 
         self._waiting = WaitingPlaces(health_check, nursery, environment)
         self._leaving = Leaving(gate, link, last_checkpoint_s)
@@ -376,7 +375,7 @@ class ReplacingAgent(SimpleElasticAgent):
         self._done: dict[int, Child] = {}
         """Local rank -> its process that ended with 0, or that was lost after the job had finished."""
         self._left = Left(link)
-        self._replacements_left = spec.max_restarts
+        self._replacements_left = settings.max_restarts
         self._attempts: Counter[int] = Counter()
         """Local rank -> deaths since the job last ran."""
         self._deaths: Counter[int] = Counter()
@@ -396,33 +395,43 @@ class ReplacingAgent(SimpleElasticAgent):
         """Local rank -> the local rank on whose device it runs, if it has moved."""
         self.outcome: Outcome | None = None
 
-    # Overrides of torch's agent.
+    def run(self) -> None:
+        """Runs the ranks to the job's end, which `outcome` tells. Raises Signalled, NotNeeded and ServiceError."""
+        try:
+            self._nursery.tend()
+            self._check_all_places()
+            with self._gate.raising():
+                self._nursery.prepare()
+            self._spares.begin(self._settings.ranks)
+            began = events.now()
+            with self._gate.raising():
+                self._place = self._machines.next_rendezvous()
+            if events.now() - began > CHECK_HOLDS_S:
+                self._check_all_places()
+            for local_rank in range(self._settings.ranks):
+                self._give_rank(local_rank)
+            while self.outcome is None:
+                self._turn()
+        finally:
+            self._shut_down()
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        self._done.clear()
-        self._left.clear()
-        self._waiting.clear()
-        for worker in worker_group.workers:
-            self._give_rank(worker.local_rank)
-        return {local_rank: child.pid for local_rank, child in self._ranks.items()}
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_ranks(self) -> None:
         ranks, self._ranks = list(self._ranks.values()), {}
         self._nursery.stop(ranks, self._grace_s, hurry=lambda: self._gate.pending)
         if self.outcome is None:
             for child in ranks:
                 self._notify(child)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
+    def _shut_down(self) -> None:
         self._waiting.stop()
         self._nursery.kill([child for child in self._nursery.children if child.rank is None])
-        self._stop_workers(self._worker_group)
+        self._stop_ranks()
         self._nursery.close()
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _turn(self) -> None:
         """Blocks until an event, at most for the monitor interval, and handles it."""
         now = events.now()
-        patience_s = self._waiting.patience_s(worker_group.spec.monitor_interval)
+        patience_s = self._waiting.patience_s(self._settings.monitor_interval_s)
         spoke, ended = self._nursery.wait(self._leaving.patience_s(patience_s))
         if self._leaving.begins(self._view):
             say("SIGTERM: a checkpoint is made first (another signal ends the ranks at once)")
@@ -442,69 +451,29 @@ class ReplacingAgent(SimpleElasticAgent):
         if self._machines.lost and self.outcome is None:
             self._end({1}, self._machines.lost)
         if self.outcome is not None:
-            return RunResult(state=WorkerState.FAILED)
+            return
         if late := self._told.late(self._view, now):
             say(late)
         self._replace_due()
         if not self._ranks and not self._waiting:
             if not self._left.await_end(self._view):
-                done = {worker.global_rank: None for worker in worker_group.workers}
-                return RunResult(state=WorkerState.SUCCEEDED, return_values=done)
+                self.outcome = Outcome(exit_code=self._lost_code, line=self._summary())
+                return
             if why := self._left.given_up(now):
                 self._end({1}, why)
-                return RunResult(state=WorkerState.FAILED)
+                return
         if self._is_quiet():
-            ranks = [worker.global_rank for worker in worker_group.workers]
+            ranks = [self._place.rank(local_rank) for local_rank in range(self._settings.ranks)]
             self._spares.tend(self._view, ranks)
             self._rehearsals.tend(self._view, ranks)
-        return RunResult(state=WorkerState.HEALTHY)
-
-    def _invoke_run(self, role: str = "default") -> RunResult:
-        """Runs torch's loop, without its sleep and without a restart of the group for one failed rank."""
-        group = self._worker_group
-        self._nursery.tend()
-        self._check_all_places()
-        with self._gate.raising():
-            self._nursery.prepare()
-        self._spares.begin(group.spec.local_world_size)
-        began = events.now()
-        self._join_rendezvous()
-        if events.now() - began > CHECK_HOLDS_S:
-            self._check_all_places()
-        self._start_ranks()
-        while True:
-            result = self._monitor_workers(group)
-            group.state = result.state
-            if result.state == WorkerState.SUCCEEDED:
-                self.outcome = Outcome(exit_code=self._lost_code, line=self._summary())
-                return result
-            if result.state == WorkerState.FAILED:
-                self._stop_workers(group)
-                return result
 
     def _summary(self) -> str:
         """Returns the last line of a completed run; empty if there is no message."""
         words = [] if self._view is None else end_words(self._view)
         return f"swift: job {self._job.name}: {'; '.join(words)}" if words else ""
 
-    def _assign_worker_ranks(
-        self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
-    ) -> list[Worker]:
-        """Numbers ranks by machine, in order. torch's own implementation asks the others through a store."""
-        return workers_of(self._machines.ranks_of, group_rank, spec.local_world_size)
-
-    def _join_rendezvous(self) -> None:
-        with self._gate.raising():
-            self._rendezvous(self._worker_group)
-
     def _check_all_places(self) -> None:
-        spec = self._worker_group.spec
-        self._waiting.check_all(spec.local_world_size, spec.monitor_interval, self._gate.check)
-
-    def _start_ranks(self) -> None:
-        for local_rank, pid in self._start_workers(self._worker_group).items():
-            self._worker_group.workers[local_rank].id = pid
-        self._worker_group.state = WorkerState.HEALTHY
+        self._waiting.check_all(self._settings.ranks, self._settings.monitor_interval_s, self._gate.check)
 
     # Ranks and spares.
 
@@ -512,7 +481,12 @@ class ReplacingAgent(SimpleElasticAgent):
         """Returns the program that a child runs for that place."""
         device_of = self._host.get(local_rank)
         env = rank_env(
-            self._worker_group, local_rank, job=self._job, incarnation=incarnation, device_of=device_of
+            self._settings,
+            self._place,
+            local_rank,
+            job=self._job,
+            incarnation=incarnation,
+            device_of=device_of,
         )
         # The rank then fails, instead of starting anew, if the coordinator has lost the job.
         env["SWIFT_HAS_RUN"] = "1" if self._has_run else ""
@@ -522,8 +496,7 @@ class ReplacingAgent(SimpleElasticAgent):
         return replace(self._program(local_rank, incarnation), warm_up=True)
 
     def _give_rank(self, local_rank: int) -> Child:
-        group = self._worker_group
-        rank = group.workers[local_rank].global_rank
+        rank = self._place.rank(local_rank)
         child = self._spares.assign(rank, on_its_device=local_rank not in self._host)
         child.assign(rank, self._program(local_rank, child.incarnation))
         events.emit(
@@ -535,7 +508,6 @@ class ReplacingAgent(SimpleElasticAgent):
             warmed_up=child.warmed_up,
         )
         self._ranks[local_rank] = child
-        group.workers[local_rank].id = child.pid
         return child
 
     def _is_quiet(self) -> bool:
@@ -630,7 +602,7 @@ class ReplacingAgent(SimpleElasticAgent):
                 child = self._give_rank(local_rank)
             except StartFailed as error:
                 failures = self._waiting.requeue(local_rank, waiting)
-                rank = self._worker_group.workers[local_rank].global_rank
+                rank = self._place.rank(local_rank)
                 verdict = judge_start(rank, str(error), failures, self._situation(local_rank))
                 self._leave_empty(local_rank, verdict, failures)
                 if self.outcome is not None:
@@ -640,14 +612,14 @@ class ReplacingAgent(SimpleElasticAgent):
 
     def _on_unfit(self, local_rank: int, why: str, failures: int) -> None:
         """Handles a failed health check of the place. `failures`: their number since its last process ended."""
-        rank = self._worker_group.workers[local_rank].global_rank
+        rank = self._place.rank(local_rank)
         self._link.notify_unfit(rank, why)
         verdict = judge_check(rank, why, failures, self._situation(local_rank))
         self._leave_empty(local_rank, verdict, failures)
 
     def _leave_empty(self, local_rank: int, verdict: Verdict, failures: int) -> None:
         """Applies the verdict for a place that cannot get a process now."""
-        rank = self._worker_group.workers[local_rank].global_rank
+        rank = self._place.rank(local_rank)
         if verdict.action == Action.REPLACE:
             say(verdict.reason)
             self._waiting.put_off(local_rank, events.now() + check_delay_s(failures))
@@ -742,7 +714,8 @@ class ReplacingAgent(SimpleElasticAgent):
             self._attempts.clear()
         self._check_vacated(view)
         if view.state == pb.FINISHED:  # vacant places are not waited for
-            self._waiting.leave(set(view.vacant), self._worker_group.workers)
+            ranks = range(self._settings.ranks)
+            self._waiting.leave(place for place in ranks if self._place.rank(place) in view.vacant)
         self._obey_fence({member.incarnation for member in view.fenced}, over=view.state == pb.FINISHED)
 
     def _check_vacated(self, view: pb.View) -> None:
@@ -753,7 +726,7 @@ class ReplacingAgent(SimpleElasticAgent):
 
     def _move(self, local_rank: int) -> None:
         """Gives a lost rank a process on the device of a living rank of this machine; else ends the job."""
-        rank, hosts = self._worker_group.workers[local_rank].global_rank, sorted(self._ranks)
+        rank, hosts = self._place.rank(local_rank), sorted(self._ranks)
         why = room_for_one_more(child.pid for child in self._ranks.values())
         if not why:
             self._host[local_rank] = self._host.get(hosts[0], hosts[0])

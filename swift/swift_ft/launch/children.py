@@ -27,7 +27,6 @@ from typing import Protocol
 from swift_ft import events
 from swift_ft.errors import ServiceError
 from swift_ft.launch.forkserver import ForkFailed, ForkServer, own_children
-from swift_ft.launch.torch_names import SignalException
 from swift_ft.launch.worker import ENV_WORD_FD, Program
 
 # Signals such as Ctrl-C in the launcher: handled by the loop, or raised where torch blocks the main thread.
@@ -35,6 +34,14 @@ from swift_ft.launch.worker import ENV_WORD_FD, Program
 STUCK_S = 2.0
 """Some waits of torch's store run no Python code, hence no handler. After these seconds the process exits, and the
 kernel ends the children with it."""
+
+
+class Signalled(Exception):
+    """Raised if a signal ends the launcher."""
+
+    def __init__(self, received: signal.Signals) -> None:
+        super().__init__(f"got {received.name}")
+        self.signal = received
 
 
 class SignalGate:
@@ -68,10 +75,10 @@ class SignalGate:
         return came
 
     def check(self) -> None:
-        """Raises SignalException if a signal has come."""
+        """Raises Signalled if a signal has come."""
         if self._received is not None:
             received, self._received = self._received, None
-            raise SignalException(f"got {received.name}", sigval=received)
+            raise Signalled(received)
 
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:

@@ -3,7 +3,6 @@
 import argparse
 import enum
 import importlib.util
-import logging
 import math
 import os
 import re
@@ -18,18 +17,20 @@ from functools import partial
 from importlib.machinery import PathFinder
 from typing import NoReturn
 
+import torch
 from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import Std
 
 from swift_ft import events
 from swift_ft.cli_parser import import_with_extra, only_finite
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.launch.agent import ReplacingAgent
-from swift_ft.launch.children import Nursery, SignalGate
+from swift_ft.launch.children import Nursery, SignalGate, Signalled
 from swift_ft.launch.decisions import Outcome
 from swift_ft.launch.forkserver import imports_of, script_of
 from swift_ft.launch.health_check import LIMIT_S_DEFAULT, HealthCheck
 from swift_ft.launch.link import CoordinatorLink
-from swift_ft.launch.ranks import Output, RankProgram, make_run_dir
+from swift_ft.launch.ranks import MachineSettings, Output, RankProgram, make_run_dir
 from swift_ft.launch.rendezvous import (
     LOOPBACK,
     LoopbackRendezvous,
@@ -39,20 +40,17 @@ from swift_ft.launch.rendezvous import (
     Rendezvous,
     Terms,
 )
-from swift_ft.launch.torch_names import (
-    AGENT_LOGGER,
-    LaunchConfig,
-    SignalException,
-    Std,
-    WorkerSpec,
-    config_from_args,
-    get_args_parser,
-    parse_min_max_nnodes,
-    parse_rendezvous_endpoint,
-    to_map,
-)
 from swift_ft.planner.settings import LOST_SHARDS, QUICKEST, STRATEGIES, lost_shard_problem
 from swift_ft.text import ENV_ALLOW_INEXACT, ENV_SPARES, JOB_GRAMMAR, JOB_PATTERN, LAUNCHER_SETTINGS, tell
+
+try:
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.launcher.api import LaunchConfig
+    from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+except ImportError as error:  # none of these is promised
+    raise ServiceError(
+        f"torch {torch.__version__}: {error}: install a version of docs/compatibility.md, such as 2.13"
+    ) from error
 
 # Recovery flags of `swift-ft run`, which reach the session of each rank through its environment.
 
@@ -435,7 +433,9 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
     _tell_ranks(args)
     try:
         config, _, _ = config_from_args(args)
-        redirects = to_map(Std.from_str(args.redirects), config.nproc_per_node)
+        streams = Std.from_str(args.redirects)
+        local_ranks = range(config.nproc_per_node)
+        redirects = streams if isinstance(streams, dict) else dict.fromkeys(local_ranks, streams)
         terms = Terms.of(config.rdzv_configs)
         float(config.rdzv_configs["timeout"])  # validates the timeout of a later rendezvous
         signals = [signal.Signals[name.strip()] for name in config.signals_to_handle.split(",")]
@@ -508,6 +508,8 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"run: not supported: {message}")
     if args.start_method not in START_METHODS:
         raise UsageError(f"run: --start-method {args.start_method}: {' or '.join(START_METHODS)}")
+    if args.event_log_handler != "null":
+        raise UsageError("run: not supported: --event-log-handler: the launcher's events go to $SWIFT_EVENTS")
     if args.tee != "0":
         raise UsageError("run: not supported: --tee: use --log-dir with --redirects")
     if not args.coordinator:
@@ -572,10 +574,9 @@ def _make_rendezvous(plan: LaunchPlan, wake: Callable[[], None]) -> Rendezvous:
     ranks = config.nproc_per_node
     match plan.meeting:
         case Meeting.ALONE:
-            return LoopbackRendezvous(config.run_id, ranks, float(config.rdzv_configs["timeout"]))
+            return LoopbackRendezvous(ranks, float(config.rdzv_configs["timeout"]))
         case Meeting.COORDINATOR:
             return MetRendezvous(
-                config.run_id,
                 plan.job,
                 nodes=(config.min_nodes, config.max_nodes),
                 ranks=ranks,
@@ -587,22 +588,18 @@ def _make_rendezvous(plan: LaunchPlan, wake: Callable[[], None]) -> Rendezvous:
     place = int(config.rdzv_configs["rank"])
     try:
         address, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=29500)
-        return PlacedRendezvous(config.run_id, ranks, place, config.max_nodes, address, port)
+        return PlacedRendezvous(ranks, place, config.max_nodes, address, port)
     except ValueError as error:
         raise UsageError(f"run: {' '.join(str(error).split())}") from error
 
 
-def _make_spec(plan: LaunchPlan, rendezvous: Rendezvous) -> WorkerSpec:
-    config = plan.config
-    return WorkerSpec(
+def _settings(config: LaunchConfig) -> MachineSettings:
+    return MachineSettings(
+        ranks=config.nproc_per_node,
         role=config.role,
-        local_world_size=config.nproc_per_node,
-        entrypoint=plan.job.script,
-        rdzv_handler=rendezvous,
+        run_id=config.run_id,
         max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
-        local_addr=config.local_addr,
-        event_log_handler=config.event_log_handler,
+        monitor_interval_s=config.monitor_interval,
         virtual_local_rank=config.virtual_local_rank,
     )
 
@@ -616,8 +613,6 @@ def _say_unfit(reason: str) -> None:
 def run(plan: LaunchPlan) -> Outcome:
     """Runs the job's local ranks to the end. Raises ServiceError if the trainers' store fails."""
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = plan.config.signals_to_handle
-    # Its warnings about signals and closed rendezvous say less than this launcher's messages.
-    logging.getLogger(AGENT_LOGGER).setLevel(os.environ.get("LOGLEVEL", "ERROR"))
     events.emit("launcher_start", job=plan.job.name)
     asked = plan.preload != PRELOAD_DEFAULT
     nursery = Nursery(
@@ -635,7 +630,7 @@ def run(plan: LaunchPlan) -> Outcome:
         with gate.raising():
             rendezvous = _make_rendezvous(plan, nursery.wake)
         agent = ReplacingAgent(
-            _make_spec(plan, rendezvous),
+            _settings(plan.config),
             machines=rendezvous,
             job=plan.job,
             output=plan.output,
@@ -651,9 +646,9 @@ def run(plan: LaunchPlan) -> Outcome:
         agent.run()
     except NotNeeded as reason:
         return Outcome(exit_code=0, line=f"swift: this machine is not needed: {reason}")
-    except SignalException as error:
-        link.stop(plan.job.run, f"{error.sigval.name} on {socket.gethostname()}")
-        return Outcome(exit_code=128 + error.sigval, line=f"swift: stopped by {error.sigval.name}")
+    except Signalled as error:
+        link.stop(plan.job.run, f"{error.signal.name} on {socket.gethostname()}")
+        return Outcome(exit_code=128 + error.signal, line=f"swift: stopped by {error.signal.name}")
     except DistError as error:
         raise ServiceError(f"run: the store for trainers: {' '.join(str(error).split())}") from error
     finally:

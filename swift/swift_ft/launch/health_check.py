@@ -15,14 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from swift_ft import events
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.launch.children import Nursery
 from swift_ft.launch.decisions import describe_exit
-from swift_ft.launch.torch_names import Worker
 from swift_ft.text import one_line
 
 LIMIT_S_DEFAULT = 30.0
@@ -193,11 +192,10 @@ class WaitingPlaces:
         """Removes a place that gets no process."""
         return self._waiting.pop(local_rank)
 
-    def leave(self, vacant: Container[int], workers: Iterable[Worker]) -> None:
-        """Removes the waiting places of vacant ranks."""
-        for worker in workers:
-            if worker.global_rank in vacant:
-                self._waiting.pop(worker.local_rank, None)
+    def leave(self, local_ranks: Iterable[int]) -> None:
+        """Removes these places, as far as they wait."""
+        for local_rank in local_ranks:
+            self._waiting.pop(local_rank, None)
 
     def clear(self) -> None:
         """Removes all places."""

@@ -1,14 +1,15 @@
-"""Inputs of a rank, as torch's LocalElasticAgent gives them: environment, arguments, files for output."""
+"""Inputs of a rank, as torchrun gives them: environment, arguments, files for output."""
 
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
+
+from torch.distributed.elastic.multiprocessing import Std
 
 from swift_ft.errors import UsageError
 from swift_ft.files import make_directory
-from swift_ft.launch.torch_names import Std, Worker, WorkerGroup, WorkerSpec, macros
 from swift_ft.launch.worker import Program
 
 
@@ -35,6 +36,35 @@ class RankProgram:
     def sys_path0(self) -> str:
         """Returns the first entry of sys.path under `python SCRIPT` or `python -m MODULE`."""
         return self.cwd if self.module else os.path.dirname(os.path.realpath(self.script))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineSettings:
+    """Settings of one machine's ranks, from torchrun's flags."""
+
+    ranks: int
+    """The number of ranks."""
+    role: str
+    run_id: str
+    max_restarts: int
+    """The number of dead ranks that are replaced."""
+    monitor_interval_s: float
+    virtual_local_rank: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachinePlace:
+    """A machine's place among the job's machines."""
+
+    number: int
+    ranks_of: list[int]
+    """The number of ranks of each machine, by place."""
+    master_addr: str
+    master_port: int
+
+    def rank(self, local_rank: int) -> int:
+        """Returns the rank at a place of this machine: ranks are numbered by machine, in order."""
+        return sum(self.ranks_of[: self.number]) + local_rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,25 +107,26 @@ def make_run_dir(log_dir: str | None, run_id: str) -> Path:
         ) from error
 
 
-def place_env(spec: WorkerSpec, local_rank: int, job: RankProgram) -> dict[str, str]:
+def place_env(machine: MachineSettings, local_rank: int, job: RankProgram) -> dict[str, str]:
     """Returns the variables of a place of this machine, independent of the rank: for a health check, and as a part of a
     rank's own."""
     env = {
         "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "LOCAL_WORLD_SIZE": str(machine.ranks),
         "SWIFT_COORDINATOR": job.coordinator,
         "SWIFT_JOB": job.name,
     }
     if job.checkpoint_dir is not None:
         env["SWIFT_CHECKPOINT_DIR"] = job.checkpoint_dir
-    if spec.virtual_local_rank:
+    if machine.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
         env["CUDA_VISIBLE_DEVICES"] = _device_of(local_rank)
     return env
 
 
 def rank_env(
-    group: WorkerGroup,
+    machine: MachineSettings,
+    place: MachinePlace,
     local_rank: int,
     *,
     job: RankProgram,
@@ -104,21 +135,21 @@ def rank_env(
 ) -> dict[str, str]:
     """Returns the variables of one rank, on top of the launcher's own environment. `device_of`: the local rank on whose
     device it runs, if that is not its own: trainers choose theirs by LOCAL_RANK."""
-    spec, worker = group.spec, group.workers[local_rank]
-    env = place_env(spec, local_rank if device_of is None else device_of, job) | {
-        "RANK": str(worker.global_rank),
-        "GROUP_RANK": str(group.group_rank),
-        "ROLE_RANK": str(worker.role_rank),
-        "ROLE_NAME": spec.role,
-        "WORLD_SIZE": str(worker.world_size),
-        "GROUP_WORLD_SIZE": str(group.group_world_size),
-        "ROLE_WORLD_SIZE": str(worker.role_world_size),
-        "MASTER_ADDR": str(group.master_addr),
-        "MASTER_PORT": str(group.master_port),
+    rank, world_size = str(place.rank(local_rank)), str(sum(place.ranks_of))
+    env = place_env(machine, local_rank if device_of is None else device_of, job) | {
+        "RANK": rank,
+        "GROUP_RANK": str(place.number),
+        "ROLE_RANK": rank,
+        "ROLE_NAME": machine.role,
+        "WORLD_SIZE": world_size,
+        "GROUP_WORLD_SIZE": str(len(place.ranks_of)),
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
         "TORCHELASTIC_RESTART_COUNT": "0",  # no group is ever restarted
-        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
-        "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-        "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+        "TORCHELASTIC_MAX_RESTARTS": str(machine.max_restarts),
+        "TORCHELASTIC_RUN_ID": machine.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "SWIFT_INCARNATION": incarnation,
         "SWIFT_RUN": job.run,
@@ -130,22 +161,6 @@ def rank_env(
     if job.from_version is not None:
         env["SWIFT_FROM_VERSION"] = str(job.from_version)
     return env
-
-
-def workers_of(ranks_of: Sequence[int], group_rank: int, local_world_size: int) -> list[Worker]:
-    """Returns the workers of the machine at place `group_rank`: ranks are numbered by machine, in order. `ranks_of`:
-    the ranks of each machine."""
-    before, world_size = sum(ranks_of[:group_rank]), sum(ranks_of)
-    return [
-        Worker(
-            local_rank=local_rank,
-            global_rank=before + local_rank,
-            role_rank=before + local_rank,
-            world_size=world_size,
-            role_world_size=world_size,
-        )
-        for local_rank in range(local_world_size)
-    ]
 
 
 def _device_of(local_rank: int) -> str:
@@ -168,7 +183,7 @@ def make_program(job: RankProgram, output: Output, local_rank: int, env: dict[st
         env=env,
         script=job.script,
         module=job.module,
-        args=[str(arg) for arg in macros.substitute(job.args, str(local_rank))],
+        args=[Template(arg).safe_substitute(local_rank=local_rank) for arg in job.args],
         cwd=job.cwd,
         stdout=output.file(local_rank, Std.OUT, "stdout.log"),
         stderr=output.file(local_rank, Std.ERR, "stderr.log"),

@@ -12,18 +12,18 @@ import os
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import AccessDenied, ServiceError, SwiftError, UsageError
-from swift_ft.launch.ranks import RankProgram
-from swift_ft.launch.torch_names import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from swift_ft.launch.ranks import MachinePlace, RankProgram
 
 if TYPE_CHECKING:
     from swift_ft.rpc.client import CoordinatorClient
@@ -37,41 +37,20 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 
 
-class Rendezvous(RendezvousHandler):
-    """Interface of torch's agent, as far as it is common to all, with the additional queries of
-    `swift_ft.launch.agent`."""
+class Rendezvous(ABC):
+    """How a machine gets its place."""
 
-    def __init__(self, run_id: str, ranks_of: list[int]) -> None:
-        self._run_id = run_id
-        self.ranks_of = ranks_of
-        """The number of ranks of each machine, by place; valid after `next_rendezvous`."""
+    @abstractmethod
+    def next_rendezvous(self) -> MachinePlace:
+        """Waits for a place, and returns it."""
 
     @property
     def lost(self) -> str:
         """Why this machine has lost its place; empty while it has one."""
         return ""
 
-    def leave(self) -> None:
+    def leave(self) -> None:  # noqa: B027
         """Releases the place, at the end."""
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
 
 
 class LoopbackRendezvous(Rendezvous):
@@ -81,8 +60,8 @@ class LoopbackRendezvous(Rendezvous):
     listens on every interface. It outlives every rank, since it is in no rank's process.
     """
 
-    def __init__(self, run_id: str, ranks: int, timeout_s: float) -> None:
-        super().__init__(run_id, [ranks])
+    def __init__(self, ranks: int, timeout_s: float) -> None:
+        self._ranks = ranks
         listener = socket.create_server((LOOPBACK, 0))
         self._port = listener.getsockname()[1]
         # The store owns the descriptor from here on.
@@ -95,12 +74,8 @@ class LoopbackRendezvous(Rendezvous):
             master_listen_fd=listener.detach(),
         )
 
-    def get_backend(self) -> str:
-        return "swift-loopback"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        store = PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
+    def next_rendezvous(self) -> MachinePlace:
+        return MachinePlace(number=0, ranks_of=[self._ranks], master_addr=LOOPBACK, master_port=self._port)
 
 
 class PlacedRendezvous(Rendezvous):
@@ -111,23 +86,19 @@ class PlacedRendezvous(Rendezvous):
     trainers that want one.
     """
 
-    def __init__(self, run_id: str, ranks: int, node_rank: int, nodes: int, address: str, port: int) -> None:
+    def __init__(self, ranks: int, node_rank: int, nodes: int, address: str, port: int) -> None:
         if not 0 <= node_rank < nodes:
             raise ValueError(f"--node-rank {node_rank}: 0 to {nodes - 1}")
-        super().__init__(run_id, [ranks] * nodes)
-        self._node_rank = node_rank
-        self._nodes = nodes
-        self._master = RendezvousStoreInfo(address, port)
+        self._place = MachinePlace(
+            number=node_rank, ranks_of=[ranks] * nodes, master_addr=address, master_port=port
+        )
         self._store: TCPStore | None = None
 
-    def get_backend(self) -> str:
-        return "static"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        if self._node_rank == 0 and self._store is None:
-            port = self._master.master_port
+    def next_rendezvous(self) -> MachinePlace:
+        if self._place.number == 0 and self._store is None:
+            port = self._place.master_port
             self._store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-        return RendezvousInfo(HashStore(), self._node_rank, self._nodes, self._master)
+        return self._place
 
 
 POLL_S = 0.2
@@ -174,7 +145,6 @@ class MetRendezvous(Rendezvous):
 
     def __init__(
         self,
-        run_id: str,
         job: RankProgram,
         *,
         nodes: tuple[int, int],
@@ -184,7 +154,6 @@ class MetRendezvous(Rendezvous):
         wake: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
-        super().__init__(run_id, [])
         self._job = job
         self._nodes = nodes
         self._terms = terms
@@ -205,17 +174,17 @@ class MetRendezvous(Rendezvous):
         self._thread = threading.Thread(target=self._keep_meeting, name="meeting", daemon=True)
         self._thread.start()
 
-    def get_backend(self) -> str:
-        return "swift-coordinator"
-
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> MachinePlace:
         """Waits for a place. Raises NotNeeded, UsageError, AccessDenied, or ServiceError if the others do not come."""
         taken = self._taken = self._await_place()
-        self.ranks_of = [machine.ranks for machine in taken.machines]
         if taken.place == 0:
             self._open_store()
-        master = RendezvousStoreInfo(taken.machines[0].address, taken.machines[0].port)
-        return RendezvousInfo(HashStore(), taken.place, len(taken.machines), master)
+        return MachinePlace(
+            number=taken.place,
+            ranks_of=[machine.ranks for machine in taken.machines],
+            master_addr=taken.machines[0].address,
+            master_port=taken.machines[0].port,
+        )
 
     @property
     def lost(self) -> str:

@@ -12,6 +12,7 @@ from swift_ft.launch.agent import ReplacingAgent
 from swift_ft.launch.children import StartFailed
 from swift_ft.launch.decisions import CHECKS_MAX
 from swift_ft.launch.health_check import WaitingPlaces
+from swift_ft.launch.ranks import MachinePlace
 
 
 def of_one_life(view: pb.View, **more: Any) -> dict[str, Any]:
@@ -65,13 +66,13 @@ class Full:
         self.failures = failures
         self.tried: list[int] = []
         self.agent = ReplacingAgent.__new__(ReplacingAgent)
-        workers = [SimpleNamespace(global_rank=4 + place, local_rank=place) for place in range(2)]
+        place = MachinePlace(number=1, ranks_of=[4, 2], master_addr="a01", master_port=1)
         stubs = of_one_life(
             pb.View(generation=1, state=pb.RUNNING, runs=["r"]),
             _ranks={},
             _waiting=self.waiting,
             _give_rank=self.give,
-            _worker_group=SimpleNamespace(workers=workers),
+            _place=place,
             _settle=set,
         )
         vars(self.agent).update(stubs)

@@ -4,16 +4,18 @@ import importlib
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import Std
 
 from swift_ft.errors import UsageError
-from swift_ft.launch import command, torch_names
+from swift_ft.launch import command
 from swift_ft.launch.command import PRELOAD_DEFAULT, Meeting, job_name, make_plan
 from swift_ft.launch.decisions import Outcome
 from swift_ft.launch.rendezvous import Terms
-from swift_ft.launch.torch_names import Std
 from swift_ft.text import JOB_PATTERN
 
 COORDINATOR = "--coordinator=127.0.0.1:5000"
@@ -309,16 +311,11 @@ def test_spares_can_import_what_they_are_told_to() -> None:
         importlib.import_module(name)
 
 
-def test_missing_torch_names_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch_names.missing_names() == []
-    needed = {"torch.distributed.run": ["no_such_name"], "torch.no_such_module": ["x"]}
-    needed |= {f"{torch_names.AGENT_LOGGER}:SimpleElasticAgent": ["_rendezvous", "_gone"]}
-    monkeypatch.setattr(torch_names, "_NEEDED", needed)
-    assert torch_names.missing_names() == [
-        "torch.distributed.run.no_such_name",
-        "torch.no_such_module",
-        "torch.distributed.elastic.agent.server.api.SimpleElasticAgent._gone",
-    ]
+def test_a_missing_name_of_torch_is_named() -> None:
+    code = "from torch.distributed import run; del run.get_args_parser; import swift_ft.launch.command"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.match(r"swift_ft.errors.ServiceError: torch .*'get_args_parser'.*: install a version", last)
 
 
 @pytest.mark.parametrize(

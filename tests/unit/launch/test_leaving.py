@@ -8,9 +8,8 @@ import pytest
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.launch.agent import Leaving
-from swift_ft.launch.children import SignalGate
+from swift_ft.launch.children import SignalGate, Signalled
 from swift_ft.launch.link import CoordinatorLink
-from swift_ft.launch.torch_names import SignalException
 
 RUNS = pb.View(state=pb.RUNNING, checkpoints=[5])
 
@@ -41,8 +40,8 @@ class World:
     def leaves(self, view: pb.View | None) -> bool:
         try:
             self.leaving.check(view)
-        except SignalException as left:
-            return left.sigval == signal.SIGTERM
+        except Signalled as left:
+            return left.signal == signal.SIGTERM
         return False
 
 
@@ -99,7 +98,7 @@ def test_other_signals_and_jobs_are_left_at_once(
     view: pb.View | None, signum: signal.Signals, patience_s: float
 ) -> None:
     world = World(patience_s)
-    with pytest.raises(SignalException):
+    with pytest.raises(Signalled):
         world.begins(view, signum)
     assert world.link.asked == []
 
@@ -107,5 +106,5 @@ def test_other_signals_and_jobs_are_left_at_once(
 def test_a_second_signal_is_followed_at_once() -> None:
     world = World()
     assert world.begins()
-    with pytest.raises(SignalException):
+    with pytest.raises(Signalled):
         world.begins()

@@ -60,7 +60,7 @@ class World:
         terms = terms or Terms(keep_alive_interval=0.01)
         wishes = {"nodes": (2, 2), "ranks": 3, "address": "a02"}
         self.launchers.append(
-            MetRendezvous("id", JOB, terms=terms, wake=self.woken.set, say=self.said.append, **wishes)  # type: ignore[arg-type]
+            MetRendezvous(JOB, terms=terms, wake=self.woken.set, say=self.said.append, **wishes)  # type: ignore[arg-type]
         )
         return self.launchers[-1]
 
@@ -84,9 +84,8 @@ def until(look: Callable[[], object]) -> None:
 def test_it_waits_for_the_others_and_says_again_what_it_holds(launcher: World) -> None:
     met = launcher(pb.MeetReply(here=1), ServiceError("away"), PLACED)
     info = met.next_rendezvous()
-    assert (info.rank, info.world_size, met.ranks_of) == (1, 2, [2, 3])
-    master = info.bootstrap_store_info
-    assert (master.master_addr, master.master_port) == ("a01", 7)
+    assert (info.number, info.ranks_of) == (1, [2, 3])
+    assert (info.master_addr, info.master_port) == ("a01", 7)
     assert launcher.said == ["1 of 2 machines are here: waiting for the others"]
     first = launcher.coordinator.requests[0]
     assert (first.machine.ranks, first.machine.address, first.HasField("held")) == (3, "a02", False)
@@ -113,9 +112,7 @@ def test_a_line_that_cannot_be_made_ends_it(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(client, "CoordinatorClient", refuse)
     terms = Terms(join_timeout=5.0)
-    met = MetRendezvous(
-        "id", JOB, nodes=(2, 2), ranks=3, address="a02", terms=terms, wake=lambda: None, say=print
-    )
+    met = MetRendezvous(JOB, nodes=(2, 2), ranks=3, address="a02", terms=terms, wake=lambda: None, say=print)
     try:
         with pytest.raises(UsageError, match=r"^meta:1 is not loopback$"):
             met.next_rendezvous()
@@ -144,7 +141,7 @@ def test_the_first_machine_has_a_store_for_trainers_that_want_one(launcher: Worl
         terms=Terms(),
     )
     info = launcher.launchers[0].next_rendezvous()
-    assert info.rank == 0
+    assert info.number == 0
     port = launcher.coordinator.requests[0].machine.port
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
