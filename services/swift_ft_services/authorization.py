@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -220,7 +220,7 @@ def problem(request: Message) -> str:
 
 def _problem(message: Message, entries: Counter[str]) -> str:
     for field, value in message.ListFields():
-        if field.is_repeated:
+        if isinstance(value, MutableSequence | MutableMapping):
             wrong = _list_problem(field, value, entries)
         elif field.message_type is not None:
             wrong = _problem(value, entries)

@@ -14,6 +14,7 @@ from swift_ft._pb import log_pb2
 from swift_ft.log import admin
 from swift_ft.log.protocol import Reason, code_of
 from swift_ft_services.logserver.core import HOLES_MAX, NUMBER_MAX, LogCore, Refusal
+from tests.descriptors import is_repeated
 from tests.hostile.world import BOUND_S, STREAM, Neighbour, Server, frame, message, opening
 from tests.unit.log.frames import JOB, frame_of
 
@@ -109,7 +110,7 @@ def filled(draw: random.Random, descriptor: Descriptor) -> Message:
     made = GetMessageClass(descriptor)()
     for field in descriptor.fields:
         if field.type == FieldDescriptor.TYPE_MESSAGE:
-            if field.is_repeated:
+            if is_repeated(field):
                 getattr(made, field.name).append(filled(draw, field.message_type))
             elif draw.random() < 0.5:
                 getattr(made, field.name).CopyFrom(filled(draw, field.message_type))

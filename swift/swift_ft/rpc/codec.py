@@ -5,7 +5,7 @@ In the JSON, numbers are numbers and every field is present. protobuf's own JSON
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ def _of_field(message: Message, part: Any) -> Any:
     if part.has_presence:
         return optional(message, part.name)
     value = getattr(message, part.name)
-    return tuple(value) if part.is_repeated else value
+    return tuple(value) if isinstance(value, MutableSequence) else value
 
 
 def optional(message: Message, name: str) -> Any:
@@ -150,7 +150,7 @@ def _field(message: Message, field: Any) -> Any:
     if of is not None and of.GetOptions().map_entry:
         to = of.fields_by_name["value"]
         return {str(key): _value(value[key], to) for key in sorted(value)}
-    if field.is_repeated:
+    if isinstance(value, MutableSequence):
         return [_value(item, field) for item in value]
     return _value(value, field)
 

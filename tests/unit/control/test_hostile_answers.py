@@ -16,6 +16,7 @@ from swift_ft._pb import coordinator_pb2, log_pb2
 from swift_ft.log import admin
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.tools import inspect, status
+from tests.descriptors import is_repeated
 
 JOBS, LOGS = partial(status.main, command="jobs"), partial(status.main, command="logs")
 
@@ -34,10 +35,10 @@ def filled(message: Message, number: int, depth: int = 4) -> Any:
             if depth == 0:
                 continue
             inner = getattr(message, field.name)
-            filled(inner.add() if field.is_repeated else inner, number, depth - 1)
+            filled(inner.add() if is_repeated(field) else inner, number, depth - 1)
             continue
         value = _value(field, number)
-        if field.is_repeated:
+        if is_repeated(field):
             getattr(message, field.name).extend([value, value])
         else:
             setattr(message, field.name, value)

@@ -25,6 +25,7 @@ from swift_ft._pb import coordinator_pb2, log_pb2
 from swift_ft.log import admin
 from swift_ft.log.protocol import message_of, reason_of
 from swift_ft.tokens import COORDINATOR, LOG
+from tests.descriptors import is_repeated
 from tests.health_probe import check_service
 from tests.unit.log.frames import JOB, frame_of
 from tests.unit.security.test_fuzz_decoders import changed, with_checksum
@@ -117,7 +118,7 @@ def messages(draw: st.DrawFn, descriptor: Descriptor) -> Message:
         if is_map:
             for key in draw(st.lists(st.text(max_size=20), max_size=3)):
                 getattr(message, field.name)[key] = draw(st.text(max_size=20))
-        elif field.is_repeated:
+        elif is_repeated(field):
             for item in draw(st.lists(value(field), max_size=3)):
                 (getattr(message, field.name).append)(item)
         elif field.type == FieldDescriptor.TYPE_MESSAGE:

@@ -11,6 +11,7 @@ from swift_ft._pb import coordinator_pb2, log_pb2
 from swift_ft.log.protocol import Reason
 from swift_ft_services import authorization
 from swift_ft_services.authorization import Denied, Gate
+from tests.descriptors import is_repeated
 
 REQUESTS = {
     f"{service}.{method.name}": method.input_type
@@ -28,7 +29,7 @@ def is_map(field: FieldDescriptor) -> bool:
 def paths(descriptor: Descriptor) -> Iterator[Path]:
     """To every text and every list."""
     for field in descriptor.fields:
-        if field.is_repeated or field.type in TEXTS:
+        if is_repeated(field) or field.type in TEXTS:
             yield (field,)
         if field.message_type is not None and not is_map(field):
             for path in paths(field.message_type):
@@ -44,10 +45,10 @@ CASES = [
 
 def test_there_is_a_limit_for_each_and_none_for_what_is_not_there() -> None:
     fields = [path[-1] for descriptor in REQUESTS.values() for path in paths(descriptor)]
-    assert {field.name for field in fields if not field.is_repeated} == set(authorization.LENGTHS)
-    assert {field.name for field in fields if field.is_repeated} == set(authorization.ENTRIES)
+    assert {field.name for field in fields if not is_repeated(field)} == set(authorization.LENGTHS)
+    assert {field.name for field in fields if is_repeated(field)} == set(authorization.ENTRIES)
     for field in fields:
-        if field.is_repeated and (field.type in TEXTS or is_map(field)):
+        if is_repeated(field) and (field.type in TEXTS or is_map(field)):
             assert authorization.ENTRIES[field.name][1] > 0, f"{field.full_name}: texts of any length"
 
 
@@ -56,13 +57,13 @@ def holding(message: Message, path: Path, count: int, length: int) -> None:
     field, *rest = path
     if rest:
         inner = getattr(message, field.name)
-        inner = inner.add() if field.is_repeated else inner
+        inner = inner.add() if is_repeated(field) else inner
         inner.SetInParent()
         holding(inner, tuple(rest), count, length)
     elif is_map(field):
         for number in range(count):
             getattr(message, field.name)[str(number)] = "x" * (length if number == 0 else 0)
-    elif field.is_repeated:
+    elif is_repeated(field):
         for number in range(count):
             if field.message_type is not None:
                 getattr(message, field.name).add()
@@ -82,12 +83,12 @@ def test_what_is_longer_than_its_limit_is_refused_by_name(
     monkeypatch.setattr(authorization, "LENGTHS", dict.fromkeys(authorization.LENGTHS, 50))
     monkeypatch.setattr(authorization, "ENTRIES", dict.fromkeys(authorization.ENTRIES, (5, 50)))
     field = path[-1]
-    texts = not field.is_repeated or field.type in TEXTS or is_map(field)
+    texts = not is_repeated(field) or field.type in TEXTS or is_map(field)
     for count, length, said in ((5, 45, ""), (6, 1, "has 6 entries"), (1, 51, " long: at most 50")):
         request = GetMessageClass(REQUESTS[name])()
         holding(request, path, count, length)
         wrong = authorization.problem(request)
-        if (said.startswith("has") and not field.is_repeated) or (said.startswith(" long") and not texts):
+        if (said.startswith("has") and not is_repeated(field)) or (said.startswith(" long") and not texts):
             said = ""
         assert (said in wrong) if said else wrong == ""
         if said:
