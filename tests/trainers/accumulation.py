@@ -9,12 +9,6 @@ from torch import nn
 
 import swift_ft
 
-
-def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
-    return x, x.sum(1, keepdim=True)
-
-
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
@@ -24,7 +18,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
         optimizer.zero_grad()
         losses = []
         for part in range(4):
-            x, y = batch(4 * step + part, session.dp_rank)
+            x, y = probe.batch(4 * step + part, session.dp_rank)
             loss = nn.functional.mse_loss(model(x), y) / 4
             loss.backward()
             losses.append(loss.detach())

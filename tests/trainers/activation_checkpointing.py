@@ -1,4 +1,4 @@
-"""Activation checkpointing over a block with dropout."""
+"""Activation checkpointing over a block with dropout and a custom autograd Function."""
 
 # verdict: same bits
 # worlds: 1, 2
@@ -11,19 +11,29 @@ from torch.utils.checkpoint import checkpoint
 import swift_ft
 
 
-def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
-    return x, x.sum(1, keepdim=True)
+class Squash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        y = x / (1 + x.abs())
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient / (1 + x.abs()) ** 2
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh())
-        self.head = nn.Linear(16, 1)
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(Squash.apply(self.first(x)), 0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(checkpoint(self.block, x, use_reentrant=False))
+        return self.second(checkpoint(self.block, x, use_reentrant=False))
 
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
@@ -32,7 +42,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        x, y = batch(step, session.dp_rank)
+        x, y = probe.batch(step, session.dp_rank)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()

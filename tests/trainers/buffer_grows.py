@@ -1,4 +1,4 @@
-"""A memory bank in a persistent buffer that grows by torch.cat until it is full."""
+"""A memory bank in a buffer that grows until it is full; an integer buffer that a decay turns into a float."""
 
 # verdict: same bits
 # worlds: 1, 2
@@ -16,13 +16,15 @@ class Net(nn.Module):
         super().__init__()
         self.encoder = nn.Linear(8, 4)
         self.register_buffer("bank", torch.zeros(0, 4))
+        self.register_buffer("seen", torch.tensor(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         keys = nn.functional.normalize(self.encoder(x), dim=1)
         near = (keys * keys.flip(0)).sum(1, keepdim=True)
         logits = torch.cat([near, keys @ self.bank.T], 1) / 0.2
         self.bank = torch.cat([self.bank, keys.detach()])[-70:]
-        return logits
+        self.seen = self.seen * 0.9 + len(x) / 8
+        return logits * (1 + self.seen / 100)
 
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:

@@ -1,4 +1,4 @@
-"""A GAN: two networks, two optimizers, D's step before G's backward."""
+"""A GAN: two networks by two calls of session.module, two optimizers, D's step before G's backward."""
 
 # verdict: same bits
 # worlds: 1, 2
@@ -9,24 +9,17 @@ from torch import nn
 
 import swift_ft
 
-
-def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
-    return x, x.sum(1, keepdim=True)
-
-
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
-    d = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-    g = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
-    session.module(nn.ModuleDict({"d": d, "g": g}))
+    d = session.module(nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)))
+    g = session.module(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8)))
     d_optimizer = session.optimizer(torch.optim.Adam(d.parameters(), lr=1e-2, betas=(0.5, 0.999)))
     g_optimizer = session.optimizer(torch.optim.Adam(g.parameters(), lr=1e-2, betas=(0.5, 0.999)))
     bce = nn.functional.binary_cross_entropy_with_logits
     ones, zeros = torch.ones(16, 1), torch.zeros(16, 1)
 
     def train_step(step: int) -> None:
-        x, _ = batch(step, session.dp_rank)
+        x, _ = probe.batch(step, session.dp_rank)
         z = torch.randn(16, 4)
         d_optimizer.zero_grad()
         d_loss = bce(d(x), ones) + bce(d(g(z).detach()), zeros)

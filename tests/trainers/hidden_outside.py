@@ -9,12 +9,6 @@ from torch import nn
 
 import swift_ft
 
-
-def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
-    return x, x.sum(1, keepdim=True)
-
-
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     cell, head = nn.GRUCell(8, 16), nn.Linear(16, 1)
@@ -24,7 +18,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
 
     def train_step(step: int) -> None:
         global hidden
-        x, y = batch(step, session.dp_rank)
+        x, y = probe.batch(step, session.dp_rank)
         hidden = cell(x, hidden.detach())
         loss = nn.functional.mse_loss(head(hidden), y)
         optimizer.zero_grad()

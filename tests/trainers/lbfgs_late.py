@@ -1,4 +1,4 @@
-"""A physics-informed network: Adam first, LBFGS with a line search from step 6 on."""
+"""A physics-informed network: Adam first, from step 6 on LBFGS with a line search; a double backward."""
 
 # verdict: same bits
 # worlds: 1, 2

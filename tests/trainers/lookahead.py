@@ -10,11 +10,6 @@ from torch import nn
 import swift_ft
 
 
-def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
-    return x, x.sum(1, keepdim=True)
-
-
 class Lookahead:
     def __init__(self, inner: torch.optim.Optimizer, every: int = 3, alpha: float = 0.5) -> None:
         self.inner, self.every, self.alpha, self.count = inner, every, alpha, 0
@@ -41,7 +36,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     optimizer = Lookahead(inner)
 
     def train_step(step: int) -> None:
-        x, y = batch(step, session.dp_rank)
+        x, y = probe.batch(step, session.dp_rank)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()

@@ -12,11 +12,6 @@ from torch import nn
 import swift_ft
 
 
-def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
-    return x, x.sum(1, keepdim=True)
-
-
 class MoCo(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +42,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     )
 
     def train_step(step: int) -> None:
-        x, _ = batch(step, 0)
+        x, _ = probe.batch(step, 0)
         loss = model(x + 0.01 * torch.randn_like(x), x)
         optimizer.zero_grad()
         loss.backward()

@@ -10,11 +10,6 @@ from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
 import swift_ft
 
-
-def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(output, target)
-
-
 with swift_ft.Session.from_env(checkpoint_every=5) as session:
     rank, ranks = session.pipeline_rank, session.pipeline_ranks
     torch.manual_seed(rank)
@@ -23,7 +18,7 @@ with swift_ft.Session.from_env(checkpoint_every=5) as session:
         session.pipeline_stage(module[i], index, 2 * ranks)
         for i, index in enumerate((rank, 2 * ranks - 1 - rank))
     ]
-    schedule = ScheduleZBVZeroBubble(stages, 4, loss_fn=loss_fn)
+    schedule = ScheduleZBVZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
     optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))
     session.register(schedule=schedule)
 

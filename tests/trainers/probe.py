@@ -1,9 +1,9 @@
 """What a trainer of this folder says of itself: its losses while it runs, and all it has in the end.
 
 Nothing of `swift` is used here, and nothing is told to it (but for a number of replicas, if the harness wants them): a
-trainer reads as its author would write it, but for
-these two calls. ``note(step, loss)`` stands last in its step; the harness may kill the rank there, or some time
-after it. ``end(session, name=thing, ...)`` stands after `session.run`.
+trainer reads as its author would write it, but for these calls. ``batch(step, dp_rank)`` stands for its data.
+``note(step, loss)`` stands last in its step; the harness may kill the rank there, or some time after it.
+``end(session, name=thing, ...)`` stands after `session.run`.
 """
 
 import hashlib
@@ -62,6 +62,12 @@ def steps() -> int:
 def replicas() -> int:
     """Of a trainer without a pipeline: as many as there are ranks."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same whenever it is asked for: another one for each step and replica."""
+    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
+    return x, x.sum(1, keepdim=True)
 
 
 def note(step: int, *values: Any) -> None:

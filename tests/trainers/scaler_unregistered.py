@@ -1,19 +1,14 @@
-"""A GradScaler that was not registered, and overflows twice."""
+"""A GradScaler that was not registered, and overflows twice; replicas unscale before gradients are averaged."""
 
 # verdict: same bits
-# worlds: 1
+# worlds: 1, 2
+# with 2: refused: let all replicas decide alike
 
 import probe
 import torch
 from torch import nn
 
 import swift_ft
-
-
-def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
-    return x, x.sum(1, keepdim=True)
-
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
@@ -22,7 +17,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=3)
 
     def train_step(step: int) -> None:
-        x, y = batch(step, session.dp_rank)
+        x, y = probe.batch(step, session.dp_rank)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         scaler.scale(loss).backward()

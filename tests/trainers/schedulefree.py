@@ -11,11 +11,6 @@ from torch import nn
 import swift_ft
 
 
-def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
-    return x, x.sum(1, keepdim=True)
-
-
 class ScheduleFree(torch.optim.Optimizer):
     def __init__(self, parameters, lr: float = 0.05, beta: float = 0.9) -> None:
         super().__init__(parameters, {"lr": lr, "beta": beta, "k": 0, "train_mode": True})
@@ -58,7 +53,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     def train_step(step: int) -> None:
         optimizer.train()
 
-        x, y = batch(step, session.dp_rank)
+        x, y = probe.batch(step, session.dp_rank)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()

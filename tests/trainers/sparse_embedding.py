@@ -1,7 +1,8 @@
 """A recommender: an embedding bag with sparse gradients under SparseAdam, a dense tower under Adam."""
 
 # verdict: same bits
-# worlds: 1
+# worlds: 1, 2
+# with 2: refused: a sparse gradient cannot be averaged
 # plain: 1
 
 import probe

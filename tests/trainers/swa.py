@@ -2,6 +2,7 @@
 
 # verdict: same bits
 # worlds: 1, 2
+# plain: 1
 
 import probe
 import torch
@@ -9,12 +10,6 @@ from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 import swift_ft
-
-
-def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
-    return x, x.sum(1, keepdim=True)
-
 
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
@@ -25,7 +20,7 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     session.register(average=average, scheduler=scheduler)
 
     def train_step(step: int) -> None:
-        x, y = batch(step, session.dp_rank)
+        x, y = probe.batch(step, session.dp_rank)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()

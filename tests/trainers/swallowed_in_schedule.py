@@ -10,17 +10,12 @@ from torch.distributed.pipelining import Schedule1F1B
 
 import swift_ft
 
-
-def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(output, target)
-
-
 with swift_ft.Session.from_env(checkpoint_every=5) as session:
     rank, ranks = session.pipeline_rank, session.pipeline_ranks
     torch.manual_seed(rank)
     module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     stage = session.pipeline_stage(module, rank, ranks)
-    schedule = Schedule1F1B(stage, 4, loss_fn=loss_fn)
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))
     session.register(schedule=schedule)
 

@@ -88,13 +88,14 @@ def test_a_pipeline_whose_ranks_are_lost_for_good(
 
 def _check(trainer: header.Trainer, world: int, services: Services, tmp_path: Path) -> None:
     found, where = judge(services, tmp_path, trainer, world)
+    expected = trainer.expected[world]
     if world in trainer.misses:
-        assert found.word != trainer.verdict or trainer.says not in found.why, (
+        assert found.word != expected.verdict or expected.says not in found.why, (
             "take '# misses' out of its header"
         )
         pytest.xfail(f"{trainer.because} ({found})")
-    assert found.word == trainer.verdict, f"{found}\n{(where / 'stderr').read_text()[-3000:]}"
-    assert trainer.says in found.why
+    assert found.word == expected.verdict, f"{found}\n{(where / 'stderr').read_text()[-3000:]}"
+    assert expected.says in found.why
 
 
 # --- the folder and its harness ---

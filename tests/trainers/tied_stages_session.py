@@ -11,10 +11,6 @@ from torch.distributed.pipelining import Schedule1F1B
 import swift_ft
 
 
-def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(output, target)
-
-
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +26,7 @@ with swift_ft.Session.from_env(checkpoint_every=5) as session:
     torch.manual_seed(rank)
     module = Scaled()
     stage = session.pipeline_stage(module, rank, ranks)
-    schedule = Schedule1F1B(stage, 4, loss_fn=loss_fn)
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=1e-2))
     session.register(schedule=schedule)
 

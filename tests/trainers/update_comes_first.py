@@ -2,7 +2,8 @@
 
 # verdict: same bits
 # kills: moment, idle, tail
-# worlds: 1
+# worlds: 1, 2
+# with 2: refused: what is computed behind the update
 
 import probe
 import torch
@@ -10,22 +11,15 @@ from torch import nn
 
 import swift_ft
 
-
-def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
-    return x, x.sum(1, keepdim=True)
-
-
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        if step > 0:
-            optimizer.step()
+        optimizer.step()
         optimizer.zero_grad()
-        x, y = batch(step, session.dp_rank)
+        x, y = probe.batch(step, session.dp_rank)
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         probe.note(step, loss)

@@ -1,4 +1,4 @@
-"""Validation at the start of every third step, in eval mode."""
+"""Validation in eval mode, at the start of every third step and behind each update."""
 
 # verdict: same bits
 # worlds: 1, 2
@@ -9,32 +9,28 @@ from torch import nn
 
 import swift_ft
 
-
-def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
-    return x, x.sum(1, keepdim=True)
-
-
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    valid_x, valid_y = batch(999, 0, 7)
+    valid_x, valid_y = probe.batch(999, 0, 7)
+
+    def validate() -> torch.Tensor:
+        model.eval()
+        with torch.no_grad():
+            held_out = nn.functional.mse_loss(model(valid_x), valid_y)
+        model.train()
+        return held_out
 
     def train_step(step: int) -> None:
         if step % 3 == 0:
-            model.eval()
-            with torch.no_grad():
-                held_out = nn.functional.mse_loss(model(valid_x), valid_y)
-            model.train()
-            print(f"step {step} validation {held_out:.4f}", flush=True)
-
-        x, y = batch(step, session.dp_rank)
+            print(f"step {step} validation {validate():.4f}", flush=True)
+        x, y = probe.batch(step, session.dp_rank)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        probe.note(step, loss)
+        probe.note(step, loss, validate())
 
     session.run(train_step, num_steps=probe.steps())
     probe.end(session, model=model, optimizer=optimizer)

@@ -6,6 +6,7 @@
 # worlds: 1, 2                  how many ranks it is tried with
 # steps: 14                     (default 14)
 # says: a piece of the line     (of what is refused, or named)
+# with 2: refused: a piece ...  (another verdict with so many ranks)
 # kills: tail, optimizer        (default: what its kind has; see `places`)
 # adaptive: refused             (a pipeline with two replicas under that strategy; default: same bits)
 # plain: 1, 2                   so many ranks are compared with torch without a session (default: none)
@@ -21,6 +22,7 @@ FOLDER = Path(__file__).parents[1]
 VERDICTS = ("same bits", "refused", "named inexact")
 STEPS_DEFAULT = 14
 _NOT_TRAINERS = ("__init__", "probe", "conftest")
+_WITH = re.compile(r"^# with (\d+): ([^:\n]*): (.*)$", re.MULTILINE)
 _FIELD = re.compile(
     r"^# (verdict|worlds|steps|says|kills|adaptive|plain|quick|patience|misses|because)(?:: (.*))?$",
     re.MULTILINE,
@@ -30,16 +32,26 @@ _FIELD = re.compile(
 PATIENCE_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A verdict, and a piece of the line that says it."""
+
+    verdict: str
+    says: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.verdict}: {self.says}" if self.says else self.verdict
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainer:
     """One file of the folder, and what is expected of it."""
 
     name: str
     about: str
-    verdict: str
-    worlds: tuple[int, ...]
+    expected: dict[int, Expected]
+    """By number of ranks."""
     steps: int
-    says: str
     kills: tuple[str, ...]
     adaptive: str
     """The verdict if ranks are lost for good, under strategy "adaptive"."""
@@ -51,6 +63,10 @@ class Trainer:
     because: str
 
     @property
+    def worlds(self) -> tuple[int, ...]:
+        return tuple(self.expected)
+
+    @property
     def path(self) -> Path:
         return FOLDER / f"{self.name}.py"
 
@@ -59,19 +75,19 @@ def read(path: Path) -> Trainer:
     text = path.read_text()
     about = ast.get_docstring(ast.parse(text)) or ""
     fields = dict(_FIELD.findall(text))
-    verdict = fields.get("verdict", "")
-    if verdict not in VERDICTS:
-        raise ValueError(f"{path.name}: '# verdict: {verdict}'; give one of {', '.join(VERDICTS)}")
+    usual = Expected(fields.get("verdict", ""), fields.get("says", ""))
+    others = {int(world): Expected(verdict, says) for world, verdict, says in _WITH.findall(text)}
+    for each in (usual, *others.values()):
+        if each.verdict not in VERDICTS:
+            raise ValueError(f"{path.name}: '# verdict: {each.verdict}'; give one of {', '.join(VERDICTS)}")
     kills = fields.get("kills") or ""
     pipeline = "session.pipeline_stage(" in text or "session.adopt(" in text
     default = "forward, backward, optimizer, tail, moment" if pipeline else "moment, optimizer, tail"
     return Trainer(
         name=path.stem,
         about=about.partition("\n")[0],
-        verdict=verdict,
-        worlds=_numbers(fields.get("worlds") or "1, 2"),
+        expected={world: others.get(world, usual) for world in _numbers(fields.get("worlds") or "1, 2")},
         steps=int(fields.get("steps") or STEPS_DEFAULT),
-        says=fields.get("says", ""),
         kills=tuple(word.strip() for word in (kills or default).split(",")),
         adaptive=fields.get("adaptive") or "same bits",
         plain=_numbers(fields.get("plain")),

@@ -133,7 +133,7 @@ class Running:
         words += ["--staggered", "on"] if staggered else []
         assert services.forks is not None
         self._process: Forked = services.forks.run(
-            "tests.trainers.harness.launcher",
+            "tests.integration.forked_launcher",
             [*words, str(trainer.path)],
             env,
             directory / "stdout",

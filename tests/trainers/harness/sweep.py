@@ -61,7 +61,7 @@ def plan(seed: int, trainers: Sequence[header.Trainer]) -> Plan:
     """The same for the same seed and trainers."""
     dice = random.Random(seed)
     trainer = dice.choice(trainers)
-    world = dice.choice(trainer.worlds)
+    world = dice.choice(_worlds(trainer))
     places = sorted({*trainer.kills, "tail", "moment", "idle"})
     kills: list[Kill] = []
     step = dice.randint(0, 3)
@@ -74,6 +74,11 @@ def plan(seed: int, trainers: Sequence[header.Trainer]) -> Plan:
             kills.append(Kill(place="tail", rank=rank, step=max(0, step - dice.randint(0, 2)), again=1))
         step += dice.choice((0, 1, 1, 2, 3, 4))
     return Plan(trainer=trainer.name, world=world, kills=tuple(kills))
+
+
+def _worlds(trainer: header.Trainer) -> list[int]:
+    """Those that a run of it is not refused with."""
+    return [world for world, each in trainer.expected.items() if each.verdict != verdict.REFUSED]
 
 
 def _kill(dice: random.Random, places: Sequence[str], rank: int, step: int) -> Kill:
@@ -183,7 +188,7 @@ class Sweep:
     def _finish(
         self, seed: int, plan: Plan, found: Outcome, running: list[tuple[int, Plan, Running]]
     ) -> Done | None:
-        key, wanted = (plan.trainer, plan.world), self._trainers[plan.trainer].verdict
+        key, wanted = (plan.trainer, plan.world), self._trainers[plan.trainer].expected[plan.world].verdict
         calm = self._calm.get(key)
         if calm is None:
             judged = verdict.of_undisturbed(found)
@@ -209,9 +214,7 @@ class Sweep:
 
 
 def _plans(seed: int, skip: set[int]) -> Iterator[tuple[int, Plan]]:
-    trainers = [
-        trainer for trainer in header.trainers() if trainer.verdict != verdict.REFUSED and not trainer.misses
-    ]
+    trainers = [trainer for trainer in header.trainers() if _worlds(trainer) and not trainer.misses]
     while True:
         if seed not in skip:
             yield seed, plan(seed, trainers)

@@ -11,7 +11,8 @@ def lines() -> list[str]:
     found = ["| trainer | what it does | ranks | verdict |", "|---|---|---|---|"]
     for trainer in header.trainers():
         worlds = ", ".join(map(str, trainer.worlds))
-        verdict = trainer.verdict + (f": {trainer.says}" if trainer.says else "")
+        usual, *others = dict.fromkeys(map(str, trainer.expected.values()))
+        verdict = "; ".join([usual, *(f"with {max(trainer.worlds)}: {other}" for other in others)])
         if trainer.plain:
             verdict += ", also as without a session"
         if trainer.misses:

@@ -1,29 +1,27 @@
-"""The old spectral_norm, whose weight is a plain attribute made by a hook."""
+"""The global generators of torch, numpy and Python in train_step (token masking, augmentation)."""
 
 # verdict: same bits
 # worlds: 1, 2
+# quick
 
+import random
+
+import numpy as np
 import probe
 import torch
 from torch import nn
 
 import swift_ft
 
-
-def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
-    return x, x.sum(1, keepdim=True)
-
-
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
-    model = session.module(
-        nn.Sequential(nn.utils.spectral_norm(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 1))
-    )
+    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
-        x, y = batch(step, session.dp_rank)
+        x, y = probe.batch(step, session.dp_rank)
+        x = x.masked_fill(torch.rand(x.shape) < 0.15, 0.0) * random.uniform(0.8, 1.2)
+        x = x + torch.from_numpy(np.random.normal(0.0, 0.1, x.shape)).float()
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()

@@ -1,30 +1,27 @@
-"""Augmentation by a numpy Generator of the author's own, not registered."""
+"""weight_norm and spectral_norm by parametrization, and the old spectral_norm: an attribute made by a hook."""
 
-# verdict: named inexact
+# verdict: same bits
 # worlds: 1, 2
 
-import numpy as np
 import probe
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import swift_ft
 
-
-def batch(step: int, dp_rank: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1000 * step + dp_rank))
-    return x, x.sum(1, keepdim=True)
-
-
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
-    model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    first, second, last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+    model = session.module(
+        nn.Sequential(
+            spectral_norm(first), nn.Tanh(), nn.utils.spectral_norm(second), nn.Tanh(), weight_norm(last)
+        )
+    )
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    rng = np.random.default_rng(0)
 
     def train_step(step: int) -> None:
-        x, y = batch(step, session.dp_rank)
-        x = x + torch.from_numpy(rng.normal(0.0, 0.1, x.shape)).float()
+        x, y = probe.batch(step, session.dp_rank)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
