@@ -3,7 +3,6 @@
 # verdict: same bits
 # worlds: 1, 2
 # steps: 16
-# quick
 
 import probe
 import torch

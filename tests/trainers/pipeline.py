@@ -2,7 +2,6 @@
 
 # verdict: same bits
 # worlds: 2, 4
-# quick
 
 import probe
 import torch

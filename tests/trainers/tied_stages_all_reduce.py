@@ -1,4 +1,4 @@
-"""A weight tied across stages by a plain dist.all_reduce of its gradient."""
+"""Weights tied across stages by all_reduce of their gradients: a plain one, and session.all_reduce."""
 
 # verdict: same bits
 # worlds: 2
@@ -16,10 +16,10 @@ class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.shared = nn.Parameter(torch.ones(8))
+        self.scale, self.shift = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x)) * self.shared
+        return torch.tanh(self.linear(x)) * self.scale + self.shift
 
 
 with swift_ft.Session.from_env(checkpoint_every=5) as session:
@@ -41,7 +41,8 @@ with swift_ft.Session.from_env(checkpoint_every=5) as session:
             schedule.step(target=x.roll(1, 1), losses=losses)
         else:
             schedule.step()
-        dist.all_reduce(module.shared.grad)
+        dist.all_reduce(module.scale.grad)
+        module.shift.grad = session.all_reduce(module.shift.grad, "shift")
         optimizer.step()
         probe.note(step, losses)
 
