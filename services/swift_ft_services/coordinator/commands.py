@@ -5,7 +5,7 @@ has accepted it. The classes here are those that are no request: the driver's, a
 """
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -194,7 +194,7 @@ def number_problem(said: Message) -> str:
     """Returns why a number in a request, at any depth, is too large to count on from; empty if none is. (Messages also
     show the version after a reported one.)"""
     for part, value in said.ListFields():
-        for one in value if part.is_repeated else (value,):
+        for one in value if isinstance(value, MutableSequence) else (value,):
             if isinstance(one, Message):
                 if wrong := number_problem(one):
                     return wrong
