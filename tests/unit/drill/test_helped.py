@@ -8,6 +8,10 @@ from swift_ft.lab.drill import replay_report
 from swift_ft.lab.drill.timeline import Recovery
 
 
+def event(name: str, **about: Any) -> dict[str, Any]:
+    return {"event": name, "generation": 2, **about}
+
+
 def recovery(steps: int | None = 4, why: str = "", declined: dict[str, str] | None = None) -> Recovery:
     helpers = [] if declined else [1, 3]
     begun: dict[str, Any] = {
@@ -19,10 +23,13 @@ def recovery(steps: int | None = 4, why: str = "", declined: dict[str, str] | No
         began_t=0.0,
         generations=[2],
         planned={2: {"help": [{"owner": 2, "helpers": [1, 3], "until": 9}]}},
-        helps=[] if steps is None else [{**begun, "declined": declined or {}}],
-        left=[{"rank": 2, "reason": why}],
-        helped=[{"rank": 1, "owner": 2, "microbatches": 12}, {"rank": 3, "owner": 2, "microbatches": 12}],
-        replays=[{"rank": 2, "shared_steps": steps}],
+        window=[
+            *([] if steps is None else [event("help_begin", **begun, declined=declined or {})]),
+            event("help_end", rank=2, reason=why),
+            event("helped", rank=1, owner=2, microbatches=12),
+            event("helped", rank=3, owner=2, microbatches=12),
+            event("replay_end", rank=2, shared_steps=steps),
+        ],
     )
 
 

@@ -376,7 +376,7 @@ def test_a_corrupt_copy_must_be_refused_by_who_got_it(events: list[str], expecte
 def test_who_is_lost_with_a_stage_that_nobody_holds_may_be_replayed(
     groups: str, victims: set[int], fine: bool
 ) -> None:
-    recovery = Recovery(began_t=0.0, exits=[{"rank": rank} for rank in victims])
+    recovery = Recovery(began_t=0.0, window=[{"event": "child_exit", "rank": rank} for rank in victims])
     recovery.planned[2] = {"ranks": [{"rank": rank, "strategy": "REPLAY"} for rank in range(4)]}
     given = config(groups=RecoveryGroups.parse(groups))
     facts = replace(Facts.of(given, evidence()), recoveries=[recovery])

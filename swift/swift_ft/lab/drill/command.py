@@ -60,7 +60,8 @@ def make_parser() -> Parser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_to(parser, OPTIONS)
+    for option in OPTIONS:
+        option.add_to(parser)
     return parser
 
 

@@ -13,7 +13,17 @@ from swift_ft.errors import UsageError
 from swift_ft.fault_grammar import CorruptFault, Fault
 from swift_ft.lab.drill import faults as fault_specs
 from swift_ft.lab.drill import options, shrinking
-from swift_ft.lab.drill.options import DEFAULT_KILL, IMPLEMENTATIONS, ON_OFF, OPTIMIZERS, Reach, option
+from swift_ft.lab.drill.options import (
+    DEFAULT_KILL,
+    IMPLEMENTATIONS,
+    ON_OFF,
+    OPTIMIZERS,
+    Reach,
+    of_both,
+    of_result,
+    of_run,
+    option,
+)
 from swift_ft.lab.drill.topology import MODELS, Topology
 from swift_ft.log.placement import COPIES_MAX
 from swift_ft.planner import SETTINGS, STRATEGIES, Strategy
@@ -27,7 +37,6 @@ expires."""
 
 SNAPSHOT_EVERY = 4
 """Default of `--snapshot-every` with `--strategy snapshot`."""
-RUN, BOTH, RESULT = Reach.RUN, Reach.BOTH, Reach.RESULT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,128 +44,98 @@ class DrillConfig:
     """The configuration of a drill. Construction validates it (`UsageError`) before anything is started."""
 
     topology: Topology
-    strategy: str = option("auto", known=STRATEGIES, reach=RUN)
-    checkpoint_mode: str = option(
+    strategy: str = of_run("auto", known=STRATEGIES)
+    checkpoint_mode: str = of_run(
         "async",
         "when training goes on after a checkpoint: once the state is copied, or once it is durable",
         known=CHECKPOINT_MODES,
-        reach=RUN,
     )
-    lost_shard: str = option(
+    lost_shard: str = of_run(
         "",
         "with --strategy shrink or rollback, what becomes of a lost rank's batches (default: redistribute)",
         known=(*LOST_SHARDS, QUICKEST),
-        reach=RUN,
     )
-    exact_gradients: str = option(
+    exact_gradients: str = of_run(
         "on",
         "with --strategy adaptive, whether a lost rank's gradients are kept apart, or added to a rank's own "
         "('off': not exact)",
         known=ON_OFF,
-        reach=RUN,
     )
-    split_backward: str = option(
+    split_backward: str = of_run(
         "on",
         "with --strategy adaptive, whether gradients of weights are computed behind those of inputs while a rank "
         "is missing",
         known=ON_OFF,
-        reach=RUN,
     )
-    adaptive_memory: float = option(
+    adaptive_memory: float = of_run(
         1.0,
         "with --strategy adaptive, how many times the activations of the schedule a rank may hold meanwhile",
         "FACTOR",
         bounds=(1.0, 1000.0),
-        reach=RUN,
     )
-    staggered: str = option(
+    staggered: str = of_run(
         "off",
         "with --strategy adaptive, whether a rank begins the next step before other stages have done this one",
         known=ON_OFF,
-        reach=RUN,
     )
-    snapshot_every: int = option(
+    snapshot_every: int = of_run(
         0,
         "with --strategy snapshot (there 4, if 0) and auto, steps between copies in host memory; 0: none",
         "K",
         bounds=(0, 10**6),
-        reach=RUN,
     )
-    allow_inexact: bool = option(
-        False, "what does not lead to the bits of a run that never failed may be asked for", reach=RUN
+    allow_inexact: bool = of_run(
+        False, "what does not lead to the bits of a run that never failed may be asked for"
     )
-    grow: str = option(
+    grow: str = of_run(
         "",
         "with a strategy that goes on without a lost rank, it comes back when the others have done step N; these "
         "wait for it (default: never)",
         "step=N",
-        reach=RUN,
     )
-    groups: RecoveryGroups = option(
+    groups: RecoveryGroups = of_run(
         RecoveryGroups(),
         "recovery groups, such as 0-1,2-3; only what passes between groups is logged (default: none)",
         "RUNS",
-        reach=RUN,
     )
-    seed: int = option(0, "seed of everything random", "S", bounds=(0, 2**63 - 1), reach=BOTH)
+    seed: int = of_both(0, "seed of everything random", "S", bounds=(0, 2**63 - 1))
     log_servers: int = option(1, "log servers, as if on N machines", "N", bounds=(1, 16))
     copies: int = option(1, "copies of every record", "C")
     spares: int = option(1, "warm spare processes", "N", bounds=(0, 64))
-    helpers: int = option(0, "ranks that share a replay", "N", bounds=(0, 64), reach=RUN)
-    model: str = option("default", known=tuple(MODELS), reach=BOTH)
-    updates: str = option(
-        "after_backward",
-        "when buckets of gradients are applied",
-        known=("after_backward", "wait_free"),
-        reach=BOTH,
-        updates=True,
+    helpers: int = of_run(0, "ranks that share a replay", "N", bounds=(0, 64))
+    model: str = of_both("default", known=tuple(MODELS))
+    updates: str = of_both(
+        "after_backward", "when buckets of gradients are applied", known=("after_backward", "wait_free")
     )
-    data_parallel: str = option(
-        "session", "who averages gradients over replicas", known=("session", "ddp"), reach=BOTH, updates=True
-    )
-    reduction: str = option(
+    data_parallel: str = of_both("session", "who averages gradients over replicas", known=("session", "ddp"))
+    reduction: str = of_both(
         "auto",
         "the order in which gradients are summed; auto: by replica, from three replicas on",
         known=("auto", "ordered", "fast"),
-        reach=BOTH,
-        updates=True,
     )
-    undo: str = option(
-        "exact",
-        "how a half-applied step is taken back",
-        known=("exact", "arithmetic", "preimage"),
-        reach=RUN,
-        updates=True,
+    undo: str = of_run(
+        "exact", "how a half-applied step is taken back", known=("exact", "arithmetic", "preimage")
     )
-    optimizer: str = option(
-        "adamw",
-        "amsgrad is AdamW with amsgrad, sgd has Nesterov momentum",
-        known=tuple(OPTIMIZERS),
-        reach=BOTH,
-        updates=True,
+    optimizer: str = of_both(
+        "adamw", "amsgrad is AdamW with amsgrad, sgd has Nesterov momentum", known=tuple(OPTIMIZERS)
     )
-    optimizer_implementation: str = option(
-        "",
-        "torch's implementation of the optimizer (default: torch's choice)",
-        known=IMPLEMENTATIONS,
-        reach=BOTH,
-        updates=True,
+    optimizer_implementation: str = of_both(
+        "", "torch's implementation of the optimizer (default: torch's choice)", known=IMPLEMENTATIONS
     )
     rehearse: str = option(
         "off", "rehearse recoveries while the job runs: 'start', 'always' or 'off'", "WHEN"
     )
     secure: bool = option(False, "use mutual TLS and tokens, all made for this drill")
-    json_path: Path | None = option(None, "write the report as JSON", "PATH", flag="--json", reach=RESULT)
-    html_path: Path | None = option(None, "write the report as a page", "PATH", flag="--html", reach=RESULT)
-    directory: Path | None = option(
-        None, "keep everything of both runs in this directory (must be empty)", "DIR", reach=RESULT
+    json_path: Path | None = of_result(None, "write the report as JSON", "PATH", flag="--json")
+    html_path: Path | None = of_result(None, "write the report as a page", "PATH", flag="--html")
+    directory: Path | None = of_result(
+        None, "keep everything of both runs in this directory (must be empty)", "DIR"
     )
-    keep: bool = option(False, "keep the temporary directory (it is kept if the drill fails)", reach=RESULT)
-    twin: Path | None = option(
+    keep: bool = of_result(False, "keep the temporary directory (it is kept if the drill fails)")
+    twin: Path | None = of_result(
         None,
         "directory of the failure-free run; the run is used if it is finished there, else made there",
         "DIR",
-        reach=RESULT,
     )
     faults: tuple[Fault, ...] = option(
         (), f"a fault, see below (default: {DEFAULT_KILL})", "SPEC", flag="--kill"
@@ -272,7 +251,7 @@ class DrillConfig:
 
     def arguments(self) -> list[str]:
         """Returns the command line of this configuration, without the options that name result files."""
-        return options.words(self._values(), OPTIONS, Reach.DRILL, RUN, BOTH)
+        return options.words(self._values(), OPTIONS, Reach.DRILL, Reach.RUN, Reach.BOTH)
 
     def rerun(self) -> str:
         """Returns the exact command, quoted for a shell."""
@@ -280,13 +259,13 @@ class DrillConfig:
 
     def trainer_arguments(self) -> list[str]:
         """Returns the trainer's arguments, the same for the failure-free twin."""
-        return options.words(self._values(), OPTIONS, BOTH)
+        return options.words(self._values(), OPTIONS, Reach.BOTH)
 
     def recovery_arguments(self) -> list[str]:
         """Returns additional trainer arguments of the run with faults: recovery settings, which change no bit of the
         twin."""
         rest = ["--rest-s", str(TOKEN_LIFETIME_S + 0.5)] if self.secure else []
-        return [*options.words(self._values(), OPTIONS, RUN), *rest]
+        return [*options.words(self._values(), OPTIONS, Reach.RUN), *rest]
 
     def identity(self) -> dict[str, object]:
         """Returns the settings and versions that two runs must share for their digests to be comparable."""

@@ -79,14 +79,8 @@ class LiveProgress:
         name = event["event"]
         if name == "step_end" and not event.get("replay"):
             self._progress.update(self._task, completed=event["step"] + 1, note="")
-        elif name == "fault":
-            self._progress.update(self._task, note=f"rank {event['rank']} killed in {event['phase']}")
-        elif name == "state":
-            self._progress.update(self._task, note=f"generation {event['generation']}: {event['state']}")
-        elif name == "replay_progress":
+        elif name in ("fault", "state", "replay_progress", "service_killed"):
             self._progress.update(self._task, note=describe(event))
-        elif name == "service_killed":
-            self._progress.update(self._task, note=f"{event['service']} killed")
 
 
 def seconds(value: float | None) -> str:

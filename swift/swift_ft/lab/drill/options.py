@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -59,8 +60,6 @@ class Option:
     bounds: tuple[float, float] | None = None
     flag: str = ""
     """The flag, if it differs from the field's name with dashes."""
-    updates: bool = False
-    """The option is in the help's group "updates": from gradients to parameters, and back."""
 
     @property
     def name(self) -> str:
@@ -115,6 +114,11 @@ def option(
     return field(default=default, metadata={"help": help, "metavar": metavar, "reach": reach, **rest})
 
 
+of_run = partial(option, reach=Reach.RUN)
+of_both = partial(option, reach=Reach.BOTH)
+of_result = partial(option, reach=Reach.RESULT)
+
+
 def options_of(*kinds: Any) -> list[Option]:
     """Returns the options of these dataclasses."""
     return [
@@ -128,13 +132,6 @@ def options_of(*kinds: Any) -> list[Option]:
 def values_of(given: Any, kind: Any) -> dict[str, Any]:
     """Returns the values of this dataclass's options, by attribute. `given`: an instance, or a parsed command line."""
     return {each.attribute: getattr(given, each.attribute) for each in options_of(kind)}
-
-
-def add_to(parser: argparse.ArgumentParser, options: list[Option]) -> None:
-    """Adds the flags of these options."""
-    updates = parser.add_argument_group("updates")
-    for each in options:
-        each.add_to(updates if each.updates else parser)
 
 
 def problems(values: Mapping[str, Any], options: list[Option]) -> Iterator[str]:

@@ -174,7 +174,9 @@ def _of_job(facts: Facts) -> tuple[dict[str, Any], list[Check]]:
 
 
 def _times(facts: Facts) -> tuple[list[dict[str, Any]], Profile | None]:
-    replayed = [r for r in facts.recoveries if r.replay_expected and r.replays and r.seconds is not None]
+    replayed = [
+        r for r in facts.recoveries if r.replay_expected and r.made("replay_end") and r.seconds is not None
+    ]
     shape = facts.asked.topology
     if shape.replicas > 1 or shape.stages_per_rank > 1 or not replayed:
         return [], None
@@ -327,10 +329,10 @@ def _compared(facts: Facts, recovery: Recovery, profile: Profile) -> dict[str, A
 
 def _copies(recovery: Recovery, first: int, last: int, steps: int) -> tuple[int, int]:
     """Returns (number of ranks, owner and helpers, that replay such a run; number of steps they share)."""
-    ended = {event["rank"]: event for event in recovery.replays}
+    ended = {event["rank"]: event for event in recovery.made("replay_end")}
     copies = {
         (1 + len(begun["helpers"]), int(ended[begun["rank"]]["shared_steps"]))
-        for begun in recovery.helps
+        for begun in recovery.made("help_begin")
         if first <= begun["rank"] <= last and begun["rank"] in ended
     }
     return copies.pop() if len(copies) == 1 else (1, 0)
@@ -339,7 +341,7 @@ def _copies(recovery: Recovery, first: int, last: int, steps: int) -> tuple[int,
 def _replay_s(events: Sequence[Event], recovery: Recovery) -> float:
     """Returns seconds from when all replaying ranks have begun until the last has finished. Before that the first ones
     wait for a fresh process, whose log is opened."""
-    ended = max(event["t"] for event in recovery.replays)
+    ended = max(event["t"] for event in recovery.made("replay_end"))
     begun = max(
         event["t"]
         for event in events
@@ -392,12 +394,14 @@ def helped_replays(recoveries: Sequence[Recovery]) -> list[dict[str, Any]]:
 
 
 def _of(recovery: Recovery) -> list[dict[str, Any]]:
-    ends = {event["rank"]: event for event in recovery.replays}
+    ends = {event["rank"]: event for event in recovery.made("replay_end")}
     shown = []
-    for begun in recovery.helps:
+    for begun in recovery.made("help_begin"):
         rank, helpers = begun["rank"], list(begun["helpers"])
-        left = next((event.get("reason", "") for event in recovery.left if event["rank"] == rank), "")
-        computed = {e["rank"]: e["microbatches"] for e in recovery.helped if e["owner"] == rank}
+        left = next(
+            (event.get("reason", "") for event in recovery.made("help_end") if event["rank"] == rank), ""
+        )
+        computed = {e["rank"]: e["microbatches"] for e in recovery.made("helped") if e["owner"] == rank}
         shown.append(
             {
                 "rank": rank,
@@ -450,7 +454,7 @@ def replays(facts: Facts, recovery: Recovery) -> list[dict[str, Any]]:
     predicted, by = _predicted(facts, recovery)
     longest = max(predicted, key=lambda rank: predicted[rank], default=None)
     shown = []
-    for end in recovery.replays:
+    for end in recovery.made("replay_end"):
         if "split" not in end:
             continue
         rank, expected = int(end["rank"]), predicted.get(int(end["rank"]))

@@ -259,7 +259,7 @@ def _negative_control(facts: Facts) -> dict[str, Any]:
     copied = [recovery for recovery in facts.recoveries if report_replicas.copied(recovery)]
     if copied:
         control["copies"] = {
-            "received": sum(len(recovery.received) for recovery in copied),
+            "received": sum(len(recovery.named("replica_received")) for recovery in copied),
             "equal_to_source": all_of(report_replicas.copy_equal(recovery) for recovery in copied),
         }
     return control
@@ -345,7 +345,9 @@ def _recovery(facts: Facts, recovery: Recovery) -> dict[str, Any]:
         "verified_sends": recovery.replayed("verified"),
         "filled_sends": recovery.replayed("filled"),
         "records_read": recovery.replayed("records"),
-        "log_wait_seconds": round(sum(float(e.get("log_wait_s") or 0.0) for e in recovery.replays), 6),
+        "log_wait_seconds": round(
+            sum(float(e.get("log_wait_s") or 0.0) for e in recovery.made("replay_end")), 6
+        ),
         "survivors_freed_seconds": recovery.freed_seconds,
     }
 
@@ -433,7 +435,7 @@ def _log_checks(facts: Facts) -> list[Check]:
     wanted = sum(isinstance(fault, LogLossFault) for fault in facts.asked.faults)
     if not wanted:
         return []
-    lost = sum(len(recovery.servers_lost) for recovery in facts.recoveries)
+    lost = sum(len(recovery.named("log_server_lost")) for recovery in facts.recoveries)
     detail = f"{lost} of {wanted} were given up"
     return [Check("the lost log server was given up", lost == wanted, detail)]
 

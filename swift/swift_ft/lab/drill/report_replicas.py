@@ -14,7 +14,7 @@ def checks(facts: Facts) -> list[Check]:
     """Returns the additional checks of a drill with replicas."""
     if facts.asked.topology.replicas == 1:
         return []
-    undone = [recovery for recovery in facts.recoveries if recovery.undone]
+    undone = [recovery for recovery in facts.recoveries if recovery.named("undone")]
     distrusted = any(isinstance(fault, CorruptCopyFault) for fault in facts.asked.faults)
     return [
         _agree_check(facts),
@@ -50,19 +50,22 @@ def _same(digests: Sequence[Mapping[str, Any] | None]) -> bool | None:
 
 def copied(recovery: Recovery) -> bool:
     """Returns whether a copy was planned or done."""
-    return bool(recovery.received) or any(name == "replica" for name, _ in recovery.strategies().values())
+    return bool(recovery.named("replica_received")) or any(
+        name == "replica" for name, _ in recovery.strategies().values()
+    )
 
 
 def copy_equal(recovery: Recovery) -> bool | None:
     """Returns whether joiners received the digest that each of their sources reported. None: some copy left no
     record."""
     answers: list[bool | None] = []
-    for event in recovery.received:
+    for event in recovery.named("replica_received"):
         told: list[Any] = [source.get("digest") for source in event.get("sources") or ()] or [None]
         # Digests that the sources reported in their own traces.
         told += [
             sent["digest"]
-            for sent in recovery.sent
+            for sent in recovery.named("copy_end")
+            if sent.get("role") == "source" and "digest" in sent
             if event.get("rank") in sent["peers"] and sent.get("generation") == event.get("generation")
         ]
         digest = event.get("digest")
@@ -70,7 +73,7 @@ def copy_equal(recovery: Recovery) -> bool | None:
             answers.append(None)
         else:
             answers.append(all(other == digest for other in told))
-    received = {(event.get("rank"), event.get("generation")) for event in recovery.received}
+    received = {(event.get("rank"), event.get("generation")) for event in recovery.named("replica_received")}
     planned = {
         (entry["rank"], recovery.generation)
         for entry in (recovery.plan or {}).get("ranks") or []
@@ -161,13 +164,15 @@ def copies(recoveries: Sequence[Recovery]) -> dict[str, Any]:
             for recovery in recoveries
             for rank, sources in sorted(recovery.sources().items())
         },
-        "bytes_copied": sum(int(event.get("bytes") or 0) for r in recoveries for event in r.received),
+        "bytes_copied": sum(
+            int(event.get("bytes") or 0) for r in recoveries for event in r.named("replica_received")
+        ),
     }
 
 
 def undo(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, Any]:
     """Returns `undo` of the report. The errors are the largest that any rank measured; None: not measured."""
-    done = [event for recovery in recoveries for event in recovery.undone]
+    done = [event for recovery in recoveries for event in recovery.named("undone")]
     modes = sorted({str(event.get("mode")) for event in done})
     return {
         "asked": facts.asked.undo,
@@ -176,7 +181,9 @@ def undo(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, Any]:
         "exact": all(event.get("exact") is True for event in done) if done else None,
         "buckets": sum(int(event.get("buckets") or 0) for event in done),
         **{name: _largest(done, name) for name in ("ulps_max", "ulps_mean", "relative_error")},
-        "rolled_forward": sorted({int(event["rank"]) for r in recoveries for event in r.rolled_forward}),
+        "rolled_forward": sorted(
+            {int(event["rank"]) for r in recoveries for event in r.named("roll_forward")}
+        ),
     }
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from swift_ft import events, fault_grammar
+from swift_ft import events
 from swift_ft.errors import LogError, UsageError
 from swift_ft.fault_grammar import (
     CoordinatorFault,
@@ -38,7 +38,7 @@ from swift_ft.lab.drill.faults import to_environment
 from swift_ft.lab.drill.report_strategies import told
 from swift_ft.lab.drill.verdict_checks import Digest
 from swift_ft.lab.failures import damage
-from swift_ft.lab.failures.damage import EXTERNAL, flip, segment_files
+from swift_ft.lab.failures.damage import EXTERNAL, HeldVictims, flip, segment_files
 from swift_ft.lab.plan.command import read as read_profile
 from swift_ft.log import segment
 from swift_ft.text import rank_of, version_of
@@ -212,8 +212,6 @@ class FaultedRun:
         self._config = config
         self._progress = progress
         self._done: set[int] = set()
-        self._held_since: dict[int, float] = {}
-        self._held = fault_grammar.held_together(config.faults)
         self._corruption: dict[str, Any] | None = None
         self._copy: Path | None = None
         self._copy_tried = 0.0
@@ -251,6 +249,7 @@ class FaultedRun:
             copies=config.copies,
             log_lost_s=LOG_LOST_S if any(isinstance(f, LogLossFault) for f in config.faults) else None,
         )
+        self._held = HeldVictims(self._cluster.fault_directory, config.faults)
         self._watch = _Watch(self._cluster, progress)
 
     def run(self, twin: Callable[[], Twin]) -> Evidence:
@@ -348,28 +347,25 @@ class FaultedRun:
                 self._corrupt(index, fault)
         if self._config.grow and shrinking.has_grown(self._cluster, self._watch.present, self._config):
             self._cluster.release(shrinking.PAUSE)
-        self._held = [group for group in self._held if not self._let_go(group)]
+        self._held.turn(self._done, self._patience_s)
         # By the third step the records of the first ones have been acknowledged.
         if self._copy is None and self._watch.step >= 2 and time.monotonic() - self._copy_tried > 0.2:
             self._copy_tried = time.monotonic()
             self._copy = snapshot(self._cluster.log_directories, self.directory / "control")
 
-    def _reached(self, index: int) -> bool:
-        """Returns whether this victim waits at the point where it is to die."""
-        if not (self._cluster.fault_directory / f"{fault_id(index)}.reached").exists():
-            return False
-        self._held_since.setdefault(index, time.monotonic())
-        return True
+    def _patience_s(self, group: list[int], there: list[int]) -> float:
+        all_come = faults.all_get_there([self._config.faults[n] for n in group], self._config.topology)
+        return ALL_THERE_S if all_come else TOGETHER_S
 
     def _corrupt(self, index: int, fault: CorruptFault | CorruptCheckpointFault) -> None:
         """Flips the bit once its victim is held."""
         victim = faults.victim_of(fault, self._config.faults)
         assert victim is not None, "checked before"
         held = self._config.faults.index(victim)
-        if not self._reached(held):
+        if not self._held.reached(held):
             return
         flipped = self._flip(fault)
-        if flipped is None and time.monotonic() - self._held_since[held] < HOLD_S:
+        if flipped is None and self._held.waited_s(held) < HOLD_S:
             return
         if flipped is not None:
             self._corruption = {"fault": fault_id(index), **flipped}
@@ -388,26 +384,6 @@ class FaultedRun:
             fault, self._config.faults, self._config.topology, self._config.groups
         )
         return damage.corrupt_stream(self._cluster.log_directories, stream, fault.step, self._config.seed)
-
-    def _let_go(self, group: list[int]) -> bool:
-        """Releases the victims of one step together, once all are held and the requested log corruption is done.
-        Returns whether they were released."""
-        there = [index for index in group if self._reached(index)]
-        if not there:
-            return False
-        step = getattr(self._config.faults[group[0]], "step", None)
-        for index, fault in enumerate(self._config.faults):
-            beside = isinstance(fault, fault_grammar.BEFORE_A_LOSS) and fault.step == step
-            if beside and index not in self._done:
-                return False
-        waited = time.monotonic() - min(self._held_since[index] for index in there)
-        victims = [self._config.faults[index] for index in group]
-        all_come = faults.all_get_there(victims, self._config.topology)
-        if len(there) < len(group) and waited < (ALL_THERE_S if all_come else TOGETHER_S):
-            return False
-        for index in group:  # victims that arrive later do not wait any more
-            self._cluster.release(fault_id(index))
-        return True
 
     def _fired(self, trace: list[dict[str, Any]]) -> frozenset[str]:
         by_ranks = {path.stem for path in self._cluster.fault_directory.glob("*.fired")}

@@ -17,8 +17,6 @@ from typing import Any
 
 Event = dict[str, Any]
 
-STATES = ("forming", "running", "fencing", "planning", "recovering")
-PHASES = ("detect", "superseded", "fence", "plan", "rebuild", "restore", "replay", "rejoin")
 STEPS_SHOWN = 3
 """Steps before and after a recovery that the timeline of the report shows."""
 
@@ -37,29 +35,10 @@ class Recovery:
     """"fault" events of ranks whose loss this recovery handles."""
     servers_killed: list[Event] = field(default_factory=list)
     """"service_killed" events of the log servers given up in it."""
-    servers_lost: list[Event] = field(default_factory=list)
-    """"log_server_lost" events."""
-    exits: list[Event] = field(default_factory=list)
+    window: list[Event] = field(default_factory=list)
+    """All events from the end of the recovery before it to its own end."""
     planned: dict[int, Event] = field(default_factory=dict)
     """generation -> its "plan" event."""
-    restored: dict[int, int] = field(default_factory=dict)
-    """rank -> the last generation in which it received its state from a replica or a checkpoint."""
-    received: list[Event] = field(default_factory=list)
-    """"replica_received" events of all generations."""
-    sent: list[Event] = field(default_factory=list)
-    """"copy_end" events of sources that report their digest, of all generations."""
-    undone: list[Event] = field(default_factory=list)
-    """"undone" events of all generations."""
-    rolled_forward: list[Event] = field(default_factory=list)
-    """"roll_forward" events of all generations."""
-    replays: list[Event] = field(default_factory=list)
-    """"replay_end" events of the generation that produced the state (`made_in`)."""
-    helps: list[Event] = field(default_factory=list)
-    """"help_begin" events of that generation: owners whose replays other ranks share."""
-    left: list[Event] = field(default_factory=list)
-    """"help_end" events of that generation, of these owners."""
-    helped: list[Event] = field(default_factory=list)
-    """"helped" events of that generation, of the helpers."""
     vacant: frozenset[int] = frozenset()
     """Slots of lost ranks that it leaves vacant."""
     returned: frozenset[int] = frozenset()
@@ -73,9 +52,22 @@ class Recovery:
     """Longest time from a survivor's new-generation notification until it left the wait it was in; None: no rank was
     waiting."""
 
+    def named(self, name: str) -> list[Event]:
+        """Returns its events of this name, of all generations."""
+        return _named(self.window, name)
+
+    def made(self, name: str) -> list[Event]:
+        """Returns its events of this name, of the generation that produced the state (`made_in`)."""
+        return _of_generation(self.named(name), self.made_in, self.window)
+
     @property
     def generation(self) -> int:
         return self.generations[-1]
+
+    @property
+    def exits(self) -> list[Event]:
+        """Returns the ends of ranks' processes."""
+        return [event for event in self.named("child_exit") if event.get("rank") is not None]
 
     @property
     def kill_t(self) -> float | None:
@@ -119,7 +111,8 @@ class Recovery:
         """Returns rank -> (strategy, reason) of the last plan. For a rank that keeps the state that an earlier
         generation of this recovery gave it, returns that generation's strategy."""
         strategies = _strategies_of(self.plan)
-        for rank, generation in self.restored.items():
+        restored = {e["rank"]: int(e.get("generation") or 0) for e in self.named("restore_end")}
+        for rank, generation in restored.items():
             if generation in self.planned and strategies.get(rank, ("", ""))[0] == "keep":
                 strategies[rank] = _strategies_of(self.planned[generation]).get(rank, strategies[rank])
         return strategies
@@ -127,7 +120,7 @@ class Recovery:
     def sources(self) -> dict[int, list[int]]:
         """Returns rank -> the replicas from which it copied."""
         sources: dict[int, list[int]] = {}
-        for event in self.received:
+        for event in self.named("replica_received"):
             sources[int(event["rank"])] = [int(source["rank"]) for source in event.get("sources") or ()]
         for entry in _entries(self.plan):
             if _strategy_of(entry) == "replica" and "sources" in entry:
@@ -154,10 +147,10 @@ class Recovery:
     @property
     def inexact(self) -> bool:
         """Returns whether some rank undid buckets inexactly."""
-        return any(event.get("exact") is not True for event in self.undone)
+        return any(event.get("exact") is not True for event in self.named("undone"))
 
     def replayed(self, name: str) -> int:
-        return sum(int(event.get(name) or 0) for event in self.replays)
+        return sum(int(event.get(name) or 0) for event in self.made("replay_end"))
 
 
 def _entries(plan: Event | None) -> list[Event]:
@@ -207,11 +200,11 @@ def recoveries(events: Sequence[Event]) -> list[Recovery]:
     vacant: frozenset[int] = frozenset()
     for recovery in so_far:
         end = recovery.ended_t if recovery.ended_t is not None else float("inf")
-        window = [event for event in events if previous_end < event["t"] <= end]
+        recovery.window = [event for event in events if previous_end < event["t"] <= end]
         recovery.faults = [
             event for event in _named(events, "fault") if previous_end < noticed[_fault_key(event)] <= end
         ]
-        _fill(recovery, window, [event for event in events if event["t"] > end], events, vacant)
+        _fill(recovery, [event for event in events if event["t"] > end], events, vacant)
         previous_end, vacant = end, recovery.vacant
     return so_far
 
@@ -227,33 +220,13 @@ def _noticed(events: Sequence[Event]) -> dict[tuple[Any, Any], float]:
     return {_fault_key(e): max(e["t"], exits.get(e["pid"], e["t"])) for e in _named(events, "fault")}
 
 
-def _fill(
-    recovery: Recovery,
-    window: list[Event],
-    after: list[Event],
-    events: Sequence[Event],
-    vacant: frozenset[int],
-) -> None:
-    """Fills in a recovery from the events. `vacant`: the vacant slots before it."""
-    recovery.exits = [event for event in _named(window, "child_exit") if event.get("rank") is not None]
-    recovery.servers_lost = _named(window, "log_server_lost")
-    numbers = {event["server"] for event in recovery.servers_lost}
+def _fill(recovery: Recovery, after: list[Event], events: Sequence[Event], vacant: frozenset[int]) -> None:
+    """Fills in a recovery from its window and the events after it. `vacant`: the vacant slots before it."""
+    numbers = {event["server"] for event in recovery.named("log_server_lost")}
     # It may have died long before, for example in an earlier recovery.
     killed = [e for e in _named(events, "service_killed") if e.get("lost")]
     recovery.servers_killed = [event for event in killed if event.get("number") in numbers]
-    plans = _named(window, "plan")
-    for event in plans:
-        recovery.planned[int(event.get("generation") or 0)] = event
-    recovery.restored = {e["rank"]: int(e.get("generation") or 0) for e in _named(window, "restore_end")}
-    recovery.received = _named(window, "replica_received")
-    recovery.sent = [e for e in _named(window, "copy_end") if e.get("role") == "source" and "digest" in e]
-    recovery.undone = _named(window, "undone")
-    recovery.rolled_forward = _named(window, "roll_forward")
-    recovery.replays = _of_generation(_named(window, "replay_end"), recovery.made_in, window)
-    recovery.helps, recovery.left, recovery.helped = (
-        _of_generation(_named(window, name), recovery.made_in, window)
-        for name in ("help_begin", "help_end", "helped")
-    )
+    recovery.planned = {int(event.get("generation") or 0): event for event in recovery.named("plan")}
     if recovery.plan is None:
         recovery.missing.append("plan")
         recovery.vacant = vacant
@@ -261,18 +234,19 @@ def _fill(
         present = {int(entry["rank"]) for entry in _entries(recovery.plan)}
         recovery.vacant = (vacant | recovery.victims) - present
         recovery.returned = vacant & present
-    if recovery.replay_expected and not recovery.replays:
+    if recovery.replay_expected and not recovery.made("replay_end"):
         recovery.missing.append("replay_end")
-    for strategy, name, done in (
-        ("replica", "replica_received", recovery.received),
-        ("undo", "undone", recovery.undone),
-        ("roll_forward", "roll_forward", recovery.rolled_forward),
+    for strategy, name in (
+        ("replica", "replica_received"),
+        ("undo", "undone"),
+        ("roll_forward", "roll_forward"),
     ):
-        ranks_told = {event.get("rank") for event in done if event.get("generation") == recovery.generation}
+        done = [e for e in recovery.named(name) if e.get("generation") == recovery.generation]
+        ranks_told = {event.get("rank") for event in done}
         told = [e["rank"] for e in _entries(recovery.plan) if _strategy_of(e) == strategy]
         recovery.missing += [f"{name} of rank {rank}" for rank in told if rank not in ranks_told]
-    recovery.seconds = _phases(recovery, window, after)
-    recovery.freed_seconds = _freed(window)
+    recovery.seconds = _phases(recovery, after)
+    recovery.freed_seconds = _freed(recovery.window)
     reached = [event["step"] + 1 for event in _named(events, "step_end") if event["t"] < recovery.began_t]
     if recovery.target_version is not None:
         recovery.steps_lost = max(0, max(reached, default=0) - recovery.target_version)
@@ -299,7 +273,7 @@ def _of_generation(events: list[Event], generation: int, window: list[Event]) ->
     return [e for e in events if (e["generation"] == generation if "generation" in e else e["t"] >= begun)]
 
 
-def _phases(recovery: Recovery, window: list[Event], after: list[Event]) -> dict[str, float] | None:
+def _phases(recovery: Recovery, after: list[Event]) -> dict[str, float] | None:
     """Returns phase -> seconds, or None. Adds missing milestones to `recovery.missing`."""
     kill_t = recovery.kill_t
     if kill_t is None:
@@ -308,16 +282,13 @@ def _phases(recovery: Recovery, window: list[Event], after: list[Event]) -> dict
     if recovery.ended_t is None:
         recovery.missing.append("state running")
         return None
-    resumed = _all_ranks_stepping(window, after, recovery.vacant)
+    resumed = _all_ranks_stepping(recovery.window, after, recovery.vacant)
     if resumed is None:
         recovery.missing.append("step_begin after the recovery")
         return None
-    last = _milestones(window, recovery.made_in)
-    restores = _of_generation(_named(window, "restore_begin"), recovery.made_in, window)
-    restored = _of_generation(_named(window, "restore_end"), recovery.made_in, window)
-    groups = [event["t"] for event in _named(window, "group_built") if event["t"] <= recovery.ended_t]
-    replays = _of_generation(_named(window, "replay_begin"), recovery.made_in, window)
-    work = [event["t"] for event in (*restores, *replays)]
+    last = _milestones(recovery.window, recovery.made_in)
+    groups = [event["t"] for event in recovery.named("group_built") if event["t"] <= recovery.ended_t]
+    work = [event["t"] for name in ("restore_begin", "replay_begin") for event in recovery.made(name)]
     rebuilt = min(work) if work else max(groups, default=recovery.ended_t)
     marks = (
         ("detect", recovery.began_t),
@@ -325,8 +296,8 @@ def _phases(recovery: Recovery, window: list[Event], after: list[Event]) -> dict
         ("fence", last["planning"]),
         ("plan", last["recovering"]),
         ("rebuild", rebuilt),
-        ("restore", max((event["t"] for event in restored), default=rebuilt)),
-        ("replay", max((event["t"] for event in recovery.replays), default=None)),
+        ("restore", max((event["t"] for event in recovery.made("restore_end")), default=rebuilt)),
+        ("replay", max((event["t"] for event in recovery.made("replay_end")), default=None)),
         ("rejoin", resumed),
     )
     seconds: dict[str, float] = {}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from swift_ft.errors import UsageError
-from swift_ft.lab.drill.options import Reach, option, options_of
+from swift_ft.lab.drill.options import of_both, options_of
 from swift_ft.log import record
 from swift_ft.planner.groups import RecoveryGroups
 
@@ -86,13 +86,13 @@ microbatches.)"""
 class Topology:
     """The shape of one drill. Construction validates it (`UsageError`) before anything is started."""
 
-    pipeline_ranks: int = option(4, "ranks in a pipeline", "P", flag="--stages", reach=Reach.BOTH)
-    replicas: int = option(1, "replicas of every stage", "D", reach=Reach.BOTH)
+    pipeline_ranks: int = of_both(4, "ranks in a pipeline", "P", flag="--stages")
+    replicas: int = of_both(1, "replicas of every stage", "D")
     """Number of parallel pipelines; each has its own batches."""
-    steps: int = option(30, "optimizer steps", "N", reach=Reach.BOTH)
-    microbatches: int = option(8, "microbatches per step and replica", "M", reach=Reach.BOTH)
-    schedule: str = option("1f1b", known=tuple(SCHEDULES), reach=Reach.BOTH)
-    checkpoint_every: int = option(10, "steps between checkpoints", "K", reach=Reach.BOTH)
+    steps: int = of_both(30, "optimizer steps", "N")
+    microbatches: int = of_both(8, "microbatches per step and replica", "M")
+    schedule: str = of_both("1f1b", known=tuple(SCHEDULES))
+    checkpoint_every: int = of_both(10, "steps between checkpoints", "K")
 
     def __post_init__(self) -> None:
         for problem in self._problems():

@@ -32,7 +32,9 @@ def make_schedule(name: str, stages: list[Any], microbatches: int) -> Any:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Trains the drill's transformer; started by swift-ft drill.")
-    options.add_to(parser, [each for each in OPTIONS if each.reach in (Reach.RUN, Reach.BOTH)])
+    for option in OPTIONS:
+        if option.reach in (Reach.RUN, Reach.BOTH):
+            option.add_to(parser)
     parser.add_argument("--codec", default="none", choices=CODECS)
     parser.add_argument("--rest-s", type=float, default=0.0, help="before the last step")
     return parser

@@ -1,12 +1,17 @@
-"""Bit flips in files that are in use: the live log (``corrupt=log``) and a checkpoint (``corrupt=checkpoint``)."""
+"""Bit flips in files that are in use: the live log (``corrupt=log``) and a checkpoint (``corrupt=checkpoint``).
+
+So that they come in time, victims wait where they are to die (`HeldVictims`).
+"""
 
 import os
 import random
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from swift_ft.fault_grammar import BEFORE_A_LOSS, Fault, fault_id, held_together
 from swift_ft.files import open_regular
 from swift_ft.log import segment
 from swift_ft.log.directory import SEGMENTS
@@ -78,3 +83,48 @@ def corrupt_stream(
         flip(path, bit)
         return {"stream": stream, "file": path.name, "bit": bit, "record": str(record.header.key)}
     return None
+
+
+class HeldVictims:
+    """Ranks that wait where they are to die: each writes ``<id>.reached`` and waits for ``<id>.go``."""
+
+    def __init__(self, directory: Path, faults: Sequence[Fault]) -> None:
+        self.groups = held_together(faults)
+        """Indices of faults that are released together, of those not released yet."""
+        self._directory = directory
+        self._faults = faults
+        self._since: dict[int, float] = {}
+
+    def reached(self, index: int) -> bool:
+        """Returns whether this victim waits."""
+        if not (self._directory / f"{fault_id(index)}.reached").exists():
+            return False
+        self._since.setdefault(index, time.monotonic())
+        return True
+
+    def waited_s(self, index: int) -> float:
+        """Returns for how long it has been seen to wait."""
+        return time.monotonic() - self._since.get(index, time.monotonic())
+
+    def release(self, index: int) -> None:
+        (self._directory / f"{fault_id(index)}.go").touch(0o600)
+
+    def turn(self, done: Collection[int], patience_s: Callable[[list[int], list[int]], float]) -> None:
+        """(called periodically) Releases the victims of one step together, once everything injected before their death
+        is done. `done`: indices of what was injected. `patience_s`: (a step's victims, those that wait) -> how long
+        these wait for the others."""
+        self.groups = [group for group in self.groups if not self._released(group, done, patience_s)]
+
+    def _released(
+        self, group: list[int], done: Collection[int], patience_s: Callable[[list[int], list[int]], float]
+    ) -> bool:
+        there = [index for index in group if self.reached(index)]
+        step = getattr(self._faults[group[0]], "step", None)
+        before = [n for n, f in enumerate(self._faults) if isinstance(f, BEFORE_A_LOSS) and f.step == step]
+        if not there or not set(before) <= set(done):
+            return False
+        if len(there) < len(group) and max(map(self.waited_s, there)) < patience_s(group, there):
+            return False
+        for index in group:  # victims that arrive later do not wait any more
+            self.release(index)
+        return True

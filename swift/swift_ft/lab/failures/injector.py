@@ -38,6 +38,7 @@ from swift_ft.fault_grammar import (
 )
 from swift_ft.files import make_directory, private
 from swift_ft.lab.failures import damage, report, schedule, services
+from swift_ft.lab.failures.damage import HeldVictims
 from swift_ft.lab.failures.schedule import Schedule
 from swift_ft.lab.failures.services import service_at
 from swift_ft.launch.decisions import Outcome
@@ -210,7 +211,7 @@ class Injector:
     def __init__(self, plan: "Planned") -> None:
         self._plan = plan
         self._faults = dict(enumerate(plan.schedule.faults))
-        self._held = fault_grammar.held_together(plan.schedule.faults)
+        self._held = HeldVictims(plan.fault_directory, plan.schedule.faults)
         self._processes: dict[int, _Process] = {}
         """Rank -> its current process, for ranks of this launcher."""
         self._local: set[int] = set()
@@ -220,7 +221,7 @@ class Injector:
         self._done: set[int] = set()
         self._ends: dict[int, tuple[float, Callable[[], None]]] = {}
         """Failure index -> (time when it is over, function that ends it)."""
-        self._held_since: dict[int, float] = {}
+        self._damage_since: dict[int, float] = {}
         self._step = -1
         self._replayed = False
         self._injected_at = float("-inf")
@@ -312,7 +313,7 @@ class Injector:
             for index, fault in self._faults.items():
                 if index not in self._done:
                     self._try(index, fault)
-            self._held = [group for group in self._held if not self._let_go(group)]
+            self._held.turn(self._done, self._patience_s)
             for index, (at, _) in list(self._ends.items()):
                 if events.now() >= at:
                     self._end(index)
@@ -327,7 +328,7 @@ class Injector:
             self.why_not[fault_id(index)] = " ".join(str(error).split())
             tell(f"failures: {fault}: {self.why_not[fault_id(index)]}")
             self._done.add(index)
-            self._go(index)
+            self._held.release(index)
 
     def _due(self, index: int, fault: Fault) -> bool:
         """Returns whether this launcher must act on the failure now."""
@@ -336,14 +337,14 @@ class Injector:
             return self._rank_started and events.now() >= self.began + at_s
         match fault:
             case RankFault(kind=kind):
-                return kind not in fault_grammar.IN_THE_RANK and self._reached(index)
+                return kind not in fault_grammar.IN_THE_RANK and self._held.reached(index)
             case LogLossFault(step=None):
                 return self._replayed
             case LogServerFault() | LogLossFault() | CoordinatorFault() | FillFault():
                 return step is not None and self._step >= step
             case CorruptFault() | CorruptCheckpointFault():
-                victims = [n for group in self._held for n in group if self._faults[n].step == step]  # type: ignore[union-attr]
-                return any(map(self._reached, victims)) if victims else self._step >= fault.step
+                victims = [n for group in self._held.groups for n in group if self._faults[n].step == step]  # type: ignore[union-attr]
+                return any(map(self._held.reached, victims)) if victims else self._step >= fault.step
         return False
 
     def _inject(self, index: int, fault: Fault) -> None:
@@ -383,7 +384,7 @@ class Injector:
             case "network":
                 routes = cut(fault.link)
                 self._lasts(index, fault.for_s, lambda: restore(fault.link, routes))
-        self._go(index)
+        self._held.release(index)
 
     def _signal(self, rank: int, signum: signal.Signals, pid: int) -> None:
         """Signals the rank's process; does not if `pid` has been replaced by another process."""
@@ -438,7 +439,7 @@ class Injector:
 
     def _corrupt(self, index: int, fault: CorruptFault | CorruptCheckpointFault) -> None:
         """Damages the data as soon as there is any. Raises UsageError if there is none for `HOLD_S`."""
-        since = self._held_since.setdefault(-1 - index, time.monotonic())
+        since = self._damage_since.setdefault(index, time.monotonic())
         if isinstance(fault, CorruptCheckpointFault):
             saved = self._status().view.checkpoints
             place = Path(self._plan.job.checkpoint_dir or "", self._plan.job.name)
@@ -470,34 +471,11 @@ class Injector:
         if at < float("inf"):
             events.emit("fault_over", id=fault_id(index))
 
-    def _reached(self, index: int) -> bool:
-        if not (self._plan.fault_directory / f"{fault_id(index)}.reached").exists():
-            return False
-        self._held_since.setdefault(index, time.monotonic())
-        return True
-
-    def _go(self, index: int) -> None:
-        (self._plan.fault_directory / f"{fault_id(index)}.go").touch(0o600)
-
-    def _let_go(self, group: list[int]) -> bool:
-        """Releases the victims of one step together, once everything injected before their death is done. Returns
-        whether they were released."""
-        there = [index for index in group if self._reached(index)]
-        if not there:
-            return False
-        step = getattr(self._faults[group[0]], "step", None)
-        for index, fault in self._faults.items():
-            beside = isinstance(fault, fault_grammar.BEFORE_A_LOSS) and fault.step == step
-            if beside and index not in self._done:
-                return False
+    def _patience_s(self, group: list[int], there: list[int]) -> float:
+        """Returns how long victims wait for the others of their step: not for those of other launchers."""
         with self._lock:
-            here = [n for n in group if getattr(self._faults[n], "rank", None) in self._processes]
-        waited = time.monotonic() - min(self._held_since[index] for index in there)
-        if not set(here) <= set(there) and waited < TOGETHER_S:
-            return False
-        for index in group:
-            self._go(index)
-        return True
+            here = {n for n in group if getattr(self._faults[n], "rank", None) in self._processes}
+        return 0.0 if here <= set(there) else TOGETHER_S
 
     # --- detection ---
 

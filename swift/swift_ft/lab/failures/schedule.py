@@ -22,7 +22,7 @@ import os
 import random
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,13 @@ class What:
                 yield RankFault(rank=rank, step=int(at), phase=phase, microbatch=microbatch, **fields_)
 
 
+def _said(entry: Any, names: Mapping[str, str]) -> list[str]:
+    """Returns the keys whose values are not the default. `names`: field -> key."""
+    unsaid = {each.name: each.default for each in fields(entry)}
+    values = {name: getattr(entry, name) for name in names}
+    return [f"{names[name]}={seconds_text(v)}" for name, v in values.items() if v != unsaid[name]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
     """A distribution of failures, as specified."""
@@ -205,12 +212,8 @@ class Drawn:
         words = [f"every={self.law}", f"mtbf={seconds_text(self.mtbf)}"]
         if self.law == "weibull":
             words.append(f"shape={seconds_text(self.shape)}")
-        unsaid = {f.name: f.default for f in fields(self)}
-        for name in ("seed", "until", "count", "lemons", "lemon", "together", "per_host"):
-            value = getattr(self, name)
-            if value != unsaid[name]:
-                words.append(f"{name}={seconds_text(value)}")
-        return ",".join([*words, *self.what.words()])
+        names = ("seed", "until", "count", "lemons", "lemon", "together", "per_host")
+        return ",".join([*words, *_said(self, {name: name for name in names}), *self.what.words()])
 
     def faults(self, hosts: Hosts, flag: str = "--failures") -> list[Fault]:
         """Returns the failures of a job with these hosts, in order of time. Raises UsageError for too many failures, or
@@ -409,18 +412,8 @@ class Traced:
         )
 
     def __str__(self) -> str:
-        words = [f"trace={self.path}"]
-        for name, value, unsaid in (
-            ("per", self.per, 1.0),
-            ("from", self.begin, 0.0),
-            ("until", self.until, None),
-            ("seed", self.seed, 0),
-            ("nodes", self.nodes, None),
-            ("per_host", self.per_host, None),
-        ):
-            if value is not None and value != unsaid:
-                words.append(f"{name}={seconds_text(value)}")
-        return ",".join([*words, *self.what.words()])
+        names = {"begin": "from"} | {name: name for name in ("per", "until", "seed", "nodes", "per_host")}
+        return ",".join([f"trace={self.path}", *_said(self, names), *self.what.words()])
 
     def faults(self, hosts: Hosts, flag: str = "--failures") -> list[Fault]:
         """Returns the failures of a job with these hosts, in order of time. Raises UsageError if the file is no trace,

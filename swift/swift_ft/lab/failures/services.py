@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from swift_ft.cli_parser import is_loopback
+import psutil
+
 from swift_ft.errors import UsageError
-from swift_ft.text import port_number, whole_number
+from swift_ft.text import port_number
 
 SERVICES = ("swift_ft_services.logserver", "swift_ft_services.coordinator")
-_LISTENS = "0A"
 _GONE_S = 10.0
 
 
@@ -85,57 +85,32 @@ def _option(command: Sequence[str], flag: str) -> str:
 def service_at(address: str, where: str = "") -> Service:
     """Finds the swift service that listens at this HOST:PORT. Raises UsageError, prefixed by `where`, if no process of
     this machine listens there, or none that is a swift service."""
-    host, _, port = address.rpartition(":")
-    number = port_number(port)
-    inodes = set() if number is None else _listening(number)
-    for entry in Path("/proc").iterdir() if inodes else ():
-        if whole_number(entry.name) is not None and inodes & _sockets(entry):
-            service = _service(entry, address if is_loopback(host) else f"{host}:{port}")
-            if service is not None:
-                return service
+    number = port_number(address.rpartition(":")[2])
+    for connection in psutil.net_connections("tcp"):
+        listens = connection.status == psutil.CONN_LISTEN and connection.laddr
+        if listens and listens.port == number and connection.pid is not None:
+            with contextlib.suppress(psutil.Error, OSError):
+                if (service := _service(psutil.Process(connection.pid), address)) is not None:
+                    return service
     raise UsageError(
         f"{where}no service of swift listens at {address} on this machine, as this user: start it here, or leave the "
         "failure to a launcher of its machine"
     )
 
 
-def _listening(port: int) -> set[str]:
-    """Returns the sockets that listen at this port, in the notation of /proc ("socket:[inode]")."""
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                words = line.split()
-                if words[3] == _LISTENS and int(words[1].rpartition(":")[2], 16) == port:
-                    found.add(f"socket:[{words[9]}]")
-    return found
-
-
-def _sockets(process: Path) -> set[str]:
-    found = set()
-    with contextlib.suppress(OSError):
-        for descriptor in (process / "fd").iterdir():
-            with contextlib.suppress(OSError):
-                found.add(os.readlink(descriptor))
-    return found
-
-
-def _service(process: Path, address: str) -> Service | None:
-    try:
-        command = [os.fsdecode(word) for word in (process / "cmdline").read_bytes().split(b"\0")[:-1]]
-        environment = [os.fsdecode(word) for word in (process / "environ").read_bytes().split(b"\0")[:-1]]
-        directory = os.readlink(process / "cwd")
-    except OSError:
-        return None
+def _service(process: psutil.Process, address: str) -> Service | None:
+    command = process.cmdline()
     if not set(SERVICES) & set(command) or not _option(command, "--directory"):
         return None
+    directory, environment = process.cwd(), process.environ()
+    descriptors = Path(f"/proc/{process.pid}/fd")
     return Service(
-        pid=int(process.name),
+        pid=process.pid,
         address=address,
         command=tuple(command),
         directory=directory,
-        environment=dict(word.split("=", 1) for word in environment if "=" in word),
-        output=(_written_to(process / "fd" / "1"), _written_to(process / "fd" / "2")),
+        environment=environment,
+        output=(_written_to(descriptors / "1"), _written_to(descriptors / "2")),
     )
 
 
