@@ -237,9 +237,6 @@ def test_connections_are_made_in_one_place(path: Path) -> None:
     allowed = {
         "swift/swift_ft/credentials.py": {"insecure_channel", "secure_channel"},
         "services/swift_ft_services/listening.py": {"add_insecure_port", "add_secure_port"},
-        # The bare wire: neither secrets nor jobs, on loopback.
-        "swift/swift_ft/lab/bench/log_ranks.py": {"add_insecure_port"},
-        # An attacker brings its own.
         # Hundreds of members in a process, on loopback: asyncio's channels.
         "swift/swift_ft/lab/bench/coordinator_members.py": {"insecure_channel"},
     }

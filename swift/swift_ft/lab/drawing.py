@@ -13,6 +13,7 @@ SETTINGS: Any = {
     "font.size": 10,
     "font.family": "sans-serif",
     "svg.fonttype": "none",
+    "text.parse_math": False,
     "svg.hashsalt": "swift",
     "axes.grid": True,
     "axes.axisbelow": True,

@@ -2,11 +2,11 @@
 
 ``Work`` is one step of all data-parallel ranks: the owner of every microbatch of every batch at every stage, the time
 of each part, and how many activations a rank may hold. ``plan_step`` orders it. ``problems`` checks any order against
-the work, by rules that the scheduler does not share. ``Plans`` plans ahead, once for all equivalent losses; ``move``
-chooses better places for losses. ``period`` is the time of a step among others.
+the work, by rules that the scheduler does not share. ``Plans`` plans ahead, once for all equivalent losses. ``period``
+is the time of a step among others.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,9 +27,6 @@ from swift_ft.planner.schedule import (
 # ``canonical`` counts them. A plan is computed for *roles*: role r of a stage group computes origin r's microbatches.
 # The unfilled roles are the first ones, or those that give a shorter step. ``Planned.placed`` assigns the roles to the
 # existing workers. A remaining worker keeps its own role, unless that one is unfilled.
-#
-# A loss may be moved to another stage group: a worker there takes over the state of the lost one, which costs a copy.
-# ``move`` decides whether that pays.
 
 _SLACK = 1e-9
 Lost = Sequence[tuple[int, int]]
@@ -242,27 +239,3 @@ def all_counts(groups: int, total: int, most: int) -> Iterator[Counts]:
     for count in range(min(total, most), -1, -1):
         for rest in all_counts(groups - 1, total - count, most):
             yield (count, *rest)
-
-
-def move(
-    counts: Counts, length: Callable[[Counts], float], *, origins: int, move_cost: float, steps: float
-) -> Counts:
-    """Returns the losses after moves that pay. A move costs `move_cost`, in the unit of `length`. It pays if what each
-    step saves, times the `steps` until an expected repair, exceeds that. Losses are moved one at a time, each to where
-    it saves most."""
-    while True:
-        best, gain = counts, 0.0
-        now = length(counts)
-        for source, lost in enumerate(counts):
-            for to, there in enumerate(counts):
-                if source == to or not lost or there + 1 >= origins:
-                    continue
-                changed = list(counts)
-                changed[source] -= 1
-                changed[to] += 1
-                saved = (now - length(tuple(changed))) * steps - move_cost
-                if saved > gain + 1e-9:
-                    best, gain = tuple(changed), saved
-        if best == counts:
-            return counts
-        counts = best

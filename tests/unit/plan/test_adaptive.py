@@ -60,26 +60,6 @@ def test_the_worst_place_is_where_the_step_is_longest() -> None:
     assert sorted(rerouted.worst(request(), 5)) == [1, 2, 2]
 
 
-def test_a_loss_is_moved_where_that_pays(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
-    assert main([*SIZE, "--move", "10,1000", "--json", str(out)]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    none, one, two = json.loads(out.read_text())["rows"]
-    assert "moved" not in none
-    for way in ("fused", "split", "split, even", "split, 2x"):
-        assert max(two["moved"][way]["counts"]) == 1, "two losses at two stages"
-        assert sum(two["moved"][way]["counts"]) == 2
-        assert two["moved"][way]["length"] < two["ways"][way]["length"]
-        assert sum(one["moved"][way]["counts"]) == 1
-    assert any("instead of" in line for line in shown)
-    assert main([*SIZE, "--move", "1e9,1000", "--json", str(out)]) == 0
-    for row in json.loads(out.read_text())["rows"][1:]:
-        assert all(moved["counts"] == row["counts"] for moved in row["moved"].values()), (
-            "it costs more than it saves"
-        )
-    assert "instead of" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -96,12 +76,6 @@ def test_a_loss_is_moved_where_that_pays(capsys: pytest.CaptureFixture[str], tmp
         ([*SIZE, "--times", "1,0,1"], "--times 1,0,1: write"),
         ([*SIZE, "--times", "1,a,1"], "--times 1,a,1: write"),
         ([*SIZE, "--cap-factor", "0"], "--cap-factor 0: give 0.01 to 1000"),
-        ([*SIZE, "--move", "1"], "--move 1: write COST,STEPS"),
-        ([*SIZE, "--move", "1,nan"], "--move 1,nan: write COST,STEPS"),
-        (
-            [*SIZE, "--move", "1,1", "--stages", "100", "--microbatches", "300"],
-            "--move plans for each other stage",
-        ),
         ([*SIZE, "--svg", "plan.svg"], "leave it out with --adaptive"),
         ([*SIZE, "--storage-cap", "1GB"], "leave out --storage-cap"),
         ([*SIZE, "profile.json"], "leave out PROFILE"),

@@ -141,30 +141,15 @@ def test_without_numpy_it_says_what_to_install() -> None:
     )
 
 
-def points_of(drawing: str, kind: str) -> list[tuple[float, float]]:
-    root = ElementTree.fromstring(drawing)
-    (line,) = (node for node in root.iter() if node.get("class") == kind)
-    if kind == "chosen":
-        return [(float(line.attrib["cx"]), float(line.attrib["cy"]))]
-    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in line.attrib["points"].split())]
-
-
-def test_the_drawing_has_a_step_for_every_point() -> None:
-    document = report.build(profile(machines=8), Cap(kind="storage_bytes", value=6600))
-    drawing = plot.draw(document)
-    line = points_of(drawing, "exact")
-    assert len(line) == 2 * len(document["frontier"]["points"])
-    assert [y for _, y in line] == sorted(
-        y for _, y in line
-    )  # recovery falls, so the line goes down the page
-    assert [x for x, _ in line] == sorted(x for x, _ in line)
-    assert points_of(drawing, "chosen")[0] in line
-    assert 'class="cap"' in drawing
-    assert 'class="cap"' not in plot.draw(report.build(profile(machines=8), None))
+def test_the_drawing_has_a_name_for_what_it_shows() -> None:
+    drawn = plot.draw(report.build(profile(machines=8), Cap(kind="storage_bytes", value=6600)))
+    texts = {text.text for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")}
+    assert {"exact", "greedy merge", "SWIFT's merge", "choice", "cap", "recovery, s"} <= texts
+    assert ">cap<" not in plot.draw(report.build(profile(machines=8), None))
 
 
 def test_a_name_cannot_become_markup() -> None:
-    drawing = plot.draw(report.build(profile(name="<script>&"), None))
+    drawing = plot.draw(report.build(profile(name="<script>&$x$"), None))
     assert "<script" not in drawing
     ElementTree.fromstring(drawing)
 
@@ -204,9 +189,8 @@ def test_what_is_in_range_has_a_plan(data: st.DataObject) -> None:
     )
     kind = data.draw(st.sampled_from(["storage_bytes", "recovery_s", "worst_recovery_s"]))
     document = report.build(strange, Cap(kind=kind, value=data.draw(st.sampled_from([1, 10**12]))))
-    assert json.loads(report.dumps(document)) == json.loads(json.dumps(document, allow_nan=False))
+    json.dumps(document, allow_nan=False)
     assert strange.name in report.text(document)
-    ElementTree.fromstring(plot.draw(document))
 
 
 def test_a_long_frontier_is_thinned_and_keeps_what_is_chosen() -> None:

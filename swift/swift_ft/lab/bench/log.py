@@ -2,8 +2,6 @@
 
     memcpy · one TCP connection over loopback · O_DIRECT appends with one sync for every 64 MiB, and O_DIRECT reads
     ring: from the trainer's push until a native thread has copied the record into shared memory
-    gRPC: messages of the log's size through gRPC for Python without processing: the upper bound for the log
-    wire: the log's messages, verified and dropped
     append: writer process(es) → gRPC → log server → segment files, until every record is durable
     read: log server → gRPC → a reader process, checksums verified, with the segments evicted from the page cache
 
@@ -26,7 +24,6 @@ from swift_ft.lab.bench import output
 from swift_ft.lab.bench.log_ranks import GENERATION, TIMEOUT_S
 from swift_ft.lab.bench.output import Worker
 from swift_ft.log import admin
-from swift_ft.log.frame import MESSAGE_BYTES
 from swift_ft.log.memory import page_aligned
 from swift_ft.log.record import RecordKey
 from swift_ft.log.ring import Consumer, Memory, header_of, producer
@@ -38,29 +35,13 @@ def start(role: str, address: str, stream: str, size: int, count: int) -> Worker
     return Worker("swift_ft.lab.bench.log_ranks", role, address, stream, size, count)
 
 
-def between(server_role: str, client_role: str, total: int, size: int) -> float:
-    """Returns the seconds for `total` bytes from one process to another.
-
-    From `append` to `sink`: a LogWriter to a server that acknowledges records once they are verified. From `pour` to
-    `drain`: one call of gRPC for Python, without checksums or processing, a lower bound for the log's time.
-    """
-    count = total // size
-    with start(server_role, "-", "-", size, count) as server:
-        address = f"127.0.0.1:{server.line()}"
-        with start(client_role, address, "bench/s0.F", size, count) as client:
-            client.begin()
-            timed = client.result()
-    return float(timed["ended"] - timed["began"])
-
-
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
 WRITERS = 4
 SHARED_SIZE = "4 MiB"
 """Record size of the goals, and of the records that several writers append together."""
 WIRE, DISK_WRITE, DISK_READ = "TCP loopback", "O_DIRECT append", "O_DIRECT read"
-OWN_WIRE, RING = "our wire", "trainer's ring"
-GRPC = "gRPC for Python, bytes only"
-GOALS = {"ring": 0.5, "append": 0.65, "read": 0.85, "writers": 1.0, "wire": 0.45}
+RING = "trainer's ring"
+GOALS = {"ring": 0.5, "append": 0.65, "read": 0.85, "writers": 1.0}
 CPU_GOALS = {"client_cpu": 0.45, "server_cpu": 0.60}
 """Upper limits in CPU seconds per GB of an append of SHARED_SIZE. The client stands for a trainer's sidecar."""
 WORDS = {
@@ -68,7 +49,6 @@ WORDS = {
     "append": f"durable append of {SHARED_SIZE} over {DISK_WRITE}",
     "read": f"cold read of {SHARED_SIZE} over {DISK_READ}",
     "writers": f"{WRITERS} writers together over one",
-    "wire": f"{OWN_WIRE} over {WIRE}",
     "client_cpu": f"CPU s/GB of who appends {SHARED_SIZE}",
     "server_cpu": f"CPU s/GB of the server that takes {SHARED_SIZE}",
 }
@@ -235,8 +215,6 @@ def measure(directory: Path, total: int) -> dict[str, Any]:
         RING: total / 1e6 / into_ring(total),
         DISK_WRITE: total / 1e6 / to_disk(probe, total),
         DISK_READ: total / 1e6 / from_disk(probe, total),
-        GRPC: total / 1e6 / between("drain", "pour", total, MESSAGE_BYTES),
-        OWN_WIRE: total / 1e6 / between("sink", "append", total, SIZES[SHARED_SIZE]),
     }
     probe.unlink()
     cases: dict[str, dict[str, float]] = {}
@@ -264,7 +242,7 @@ def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
     for name, first in rounds[0]["cases"].items():
         case = {key: statistics.median(r["cases"][name][key] for r in rounds) for key in first}
         limit = DISK_READ if name.startswith("read") else DISK_WRITE
-        for key, against in (("of_disk", limit), ("of_wire", WIRE), ("of_grpc", GRPC)):
+        for key, against in (("of_disk", limit), ("of_wire", WIRE)):
             case[key] = statistics.median(r["cases"][name]["rate"] / r["limits"][against] for r in rounds)
         result["cases"][name] = case
     alone, together = f"append {SHARED_SIZE}", f"append {SHARED_SIZE}, {WRITERS} writers"
@@ -276,7 +254,6 @@ def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
         ),
     }
     values["ring"] = statistics.median(r["limits"][RING] / r["limits"]["memcpy"] for r in rounds)
-    values["wire"] = statistics.median(r["limits"][OWN_WIRE] / r["limits"][WIRE] for r in rounds)
     result["goals"] = {
         **{name: output.goal(value, at_least=GOALS[name]) for name, value in values.items()},
         **{name: output.goal(result["cases"][alone][name], at_most=most) for name, most in CPU_GOALS.items()},
@@ -286,9 +263,9 @@ def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
 
 def text(result: dict[str, Any]) -> list[str]:
     """Formats the result: the machine's limits, a line for each case, and the goals."""
-    rows = [["", "MB/s", "of disk", "of wire", "of gRPC", "CPU s/GB client", "server"]]
+    rows = [["", "MB/s", "of disk", "of wire", "CPU s/GB client", "server"]]
     for name, case in result["cases"].items():
-        ratios = [f"{case[key]:.2f}" for key in ("of_disk", "of_wire", "of_grpc", "client_cpu", "server_cpu")]
+        ratios = [f"{case[key]:.2f}" for key in ("of_disk", "of_wire", "client_cpu", "server_cpu")]
         rows.append([name, f"{case['rate']:.0f}", *ratios])
     return [
         f"{result['machine']}; {result['bytes'] >> 20} MiB a case, medians of {result['rounds']} rounds",

@@ -223,8 +223,6 @@ class Faults:
     def __post_init__(self) -> None:
         if not 1.0 <= self.mtbf_s <= 1e12:
             raise UsageError(f"--machine-mtbf {self.mtbf_s:g}: give 1 s to 1e12 s, such as 264d")
-        if not SHAPE_MIN <= self.shape <= SHAPE_MAX:
-            raise UsageError(f"--weibull-shape {self.shape:g}: give {SHAPE_MIN:g} to {SHAPE_MAX:g}")
         if not 0 <= self.together <= 0.9:
             raise UsageError(f"--together {self.together:g}: give a share of 0 to 0.9")
 

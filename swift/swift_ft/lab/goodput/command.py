@@ -1,7 +1,6 @@
 """`swift-ft plan --goodput`: the expected share of time that is training, for every strategy."""
 
 import argparse
-import html
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.files import read_given
-from swift_ft.lab.chart import Scale, ticks
+from swift_ft.lab import drawing
 from swift_ft.lab.goodput import cluster as trace
 from swift_ft.lab.goodput import figures, ways
 from swift_ft.lab.goodput.cluster import Cluster, Faults, shape_of
@@ -148,161 +147,59 @@ def duration(text: str) -> float | None:
     return value if math.isfinite(value) and value >= 0 else None
 
 
-# Draws the useful share against the size of the cluster as one SVG file, a line for each strategy. Pure.
-
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 600, 540, 56, 188, 76, 62
-"""Pixels: size of the drawing, and its margins for labels. A phone shows about half of them."""
-LABEL = 20
-"""Pixels from one label to the next."""
-X_LABELS_MAX, X_LABEL = 6, 48
 STYLES = {
-    ways.RESTART: ("#57606a", ""),
-    ways.GIVEN: ("#57606a", "7 4"),
-    ways.WAIT: ("#57606a", "2 3"),
-    ways.CHECKPOINT: ("#953800", ""),
-    ways.REINIT: ("#953800", "7 4"),
-    ways.SNAPSHOT: ("#bf8700", ""),
-    ways.REPLICA: ("#1a7f37", ""),
-    ways.REPLAY: ("#8250df", ""),
-    ways.SHARED: ("#8250df", "7 4"),
-    ways.AUTO: ("#0969da", ""),
-    ways.SHRINK: ("#cf222e", ""),
-    ways.ADAPTIVE: ("#1b7c83", ""),
-    ways.DROP: ("#cf222e", "7 4"),
-    ways.LOSSY: ("#cf222e", "2 3"),
+    ways.RESTART: ("#57606a", "-"),
+    ways.GIVEN: ("#57606a", "--"),
+    ways.WAIT: ("#57606a", ":"),
+    ways.CHECKPOINT: ("#953800", "-"),
+    ways.REINIT: ("#953800", "--"),
+    ways.SNAPSHOT: ("#bf8700", "-"),
+    ways.REPLICA: ("#1a7f37", "-"),
+    ways.REPLAY: ("#8250df", "-"),
+    ways.SHARED: ("#8250df", "--"),
+    ways.AUTO: ("#0969da", "-"),
+    ways.SHRINK: ("#cf222e", "-"),
+    ways.ADAPTIVE: ("#1b7c83", "-"),
+    ways.DROP: ("#cf222e", "--"),
+    ways.LOSSY: ("#cf222e", ":"),
 }
 """Colour and dash pattern; strategies of one family have one colour."""
-_STYLE = (
-    "svg{background:#fff}text{font:16px system-ui,sans-serif;fill:#1f2328}.axis{stroke:#d1d9e0}"
-    ".title{font-weight:600;font-size:18px}.words{fill:#59636e}.label{font-weight:600}.own{stroke:#59636e}"
-)
 
 
 def draw_goodput(document: dict[str, Any]) -> str:
-    """Draws a document with a sweep (`swift_ft.lab.goodput.report.build`)."""
-    sweep = document["sweep"]
-    x = Scale(math.log(sweep[0]["ranks"]), math.log(sweep[-1]["ranks"]), LEFT, WIDTH - RIGHT)
-    y = Scale(0.0, 1.0, HEIGHT - BOTTOM, TOP)
-    names = [row["name"] for row in document["strategies"]]
-    names += [name for name in sweep[-1]["strategies"] if name not in names]
-    lines = {
-        name: [
-            (x(math.log(point["ranks"])), point["strategies"][name], point["ranks"])
-            for point in sweep
-            if name in point["strategies"]
+    """Draws a document with a sweep (`swift_ft.lab.goodput.report.build`) as SVG: the useful share against the size of
+    the cluster, a line for each strategy by the formula, dots by the simulation."""
+    sweep, faults = document["sweep"], document["faults"]
+    figure, axes = drawing.new(8, 5.5, "Share of time that is training")
+    ends = {name: point["strategies"][name]["formula"] for point in sweep for name in point["strategies"]}
+    for name in sorted(ends, key=lambda name: -ends[name]):
+        points = [
+            (point["ranks"], point["strategies"][name]) for point in sweep if name in point["strategies"]
         ]
-        for name in names
-    }
-    shapes = [*_axes(document, x, y)]
-    for name, points in lines.items():
-        shapes += _line(name, points, y)
-    shapes += _labels({name: points[-1] for name, points in lines.items()}, y)
-    faults = document["faults"]
-    rate = 1000 * 86400 / faults["node_mtbf_s"]
-    middle = (
-        f"{rate:.3g} faults in 1,000 node-days; repaired after {faults['repair_s'] / 3600:.3g} h on average"
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="share of useful time by size of the cluster"><style>{_STYLE}</style>'
-        f'<text class="title" x="4" y="22">Share of time that is training</text>'
-        f'<text class="words" x="4" y="45">{html.escape(middle)}</text>{"".join(shapes)}</svg>\n'
-    )
-
-
-def _axes(document: dict[str, Any], x: Scale, y: Scale) -> list[str]:
-    shapes = []
-    for value in ticks(0.0, 1.0):
-        at = y(value)
-        shapes.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        shapes.append(f'<text x="{LEFT - 8}" y="{at + 5:.1f}" text-anchor="end">{value:.0%}</text>')
-    ranks = [point["ranks"] for point in document["sweep"]]
-    last = -math.inf
-    for size in ranks[:: -(-len(ranks) // X_LABELS_MAX)]:
-        at = x(math.log(size))
-        if at - last < X_LABEL:
-            continue
-        last = at
-        shapes.append(
-            f'<text class="size" x="{at:.1f}" y="{HEIGHT - BOTTOM + 22}" text-anchor="middle">{_short(size)}</text>'
-        )
-    own = x(math.log(document["ranks"]))
-    shapes.append(
-        f'<line class="own" x1="{own:.1f}" x2="{own:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke-dasharray="3 3">'
-        f"<title>{document['ranks']:,} ranks</title></line>"
-    )
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    shapes.append(
-        f'<text x="{middle}" y="{HEIGHT - 14}" text-anchor="middle">'
-        f"ranks; lines: formula, dots: simulated; dashed: {document['ranks']:,}</text>"
-    )
-    return shapes
-
-
-def _short(size: int) -> str:
-    return f"{size:,}" if size < 10_000 else f"{size / 1000:.0f}k"
-
-
-def _line(name: str, points: list[tuple[float, dict[str, float], int]], y: Scale) -> list[str]:
-    colour, dashes = STYLES[name]
-    path = " ".join(f"{at:.1f},{y(shares['formula']):.1f}" for at, shares, _ in points)
-    shapes = [
-        f'<polyline class="line" points="{path}" fill="none" stroke="{colour}" stroke-width="2" '
-        f'stroke-dasharray="{dashes}" stroke-linejoin="round"><title>{html.escape(name)}</title></polyline>'
-    ]
-    for at, shares, ranks in points:
-        share, error = shares["simulated"], shares["error"]
-        low, high = y(max(0.0, share - error)), y(min(1.0, share + error))
-        words = (
-            f"{name}, {ranks:,} ranks: {share:.1%} ± {100 * error:.1f}, by formula {shares['formula']:.1%}"
-        )
-        shapes.append(
-            f'<line class="error" x1="{at:.1f}" x2="{at:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="{colour}"/>'
-            f'<circle class="dot" cx="{at:.1f}" cy="{y(share):.1f}" r="3" fill="{colour}">'
-            f"<title>{html.escape(words)}</title></circle>"
-        )
-    return shapes
-
-
-def _labels(ends: dict[str, tuple[float, dict[str, float], int]], y: Scale) -> list[str]:
-    """Draws the names at the right, in the order of the lines' ends, spaced so that they do not overlap."""
-    order = sorted(ends, key=lambda name: -ends[name][1]["formula"])
-    places: list[float] = []
-    for name in order:
-        wanted = y(ends[name][1]["formula"])
-        places.append(max(wanted, places[-1] + LABEL) if places else wanted)
-    lowest = HEIGHT - BOTTOM
-    for number in reversed(range(len(places))):
-        places[number] = min(places[number], lowest - LABEL * (len(places) - 1 - number))
-    shapes = []
-    for name, at in zip(order, places, strict=True):
-        end, shares, _ = ends[name]
+        sizes = [ranks for ranks, _ in points]
         colour, dashes = STYLES[name]
-        left = WIDTH - RIGHT + 26
-        shapes.append(
-            f'<polyline points="{end:.1f},{y(shares["formula"]):.1f} {left - 12},{at:.1f} {left - 3},{at:.1f}" '
-            f'fill="none" stroke="{colour}" stroke-dasharray="{dashes}"/>'
-            f'<text class="label" x="{left}" y="{at + 5:.1f}" style="fill:{colour}">{html.escape(name)}</text>'
-        )
-    return shapes
+        axes.plot(sizes, [of["formula"] for _, of in points], color=colour, linestyle=dashes, label=name)
+        shares, errors = [of["simulated"] for _, of in points], [of["error"] for _, of in points]
+        axes.errorbar(sizes, shares, errors, color=colour, fmt=".")
+    axes.axvline(document["ranks"], color="#59636e", linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(
+        lambda ranks, _: f"{ranks:,.0f}" if ranks < 10_000 else f"{ranks / 1000:.0f}k"
+    )
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.set_ylim(0, 1)
+    rate = 1000 * figures.DAY_S / faults["node_mtbf_s"]
+    axes.set_xlabel(
+        f"ranks; lines: formula, dots: simulated; dotted: {document['ranks']:,}\n{rate:.3g} faults in 1,000 "
+        f"node-days; repaired after {faults['repair_s'] / 3600:.3g} h on average"
+    )
+    figure.legend(loc="outside right upper", frameon=False)
+    return drawing.svg(figure)
 
 
 OWN = (
-    "preset",
-    "ranks",
-    "ranks_per_node",
-    "weibull_shape",
-    "cv",
-    "trace",
-    "trace_nodes",
-    "together",
-    "spares",
-    "checkpoint_every",
-    "snapshot_every",
-    "measured",
-    "set",
-    "stop",
-    "seed",
+    *("preset", "ranks", "ranks_per_node", "cv", "trace", "trace_nodes", "together", "spares"),
+    *("checkpoint_every", "snapshot_every", "measured", "set", "stop", "seed"),
 )
 SHARED = ("replicas", "stages", "microbatches")
 """Flags that this mode shares with --adaptive."""
@@ -310,20 +207,6 @@ PRESET_DEFAULT, REPLICA_RANKS_DEFAULT, STAGES_DEFAULT, MICROBATCHES_DEFAULT = "l
 """Llama 3 405B (table 4): 8 x 16 ranks hold a replica, the pipeline has 16 stages, a replica 16 sequences in a step."""
 
 Parsed = TypeVar("Parsed")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Goodput:
-    """Checked command line of ``--goodput``."""
-
-    cluster: Cluster
-    faults: Faults
-    figures: dict[str, figures.Figure]
-    given: ways.Given
-    source: str
-    seed: int
-    json: Path | None
-    svg: Path | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -334,49 +217,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the share of every strategy, by formula and by simulation; takes --replicas, --stages, --microbatches "
         "and --machine-mtbf too (docs/goodput.md)",
     )
-    group.add_argument(
-        "--preset",
-        choices=list(figures.PRESETS),
-        help=f"ranks and faults of a published cluster; default: {PRESET_DEFAULT}",
-    )
-    group.add_argument("--ranks", type=int, metavar="N")
-    group.add_argument("--ranks-per-node", type=int, metavar="N", help="they are lost together; default: 8")
-    group.add_argument(
-        "--weibull-shape", type=float, metavar="K", help="of the times between two faults of the job"
-    )
-    group.add_argument(
-        "--cv", type=float, metavar="X", help="coefficient of variation of these times, instead of the shape"
-    )
-    group.add_argument(
-        "--trace", type=Path, metavar="FILE", help="faults as they came: CSV with node, start_h, end_h"
-    )
-    group.add_argument("--trace-nodes", type=int, metavar="N", help="with --trace: nodes that were watched")
-    group.add_argument(
-        "--together", type=float, metavar="SHARE", help="of the faults that come with another one; default: 0"
-    )
-    group.add_argument("--spares", type=int, metavar="N", help="spare nodes; default: enough")
-    group.add_argument("--checkpoint-every", metavar="TIME", help="such as 30min; default: the best interval")
-    group.add_argument("--snapshot-every", metavar="TIME", help="default: the best interval")
-    group.add_argument(
-        "--measured",
-        type=Path,
-        metavar="FILE",
-        action="append",
-        help="JSON of swift-ft bench recovery or coordinator, or of names and values; may be repeated",
-    )
-    group.add_argument(
-        "--set", metavar="NAME=VALUE", action="append", help="a figure of the model; may be repeated"
-    )
-    group.add_argument(
-        "--stop",
-        metavar="STRATEGY=TIME",
-        action="append",
-        help="what all ranks wait for after a fault, as measured; may be repeated",
-    )
-    group.add_argument("--seed", type=int, metavar="N", help="of the simulation; default: 0")
+    presets = list(figures.PRESETS)
+    group.add_argument("--preset", choices=presets, help=f"a published cluster; default: {PRESET_DEFAULT}")
+    for flag, kind, unit, words in (
+        ("--ranks", int, "N", "of the cluster; default: those of the preset"),
+        ("--ranks-per-node", int, "N", "they are lost together; default: 8"),
+        ("--cv", float, "X", "coefficient of variation of the times between two faults of the job"),
+        ("--trace", Path, "FILE", "faults as they came: CSV with node, start_h, end_h"),
+        ("--trace-nodes", int, "N", "with --trace: nodes that were watched"),
+        ("--together", float, "SHARE", "of the faults that come with another one; default: 0"),
+        ("--spares", int, "N", "spare nodes; default: enough"),
+        ("--checkpoint-every", str, "TIME", "such as 30min; default: the best interval"),
+        ("--snapshot-every", str, "TIME", "default: the best interval"),
+        ("--seed", int, "N", "of the simulation; default: 0"),
+    ):
+        group.add_argument(flag, type=kind, metavar=unit, help=words)
+    for flag, kind, unit, words in (
+        (
+            "--measured",
+            Path,
+            "FILE",
+            "JSON of swift-ft bench recovery or coordinator, or of names and values",
+        ),
+        ("--set", str, "NAME=VALUE", "a figure of the model"),
+        ("--stop", str, "STRATEGY=TIME", "what all ranks wait for after a fault, as measured"),
+    ):
+        group.add_argument(flag, type=kind, metavar=unit, action="append", help=f"{words}; may be repeated")
 
 
-def config_of(options: argparse.Namespace) -> Goodput:
+def config_of(options: argparse.Namespace) -> ways.Request:
     """Checks the options. Raises UsageError for an invalid value or an unusable file."""
     preset = figures.PRESETS[options.preset or PRESET_DEFAULT]
     given, stops = _figures(options)
@@ -393,7 +262,7 @@ def config_of(options: argparse.Namespace) -> Goodput:
     seed = 0 if options.seed is None else options.seed
     if not 0 <= seed < 2**63:
         raise UsageError(f"--seed {seed}: give 0 or more")
-    return Goodput(
+    return ways.Request(
         cluster=_cluster(options, preset),
         faults=faults,
         figures=of,
@@ -404,8 +273,6 @@ def config_of(options: argparse.Namespace) -> Goodput:
         ),
         source=source,
         seed=seed,
-        json=options.json,
-        svg=options.svg,
     )
 
 
@@ -431,13 +298,8 @@ def _cluster(options: argparse.Namespace, preset: figures.Preset) -> Cluster:
 
 def _faults(options: argparse.Namespace, preset: figures.Preset) -> tuple[Faults, str]:
     """Returns the faults and a description of their source."""
-    ways_given = [
-        f"--{name.replace('_', '-')}"
-        for name in ("weibull_shape", "cv", "trace")
-        if getattr(options, name) is not None
-    ]
-    if len(ways_given) > 1:
-        raise UsageError(f"give one of {' and '.join(ways_given)}: each says how faults follow each other")
+    if options.cv is not None and options.trace is not None:
+        raise UsageError("give one of --cv and --trace: each says how faults follow each other")
     mtbf_s = _time(options.machine_mtbf, "--machine-mtbf")
     together = options.together or 0.0
     if options.trace is not None:
@@ -446,9 +308,7 @@ def _faults(options: argparse.Namespace, preset: figures.Preset) -> tuple[Faults
         return _traced(options, mtbf_s)
     if options.trace_nodes is not None:
         raise UsageError("--trace-nodes is the number of nodes of --trace FILE: give it too")
-    if options.weibull_shape is not None:
-        shape, words = options.weibull_shape, f"Weibull, shape {options.weibull_shape:g}"
-    elif options.cv is not None:
+    if options.cv is not None:
         shape, words = shape_of(options.cv), f"Weibull, coefficient of variation {options.cv:g}"
     else:
         shape, words = shape_of(preset.cv), "exponential" if preset.cv == 1 else "Weibull"
@@ -517,27 +377,16 @@ def _time(text: str | None, flag: str) -> float | None:
     return seconds
 
 
-def run(config: Goodput) -> dict[str, str]:
-    """Prints the tables. Returns the JSON and SVG contents to write, by flag. Raises ServiceError if numpy is
-    missing."""
+def run(request: ways.Request, *, written: bool, drawn: bool) -> dict[str, str]:
+    """Prints the tables. Returns the JSON and SVG contents to write, by flag. Raises ServiceError if numpy or
+    matplotlib is missing."""
     try:
         from swift_ft.lab.goodput import report
     except ModuleNotFoundError as error:
         if error.name != "numpy":
             raise
         raise ServiceError("numpy is missing here: pip install 'swift-ft[lab]'") from None
-    request = report.Request(
-        cluster=config.cluster,
-        faults=config.faults,
-        figures=config.figures,
-        given=config.given,
-        seed=config.seed,
-        source=config.source,
-        repair_s=config.figures["repair_s"].value,
-    )
-    document: dict[str, Any] = report.build(request, sweep=config.json is not None or config.svg is not None)
+    document: dict[str, Any] = report.build(request, sweep=written or drawn)
+    contents = {"json": json.dumps(document, indent=2) + "\n", "svg": draw_goodput(document) if drawn else ""}
     show(report.text(document))
-    return {
-        "json": json.dumps(document, indent=2) + "\n",
-        "svg": draw_goodput(document) if config.svg is not None else "",
-    }
+    return contents

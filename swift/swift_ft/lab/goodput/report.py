@@ -2,14 +2,13 @@
 
 import math
 import textwrap
-from dataclasses import dataclass
 from typing import Any
 
 from swift_ft.lab.goodput import simulation, ways
 from swift_ft.lab.goodput.cluster import Cluster, Faults
-from swift_ft.lab.goodput.figures import Figure
-from swift_ft.lab.goodput.ways import Way
+from swift_ft.lab.goodput.ways import Request, Way
 from swift_ft.lab.plan.interval import daly_s, expected_s, young_s
+from swift_ft.text import table
 
 # The share of time that is training, in closed form.
 #
@@ -89,20 +88,6 @@ WORTH_TELLING = 0.2
 SWEEP_RANKS = 100_000
 SPAN_OF_SWEEP, TRIALS_OF_SWEEP = 40.0, 200
 COLUMNS_MAX = 118
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """Checked command line."""
-
-    cluster: Cluster
-    faults: Faults
-    figures: dict[str, Figure]
-    given: ways.Given
-    seed: int
-    source: str
-    """Description of the source of the faults."""
-    repair_s: float
 
 
 def build(request: Request, *, sweep: bool) -> dict[str, Any]:
@@ -314,14 +299,7 @@ def _table(document: dict[str, Any]) -> list[str]:
                 seconds(row["interval_s"]),
             ]
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return table(rows)
 
 
 def _differences(document: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ repeated: a checkpoint, a snapshot, or the start of the step. The parts of recov
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,6 +93,23 @@ class Given:
     """Strategy -> measured time that all ranks wait after a fault; replaces the sum of the parts."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Checked command line of ``--goodput``."""
+
+    cluster: Cluster
+    faults: Faults
+    figures: Mapping[str, Figure]
+    given: Given
+    seed: int
+    source: str
+    """Description of the source of the faults."""
+
+    @property
+    def repair_s(self) -> float:
+        return self.figures["repair_s"].value
+
+
 class Maker:
     """Builds the ways of one cluster. (caller) `ways()`, `left_out()`."""
 
@@ -103,7 +120,6 @@ class Maker:
         self._best_s = max(self._of["step_s"], best_work_s(self._of["save_s"], 1.0, self._mtbf_s))
         self._session = self._of["session_s_per_step"] / self._of["step_s"]
         self._logging = self._session + self._of["log_share"]
-        self._copy_s = self._of["state_bytes"] / self._of["copy_bytes_per_s"]
 
     @property
     def best_s(self) -> float:
@@ -120,33 +136,24 @@ class Maker:
         given = self._given.stops.get(name)
         return parts if given is None else (("given", given),)
 
-    @property
-    def _load(self) -> tuple[str, float]:
-        return "load", self._of["load_s"]
-
-    @property
-    def _copy(self) -> tuple[str, float]:
-        return "copy", self._copy_s
-
     def ways(self) -> list[Way]:
         """Returns the strategies that are possible on this cluster, in the order of `NAMES`."""
-        many = self._cluster.holders > 1
-        made = [
-            *self._restarts(),
-            *self._checkpoints(),
-            self._snapshot() if self._cluster.nodes > 1 else None,
-        ]
-        if many:
+        again = self._load, ("reinit", self._of["reinit_s"])
+        words = "survivors keep their processes; all ranks load the newest checkpoint"
+        made = [*self._restarts(), self._by_checkpoint(CHECKPOINT, words, self._swift(self._load))]
+        words = "the training function begins again in the same processes, at the checkpoint"
+        made.append(self._by_checkpoint(REINIT, words, self._swift(*again)))
+        if self._cluster.nodes > 1:
+            made.append(self._snapshot())
+        if self._cluster.holders > 1:
             made.append(self._replica(REPLICA))
-        copies = 1 + int(self._of["helpers"])
         made.append(self._replay(REPLAY, 1))
+        copies = 1 + int(self._of["helpers"])
         if self._ratio(copies) < self._ratio(1):
             made.append(self._replay(SHARED, copies))
-        if many:
-            made += [self._replica(AUTO), self._shrink(), self._adaptive()]
-            if self._cluster.replica_ranks == 1:
-                made += [self._drop(DROP), self._drop(LOSSY)]
-        return [way for way in made if way is not None]
+        if self._cluster.holders > 1:
+            made += [self._replica(AUTO), *self._going_on()]
+        return made
 
     def left_out(self) -> list[tuple[str, str]]:
         """Returns the strategies that the model leaves out, with the reasons."""
@@ -171,83 +178,53 @@ class Maker:
             out.append(("shrink, drop and lossy-forward", words))
         return out
 
+    @property
+    def _load(self) -> tuple[str, float]:
+        return "load", self._of["load_s"]
+
+    @property
+    def _copy(self) -> tuple[str, float]:
+        return "copy", self._of["state_bytes"] / self._of["copy_bytes_per_s"]
+
     def _by_checkpoint(
-        self,
-        name: str,
-        words: str,
-        parts: tuple[tuple[str, float], ...],
-        every_s: float,
-        stop_of: str = "",
-        **more: Any,
+        self, name: str, words: str, parts: tuple[tuple[str, float], ...], every_s: float = 0.0, **more: Any
     ) -> Way:
-        """Builds a strategy that repeats all work since the checkpoint, at `ratio` of its time. `stop_of`: strategy
-        whose user-given stop applies."""
+        """Builds a strategy that repeats all work since the checkpoint, at `ratio` of its time. Without `every_s` it
+        has the best interval."""
+        options = {"overhead": self._session, "spares": self._cluster.spares} | more
         return Way(
             name=name,
             words=words,
-            stop_parts=self._stop(stop_of or name, parts),
-            work_s=every_s,
+            stop_parts=self._stop(name, parts),
+            work_s=every_s or self._best_s,
             stall_s=self._of["save_s"],
-            every_s=every_s,
+            every_s=every_s or self._best_s,
             save_s=self._of["save_s"],
             by_checkpoint=True,
-            **more,
+            **options,
         )
 
     def _restarts(self) -> list[Way]:
         of = self._of
         more_s = of["restart_s_per_rank"] * max(0, self._cluster.ranks - RESTART_RANKS)
-        parts = (
-            ("detect", of["detect_s"]),
-            ("start", of["start_s"] + more_s),
-            ("rebuild", of["rebuild_s"]),
-            self._load,
+        parts = self._stop(
+            RESTART,
+            (
+                ("detect", of["detect_s"]),
+                ("start", of["start_s"] + more_s),
+                ("rebuild", of["rebuild_s"]),
+                self._load,
+            ),
         )
-        words, spares = (
-            "all processes start again (torchrun) and load the newest checkpoint",
-            self._cluster.spares,
-        )
-        made = [
-            self._by_checkpoint(
-                RESTART, f"{words}; the best interval", parts, self._best_s, stop_of=RESTART, spares=spares
-            )
-        ]
+        words = "all processes start again (torchrun) and load the newest checkpoint"
+        made = [self._by_checkpoint(RESTART, f"{words}; the best interval", parts, overhead=0.0)]
         if self._given.every_s is not None:
-            made.append(
-                self._by_checkpoint(
-                    GIVEN,
-                    f"{words}; your interval",
-                    parts,
-                    self._given.every_s,
-                    stop_of=RESTART,
-                    spares=spares,
-                )
-            )
-        if spares != 0:
+            every_s, yours = self._given.every_s, f"{words}; your interval"
+            made.append(self._by_checkpoint(GIVEN, yours, parts, every_s, overhead=0.0))
+        if self._cluster.spares != 0:
             words += ", once the lost node is repaired"
-            made.append(self._by_checkpoint(WAIT, words, parts, self._best_s, stop_of=RESTART, spares=0))
+            made.append(self._by_checkpoint(WAIT, words, parts, overhead=0.0, spares=0))
         return made
-
-    def _checkpoints(self) -> list[Way]:
-        again = "reinit", self._of["reinit_s"]
-        return [
-            self._by_checkpoint(
-                CHECKPOINT,
-                "survivors keep their processes; all ranks load the newest checkpoint",
-                self._swift(self._load),
-                self._best_s,
-                overhead=self._session,
-                spares=self._cluster.spares,
-            ),
-            self._by_checkpoint(
-                REINIT,
-                "the training function begins again in the same processes, at the checkpoint",
-                self._swift(self._load, again),
-                self._best_s,
-                overhead=self._session,
-                spares=self._cluster.spares,
-            ),
-        ]
 
     def _behind(self) -> dict[str, Any]:
         """Returns the checkpoints, and the fallback to them, of a strategy that recovers without checkpoints if it
@@ -310,60 +287,49 @@ class Maker:
             words += ", and others share the replay"
             if self._cluster.replicas > 1:
                 words += " (today only of a pipeline without replicas)"
-        every_s = max(self._of["step_s"], best_work_s(self._of["save_s"], ratio, self._mtbf_s))
-        half = "half a step", self._of["step_s"] / 2
         made = self._by_checkpoint(
             name,
             words,
-            (),
-            every_s,
+            self._stop(REPLAY, self._swift(self._load)),
+            max(self._of["step_s"], best_work_s(self._of["save_s"], ratio, self._mtbf_s)),
             ratio=ratio,
             overhead=self._logging,
-            spares=self._cluster.spares,
             partners=min(2, self._cluster.nodes - 1),
             needed=1,
             fall_stop_s=self._behind()["fall_stop_s"],
         )
-        given = self._given.stops.get(name, self._given.stops.get(REPLAY))
-        parts = self._swift(self._load) if given is None else (("given", given),)
-        return replace(made, stop_parts=(*parts, half))
+        return replace(made, stop_parts=(*made.stop_parts, ("half a step", self._of["step_s"] / 2)))
 
-    def _goes_on(self, name: str, words: str, speeds: tuple[float, ...], **more: Any) -> Way:
+    def _goes_on(self, name: str, words: str, speeds: Iterable[float], **more: Any) -> Way:
+        """Builds a strategy that goes on without lost nodes, at the speed for each number of missing holders."""
         back = self._swift(self._copy, ("save", self._of["save_s"]), detect=False)
-        options = {"work_s": self._of["step_s"], "overhead": self._session} | self._behind() | more
         return Way(
             name=name,
             words=words,
             stop_parts=self._stop(name, self._swift()),
-            speeds=speeds,
+            speeds=(*speeds, 0.0),
             back_s=sum(seconds for _, seconds in back),
-            **options,
+            work_s=self._of["step_s"],
+            overhead=self._session,
+            **self._behind(),
+            **more,
         )
 
-    def _shrink(self) -> Way:
-        holders = self._cluster.holders
-        speeds = (1 / (1 + math.ceil(lost / (holders - lost))) for lost in range(holders))
-        words = "the others go on; whole pipelines compute the batches of broken ones after their own"
-        return self._goes_on(SHRINK, words, (*speeds, 0.0))
-
-    def _adaptive(self) -> Way:
-        """Models whole backwards that leave the bubbles unused: the column `fused` of `swift-ft plan --adaptive`."""
+    def _going_on(self) -> list[Way]:
         holders, stages = self._cluster.holders, self._cluster.stages
-        microbatches = self._cluster.microbatches
-        # M D / (D - f) for holders instead of replicas: a node with several replicas has as large a share of the
-        # microbatches.
-        loads = (-(-microbatches * holders // (holders - lost)) for lost in range(holders))
+        microbatches, missing = self._cluster.microbatches, range(self._cluster.holders)
+        shrink = "the others go on; whole pipelines compute the batches of broken ones after their own"
+        speeds = (1 / (1 + math.ceil(lost / (holders - lost))) for lost in missing)
+        made = [self._goes_on(SHRINK, shrink, speeds)]
+        # Whole backwards that leave the bubbles unused: the column `fused` of `swift-ft plan --adaptive`. M D / (D - f)
+        # for holders instead of replicas: a node with several replicas has as large a share of the microbatches.
+        adaptive = "the others go on; the peers of a lost node share its microbatches"
+        loads = (-(-microbatches * holders // (holders - lost)) for lost in missing)
         speeds = ((microbatches + stages - 1) / (load + stages - 1) for load in loads)
-        words = "the others go on; the peers of a lost node share its microbatches"
-        return self._goes_on(ADAPTIVE, words, (*speeds, 0.0), by_part=True)
-
-    def _drop(self, name: str) -> Way:
-        holders = self._cluster.holders
-        words = "the others go on without the lost batches (not exact)"
-        more: dict[str, Any] = {}
-        if name == LOSSY:
-            words += "; the step under way is finished"
-            more["work_s"], more["ratio"] = self._of["step_s"], 0.0
-        return self._goes_on(
-            name, words, tuple((holders - lost) / holders for lost in range(holders + 1)), **more
-        )
+        made.append(self._goes_on(ADAPTIVE, adaptive, speeds, by_part=True))
+        if self._cluster.replica_ranks == 1:
+            drop = "the others go on without the lost batches (not exact)"
+            left = [(holders - lost) / holders for lost in missing]
+            made.append(self._goes_on(DROP, drop, left))
+            made.append(self._goes_on(LOSSY, f"{drop}; the step under way is finished", left, ratio=0.0))
+        return made

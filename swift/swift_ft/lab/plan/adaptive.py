@@ -2,24 +2,14 @@
 
 import argparse
 import json
-from dataclasses import dataclass
-from pathlib import Path
 
 from swift_ft.errors import UsageError
 from swift_ft.lab.plan import rerouted
 from swift_ft.planner.schedule import Costs
 from swift_ft.text import show
 
-FLAGS = ("stages", "replicas", "microbatches", "times", "cap_factor", "failures", "move")
+FLAGS = ("stages", "replicas", "microbatches", "times", "cap_factor", "failures")
 _TIMES = "1,1,1"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Adaptive:
-    """Checked command line of ``--adaptive``."""
-
-    request: rerouted.Request
-    json: Path | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,15 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cap-factor", type=float, metavar="X", help="activations in memory, times those of 1F1B; default: 1"
     )
     group.add_argument("--failures", type=int, metavar="K", help="up to so many ranks are lost; default: 2")
-    group.add_argument(
-        "--move",
-        metavar="COST,STEPS",
-        help="say where losses had better be: what copying a rank's state takes, in the unit of --times, and in how "
-        "many steps a repair is expected",
-    )
 
 
-def config_of(options: argparse.Namespace) -> Adaptive:
+def config_of(options: argparse.Namespace) -> rerouted.Request:
     """Checks the options. Raises UsageError for an invalid value or a missing flag."""
     missing = [
         f"--{name}" for name in ("stages", "replicas", "microbatches") if getattr(options, name) is None
@@ -61,16 +45,14 @@ def config_of(options: argparse.Namespace) -> Adaptive:
         )
     if options.svg is not None:
         raise UsageError("--svg draws the plan of a PROFILE: leave it out with --adaptive")
-    request = rerouted.Request(
+    return rerouted.Request(
         stages=options.stages,
         replicas=options.replicas,
         microbatches=options.microbatches,
         costs=_costs(options.times or _TIMES),
         cap_factor=1.0 if options.cap_factor is None else options.cap_factor,
         losses=2 if options.failures is None else options.failures,
-        moves=None if options.move is None else _moves(options.move),
     )
-    return Adaptive(request=request, json=options.json)
 
 
 def _costs(text: str) -> Costs:
@@ -84,18 +66,8 @@ def _costs(text: str) -> Costs:
     return Costs(forward=(forward,), backward_input=(inputs,), backward_weight=(weights,), transfer=transfer)
 
 
-def _moves(text: str) -> rerouted.Moves:
-    try:
-        cost, steps = map(float, text.split(","))
-    except ValueError:
-        cost = steps = -1.0
-    if not (0 <= cost <= 1e12 and 0 <= steps <= 1e12):
-        raise UsageError(f"--move {text}: write COST,STEPS, such as 40,1000")
-    return rerouted.Moves(cost=cost, steps=steps)
-
-
-def run(config: Adaptive) -> dict[str, str]:
+def run(request: rerouted.Request) -> dict[str, str]:
     """Prints the table. Returns the contents of files to write, by flag."""
-    document = rerouted.build_rerouted(config.request)
+    document = rerouted.build_rerouted(request)
     show(rerouted.rerouted_text(document))
     return {"json": json.dumps(document, indent=2) + "\n"}

@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
@@ -17,9 +17,10 @@ from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.files import read_given, write_whole
 from swift_ft.lab.goodput import command
-from swift_ft.lab.plan import adaptive
+from swift_ft.lab.goodput.ways import Request
+from swift_ft.lab.plan import adaptive, rerouted
 from swift_ft.lab.plan.profile import Cap, Profile, parse
-from swift_ft.text import show, tell
+from swift_ft.text import flag_of, show, tell
 
 # A running job's profile: assumptions, and the interface that supplies the measurements.
 
@@ -69,6 +70,19 @@ class Running:
     save: Path | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Other:
+    """Checked command line of --adaptive or --goodput."""
+
+    request: rerouted.Request | Request
+    json: Path | None
+    svg: Path | None
+
+
+_OF_A_JOB = (
+    *("job", "save_profile", "machine_per_rank", "log_read_rate", "log_write_rate"),
+    *("network_rate", "machine_mtbf", "fixed"),
+)
 _ALONE = ("coordinator", "profile", "storage_cap", "recovery_cap", "worst_recovery_cap")
 
 
@@ -120,58 +134,34 @@ def _parser() -> Parser:
         epilog="exit codes: 0 done, 1 the cap cannot be met, 2 usage, 3 the environment does not allow it",
     )
     parser.add_argument(
-        "profile",
-        type=Path,
-        nargs="?",
-        metavar="PROFILE",
-        help="a JSON file; docs/planning.md lists its fields",
+        "profile", type=Path, nargs="?", metavar="PROFILE", help="JSON; docs/planning.md lists its fields"
     )
     job = parser.add_argument_group("a running job, instead of PROFILE")
-    job.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="take the profile that the ranks of a running job have measured",
-    )
-    job.add_argument("--job", metavar="NAME")
-    job.add_argument("--save-profile", type=Path, metavar="PATH", help="write what was measured as JSON")
     job.add_argument(
         "--machine-per-rank",
         action="store_true",
         help="plan as if each rank had a machine; default: one for each host",
     )
-    job.add_argument(
-        "--log-read-rate", metavar="BYTES", help="per second; default: as measured in a replay, else 1GB"
-    )
-    job.add_argument("--log-write-rate", metavar="BYTES", help="per second; default: as measured, else 1GB")
-    job.add_argument(
-        "--network-rate",
-        metavar="BYTES",
-        help="per second, between two ranks; default: nobody helps a replay",
-    )
-    job.add_argument(
-        "--machine-mtbf",
-        metavar="SECONDS",
-        help="mean time between two failures of a machine; default: 30 days",
-    )
-    job.add_argument(
-        "--fixed", metavar="SECONDS", help="fixed part of every recovery (detect, plan, rebuild); default: 0"
-    )
+    for flag, unit, words in (
+        ("--coordinator", "HOST:PORT", "take the profile that the ranks of a running job have measured"),
+        ("--job", "NAME", "of the job"),
+        ("--log-read-rate", "BYTES", "per second; default: as measured in a replay, else 1GB"),
+        ("--log-write-rate", "BYTES", "per second; default: as measured, else 1GB"),
+        ("--network-rate", "BYTES", "per second, between two ranks; default: nobody helps a replay"),
+        ("--machine-mtbf", "SECONDS", "mean time between two failures of a machine; default: 30 days"),
+        ("--fixed", "SECONDS", "fixed part of every recovery (detect, plan, rebuild); default: 0"),
+    ):
+        job.add_argument(flag, metavar=unit, help=words)
+    job.add_argument("--save-profile", type=Path, metavar="PATH", help="write what was measured as JSON")
     adaptive.add_arguments(parser)
     command.add_arguments(parser)
     caps = parser.add_mutually_exclusive_group()
-    caps.add_argument(
-        "--storage-cap",
-        metavar="BYTES",
-        help="limit of the log's size until the next checkpoint, such as 800GB",
-    )
-    caps.add_argument(
-        "--recovery-cap",
-        metavar="SECONDS",
-        help="limit of the recovery time that is expected over all failures",
-    )
-    caps.add_argument(
-        "--worst-recovery-cap", metavar="SECONDS", help="limit of the recovery time, whichever machine fails"
-    )
+    for flag, unit, words in (
+        ("--storage-cap", "BYTES", "limit of the log's size until the next checkpoint, such as 800GB"),
+        ("--recovery-cap", "SECONDS", "limit of the recovery time that is expected over all failures"),
+        ("--worst-recovery-cap", "SECONDS", "limit of the recovery time, whichever machine fails"),
+    ):
+        caps.add_argument(flag, metavar=unit, help=words)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything as JSON, for programs")
     parser.add_argument(
         "--svg", type=Path, metavar="PATH", help="draw the frontier, or shares by the cluster's size"
@@ -179,60 +169,55 @@ def _parser() -> Parser:
     return parser
 
 
-def config_of(argv: Sequence[str]) -> PlanConfig | adaptive.Adaptive | command.Goodput:
+def config_of(argv: Sequence[str]) -> PlanConfig | Other:
     """Parses and checks the command line. Raises UsageError for an invalid value or contradicting flags."""
     options = _parser().parse_args(argv)
     if options.adaptive or options.goodput:
         return _other(options)
-    for name in adaptive.FLAGS:
-        if getattr(options, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} is for replicas that lose ranks: give --adaptive")
-    for name in command.OWN:
-        if getattr(options, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} is for the share of useful time: give --goodput")
-    cap = None
-    if options.storage_cap is not None:
-        cap = Cap(kind="storage_bytes", value=_bytes(options.storage_cap, "--storage-cap"))
-    elif options.recovery_cap is not None:
-        cap = Cap(kind="recovery_s", value=_seconds(options.recovery_cap, "--recovery-cap"))
-    elif options.worst_recovery_cap is not None:
-        cap = Cap(kind="worst_recovery_s", value=_seconds(options.worst_recovery_cap, "--worst-recovery-cap"))
+    _refuse(options, adaptive.FLAGS, "{} is for replicas that lose ranks: give --adaptive")
+    _refuse(options, command.OWN, "{} is for the share of useful time: give --goodput")
     return PlanConfig(
-        profile=options.profile, running=_running(options), cap=cap, json=options.json, svg=options.svg
+        profile=options.profile,
+        running=_running(options),
+        cap=_cap(options),
+        json=options.json,
+        svg=options.svg,
     )
 
 
-def _other(options: argparse.Namespace) -> adaptive.Adaptive | command.Goodput:
+def _refuse(options: argparse.Namespace, names: Iterable[str], words: str) -> None:
+    """Raises UsageError if one of these flags is given."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value is not False:
+            raise UsageError(words.format("PROFILE" if name == "profile" else flag_of(name)))
+
+
+def _cap(options: argparse.Namespace) -> Cap | None:
+    if options.storage_cap is not None:
+        return Cap(kind="storage_bytes", value=_bytes(options.storage_cap, "--storage-cap"))
+    for kind in ("recovery", "worst_recovery"):
+        text = getattr(options, f"{kind}_cap")
+        if text is not None:
+            return Cap(kind=f"{kind}_s", value=_seconds(text, flag_of(f"{kind}_cap")))
+    return None
+
+
+def _other(options: argparse.Namespace) -> Other:
     """Checks the modes that need no profile: --adaptive and --goodput."""
     if options.adaptive and options.goodput:
         raise UsageError("give --adaptive or --goodput, not both")
     mode = "--adaptive" if options.adaptive else "--goodput"
-    foreign = [*_ALONE, *(command.OWN if options.adaptive else set(adaptive.FLAGS) - set(command.SHARED))]
-    for name in foreign:
-        if getattr(options, name) is not None:
-            flag = "PROFILE" if name == "profile" else f"--{name.replace('_', '-')}"
-            raise UsageError(f"{mode} plans with the flags of its own: leave out {flag}")
+    foreign = command.OWN if options.adaptive else [f for f in adaptive.FLAGS if f not in command.SHARED]
+    _refuse(options, [*_ALONE, *foreign], f"{mode} plans with the flags of its own: leave out {{}}")
     _check_places({"--json": options.json, "--svg": options.svg})
-    return adaptive.config_of(options) if options.adaptive else command.config_of(options)
+    request = adaptive.config_of(options) if options.adaptive else command.config_of(options)
+    return Other(request=request, json=options.json, svg=options.svg)
 
 
 def _running(options: argparse.Namespace) -> Running | None:
     if options.coordinator is None:
-        for name in (
-            "job",
-            "save_profile",
-            "machine_per_rank",
-            "log_read_rate",
-            "log_write_rate",
-            "network_rate",
-            "machine_mtbf",
-            "fixed",
-        ):
-            if getattr(options, name):
-                flag = name.replace("_", "-")
-                raise UsageError(
-                    f"--{flag} is for a running job: give --coordinator HOST:PORT and --job NAME"
-                )
+        _refuse(options, _OF_A_JOB, "{} is for a running job: give --coordinator HOST:PORT and --job NAME")
         if options.profile is None:
             raise UsageError(
                 "give a PROFILE, or --coordinator HOST:PORT and --job NAME, or --adaptive, or --goodput"
@@ -243,26 +228,23 @@ def _running(options: argparse.Namespace) -> Running | None:
     if options.job is None:
         raise UsageError("--coordinator needs --job NAME")
 
-    def rate(text: str | None, flag: str) -> float | None:
-        return None if text is None else float(_bytes(text, flag))
+    def rate(name: str) -> float | None:
+        text = getattr(options, name)
+        return None if text is None else float(_bytes(text, flag_of(name)))
 
-    def seconds(text: str | None, flag: str) -> float | None:
-        return None if text is None else _seconds(text, flag)
+    def seconds(name: str) -> float | None:
+        text = getattr(options, name)
+        return None if text is None else _seconds(text, flag_of(name))
 
     given = Given(
-        log_read_bytes_per_s=rate(options.log_read_rate, "--log-read-rate"),
-        log_write_bytes_per_s=rate(options.log_write_rate, "--log-write-rate"),
-        network_bytes_per_s=rate(options.network_rate, "--network-rate"),
-        machine_mtbf_s=seconds(options.machine_mtbf, "--machine-mtbf"),
-        fixed_s=seconds(options.fixed, "--fixed"),
+        log_read_bytes_per_s=rate("log_read_rate"),
+        log_write_bytes_per_s=rate("log_write_rate"),
+        network_bytes_per_s=rate("network_rate"),
+        machine_mtbf_s=seconds("machine_mtbf"),
+        fixed_s=seconds("fixed"),
         machine_per_rank=options.machine_per_rank,
     )
-    return Running(
-        coordinator=options.coordinator,
-        job=options.job,
-        given=given,
-        save=options.save_profile,
-    )
+    return Running(coordinator=options.coordinator, job=options.job, given=given, save=options.save_profile)
 
 
 def read(path: Path) -> Profile:
@@ -298,15 +280,16 @@ def _write(path: Path, content: str) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}; give another place") from None
 
 
-def run_other(config: adaptive.Adaptive | command.Goodput) -> int:
+def run_other(config: Other) -> int:
     """Executes --adaptive or --goodput. Raises UsageError for a job that cannot be planned."""
-    if isinstance(config, adaptive.Adaptive):
-        written, places = adaptive.run(config), {"json": config.json}
+    request = config.request
+    if isinstance(request, rerouted.Request):
+        contents = adaptive.run(request)
     else:
-        written, places = command.run(config), {"json": config.json, "svg": config.svg}
-    for name, path in places.items():
+        contents = command.run(request, written=config.json is not None, drawn=config.svg is not None)
+    for name, path in (("json", config.json), ("svg", config.svg)):
         if path is not None:
-            _write(path, written[name])
+            _write(path, contents[name])
     return 0
 
 
@@ -328,9 +311,10 @@ def run(config: PlanConfig, connect: Callable[[str, str], RunningJob]) -> int:
             raise
         raise ServiceError("numpy is missing here: pip install 'swift-ft[lab]'") from None
     document = report.build(profile, config.cap or profile.cap)
-    for path, content in ((config.json, report.dumps), (config.svg, plot.draw)):
-        if path is not None:
-            _write(path, content(document))
+    if config.json is not None:
+        _write(config.json, json.dumps(document) + "\n")
+    if config.svg is not None:
+        _write(config.svg, plot.draw(document))
     show(report.text(document).splitlines())
     if not document["met"]:
         tell(document["problem"])

@@ -1,6 +1,5 @@
 """Builds a plan as one document and as text. Pure."""
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from swift_ft.lab.plan.interval import Pace, balance, daly_s, young_s
 from swift_ft.lab.plan.model import CostModel, Cuts, Floats, Prediction
 from swift_ft.lab.plan.profile import Cap, Profile
+from swift_ft.text import table
 
 # The exact frontier: all choices of groups of which no other has both fewer bytes and a shorter expected recovery.
 #
@@ -503,21 +503,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def dumps(document: dict[str, Any]) -> str:
-    """Formats the document as JSON with one line for each choice, since a choice may list a thousand boundaries."""
-    parts = []
-    for name, value in document.items():
-        if name == "frontier":
-            head = {key: entry for key, entry in value.items() if key != "points"}
-            points = ",\n  ".join(json.dumps(point) for point in value["points"])
-            parts.append(f'"frontier": {json.dumps(head)[:-1]}, "points": [\n  {points}]}}')
-        elif name in ("swift", "greedy", "compared"):
-            parts.append(f'"{name}": [\n  ' + ",\n  ".join(json.dumps(row) for row in value) + "]")
-        else:
-            parts.append(f"{json.dumps(name)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
 # --- text ---
 
 
@@ -576,8 +561,6 @@ def _table(document: dict[str, Any]) -> list[str]:
                 *(_behind(point["recovery_s"], other[name]) for name in ("greedy_s", "swift_s")),
             ]
         )
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     left_out = len(points) - (len(rows) - 1)
     exact = document["frontier"]["exact"]
     head = f"{len(points)} choices of recovery groups, of which none is better in bytes and in time"
@@ -585,7 +568,7 @@ def _table(document: dict[str, Any]) -> list[str]:
         head += (
             f" (not exact: sizes were rounded up to {size_words(document['frontier']['resolution_bytes'])})"
         )
-    return [head, *lines, *([f"({left_out} more; --json has all)"] if left_out else [])]
+    return [head, *table(rows, left=0), *([f"({left_out} more; --json has all)"] if left_out else [])]
 
 
 def _selected(points: Sequence[dict[str, Any]], chosen: list[int]) -> list[int]:

@@ -9,21 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift_ft.errors import UsageError
-from swift_ft.planner.canonical_plans import Counts, JobShape, Plans, even, move, one_f_one_b
+from swift_ft.planner.canonical_plans import Counts, JobShape, Plans, even, one_f_one_b
 from swift_ft.planner.schedule import ACTIONS_MAX, Costs, period, plan_step
+from swift_ft.text import table
 
 STAGES_MAX, ORIGINS_MAX, MICROBATCHES_MAX, CELLS_MAX = 4096, 1024, 65536, 1_000_000
-MOVED_CELLS_MAX = 100_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moves:
-    """Cost of moving a loss to another stage: a rank of that stage receives the lost rank's state."""
-
-    cost: float
-    """Time to copy a rank's state, in the unit of the step times."""
-    steps: float
-    """Steps until a repair is expected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +28,6 @@ class Request:
     cap_factor: float
     """Memory limit, as a multiple of 1F1B's activations."""
     losses: int
-    moves: Moves | None = None
-    """None: the best placement of losses is not computed."""
 
     def __post_init__(self) -> None:
         for flag, value, least, most in (
@@ -53,12 +41,6 @@ class Request:
         if (cells := self.stages * self.replicas * self.microbatches) > CELLS_MAX:
             raise UsageError(
                 f"stages * replicas * microbatches is {cells}, and a plan takes {CELLS_MAX} at most: plan with fewer "
-                "microbatches"
-            )
-        if self.moves is not None and self.stages * cells > MOVED_CELLS_MAX:
-            raise UsageError(
-                f"--move plans for each other stage: stages * stages * replicas * microbatches is "
-                f"{self.stages * cells}, and {MOVED_CELLS_MAX} is the most: leave it out, or plan with fewer "
                 "microbatches"
             )
         if not 0.01 <= self.cap_factor <= 1000:
@@ -160,10 +142,7 @@ def build_rerouted(request: Request) -> dict[str, Any]:
                 "idle_workers": len(planned.lost) - losses,
             }
         dropped = (request.replicas - max(counts)) / request.replicas
-        row = {"losses": losses, "counts": list(counts), "ways": ways, "dropped": dropped}
-        if request.moves is not None and losses:
-            row["moved"] = _moved(request, plans, counts, request.moves)
-        rows.append(row)
+        rows.append({"losses": losses, "counts": list(counts), "ways": ways, "dropped": dropped})
     return {
         "stages": request.stages,
         "replicas": request.replicas,
@@ -176,26 +155,6 @@ def build_rerouted(request: Request) -> dict[str, Any]:
         "whole": whole,
         "rows": rows,
     }
-
-
-def _moved(
-    request: Request, plans: dict[tuple[bool, bool, float], Plans], counts: Counts, moves: Moves
-) -> dict[str, Any]:
-    """Returns for each way the best placement of the losses, and the length of a step with it."""
-    found = {}
-    for way in WAYS:
-        if way.staggered:
-            continue
-        of = plans[_kind(way)]
-        better = move(
-            counts,
-            lambda counts, of=of: of.of(counts).step.length,  # type: ignore[misc]
-            origins=request.replicas,
-            move_cost=moves.cost,
-            steps=moves.steps,
-        )
-        found[way.name] = {"counts": list(better), "length": of.of(better).step.length}
-    return found
 
 
 def _kind(way: Way) -> tuple[bool, bool, float]:
@@ -230,38 +189,13 @@ def rerouted_text(document: dict[str, Any]) -> list[str]:
                 f"{row['dropped']:.2f}",
             ]
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column == 1 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
     width = max(map(len, names)) + 2
-    moved = [
-        f"{row['losses']:>6}  {name.ljust(width)}{_move_words(row, name)}"
-        for row in document["rows"]
-        for name in row.get("moved", ())
-    ]
     return [
         head,
         "throughput over that step's (whole backwards, no losses), and what no order exceeds",
         "",
-        *lines,
+        *table(rows, left=2),
         "",
         *(f"{way.name.ljust(width)}{way.words}" for way in WAYS),
         f"{'dropped'.ljust(width)}{DROPPED}",
-        *(
-            ["", "where the losses had better be, if ranks are given the state of another stage", *moved]
-            if moved
-            else []
-        ),
     ]
-
-
-def _move_words(row: dict[str, Any], name: str) -> str:
-    moved, now = row["moved"][name], row["ways"][name]["length"]
-    if moved["counts"] == row["counts"]:
-        return f"where they are: a step takes {now:g}"
-    return f"{place(moved['counts'])}: a step takes {moved['length']:g} instead of {now:g}"

@@ -12,33 +12,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from swift_ft.lab.study.settings import PLAIN, STRATEGIES, TASKS, Cell, Settings
+from swift_ft.text import table
 
 # Means over seeds, with the 95 % interval of Student's t. Pure.
-
-_T = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.120,
-    2.110,
-    2.101,
-    2.093,
-    2.086,
-)
-"""97.5 % quantile for 1, 2, ... degrees of freedom."""
-_Z = 1.959964
 
 
 class Estimate(NamedTuple):
@@ -63,14 +39,10 @@ def estimate(values: Iterable[float]) -> Estimate | None:
     mean = statistics.fmean(known)
     if len(known) == 1:
         return Estimate(mean, None, 1)
-    return Estimate(mean, t(len(known) - 1) * statistics.stdev(known) / math.sqrt(len(known)), len(known))
+    from scipy.stats import t
 
-
-def t(freedom: int) -> float:
-    """Returns the 97.5 % quantile; beyond the table by the first terms of its expansion about the normal one."""
-    if freedom <= len(_T):
-        return _T[freedom - 1]
-    return _Z + (_Z**3 + _Z) / (4 * freedom) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
+    quantile = float(t.ppf(0.975, len(known) - 1))
+    return Estimate(mean, quantile * statistics.stdev(known) / math.sqrt(len(known)), len(known))
 
 
 FORMAT = 1
@@ -276,21 +248,21 @@ def percent(found: Estimate | None) -> str:
     return f"{mean} %" if found.half is None else f"{mean} ± {found.half * 100:.0f} %"
 
 
-COLUMNS = (
-    ("strategy", "strategy"),
-    ("bits", "same bits"),
-    ("failures", "failures"),
-    ("measured", "at the end"),
-    ("worse", "worse by"),
-    ("overhead", "longer by"),
-    ("step_overhead", "a step by"),
-    ("lost_s", "s lost"),
-    ("again_s", "s till again"),
-    ("steps_lost", "steps again"),
-    ("batches_dropped", "dropped"),
-    ("memory_mib", "memory"),
-)
-"""Columns of a table: figure and title."""
+COLUMNS = {
+    "strategy": "strategy",
+    "bits": "same bits",
+    "failures": "failures",
+    "measured": "at the end",
+    "worse": "worse by",
+    "overhead": "longer by",
+    "step_overhead": "a step by",
+    "lost_s": "s lost",
+    "again_s": "s till again",
+    "steps_lost": "steps again",
+    "batches_dropped": "dropped",
+    "memory_mib": "memory",
+}
+"""Figure and title of the columns of a table."""
 PER_FAILURE = "seconds lost, seconds till it runs again, steps done again and batches dropped are per failure"
 
 
@@ -298,28 +270,30 @@ def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
     """Formats the cells of a row, by column."""
     calm = row["rate"] == 0.0
     plain = row["strategy"] == PLAIN
-    each = {name: "" if calm else number(read(row, name), 2) for name in ("lost_s", "again_s")}
-    each["step_overhead"] = percent(read(row, "step_overhead")) if calm and not plain else ""
-    each["steps_lost"] = "" if calm else number(read(row, "steps_lost"), 1)
-    each["batches_dropped"] = "" if calm else number(read(row, "batches_dropped"), 1)
-    return each | {
+    memory = read(row, "memory_mib")
+    told = {
         "strategy": "no recovery" if plain else row["strategy"],
-        "measured": number(read(row, "measured")),
-        "worse": "" if plain else number(read(row, "worse")),
-        "overhead": "" if plain else percent(read(row, "overhead")),
-        "memory_mib": "" if plain else _mib(read(row, "memory_mib")),
         "bits": f"{row['same_bits']} of {row['runs']}",
         "failures": "" if calm else f"{row['failures']} of {row['planned']}",
+        "measured": number(read(row, "measured")),
     }
+    if not plain:
+        told |= {"worse": number(read(row, "worse")), "overhead": percent(read(row, "overhead"))}
+        told["memory_mib"] = "-" if memory is None else f"{memory.mean:+.0f} MiB"
+    if calm and not plain:
+        told["step_overhead"] = percent(read(row, "step_overhead"))
+    if not calm:
+        told |= {name: number(read(row, name), 2) for name in ("lost_s", "again_s")}
+        told |= {name: number(read(row, name), 1) for name in ("steps_lost", "batches_dropped")}
+    return {name: told.get(name, "") for name in COLUMNS}
 
 
-def columns(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
-    """Returns the columns that are non-empty in at least one of the rows."""
-    return [(name, title) for name, title in COLUMNS if any(row[name] for row in rows)]
-
-
-def _mib(found: Estimate | None) -> str:
-    return "-" if found is None else f"{found.mean:+.0f} MiB"
+def table_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Formats rows as a table, without the columns that are empty in all of them."""
+    cells = [cells_of(row) for row in rows]
+    named = [name for name in COLUMNS if any(each[name] for each in cells)]
+    lines = [[COLUMNS[name] for name in named], *([each[name] for name in named] for each in cells)]
+    return table(lines, left=len(named))
 
 
 def heading(rate: float) -> str:
@@ -348,11 +322,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             f"{task['title']}: {task['measure']} in {task['unit']}, means and 95 % intervals over seeds",
         ]
         for title, rows in groups(task):
-            words = [cells_of(row) for row in rows]
-            named = columns(words)
-            widths = {name: 2 + max(len(head), *(len(row[name]) for row in words)) for name, head in named}
-            out += ["", title, "".join(f"{head:<{widths[name]}}" for name, head in named).rstrip()]
-            out += ["".join(f"{row[name]:<{widths[name]}}" for name, _ in named).rstrip() for row in words]
+            out += ["", title, *table_of(rows)]
     out += ["", PER_FAILURE, "", *conclusions(found)]
     out += [f"checked by one process of plain torch: {check_words(check)}" for check in found["checks"]]
     out += [f"failed: {name}: {why}" for name, why in found["failed"].items()]

@@ -3,7 +3,6 @@
 import json
 import re
 import resource
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -149,10 +148,8 @@ def test_a_preset_is_a_published_cluster(tmp_path: Path) -> None:
         (["--machine-mtbf", "soon"], "--machine-mtbf soon: write a time above 0, such as"),
         (["--machine-mtbf", "0"], "--machine-mtbf 0: write a time above 0"),
         (["--machine-mtbf", "1ms"], "--machine-mtbf 0.001: give 1 s to"),
-        (["--weibull-shape", "0.1"], "--weibull-shape 0.1: give 0.2 to 15"),
-        (["--weibull-shape", "nan"], "invalid"),
         (["--cv", "0"], "--cv 0: give 0.1 to 10"),
-        (["--cv", "2", "--weibull-shape", "2"], "give one of --weibull-shape and --cv"),
+        (["--cv", "2", "--trace", "f.csv"], "give one of --cv and --trace"),
         (["--together", "1"], "--together 1: give a share of 0 to 0.9"),
         (["--trace-nodes", "4"], "--trace-nodes is the number of nodes of --trace FILE"),
         (["--trace", "/no/such/file"], "--trace /no/such/file: No such file or directory; name a file"),
@@ -239,56 +236,17 @@ def test_what_cannot_be_written_leaves_what_was_there(
 
 # --- the picture ---
 
-NAME = "{http://www.w3.org/2000/svg}"
 
-
-def parts(markup: str, tag: str, kind: str) -> list[ElementTree.Element]:
-    return [part for part in ElementTree.fromstring(markup).iter(NAME + tag) if part.get("class") == kind]
-
-
-def test_the_picture_has_a_line_for_each_strategy_where_the_formula_is(
-    written: tuple[dict[str, Any], str],
-) -> None:
+def test_the_picture_names_every_strategy(written: tuple[dict[str, Any], str]) -> None:
     document, markup = written
-    names = [row["name"] for row in document["strategies"]]
-    lines = {line[0].text: line.get("points") or "" for line in parts(markup, "polyline", "line")}
-    assert set(lines) == set(names)
-    bottom, top = command.HEIGHT - command.BOTTOM, command.TOP
-    for name, points in lines.items():
-        found = [tuple(map(float, point.split(","))) for point in points.split()]
-        shares = [
-            point["strategies"][name]["formula"] for point in document["sweep"] if name in point["strategies"]
-        ]
-        assert [(bottom - y) / (bottom - top) for _, y in found] == pytest.approx(shares, abs=0.001)
-        assert [x for x, _ in found] == sorted(x for x, _ in found)
-        assert found[-1][0] == pytest.approx(command.WIDTH - command.RIGHT)
-    dots = parts(markup, "circle", "dot")
-    assert len(dots) == sum(len(point["strategies"]) for point in document["sweep"])
-
-
-def test_its_labels_are_inside_and_apart(written: tuple[dict[str, Any], str]) -> None:
-    document, markup = written
-    labels = parts(markup, "text", "label")
-    assert {label.text for label in labels} == {row["name"] for row in document["strategies"]}
-    heights = sorted(float(label.attrib["y"]) for label in labels)
-    assert all(b - a >= command.LABEL - 0.2 for a, b in pairwise(heights))
-    assert heights[0] > command.TOP
-    assert heights[-1] <= command.HEIGHT - command.BOTTOM + 6
-    # A bold letter of 16 pixels is 10 wide at most, on average.
-    assert all(float(label.attrib["x"]) + 10 * len(label.text or "") <= command.WIDTH + 8 for label in labels)
-    ends = [float(size.attrib["x"]) for size in parts(markup, "text", "size")]
-    assert all(b - a > 40 for a, b in pairwise(ends))
+    texts = {text.text for text in ElementTree.fromstring(markup).iter("{http://www.w3.org/2000/svg}text")}
+    assert {row["name"] for row in document["strategies"]} <= texts
+    assert {"0%", "100%", "128", "131k"} <= texts
 
 
 def test_every_strategy_has_a_look_of_its_own() -> None:
     assert set(command.STYLES) == set(ways.NAMES)
     assert len(set(command.STYLES.values())) == len(ways.NAMES)
-
-
-def test_names_of_a_document_cannot_break_the_picture(written: tuple[dict[str, Any], str]) -> None:
-    """All words in it are ours, but for the numbers; it is XML whatever they are."""
-    document, _ = written
-    ElementTree.fromstring(command.draw_goodput(document))
 
 
 @pytest.mark.parametrize(

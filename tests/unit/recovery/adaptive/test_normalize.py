@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_ft.planner.canonical_plans import JobShape, Lost, Plans, all_counts, canonical, move, one_f_one_b
+from swift_ft.planner.canonical_plans import JobShape, Lost, Plans, all_counts, canonical, one_f_one_b
 from swift_ft.planner.schedule import Costs, Step, Work, plan_step, problems
 from tests.unit.recovery.adaptive.works import losses
 
@@ -136,30 +136,6 @@ def test_plans_are_kept_as_json() -> None:
     document[0]["counts"] = [1, 1, 1]
     with pytest.raises(ValueError, match="lacks"):
         Plans(of, losses=2).load(document)
-
-
-def test_a_loss_is_moved_if_that_pays() -> None:
-    plans = Plans(job(4, 4, 8, split=True), losses=0)
-
-    def length(counts: tuple[int, ...]) -> float:
-        return plans.of(counts).step.length
-
-    counts = (0, 2, 0, 0)
-    assert move(counts, length, origins=4, move_cost=1e9, steps=100) == counts
-    moved = move(counts, length, origins=4, move_cost=1.0, steps=100)
-    assert sum(moved) == 2
-    assert max(moved) == 1
-    saved = length(counts) - length(moved)
-    assert saved > 0
-    assert move(counts, length, origins=4, move_cost=saved * 100 * 2, steps=100) == counts
-
-
-def test_no_loss_is_moved_to_where_nobody_would_be_left() -> None:
-    def length(counts: tuple[int, ...]) -> float:
-        return 10.0 - counts[1]
-
-    assert move((1, 1, 0), length, origins=2, move_cost=0.0, steps=1) == (1, 1, 0)
-    assert move((1, 0, 0), length, origins=2, move_cost=0.0, steps=1) == (0, 1, 0)
 
 
 def test_a_job_of_several_stages_a_worker() -> None:

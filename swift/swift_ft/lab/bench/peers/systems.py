@@ -94,27 +94,17 @@ class System(NamedTuple):
     """Settings of its trainer."""
 
 
+_ONE, _BOTH, _SPARE = {"least": 1}, {"least": REPLICAS}, {"least": REPLICAS, "spares": 1}
+_TUNED = {"heartbeat_ms": 300, "join_ms": 1000, "timeout_s": 2.0}
 SYSTEMS: Mapping[str, System] = {
     "torchrun": System("torchrun, DCP"),
     "torchrun-async": System("torchrun, DCP async", settings={"asynchronous": True}),
-    "torchft": System("torchft, 1 replica is enough", "torchft", settings={"least": 1}),
-    "torchft-tuned": System(
-        "torchft, 1 is enough, tuned",
-        "torchft",
-        settings={"least": 1, "heartbeat_ms": 300, "join_ms": 1000, "timeout_s": 2.0},
-    ),
-    "torchft-all": System("torchft, both are needed", "torchft", settings={"least": REPLICAS}),
-    "torchft-all-tuned": System(
-        "torchft, both, tuned",
-        "torchft",
-        settings={"least": REPLICAS, "heartbeat_ms": 300, "join_ms": 1000, "timeout_s": 2.0},
-    ),
-    "torchft-spare": System("torchft, 2 and a spare", "torchft", settings={"least": REPLICAS, "spares": 1}),
-    "torchft-spare-tuned": System(
-        "torchft, 2 and a spare, tuned",
-        "torchft",
-        settings={"least": REPLICAS, "spares": 1, "heartbeat_ms": 300, "join_ms": 1000, "timeout_s": 2.0},
-    ),
+    "torchft": System("torchft, 1 replica is enough", "torchft", settings=_ONE),
+    "torchft-tuned": System("torchft, 1 is enough, tuned", "torchft", settings=_ONE | _TUNED),
+    "torchft-all": System("torchft, both are needed", "torchft", settings=_BOTH),
+    "torchft-all-tuned": System("torchft, both, tuned", "torchft", settings=_BOTH | _TUNED),
+    "torchft-spare": System("torchft, 2 and a spare", "torchft", settings=_SPARE),
+    "torchft-spare-tuned": System("torchft, 2 and a spare, tuned", "torchft", settings=_SPARE | _TUNED),
     "nvrx": System("NVRx, in-process restart", "nvrx"),
     "swift": System("swift, auto", strategy="auto"),
     **{f"swift-{name}": System(f"swift, {name}", strategy=name) for name in STRATEGIES if name != "auto"},
