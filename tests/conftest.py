@@ -76,8 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def forks() -> "Iterator[Forks]":
     """One fork server for each process that runs tests."""
-    from tests.integration.forked import Forks
+    from tests.integration.forked import shared
 
-    forks = Forks()
-    yield forks
-    forks.close()
+    yield shared()
+    shared().close()

@@ -16,14 +16,14 @@ from swift_ft import events, rpc
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft._pb import log_pb2
 from swift_ft.errors import RecordTrimmed, ServiceError
-from swift_ft.lab.drill.cluster import LOG_SERVER, Cluster
+from swift_ft.lab.drill.cluster import LOG_SERVER
 from swift_ft.log import admin
 from swift_ft.log.protocol import code_of, message_of, reason_of
 from swift_ft.log.reader import never
 from tests.faults.shim import eventually
 from tests.faults.world import TIMEOUT_S, Server, body_of, fill, key, reading
 from tests.integration.coordinator_world import Coordinator, Job, finish, recovered
-from tests.integration.forked import Forks
+from tests.integration.forked import ForkedCluster, Forks
 from tests.integration.logserver_world import JOB
 from tests.integration.test_coordinator import run
 from tests.integration.trainer_world import TRAINERS, undisturbed, until_over
@@ -207,7 +207,7 @@ def test_f36_second_death_during_a_recovery_supersedes_its_plan_by_a_higher_gene
 STEPS, CHECKPOINT_EVERY = 8, 3
 
 
-def until(cluster: Cluster, path: Path) -> None:
+def until(cluster: ForkedCluster, path: Path) -> None:
     deadline = time.monotonic() + 90
     while not path.exists():
         assert cluster.poll() is None, cluster.output_tail()
@@ -218,7 +218,7 @@ def until(cluster: Cluster, path: Path) -> None:
 HELD = {"id": "f0", "rank": 1, "step": 5, "microbatch": 1, "phase": "backward", "hold": True}
 
 
-def until_saved(cluster: Cluster) -> None:
+def until_saved(cluster: ForkedCluster) -> None:
     """The rank stands where it is going to die, and the checkpoint before that is whole: saving it takes its time."""
     until(cluster, cluster.fault_directory / "f0.reached")
 
@@ -229,9 +229,11 @@ def until_saved(cluster: Cluster) -> None:
     eventually(lambda: CHECKPOINT_EVERY in complete(), f"checkpoint {CHECKPOINT_EVERY} is complete")
 
 
-def started(directory: Path, faults: list[dict[str, Any]], spares: int = 0, mode: str = "traced") -> Cluster:
+def started(
+    directory: Path, faults: list[dict[str, Any]], spares: int = 0, mode: str = "traced"
+) -> ForkedCluster:
     """Of the same job as `twin`, unless `mode` says otherwise."""
-    return Cluster(
+    return ForkedCluster(
         directory,
         ranks=3,
         spares=spares,

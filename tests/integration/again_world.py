@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from swift_ft import events
-from swift_ft.lab.drill.cluster import COORDINATOR, JOB, LAUNCHER, Cluster
+from swift_ft.lab.drill.cluster import COORDINATOR, JOB, LAUNCHER
+from tests.integration.forked import ForkedCluster
 from tests.integration.trainer_world import TRAINERS
 
 _PATIENCE_S = 100.0
 Events = list[dict[str, Any]]
 
 
-class Again(Cluster):
+class Again(ForkedCluster):
     """(a test) ``with Again(directory, ranks=2) as job: code = job.run("unlucky.py", ...)``, and again."""
 
     def __init__(self, directory: Path, *, ranks: int = 2, **settings: str) -> None:

@@ -1,20 +1,25 @@
-"""Drills as a person runs them: `swift-ft drill` in a process of its own, and its report."""
+"""Drills: `swift-ft drill`, and its report. It runs in the tests' own process, and its launcher is forked: what is
+imported there is imported once. Those of `test_drill.py` that are ended have a process of their own (`COMMAND`).
+"""
 
+import contextlib
 import fcntl
 import hashlib
+import io
 import json
-import subprocess
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from swift_ft import events
+from swift_ft import cli, events
 from swift_ft.lab.drill import loss, run, timeline
 from swift_ft.lab.drill.command import parse
 from swift_ft.lab.drill.config import DrillConfig
-from tests.integration.forked import CalmCluster, Forks
+from tests.integration.forked import CalmCluster, ForkedCluster, Forks
 from tests.integration.trainer_world import until_over
 
 STEPS, CHECKPOINT_EVERY = 15, 5
@@ -78,15 +83,28 @@ class Twins:
         run.store_twin(config, made, twin)
 
 
-def drill(*arguments: str, at: Path, twins: Twins | None = None, timeout_s: float = 200.0) -> Outcome:
-    """Runs one. Without `twins` it makes its own."""
-    words = [*COMMAND, *arguments, "--json", str(at / "report.json")]
+def drill(*arguments: str, at: Path | None = None, twins: Twins | None = None) -> Outcome:
+    """Runs one. Without `twins` it makes its own. `at`: where its report is written."""
+    words = ["drill", *SHAPE, *arguments]
+    if at is not None:
+        words += ["--json", str(at / "report.json")]
     if twins is not None:
         words += ["--twin", str(twins.of(*arguments))]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)
-    path = at / "report.json"
-    report = json.loads(path.read_text()) if path.exists() else None
-    return Outcome(done.returncode, done.stdout, done.stderr, report)
+    stdout, stderr = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with (
+            mock.patch.object(run, "Cluster", ForkedCluster),
+            contextlib.redirect_stdout(stdout),
+            contextlib.redirect_stderr(stderr),
+        ):
+            code = cli.main(words)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    written = at is not None and (at / "report.json").exists()
+    report = json.loads((at / "report.json").read_text()) if written else None
+    return Outcome(code, stdout.getvalue(), stderr.getvalue(), report)
 
 
 def newest_checkpoint(directory: Path) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 
 from swift_ft import events
 from swift_ft.errors import UsageError
-from swift_ft.lab.drill.cluster import COORDINATOR, LAUNCHER, Cluster, Process
+from swift_ft.lab.drill.cluster import COORDINATOR, LAUNCHER, Process
 from swift_ft.lab.failures.services import service_at
-from tests.integration.forked import CalmCluster, Forks
+from tests.integration.forked import CalmCluster, ForkedCluster, Forks
 from tests.integration.trainer_world import until_over
 
 REPOSITORY = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def trainer(steps: int = STEPS, *more: str) -> list[str]:
     return [*SHAPE, "--steps", str(steps), *more]
 
 
-class FailingCluster(Cluster):
+class FailingCluster(ForkedCluster):
     """Services that are killed by somebody else, who starts them again, are no end of the run."""
 
     def __init__(

@@ -1,11 +1,13 @@
 """Processes that need torch, forked from one that has imported it: by the launcher's own means, as ranks are.
 
-An import takes seconds of a core, a launcher and its fork server two of them: a run in which nothing is going to fail
-needs neither.
+An import takes seconds of a core, a launcher and its fork server two of them. A run in which nothing is going to fail
+needs neither; those of other runs are forked as well. Drills start theirs as people do.
 """
 
 import contextlib
+import functools
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -14,7 +16,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from swift_ft.lab.drill.cluster import COORDINATOR, JOB, LAUNCHER, TAIL_LINES, Cluster
+from swift_ft.lab.drill.cluster import COORDINATOR, JOB, KILL_WAIT_S, LAUNCHER, TAIL_LINES, Cluster, Process
 from swift_ft.launch.children import Child, Nursery
 from swift_ft.launch.command import PRELOAD_DEFAULT
 from swift_ft.launch.worker import Program
@@ -91,6 +93,12 @@ class Forks:
         self._nursery.close()
 
 
+@functools.cache
+def shared() -> Forks:
+    """One fork server for each process that runs tests; the fixture `forks` closes it."""
+    return Forks()
+
+
 NOWHERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 """Ranks of a session meet at their coordinator, whatever is on the first machine."""
 
@@ -149,6 +157,44 @@ class _Ranks:
 
     def tail(self) -> str:
         return "\n".join(self._output.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+
+class _Launcher(Process):
+    """A launcher with its fork server, forked."""
+
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], output: Path) -> None:
+        self.name, self.output = LAUNCHER, output
+        self._forked = shared().run("tests.integration.forked_launcher", arguments, env, output, output)
+        self.pid = self._forked.pid
+
+    def poll(self) -> int | None:
+        return self._forked.poll()
+
+    def kill(self) -> None:
+        self._forked.kill()
+
+    def stop(self, grace_s: float) -> None:
+        if self.poll() is not None:
+            return
+        os.kill(self.pid, signal.SIGTERM)
+        with contextlib.suppress(AssertionError):
+            self._forked.wait(grace_s)
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._forked.wait(KILL_WAIT_S)
+
+
+class ForkedCluster(Cluster):
+    """A cluster as drills have it, but for what its launcher and that one's fork server are made of."""
+
+    def _spawn(self, name: str, arguments: Sequence[str]) -> None:
+        if name != LAUNCHER or arguments[0] != "swift_ft.launch":
+            super()._spawn(name, arguments)
+            return
+        env = self._env | (self._security.environment(name) if self._security is not None else {})
+        output = self.directory / "output" / f"{name}.txt"
+        self._processes[name] = _Launcher(arguments[1:], env, output)
+        self.trace("started", service=name, service_pid=self._processes[name].pid)
 
 
 class CalmCluster(Cluster):

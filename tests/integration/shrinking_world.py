@@ -1,18 +1,18 @@
 """Jobs of `trainers/shrinking.py`, whose replicas go on without a lost rank, and what their bits must be."""
 
+import functools
 import json
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from swift_ft.lab.drill.cluster import Cluster
+from tests.integration.forked import ForkedCluster, shared
 from tests.integration.trainer_world import TRAINERS, Run, run_trainer
 
 STEPS, RANKS, LOST = 14, 3, 1
 
 
-def shrinking(lost_shard: str, max_restarts: int = 0, strategy: str = "shrink") -> type[Cluster]:
+def shrinking(lost_shard: str, max_restarts: int = 0, strategy: str = "shrink") -> type[ForkedCluster]:
     settings = {
         "SWIFT_STRATEGY": strategy,
         "SWIFT_LOST_SHARD": lost_shard,
@@ -20,7 +20,7 @@ def shrinking(lost_shard: str, max_restarts: int = 0, strategy: str = "shrink") 
         "PET_MAX_RESTARTS": str(max_restarts),
     }
 
-    class Shrinking(Cluster):
+    class Shrinking(ForkedCluster):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options, settings=settings)
 
@@ -43,13 +43,15 @@ def run(
     return run
 
 
-def reference(directory: Path, *lost: str) -> dict[str, str]:
+@functools.cache
+def reference(*lost: str) -> dict[str, str]:
     """Step -> digest. `lost`: STEP:ORIGIN, or a file that says of what the buckets of a step were made."""
-    out = directory / "reference.json"
-    arguments = [sys.executable, str(TRAINERS / "shrinking.py"), "reference", str(STEPS), str(out), *lost]
-    subprocess.run(arguments, check=True, timeout=120)
-    bits: dict[str, str] = json.loads(out.read_text())
-    return bits
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place, "reference.json")
+        made = shared().run(TRAINERS / "shrinking.py", ["reference", STEPS, out, *lost], {})
+        assert made.wait(120.0) == 0
+        bits: dict[str, str] = json.loads(out.read_text())
+        return bits
 
 
 def named(run: Run, event: str) -> list[dict[str, Any]]:

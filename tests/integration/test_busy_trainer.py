@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from swift_ft.lab.drill.cluster import COORDINATOR, Cluster
+from swift_ft.lab.drill.cluster import COORDINATOR
 from swift_ft.log.sidecar_client import ENV_OFF
+from tests.integration.forked import ForkedCluster
 from tests.integration.trainer_world import run_trainer
 
 LEASE_S, BUSY_S = 2, 6
 
 
-class ShortLeases(Cluster):
+class ShortLeases(ForkedCluster):
     def _spawn(self, name: str, arguments: Sequence[str]) -> None:
         if name == COORDINATOR:
             arguments = [*arguments, "--heartbeat-s", "0.2", "--lease-s", str(LEASE_S)]

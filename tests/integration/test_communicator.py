@@ -7,7 +7,6 @@ so who goes on with some of the others has a group of their own. And there is no
 """
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.integration.coordinator_world import Coordinator
+from tests.integration.forked import shared
 
 MATRIX = pytest.mark.matrix
 MEMBERS = Path(__file__).parent / "communicator_members.py"
@@ -61,19 +61,13 @@ def run_all(
     """The same of each scenario, one after the other by the same processes."""
     out = directory / "seen"
     out.mkdir()
-    command = [sys.executable, "-m", "swift_ft.launch", "--nproc-per-node", str(members)]
-    command += ["--coordinator", coordinator.address, "--max-restarts", str(restarts)]
-    command += [str(MEMBERS), ",".join(scenarios), str(out)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    printed = done.stdout + done.stderr
-    assert done.returncode == exit_code, printed
+    words = ["--nproc-per-node", members, "--coordinator", coordinator.address, "--max-restarts", restarts]
+    words += [MEMBERS, ",".join(scenarios), out]
+    output = directory / "output.txt"
+    launcher = shared().run("tests.integration.forked_launcher", words, environment, output, output)
+    code = launcher.wait(110.0)
+    printed = output.read_text()
+    assert code == exit_code, printed
     told = [json.loads(path.read_text()) for path in out.iterdir()]
     return {
         name: sorted((one[name] for one in told), key=lambda one: int(one["slot"])) for name in scenarios

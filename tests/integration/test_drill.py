@@ -102,6 +102,7 @@ def test_a_survivor_dies_while_the_first_victim_is_replayed(twins: Twins, tmp_pa
     assert report["strategy"]["2"] in ("replay", "catch_up")
 
 
+@pytest.mark.matrix
 def test_the_replacement_dies_in_its_replay(twins: Twins, tmp_path: Path) -> None:
     specs = ["rank=2,step=8,microbatch=1", "rank=2,microbatch=2,phase=replay"]
     report = passed(drill("--spares", "2", *kills(*specs), twins=twins, at=tmp_path))
@@ -109,6 +110,7 @@ def test_the_replacement_dies_in_its_replay(twins: Twins, tmp_path: Path) -> Non
     assert report["recovery_seconds"]["superseded"] > 0
 
 
+@pytest.mark.matrix
 def test_the_coordinator_dies_in_every_state_of_a_recovery(twins: Twins, tmp_path: Path) -> None:
     states = ["fencing", "planning", "recovering", "running"]
     specs = ["rank=2,step=8,microbatch=1", *(f"service=coordinator,state={state}" for state in states)]
@@ -138,6 +140,7 @@ def test_the_checkpoint_strategy(twins: Twins, tmp_path: Path) -> None:
     assert report["log"]["verified_sends"] == 0
 
 
+@pytest.mark.matrix
 def test_a_run_that_differs_from_its_twin_fails(twins: Twins, tmp_path: Path) -> None:
     """The comparison itself: one digit of one digest of the twin is changed."""
     specs = kills("rank=2,step=8")
@@ -179,8 +182,8 @@ def test_a_run_that_differs_from_its_twin_fails(twins: Twins, tmp_path: Path) ->
     ],
 )
 def test_bad_input_is_refused_in_one_line(arguments: list[str], word: str) -> None:
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 2, done.stderr
+    done = drill(*arguments)
+    assert done.exit_code == 2, done.stderr
     assert done.stdout == ""
     assert word in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -190,17 +193,15 @@ def test_a_twin_of_another_seed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "digests").mkdir()
     (tmp_path / "twin.json").write_text(json.dumps({"identity": {"trainer": ["--seed", "1"]}}))
     (tmp_path / "losses.json").write_text("{}")
-    words = [*COMMAND, *kills("rank=2,step=8"), "--twin", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 2
+    done = drill(*kills("rank=2,step=8"), "--twin", str(tmp_path))
+    assert done.exit_code == 2
     assert "made with other settings" in done.stderr
 
 
 def test_a_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").touch()
-    words = [*COMMAND, *kills("rank=2,step=8"), "--directory", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 2
+    done = drill(*kills("rank=2,step=8"), "--directory", str(tmp_path))
+    assert done.exit_code == 2
     assert "not empty" in done.stderr
 
 
@@ -235,7 +236,7 @@ def follow_until(directory: Path, process: "subprocess.Popen[str]", name: str) -
     [
         ("worker_spawned", signal.SIGINT, 130),
         pytest.param("step_begin", signal.SIGINT, 130, marks=pytest.mark.matrix),
-        ("fault", signal.SIGTERM, 143),
+        pytest.param("fault", signal.SIGTERM, 143, marks=pytest.mark.matrix),
         ("step_end", signal.SIGKILL, -9),
     ],
 )

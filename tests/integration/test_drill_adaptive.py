@@ -20,28 +20,23 @@ def words(stages: int, replicas: int, *more: str) -> list[str]:
     return ["--stages", str(stages), "--replicas", str(replicas), "--strategy", "adaptive", *more]
 
 
+@MATRIX  # one in the default suite: `test_adaptive.py`
 @pytest.mark.parametrize(
     ("shape", "schedule", "lost"),
     [
         # No pipeline is whole after the second one.
-        pytest.param((2, 2), "interleavedzerobubble", {0: 6, 3: 9}, marks=MATRIX),
+        ((2, 2), "interleavedzerobubble", {0: 6, 3: 9}),
         ((2, 3), "1f1b", {4: 6}),
         *(
-            pytest.param(shape, schedule, lost, marks=MATRIX)
+            (shape, schedule, lost)
             for schedule in SCHEDULES
             for shape, lost in (((2, 2), {1: 6}), ((2, 2), {0: 5, 3: 8}), ((2, 3), {2: 6}))
-            if (shape, schedule, lost) != ((2, 2), "interleavedzerobubble", {0: 6, 3: 9})
         ),
         # Of one stage, of neighbouring stages, of three stages.
-        *(
-            pytest.param(shape, "1f1b", lost, marks=MATRIX)
-            for shape, lost in (
-                ((4, 2), {2: 5, 5: 7}),
-                ((4, 3), {0: 5, 1: 7, 5: 9}),
-                ((4, 3), {3: 5, 6: 5, 9: 8}),
-                ((2, 4), {5: 5, 6: 7, 0: 9}),
-            )
-        ),
+        ((4, 2), "1f1b", {2: 5, 5: 7}),
+        ((4, 3), "1f1b", {0: 5, 1: 7, 5: 9}),
+        ((4, 3), "1f1b", {3: 5, 6: 5, 9: 8}),
+        ((2, 4), "1f1b", {5: 5, 6: 7, 0: 9}),
     ],
 )
 def test_the_peers_of_lost_ranks_share_their_microbatches(

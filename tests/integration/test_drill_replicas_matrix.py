@@ -70,7 +70,7 @@ def test_three_hundred_steps_and_five_kills(undo: str, optimizer: str, twins: Tw
         "rank=0,step=141,phase=idle",
     )
     specs += ("rank=3,step=190,phase=reduce", "rank=1,step=266,phase=update")
-    outcome = drill(*words, *kills(*specs), twins=twins, at=tmp_path, timeout_s=500)
+    outcome = drill(*words, *kills(*specs), twins=twins, at=tmp_path)
     assert outcome.report is not None, outcome.explain()
     assert outcome.report["undo"]["mode"] == undo, "no kill has left an update half-applied"
     if undo == "exact":

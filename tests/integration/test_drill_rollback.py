@@ -30,18 +30,9 @@ def never_finished(report: dict[str, Any]) -> None:
         assert used <= {"keep", "undo", "replica"}, used
 
 
-@pytest.mark.parametrize(
-    ("replicas", "phase"),
-    [
-        (2, "reduce"),
-        *(
-            pytest.param(replicas, phase, marks=MATRIX)
-            for replicas in (2, 4)
-            for phase in PHASES
-            if (replicas, phase) != (2, "reduce")
-        ),
-    ],
-)
+@MATRIX  # one in the default suite: `test_rollback.py`
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("phase", PHASES)
 def test_it_is_done_again_with_the_lost_batches(
     replicas: int, phase: str, twins: Twins, tmp_path: Path
 ) -> None:

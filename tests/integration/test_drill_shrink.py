@@ -32,19 +32,9 @@ def spec(rank: int, phase: str, step: int = STEP) -> str:
     return f"rank={rank},step={step}{where},phase={phase}"
 
 
-@pytest.mark.parametrize(
-    ("replicas", "phase"),
-    [
-        (2, "reduce"),
-        pytest.param(4, "backward", marks=MATRIX),
-        *(
-            pytest.param(replicas, phase, marks=MATRIX)
-            for replicas in (2, 4)
-            for phase in ("forward", "backward", "reduce", "optimizer", "idle")
-            if (replicas, phase) not in ((2, "reduce"), (4, "backward"))
-        ),
-    ],
-)
+@MATRIX  # one in the default suite: `test_shrink.py`
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "optimizer", "idle"])
 def test_the_others_compute_the_lost_batches(replicas: int, phase: str, twins: Twins, tmp_path: Path) -> None:
     report = passed(drill(*shrink(replicas), *kills(spec(1, phase)), twins=twins, at=tmp_path))
     shown = exact(report, [1])

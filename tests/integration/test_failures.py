@@ -13,8 +13,9 @@ import pytest
 
 from swift_ft.fault_grammar import RankFault
 from swift_ft.lab.failures.schedule import parse_entry, schedule_of
+from swift_ft.launch import command
 from tests.integration import on_tmpfs
-from tests.integration.failing_world import LEASES, STEPS, Ended, run, trainer, undisturbed
+from tests.integration.failing_world import LEASES, REPOSITORY, STEPS, Ended, run, trainer, undisturbed
 from tests.integration.forked import Forks
 from tests.integration.launch_world import Launch, ScriptedCoordinator, wait_until
 
@@ -270,6 +271,9 @@ def test_what_has_stopped_goes_on_before_the_run_is_over(
 # --- what cannot be ---
 
 
+UNREACHABLE = ["--coordinator", "127.0.0.1:1", "--job", "test", "--nproc-per-node", "2", "--failures"]
+
+
 @pytest.mark.parametrize(
     ("failures", "word"),
     [
@@ -285,12 +289,18 @@ def test_what_has_stopped_goes_on_before_the_run_is_over(
         ("service=coordinator,step=3", "no service of swift listens at 127.0.0.1:1"),
     ],
 )
-def test_bad_input_is_one_line_and_starts_nothing(failures: str, word: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_line_and_starts_nothing(
+    failures: str,
+    word: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "bad.csv").write_text("node,start\n0,soon\n")
     (tmp_path / "script.py").write_text("open('ran', 'w')\n")
-    done = launched(tmp_path, failures)
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
+    monkeypatch.chdir(tmp_path)
+    assert command.main([*UNREACHABLE, failures, "--log-dir", "out", "script.py"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("swift: run: --failures")
     assert word in line
     assert not (tmp_path / "ran").exists()
@@ -301,27 +311,17 @@ def test_a_disk_without_space_for_the_report_is_one_line_and_starts_nothing(tmp_
     (tmp_path / "out").mkdir()
     on_tmpfs.skip_where_impossible(str(tmp_path / "out"))
     (tmp_path / "script.py").write_text("open('ran', 'w')\n")
-    done = launched(tmp_path, "rank=0,step=1", tmpfs=("64k", tmp_path / "out"))
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert "No space left on device: name a directory with space for the report of --failures" in line
-    assert not (tmp_path / "ran").exists()
-
-
-def launched(
-    directory: Path, failures: str, tmpfs: tuple[str, Path] | None = None
-) -> "subprocess.CompletedProcess[str]":
-    flags = ["--coordinator", "127.0.0.1:1", "--job", "test", "--nproc-per-node", "2"]
-    command = ["-m", "swift_ft.launch", *flags, "--failures", failures, "--log-dir", "out", "script.py"]
-    if tmpfs is not None:
-        command = ["-m", "tests.integration.on_tmpfs", tmpfs[0], str(tmpfs[1]), *command]
-    root = str(Path(__file__).parents[2])
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=directory,
-        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": root},
+    words = ["-m", "swift_ft.launch", *UNREACHABLE, "rank=0,step=1", "--log-dir", "out", "script.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.on_tmpfs", "64k", str(tmp_path / "out"), *words],
+        cwd=tmp_path,
+        env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "No space left on device: name a directory with space for the report of --failures" in line
+    assert not (tmp_path / "ran").exists()

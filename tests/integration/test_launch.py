@@ -132,7 +132,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.matrix)])
 def test_a_machine_that_can_start_no_process_keeps_its_ranks_and_tries_again(
     start: Start, method: str
 ) -> None:
@@ -404,7 +404,9 @@ def test_leaving_before_it_has_joined_fails_the_job(start: Start, coordinator: S
     assert "rank 1: exit code 0 before the job was finished" in stderr
 
 
-@pytest.mark.parametrize("away", [False, True], ids=["answers", "away"])
+@pytest.mark.parametrize(
+    "away", [pytest.param(False, id="answers", marks=pytest.mark.matrix), pytest.param(True, id="away")]
+)
 def test_all_that_leave_at_once_fail_the_job(
     start: Start, coordinator: ScriptedCoordinator, away: bool
 ) -> None:
@@ -480,7 +482,7 @@ def by_place(launches: list[Launch], ranks: list[Rank]) -> list[Launch]:
     [
         ("numbered", 0),
         pytest.param("numbered", 1, marks=pytest.mark.matrix),
-        ("met", 0),
+        pytest.param("met", 0, marks=pytest.mark.matrix),
         ("met", 1),
         ("met, and the coordinator was started again", 0),
         pytest.param("met, and the coordinator was started again", 1, marks=pytest.mark.matrix),

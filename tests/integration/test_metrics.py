@@ -13,12 +13,12 @@ import pytest
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import Divergence, LogUnavailable, RecordCorrupt, SequenceConflict
-from swift_ft.lab.drill.cluster import Cluster
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from swift_ft.log.writer import LogWriter
 from tests.integration.coordinator_world import Coordinator, FakeMember
+from tests.integration.forked import ForkedCluster
 from tests.integration.logserver_world import JOB, REPOSITORY, LogServer, run
 from tests.integration.scraping import Scrape, scrape
 
@@ -388,7 +388,7 @@ def test_ranks_count_what_they_do_and_the_table_lists_it(tmp_path: Path) -> None
     found, go = tmp_path / "found", tmp_path / "go"
     found.mkdir()
     fault = {"id": "f0", "rank": 1, "step": 6, "phase": "forward", "microbatch": 0}
-    with Cluster(
+    with ForkedCluster(
         tmp_path,
         ranks=2,
         spares=1,

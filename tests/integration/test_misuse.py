@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_ft.lab.drill.cluster import Cluster
-from tests.integration.forked import CalmCluster, Forks
+from tests.integration.forked import CalmCluster, ForkedCluster, Forks
 
 TRAINER = [str(Path(__file__).parent / "trainers" / "misuse.py")]
 PATIENCE_S = 60.0
@@ -21,7 +20,7 @@ PATIENCE_S = 60.0
 )
 def test_a_mistake_is_named_and_ends_the_job(mistake: str, code: int, line: str, tmp_path: Path) -> None:
     """One rank makes it, or all do, or it is none that we know."""
-    with Cluster(tmp_path, ranks=2, spares=0, trainer=TRAINER, trainer_arguments=[mistake]) as cluster:
+    with ForkedCluster(tmp_path, ranks=2, spares=0, trainer=TRAINER, trainer_arguments=[mistake]) as cluster:
         deadline = time.monotonic() + PATIENCE_S
         while (exit_code := cluster.poll()) is None:
             assert time.monotonic() < deadline, cluster.output_tail()

@@ -3,13 +3,12 @@
 `test_recovery_groups_matrix.py` has each kill in a run of its own, and the times.
 """
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.drill_world import COMMAND, Outcome, Twins, drill, kills, passed
+from tests.integration.drill_world import Twins, drill, kills, passed
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -112,7 +111,7 @@ def test_a_damaged_record_at_the_end_of_a_group_is_never_replayed(twins: Twins, 
     ],
 )
 def test_groups_that_cannot_be_are_refused_in_one_line(arguments: list[str], word: str) -> None:
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=30, check=False)
-    assert done.returncode == 2, Outcome(done.returncode, done.stdout, done.stderr, None).explain()
+    done = drill(*arguments)
+    assert done.exit_code == 2, done.explain()
     assert word in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -11,9 +11,10 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import ServiceError, UnknownJob
-from swift_ft.lab.drill.cluster import COORDINATOR, JOB, Cluster
+from swift_ft.lab.drill.cluster import COORDINATOR, JOB
 from swift_ft.rpc.client import CoordinatorClient
 from tests.integration.drill_world import Twins, drill, kills, passed
+from tests.integration.forked import ForkedCluster
 from tests.integration.trainer_world import Run, run_trainer
 
 pytestmark = pytest.mark.timeout(200)
@@ -64,7 +65,7 @@ PROGRESS: list[pb.ReplayProgress | None] = []
 """Of the victim, as the coordinator told it; None: it did not replay."""
 
 
-class Watched(Cluster):
+class Watched(ForkedCluster):
     """Its coordinator is asked again and again, as an operator would."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -92,7 +93,7 @@ class Watched(Cluster):
             client.close()
 
 
-class SlowLog(Cluster):
+class SlowLog(ForkedCluster):
     """Everybody is told an address at which the log server answers slowly."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -112,7 +113,7 @@ class SlowLog(Cluster):
 
 
 def replay(
-    directory: Path, microbatch_s: float, helpers: int, make: type[Cluster]
+    directory: Path, microbatch_s: float, helpers: int, make: type[ForkedCluster]
 ) -> tuple[dict[str, Any], Run]:
     fault = {"rank": VICTIM, "step": STEPS - 1, "microbatch": 0, "phase": "forward"}
     run = run_trainer(
@@ -140,7 +141,7 @@ def test_a_slow_log_is_found_out(helpers: int, tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_with_a_quick_one_it_is_what_is_computed(tmp_path: Path) -> None:
-    end, _ = replay(tmp_path, 0.06, 1, Cluster)
+    end, _ = replay(tmp_path, 0.06, 1, ForkedCluster)
     of_computing(end)
 
 

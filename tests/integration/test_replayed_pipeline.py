@@ -30,7 +30,7 @@ def test_a_stage_is_replayed(habit: str, rank: int, tmp_path: Path) -> None:
     words = ("session", STEPS, 3, 1, habit)
     outcome = run_trainer(tmp_path / "job", TRAINER, *words, ranks=3, faults=[fault])
     assert [event["rank"] for event in outcome["events"] if event["event"] == "replay_end"] == [rank]
-    check_bits(outcome, (3, 1), set(), tmp_path, habit)
+    check_bits(outcome, (3, 1), set(), habit)
 
 
 @MATRIX
@@ -38,7 +38,7 @@ def test_a_stage_is_replayed(habit: str, rank: int, tmp_path: Path) -> None:
 def test_wait_free_updates_divide_by_the_microbatches_of_the_schedule_that_runs(tmp_path: Path) -> None:
     words = ("session", STEPS, 2, 2, "applies")
     outcome = run_trainer(tmp_path / "job", TRAINER, *words, ranks=4, faults=[])
-    check_bits(outcome, (2, 2), set(), tmp_path, "applies")
+    check_bits(outcome, (2, 2), set(), "applies")
 
 
 @pytest.mark.timeout(240)

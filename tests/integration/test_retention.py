@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from swift_ft import events
-from swift_ft.lab.drill.cluster import LOG_SERVER, Cluster
+from swift_ft.lab.drill.cluster import LOG_SERVER
+from tests.integration.forked import ForkedCluster
 from tests.integration.trainer_world import TRAINERS, until_over
 
 STEPS, PAUSE_S, KILLED_AT = 240, 0.04, 200
 QUOTA = 3_000_000
 
 
-class QuotaCluster(Cluster):
+class QuotaCluster(ForkedCluster):
     def _spawn(self, name: str, arguments: Sequence[str]) -> None:
         # Half of it is for what is logged until the checkpoint is complete, however slow the machine is.
         quota = ["--job-quota-bytes", str(QUOTA), "--high-water", "0.5", "--low-water", "0.4"]

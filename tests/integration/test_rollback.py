@@ -32,7 +32,7 @@ def test_the_step_is_done_again_with_the_lost_batches(phase: str, tmp_path: Path
     assert not named(outcome, "not_exact")
     assert {e["origin"] for e in named(outcome, "adopted_step")} == {LOST}
     assert min(e["step"] for e in named(outcome, "adopted_step")) == plan["target_version"]
-    wanted = reference(tmp_path)
+    wanted = reference()
     for rank in SURVIVORS:
         assert len(pids(outcome, rank)) == 1, "survivors keep their processes"
         assert last_bits(outcome, rank, wanted)
@@ -55,8 +55,8 @@ def test_what_is_applied_is_taken_back_also_where_the_step_could_be_finished(
         assert any(report["forward_to"] == STEP + 1 for report in reports), "nobody could have finished it"
         assert set(strategies(plan).values()) == {"UNDO"}
         assert all(undone["exact"] for undone in named(outcome, "undone"))
-    wanted = reference(tmp_path, f"{STEP}:{LOST}")
-    assert wanted != reference(tmp_path)
+    wanted = reference(f"{STEP}:{LOST}")
+    assert wanted != reference()
     for rank in SURVIVORS:
         assert last_bits(outcome, rank, wanted)
 
@@ -67,7 +67,7 @@ def test_two_are_lost_one_after_the_other_and_both_come_back(tmp_path: Path) -> 
     faults = [fault("reduce", rank=1, step=4), fault("reduce", rank=0, step=9)]
     outcome = run(tmp_path, "redistribute", faults, max_restarts=2, habit="waits", strategy="rollback")
 
-    wanted = reference(tmp_path)
+    wanted = reference()
     assert not named(outcome, "not_exact")
     for rank in range(RANKS):
         assert last_bits(outcome, rank, wanted)

@@ -2,15 +2,16 @@
 real SIGKILL. What the bits must be is computed by plain torch in one process, which knows nothing of the session.
 """
 
+import functools
 import json
-import subprocess
-import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration.forked import shared
 from tests.integration.test_shrink import named, pids, shrinking
 from tests.integration.trainer_world import TRAINERS, Run, run_trainer
 
@@ -48,11 +49,21 @@ def run(
     )
 
 
+@functools.cache
+def reference(steps: int, stages: int, replicas: int, habit: str) -> dict[str, dict[str, str]]:
+    """Stage -> step -> digest, by plain torch."""
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place, "reference.json")
+        made = shared().run(TRAINERS / TRAINER, ["reference", steps, stages, replicas, out, habit], {})
+        assert made.wait(240.0) == 0
+        bits: dict[str, dict[str, str]] = json.loads(out.read_text())
+        return bits
+
+
 def check_bits(
     outcome: Run,
     shape: tuple[int, int],
     lost: set[int],
-    directory: Path,
     habit: str = "asks",
     *,
     exact: bool = True,
@@ -60,10 +71,7 @@ def check_bits(
 ) -> None:
     """Of every rank that is there at the end, in every step that its last process has done."""
     stages, replicas = shape
-    out = directory / "reference.json"
-    words = [sys.executable, str(TRAINERS / TRAINER), "reference", steps, stages, replicas, out, habit]
-    subprocess.run(list(map(str, words)), check=True, timeout=240)
-    wanted = json.loads(out.read_text())
+    wanted = reference(steps, stages, replicas, habit)
     for rank in set(range(stages * replicas)) - lost:
         bits = outcome["digests"][f"bits-{rank}.json"]
         assert str(steps - 1) in bits
@@ -85,7 +93,7 @@ def lose_several(
     outcome = run(directory, shape, faults, habit, strategy=strategy)
     lost = {fault["rank"] for fault in faults}
     assert {e["rank"] for e in named(outcome, "left_vacant")} == lost
-    check_bits(outcome, shape, lost, directory, habit)
+    check_bits(outcome, shape, lost, habit)
     return outcome
 
 
@@ -95,7 +103,7 @@ def lose_and_return(shape: tuple[int, int], lost: int, phase: str, directory: Pa
     outcome = run(directory, shape, [fault], "waits", max_restarts=1, strategy=strategy)
     assert [e["rank"] for e in named(outcome, "left_vacant")] == [lost]
     assert len(pids(outcome, lost)) == 2
-    check_bits(outcome, shape, set(), directory)
+    check_bits(outcome, shape, set())
     return outcome
 
 
@@ -129,7 +137,7 @@ def test_another_rank_of_its_stage_sits_in_its_place(
     assert {(e["rank"], e["origin"]) for e in named(outcome, "adopted_step")} == {(adopter, origin)}
     for rank in set(range(stages * replicas)) - {lost}:
         assert len(pids(outcome, rank)) == 1, "survivors keep their processes"
-    check_bits(outcome, shape, {lost}, tmp_path)
+    check_bits(outcome, shape, {lost})
 
 
 @pytest.mark.matrix
@@ -200,7 +208,7 @@ def test_a_loss_while_shapes_are_learnt(habit: str, rank: int, step: int, tmp_pa
     """As in `test_adaptive`."""
     outcome = run(tmp_path, (2, 2), [{"rank": rank, "step": step, "phase": "shapes"}], habit)
     assert [event["rank"] for event in named(outcome, "left_vacant")] == [rank]
-    check_bits(outcome, (2, 2), {rank}, tmp_path, habit, exact=step > 0)
+    check_bits(outcome, (2, 2), {rank}, habit, exact=step > 0)
 
 
 @pytest.mark.matrix
@@ -215,7 +223,7 @@ def test_without_a_whole_pipeline_the_lost_rank_moves_beside_another(tmp_path: P
     assert (moved["rank"], moved["beside"]) == (1, 0)
     assert [len(pids(outcome, rank)) for rank in (0, 1, 3)] == [1, 2, 1]
     assert "nobody was left to try out" in named(outcome, "not_exact")[0]["reason"]
-    check_bits(outcome, (2, 2), {2}, tmp_path, exact=False)
+    check_bits(outcome, (2, 2), {2}, exact=False)
 
 
 @pytest.mark.matrix

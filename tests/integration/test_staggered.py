@@ -46,7 +46,7 @@ def staggered(
     steps = STEPS - 4 if habit == "stops" else STEPS
     lost = {fault["rank"] for fault in faults}
     assert {event["rank"] for event in named(outcome, "left_vacant")} == lost
-    check_bits(outcome, shape, set() if max_restarts else lost, directory, habit, steps=steps)
+    check_bits(outcome, shape, set() if max_restarts else lost, habit, steps=steps)
     for rank in set(range(shape[0] * shape[1])) - lost:
         assert len(pids(outcome, rank)) == 1, "survivors keep their processes"
     check_one_step_at_most(outcome)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_ft import events
-from swift_ft.lab.drill.cluster import Cluster
-from tests.integration.forked import CalmCluster, Forks
+from tests.integration.forked import CalmCluster, ForkedCluster, Forks
 
 TRAINERS = Path(__file__).parent / "trainers"
 _PATIENCE_S = 150.0
@@ -25,7 +24,7 @@ def run_trainer(
     faults: list[dict[str, Any]],
     code_wanted: int = 0,
     spares: int | None = None,
-    make: type[Cluster] = Cluster,
+    make: type[ForkedCluster] = ForkedCluster,
     saved: int = 0,
     launcher_flags: Sequence[str] = (),
     ready: Callable[[list[Event]], bool] = lambda _seen: True,
@@ -67,7 +66,7 @@ def undisturbed(forks: Forks, directory: Path, trainer: str, *arguments: object,
 
 
 def until_over(
-    cluster: Cluster,
+    cluster: ForkedCluster,
     code_wanted: int = 0,
     held: Sequence[str] = (),
     saved: int = 0,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from swift_ft import events
-from swift_ft.lab.drill.cluster import LOG_SERVER, Cluster
-from tests.integration.forked import CalmCluster, Forks
+from swift_ft.lab.drill.cluster import LOG_SERVER
+from tests.integration.forked import CalmCluster, ForkedCluster, Forks
 from tests.integration.trainer_world import TRAINERS, until_over
 
 PATIENCE_S = 100.0
@@ -39,7 +39,7 @@ class Run:
         self.ranks = ranks
         self.trace: list[Event] = []
         self._in_haste = directory / "haste"
-        self.cluster = Cluster(
+        self.cluster = ForkedCluster(
             directory,
             ranks=ranks,
             spares=spares,

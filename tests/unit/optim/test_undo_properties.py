@@ -358,9 +358,9 @@ def test_no_eps_at_all(eps: float) -> None:
 def test_what_exact_undo_keeps_is_three_bytes_a_parameter(name: str, states: int) -> None:
     generator = torch.Generator().manual_seed(0)
     parameters = [
-        torch.nn.Parameter(torch.randn(n, generator=generator) * 0.02) for n in (200_000, 60_000, 999)
+        torch.nn.Parameter(torch.randn(n, generator=generator) * 0.02) for n in (40_000, 12_000, 999)
     ]
-    parameters.append(torch.nn.Parameter(torch.zeros(70_000)))
+    parameters.append(torch.nn.Parameter(torch.zeros(14_000)))
     optimizer = models.make(name, "default", parameters)
     journal = Journal(optimizer, undo="exact")
     for step in range(8):
