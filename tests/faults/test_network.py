@@ -18,13 +18,13 @@ from swift_ft import rpc
 from swift_ft.errors import ServiceError
 from swift_ft.log import admin
 from swift_ft.log.protocol import client_options, server_options
-from swift_ft.log.writer import LogWriter
 from swift_ft.rpc import CoordinatorClient
 from tests.faults import shim
 from tests.faults.shim import Faults, eventually
 from tests.faults.world import TIMEOUT_S, Helper, Server, put, reading
 from tests.integration.coordinator_world import Coordinator, FakeMember
 from tests.integration.logserver_world import JOB, free_port
+from tests.log_client import LogWriter
 from tests.unit.log.frames import STREAM
 
 KEEPALIVE_BOUND_S = 20.0
@@ -85,7 +85,7 @@ import json, os, sys, time
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
+from tests.log_client import LogWriter
 
 os.environ["SWIFT_INSECURE"] = "1"  # the network between is the test's own
 address = sys.argv[1]
@@ -285,7 +285,7 @@ ZOMBIE = """
 import json, sys
 from swift_ft.errors import SwiftError
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
+from tests.log_client import LogWriter
 from tests.integration.coordinator_world import FakeMember
 
 coordinator, log, listen_s = sys.argv[1:]

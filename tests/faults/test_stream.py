@@ -13,9 +13,9 @@ from swift_ft.log.frame import decode_header
 from swift_ft.log.protocol import reason_of
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from tests.faults.world import TIMEOUT_S, Helper, Server, body_of, key, put, reading
 from tests.integration.logserver_world import JOB
+from tests.log_client import LogWriter
 from tests.unit.log.append_call import Call
 from tests.unit.log.frames import STREAM, frame_of
 
@@ -171,7 +171,7 @@ def test_f08_retry_older_than_any_window_is_answered_from_the_durable_index(serv
 MORTAL = """
 import sys
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
+from tests.log_client import LogWriter
 
 writer = LogWriter([sys.argv[1]], "job", 1)
 for microbatch, line in enumerate(sys.stdin):
@@ -218,7 +218,7 @@ def test_f10_server_restarts_and_clients_resend_without_duplicates_or_gaps(tmp_p
     count = 240
     with Server(tmp_path / "log", "--segment-bytes", "500000") as server:
         server.fence(1)
-        writers = [server.writer(queue_bytes=500_000) for _ in streams]
+        writers = [server.writer(records_max=25) for _ in streams]
         reader = LogReader([server.address], JOB)
         cursors = [reader.follow(stream, 0) for stream in streams]
         failures: list[SwiftError] = []

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swift_ft.log import ring
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from swift_ft.log.sidecar_client import SidecarWriter
@@ -17,7 +16,6 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available(), reason="no CUDA device: the device path stays unproven"
     ),
-    pytest.mark.skipif(not ring.available(), reason="no ring on this machine"),
 ]
 
 TIMEOUT_S = 30.0

@@ -31,10 +31,10 @@ from swift_ft.log import admin
 from swift_ft.log.protocol import Fsync
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from swift_ft.tokens import Role, SigningKey, new_key, write_file
 from tests.hostile.clients import ATTACKS
 from tests.hostile.clients import JOB as HOSTILE
+from tests.log_client import LogWriter
 from tests.soak import memory as soak_memory
 from tests.soak.memory import Rule, Sample
 from tests.soak.processes import SERVER, Server, rss_bytes

@@ -9,12 +9,12 @@ from swift_ft.log import admin
 from swift_ft.log.protocol import CALLS_PER_CONNECTION, PINGS_TOO_SOON_MAX
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from swift_ft.tokens import LOG
 from swift_ft_services.logserver.state import EngineConfig
 from tests.health_probe import check_service
 from tests.hostile.clients import Connection
 from tests.hostile.world import BOUND_S, Neighbour, Server, opening
+from tests.log_client import LogWriter
 from tests.unit.log.service import eventually
 
 JOB = "job"

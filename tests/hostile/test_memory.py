@@ -15,7 +15,6 @@ from swift_ft.log import admin
 from swift_ft.log.protocol import CALLS_PER_CONNECTION, SERVICE, Fsync, code_of, reason_of
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from swift_ft.tokens import LOG
 from swift_ft_services.logserver.core import IndexEntry
 from swift_ft_services.logserver.quotas import SpaceConfig
@@ -24,6 +23,7 @@ from tests.health_probe import check_service
 from tests.hostile.clients import Connection
 from tests.hostile.world import BOUND_S, STREAM, Neighbour, Server, frame, message, opening
 from tests.integration.logserver_world import LogServer
+from tests.log_client import LogWriter
 from tests.unit.log.service import eventually
 
 GROWTH_MAX = 96 << 20

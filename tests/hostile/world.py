@@ -13,12 +13,12 @@ from swift_ft.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
 from swift_ft.log.protocol import method, open_channel
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey, digest_of, stream_tag
-from swift_ft.log.writer import LogWriter
 from swift_ft_services.authorization import Gate
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.service import make_server
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
+from tests.log_client import LogWriter
 
 BOUND_S = 5.0
 """What takes longer is held up: here everything takes milliseconds."""

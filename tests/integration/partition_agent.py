@@ -12,9 +12,9 @@ from swift_ft.errors import LogUnavailable, SwiftError
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, StreamCursor
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from swift_ft.rpc import CoordinatorClient
 from tests.integration.coordinator_world import FakeMember
+from tests.log_client import LogWriter
 
 JOB, TIMEOUT_S = "job", 30.0
 SIZE = 20_000

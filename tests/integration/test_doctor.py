@@ -11,9 +11,9 @@ import pytest
 
 from swift_ft.errors import LogUnavailable
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import REPOSITORY, LogServer, free_port
+from tests.log_client import LogWriter
 
 
 def doctor(*arguments: object, **environment: str) -> "subprocess.CompletedProcess[str]":

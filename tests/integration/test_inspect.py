@@ -27,9 +27,9 @@ from swift_ft.log.segment import (
     scan,
     walk,
 )
-from swift_ft.log.writer import LogWriter
 from swift_ft.tools.log_contents import DTYPES
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer, free_port
+from tests.log_client import LogWriter
 
 STEPS, STREAMS, SIZE = 20, ("s0.F", "s1.B"), 20_000
 

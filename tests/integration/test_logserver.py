@@ -20,9 +20,9 @@ from swift_ft.log.protocol import SERVICE
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey
 from swift_ft.log.segment import Ending, scan
-from swift_ft.log.writer import LogWriter
 from tests.health_probe import check_service
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer, free_port, run
+from tests.log_client import LogWriter
 from tests.unit.log.service import eventually
 
 

@@ -16,11 +16,11 @@ from swift_ft.errors import Divergence, LogUnavailable, RecordCorrupt, SequenceC
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from tests.integration.coordinator_world import Coordinator, FakeMember
 from tests.integration.forked import ForkedCluster
 from tests.integration.logserver_world import JOB, REPOSITORY, LogServer, run
 from tests.integration.scraping import Scrape, scrape
+from tests.log_client import LogWriter
 
 TIMEOUT_S = 30.0
 TRAINING_TIMEOUT_S = 150.0

@@ -17,8 +17,8 @@ import pytest
 from swift_ft.lab.drill.cluster import JOB
 from swift_ft.log import admin
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from tests.integration import failing_world
+from tests.log_client import LogWriter
 
 TIMEOUT_S = 30.0
 SWIFT = str(Path(sys.executable).with_name("swift-ft"))

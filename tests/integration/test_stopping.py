@@ -28,9 +28,9 @@ from swift_ft.log import admin
 from swift_ft.log.protocol import SERVICE, code_of, method, open_channel
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from tests.integration.coordinator_world import Coordinator, FakeMember
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
+from tests.log_client import LogWriter
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -102,7 +102,7 @@ def test_stopped_and_started_again_under_writers_nothing_acknowledged_is_lost(tm
     count, confirmed = 300, dict.fromkeys(STREAMS, 0)
     with LogServer(tmp_path / "log", "--segment-bytes", "500000") as server:
         server.fence(1)
-        writers = {stream: LogWriter([server.address], JOB, 1, queue_bytes=400_000) for stream in STREAMS}
+        writers = {stream: LogWriter([server.address], JOB, 1, records_max=20) for stream in STREAMS}
         failures: list[SwiftError] = []
         turn = threading.Semaphore(0)
 

@@ -51,7 +51,7 @@ class SimLink:
             self.break_call(self._call, told=False)
             self._call = None
         self._waiting = True  # it never connects again
-        return self.core.take_pending()
+        return [record for stream in self.core._streams.values() for record in (*stream.sent, *stream.unsent)]
 
     def _go_on(self) -> None:
         if self._call is not None:

@@ -1,7 +1,7 @@
 """What one process writes in simulated time, on each of the servers that keep a copy.
 
-It decides what a `LogWriter` decides, with the product's `LinkCore` and `Unlogged`, but is no `Writer`: nothing blocks
-here, so a flush and a full queue are states that the process looks at, not calls that wait.
+It decides what a writer and its sidecar decide, with the product's `LinkCore` and `Unlogged`. But nothing blocks here,
+so a flush and a full queue are states that the process looks at, not calls that wait.
 """
 
 from collections.abc import Callable, Mapping
@@ -142,7 +142,6 @@ class SimWriter:
             stored=body,
             body_crc=checksum(body),
             digest=digest,
-            held_bytes=1,
         )
         for name in missing:
             self._link(name).enqueue(replace(record))

@@ -19,7 +19,7 @@ from swift_ft.errors import LogInterrupted, LogUnavailable, RecordTrimmed, Swift
 from swift_ft.log.memory import keep_freed_memory
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
+from tests.log_client import LogWriter
 
 JOB = "soak"
 RECORD_BYTES = (4 << 20, 1 << 20, 256 << 10, 64 << 10, 0)
@@ -29,12 +29,12 @@ FLUSH_STEPS = 16
 PATIENCE_S = 60.0
 DTYPE = "uint8"
 _WINDOWS, _WORD_BYTES = 1 << 20, 8
-_QUEUE_BYTES = 64 << 20
+_RECORDS_MAX = 60
 
 
 def open_writer(address: str, generation: int, name: str) -> LogWriter:
     """The one place that says how a soaked writer reaches the log."""
-    return LogWriter([address], JOB, generation, queue_bytes=_QUEUE_BYTES, patience_s=PATIENCE_S, name=name)
+    return LogWriter([address], JOB, generation, records_max=_RECORDS_MAX, patience_s=PATIENCE_S, name=name)
 
 
 def sequence_of(step: int, microbatch: int) -> int:

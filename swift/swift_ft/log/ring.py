@@ -125,9 +125,15 @@ def library() -> tuple[ctypes.CDLL, ctypes.PyDLL] | None:
     return waiting, quick
 
 
-def available() -> bool:
-    """Returns whether this machine can have a ring."""
-    return hasattr(os, "memfd_create") and (library() is not None or platform.machine() == "x86_64")
+def check_available() -> None:
+    """Raises UsageError if this machine cannot have a ring."""
+    if not hasattr(os, "memfd_create"):
+        raise UsageError("the log's queue needs memfd_create, which this system does not have; use Linux")
+    if library() is None and platform.machine() != "x86_64":
+        raise UsageError(
+            f"the log's queue needs swift's compiled code on {platform.machine()} processors; install a C++ compiler, "
+            f"then swift-ft again, and do not set {ENV_OFF}"
+        )
 
 
 class Memory:
@@ -152,8 +158,20 @@ class Memory:
 
     @classmethod
     def create(cls, capacity: int) -> "Memory":
-        """Creates a ring for ``capacity`` bytes of records and their headers, rounded up to pages."""
+        """Creates a ring for ``capacity`` bytes of records and their headers, rounded up to pages. Raises UsageError if
+        this machine cannot have it."""
+        check_available()
         capacity = -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            return cls._created(capacity)
+        except (OSError, OverflowError) as error:
+            raise UsageError(
+                f"the log's queue of {capacity} bytes cannot be had as shared memory (memfd): {error}; allow it, or "
+                "give a smaller log_queue_bytes"
+            ) from None
+
+    @classmethod
+    def _created(cls, capacity: int) -> "Memory":
         fd = os.memfd_create("swift-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, CONTROL_BYTES + capacity)

@@ -1,7 +1,7 @@
-"""Delivery of a writer's queue: records are digested, compared with those in the log, compressed and sent.
+"""Delivery of the ring's records: they are digested, compared with those in the log, compressed and sent.
 
-    (its writer)  ``put(item)`` → (worker) digest → compare → compress → (a link per server) send → (server) acknowledge
-    (observer)    ``on_change`` after every batch and every answer, ``on_error`` when a record is refused
+    (sidecar)  ``put(item)`` → (worker) digest → compare → compress → (a link per server) send → (server) acknowledge
+    (sidecar)  ``on_change`` after every batch and every answer, ``on_error`` when a record is refused
 
 A record goes to every server, each of which assigns its own sequence, and is held until all have acknowledged it.
 """
@@ -11,15 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 
 from swift_ft._pb import log_pb2
 from swift_ft.errors import (
     Divergence,
-    LogUnavailable,
     RecordCorrupt,
     ServiceError,
     SwiftError,
@@ -39,32 +38,6 @@ from swift_ft.log.protocol import (
 )
 from swift_ft.log.record import DTYPE_BY_NAME, RecordKey, check_name, digest_of
 from swift_ft.log.sender_core import BATCH_BYTES, RETRY_S, LinkCore, Outgoing
-
-# Counters of a writer of the log.
-
-
-@dataclass(slots=True)
-class WriterStats:
-    """Counts since the writer was created."""
-
-    records: int = 0
-    """Records handed over to be sent."""
-    bytes: int = 0
-    """Raw bytes of these records."""
-    stored_bytes: int = 0
-    """Bytes of these records after compression."""
-    verified: int = 0
-    """Records that the log already had, found equal."""
-    resent: int = 0
-    """Records sent again after a lost connection or a fence."""
-    blocked_seconds: float = 0.0
-    """Total seconds that `append` waited because the queue was full."""
-    dropped_records: int = 0
-    """Records not logged because the queue was full (when_full="drop")."""
-    dropped_bytes: int = 0
-    pace_bytes_per_s: float = 0.0
-    """Raw bytes per second that the slowest log server acknowledged lately, while it was busy; 0: not known yet."""
-
 
 # Error message, for the trainer's author, if a recomputed tensor differs from the logged one.
 
@@ -114,10 +87,10 @@ class Link:
         job: str,
         generation: int,
         name: str,
-        on_change: Callable[[int], None],
+        on_change: Callable[[], None],
         fsync: Callable[[str], str],
     ) -> None:
-        """``on_change(freed_bytes)`` is called, without a lock, after acknowledgements and after errors."""
+        """``on_change()`` is called, without a lock, after acknowledgements and after errors."""
         self.address = address
         self._core = LinkCore(address, job, generation, time.monotonic(), fsync)
         self._on_change = on_change
@@ -181,20 +154,11 @@ class Link:
         with self._cond:
             return self._core.error(patience_s, time.monotonic())
 
-    def set_generation(self, generation: int, discard: bool) -> int:
-        """Reopens all streams under the generation. Returns the bytes freed by ``discard``."""
+    def set_generation(self, generation: int, discard: bool) -> None:
+        """Reopens all streams under the generation. ``discard``: drops all unacknowledged records."""
         with self._cond:
-            freed = self._core.set_generation(generation, discard, time.monotonic())
+            self._core.set_generation(generation, discard, time.monotonic())
             self._cancel_call()
-            return freed
-
-    def take_pending(self) -> list[Outgoing]:
-        """Ends sending. Returns the unacknowledged records, in order."""
-        with self._cond:
-            self._closed = True
-            self._core.end_call()
-            self._cancel_call()
-            return self._core.take_pending()
 
     def close(self) -> None:
         with self._cond:
@@ -254,18 +218,14 @@ class Link:
                     self._core.end_call()
                     self._cancel_call()
                     self._cond.wait_for(lambda: self._closed, pause_s)
-            self._on_change(0)
+            self._on_change()
 
     def _on_reply(self, number: int, reply: log_pb2.AppendReply) -> None:
         with self._cond:
-            freed = self._core.on_reply(number, reply, time.monotonic())
+            acked = self._core.on_reply(number, reply, time.monotonic())
             self._cond.notify_all()
-        if freed:
-            self._on_change(freed)
-
-
-OVERHEAD_BYTES = 512
-"""Bytes that a queued record counts for in addition to its body, so that empty tensors count too."""
+        if acked:
+            self._on_change()
 
 
 def _framed(server: str, **fields: Any) -> Outgoing:
@@ -292,21 +252,6 @@ class Item:
     outcome: str = ""
     """Result of the worker: "sent", "copied" (only to servers that lacked it), "equal" or "refused"."""
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that it counts for while queued, and that each copy counts for until it is acknowledged."""
-        return self.body.nbytes + OVERHEAD_BYTES
-
-
-class Observer(Protocol):
-    """Listener of a delivery. The delivery's threads call it, never before the first `put`."""
-
-    def on_change(self) -> None:
-        """(without the lock) Called when records were compared, sent or acknowledged, or a call to a server ended."""
-
-    def on_error(self, error: SwiftError) -> None:
-        """(holding the lock) Called for the first refused record of a generation, before `error` shows it."""
-
 
 @dataclass(slots=True)
 class _Known:
@@ -330,23 +275,28 @@ class Delivery:
         fsync: str | Mapping[str, str],
         patience_s: float,
         name: str,
-        observer: Observer,
+        on_change: Callable[[], None],
+        on_error: Callable[[SwiftError], None],
         lock: threading.Condition,
     ) -> None:
-        """The options are those of `swift_ft.log.writer.LogWriter`. ``lock`` guards the queue and the writer's own
-        state. Threads that wait on it are notified after every change."""
+        """The options are those of `swift_ft.log.sidecar_client.SidecarWriter`. ``lock`` guards the queue and the
+        caller's own state. Threads that wait on it are notified after every change. Threads of the delivery call, never
+        before the first `put`:
+
+        ``on_change()`` without the lock, when records were compared, sent or acknowledged, or a call to a server ended
+        ``on_error(error)`` holding the lock, for the first refused record of a generation, before `error` shows it
+        """
         self._lock = lock
         self.servers = tuple(dict.fromkeys(servers))
         """Servers that keep the streams."""
-        self.stats = WriterStats()
-        self.held_bytes = 0
-        """Bytes that are queued or not yet acknowledged, counted per copy."""
+        self.pace_bytes_per_s = 0.0
+        """Raw bytes per second that the slowest server acknowledged lately, while it was busy; 0: not known yet."""
         self.patience_s = patience_s
         """Seconds without an acknowledgement by a server after which that is an error."""
         self._job = job
         self._generation = generation
         self._name = name or job
-        self._observer = observer
+        self._on_change, self._on_error = on_change, on_error
         self._inbox: deque[Item] = deque()
         self._working: Item | None = None
         self._known: dict[str, dict[RecordKey, _Known]] = {}
@@ -359,43 +309,40 @@ class Delivery:
         self._fsync = (
             (lambda stream: fsync.get(stream, "")) if isinstance(fsync, Mapping) else lambda _: fsync
         )
-        self.links = {address: self._link(address) for address in self.servers}
-        """Link of each server. The dict is replaced, never modified."""
-        self._resent = 0  # by links that were closed
+        self.links = {
+            address: Link(address, job, generation, self._name, self.changed, self._fsync)
+            for address in self.servers
+        }
+        """Link of each server."""
         self._worker = threading.Thread(target=self._work, name=f"log-writer-{self._name}", daemon=True)
         self._worker.start()
 
-    # -- its writer's side ------------------------------------------------------------------------------
+    # -- the sidecar's side -----------------------------------------------------------------------------
 
     def put(self, item: Item) -> None:
         """Appends a record to the queue."""
         with self._lock:
-            self.held_bytes += item.held_bytes
             self._inbox.append(item)
             self._lock.notify_all()
 
     @property
-    def handed_over(self) -> bool:
-        """Returns whether the worker is done: all unacknowledged records are with the links."""
-        return not self._inbox and self._working is None
+    def resent(self) -> int:
+        """Number of records sent again after a lost connection or a fence."""
+        return sum(link.resent for link in self.links.values())
 
     @property
     def error(self) -> SwiftError | None:
         """Error of the first refused record, until the next generation."""
         return self._error
 
-    def trouble(self, *, may_drop: bool = False) -> SwiftError | None:
-        """Returns the error to report to the writer's caller. ``may_drop``: ignores LogUnavailable of the links."""
-        if self._error is not None:
-            return self._error
-        for link in self.links.values():
-            error = link.error(self.patience_s)
-            if error is not None and not (may_drop and isinstance(error, LogUnavailable)):
-                return error
-        return None
+    def trouble(self) -> SwiftError | None:
+        """Returns the error to report to the trainer, or None."""
+        errors = (link.error(self.patience_s) for link in self.links.values())
+        return self._error or next((error for error in errors if error is not None), None)
 
     def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str = "") -> None:
-        """As `LogWriter.expect`."""
+        """Declares records that one server (or every one) holds of a stream: these keys are compared, not sent there.
+        Raises RecordCorrupt if another copy has a different record under one of these keys."""
         check_name("stream", stream)
         with self._lock:
             known = self._known.setdefault(stream, {})
@@ -424,66 +371,21 @@ class Delivery:
             for stream, known in self._known.items():
                 self._known[stream] = {key: value for key, value in known.items() if key.step >= step}
 
-    def set_generation(
-        self, generation: int, servers: Sequence[str] = (), emptied: Collection[str] = ()
-    ) -> None:
-        """As `LogWriter.set_generation`."""
-        self._begin(generation, False, servers, emptied)
-
-    def restart(self, generation: int) -> None:
-        """As `LogWriter.restart`."""
-        self._begin(generation, True)
-
-    def _begin(
-        self, generation: int, discard: bool, servers: Sequence[str] = (), emptied: Collection[str] = ()
-    ) -> None:
+    def set_generation(self, generation: int, *, discard: bool = False) -> None:
+        """Reopens the streams under the generation, resends unacknowledged records, and clears errors. ``discard``:
+        drops unacknowledged records and all knowledge of the log's content instead, because the log was emptied."""
         with self._lock:
             if generation < self._generation:
                 raise UsageError(f"generation {generation} is older than {self._generation}")
             if discard:
-                self.held_bytes -= sum(item.held_bytes for item in self._inbox)
                 self._inbox.clear()
                 self._lock.wait_for(lambda: self._working is None)
-            self._generation = generation
-            left = self._move(tuple(dict.fromkeys(servers)), emptied) if servers else []
-            for link in self.links.values():
-                self.held_bytes -= link.set_generation(generation, discard)
-            if discard:
                 self._known.clear()
+            self._generation = generation
+            for link in self.links.values():
+                link.set_generation(generation, discard)
             self._error = None
             self._lock.notify_all()
-        for link in left:
-            link.close()
-
-    def _link(self, address: str) -> Link:
-        return Link(address, self._job, self._generation, self._name, self.changed, self._fsync)
-
-    def _move(self, servers: tuple[str, ...], emptied: Collection[str]) -> list[Link]:
-        """(holding the lock) Switches to these servers. Returns the old links, to be closed."""
-        stay = set(servers) - set(emptied)
-        gone = [link for address, link in self.links.items() if address not in stay]
-        kept = {address: link for address, link in self.links.items() if address in stay}
-        new = [address for address in servers if address not in kept]
-        self.links = kept | {address: self._link(address) for address in new}
-        self.servers = servers
-        for known in self._known.values():
-            for record in known.values():
-                record.servers &= stay
-        left: dict[tuple[str, RecordKey], Outgoing] = {}
-        for link in gone:
-            self._resent += link.resent
-            for pending in link.take_pending():
-                self.held_bytes -= pending.held_bytes
-                left.setdefault((pending.stream, pending.key), pending)
-        for (stream, key), pending in left.items():
-            # The servers that stay have it, or it is being sent to them. Its key may be forgotten already.
-            had = self._known.get(stream, {}).get(key)
-            for server in new:
-                if had is None or server not in had.servers:
-                    self._enqueue(server, replace(pending, sequence=-1))
-                if had is not None:
-                    had.servers.add(server)
-        return gone
 
     def close(self) -> None:
         """Ends the threads and gives up unacknowledged records."""
@@ -496,21 +398,21 @@ class Delivery:
 
     # -- the background ---------------------------------------------------------------------------------
 
-    def changed(self, freed: int = 0) -> None:
-        """(any thread) Updates the counters and notifies the observer. ``freed``: bytes acknowledged or compared."""
-        pace = self._pace()
+    def changed(self) -> None:
+        """(any thread) Updates the pace, and notifies waiting threads and the sidecar."""
+        # A record is durable only when all servers have it, so the slowest link sets the pace.
+        paces = (link.pace() for link in self.links.values())
+        pace = min((pace for pace in paces if pace is not None), default=None)
         with self._lock:
-            self.stats.pace_bytes_per_s = pace or self.stats.pace_bytes_per_s
-            self.held_bytes -= freed
-            self.stats.resent = self._resent + sum(link.resent for link in self.links.values())
+            self.pace_bytes_per_s = pace or self.pace_bytes_per_s
             self._lock.notify_all()
-        self._observer.on_change()
+        self._on_change()
 
     def refuse(self, error: SwiftError) -> None:
         """Records the error of a refused record, if it is the first one of this generation."""
         with self._lock:
             if self._error is None:
-                self._observer.on_error(error)
+                self._on_error(error)
                 self._error = error
 
     def _work(self) -> None:
@@ -520,12 +422,11 @@ class Delivery:
                 self._lock.wait_for(lambda: bool(self._inbox) or self._closed)
                 if self._closed:
                     return
-            freed = sum(map(self._work_on, self._waiting()))
-            with self._lock:
-                links = list(self.links.values())
-            for link in links:
+            for item in self._waiting():
+                self._work_on(item)
+            for link in self.links.values():
                 link.wake()
-            self.changed(freed)
+            self.changed()
 
     def _waiting(self) -> Iterator[Item]:
         """Yields records of the inbox, up to a message's bytes. Each is `_working` until the next one is requested."""
@@ -539,21 +440,21 @@ class Delivery:
             size += item.body.nbytes
             yield item
 
-    def _work_on(self, item: Item) -> int:
-        """Processes a record; an error refuses it. Returns the bytes that it frees in the queue."""
+    def _work_on(self, item: Item) -> None:
+        """Processes a record; an error refuses it."""
         error: SwiftError
         try:
-            return self._take(item)
+            self._take(item)
+            return
         except SwiftError as raised:
             error = raised
-        except Exception as raised:  # noqa: BLE001  (appending threads must not wait for a dead worker)
+        except Exception as raised:  # noqa: BLE001  (a trainer must not wait for a dead worker)
             error = ServiceError(f"{item.stream} {item.key} cannot be logged: {raised!r}")
         self.refuse(error)
         item.outcome = "refused"
-        return item.held_bytes
 
-    def _take(self, item: Item) -> int:
-        """Compares a record, sends it, or both. Returns the bytes that it frees; each copy sent counts separately."""
+    def _take(self, item: Item) -> None:
+        """Compares a record, sends it, or both."""
         digest = digest_of(item.dtype, item.shape, item.body)
         with self._lock:
             logged = self._known.setdefault(item.stream, {}).setdefault(item.key, _Known(digest))
@@ -561,9 +462,8 @@ class Delivery:
         if logged.digest != digest and not item.sent_before:
             raise Divergence(differs_words(item.stream, item.key, logged.digest, digest))
         if not missing:
-            self.stats.verified += 1
             item.outcome = "equal"
-            return item.held_bytes
+            return
         codec, stored = compress(self._codec(item.stream), item.body, DTYPE_BY_NAME[item.dtype].width)
         item.stored_bytes = len(stored)
         framed = functools.partial(
@@ -577,36 +477,17 @@ class Delivery:
             stored=stored,
             body_crc=checksum(stored),
             digest=digest,
-            held_bytes=item.held_bytes,
         )
-        with self._lock:  # the servers may have changed meanwhile
+        with self._lock:  # more may be known of the servers by now
             known = self._known.setdefault(item.stream, {}).setdefault(item.key, logged)
             missing = self._missing(item, known)
             copied = bool(known.servers) and not item.sent_before
             for server in missing:
-                self._enqueue(server, framed(server))
+                self.links[server].enqueue(framed(server))
             known.servers.update(missing)
-            if copied:
-                self.stats.verified += 1  # and a missing copy is restored
-            else:
-                self.stats.records += 1
-                self.stats.bytes += item.body.nbytes
-                self.stats.stored_bytes += item.stored_bytes
             item.sent_to = missing
             item.outcome = "copied" if copied else "sent"  # last: a reader that sees it uses `sent_to`
-        return item.held_bytes
 
     def _missing(self, item: Item, known: _Known) -> tuple[str, ...]:
         """Returns the servers that the record must be sent to."""
         return tuple(s for s in self.servers if s in item.sent_before or s not in known.servers)
-
-    def _enqueue(self, server: str, record: Outgoing) -> None:
-        """(holding the lock) Hands a record to a server's link and counts its bytes."""
-        if self.links[server].enqueue(record):
-            self.held_bytes += record.held_bytes
-
-    def _pace(self) -> float | None:
-        """Returns the pace of the slowest link, because a record is durable only when all servers have it."""
-        with self._lock:
-            links = list(self.links.values())
-        return min((pace for pace in (link.pace() for link in links) if pace is not None), default=None)

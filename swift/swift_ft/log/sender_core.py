@@ -10,7 +10,7 @@ Call sequence (`swift_ft.log.sender` is the shell, and holds a lock around each)
     enqueue(record)                       records from the writer
     number = begin_call(now)              while may_connect
     next_message(number)                  until None: messages to send now
-    on_reply(number, reply)               a reply; returns the bytes that it frees
+    on_reply(number, reply)               a reply; returns the number of records that it acknowledges
     on_failure(number, reason, ...)       why the call ended; returns the pause before the next one
     end_call()                            later replies of this call are ignored
 """
@@ -92,8 +92,6 @@ class Outgoing:
     stored: Bytes
     body_crc: int
     digest: bytes
-    held_bytes: int
-    """Bytes that it counts for in the writer's queue until it is acknowledged."""
     sequence: int = -1
 
     def header(self, tag: int, generation: int) -> bytes:
@@ -189,15 +187,6 @@ class LinkCore:
             return min(stream.acked, self._rest_of[1])
         return stream.acked
 
-    def take_pending(self) -> list[Outgoing]:
-        """Removes and returns the unacknowledged records, in order by stream, so that other links can send them."""
-        left = [record for stream in self._streams.values() for record in (*stream.sent, *stream.unsent)]
-        for stream in self._streams.values():
-            stream.sent.clear()
-            stream.unsent.clear()
-        self.pending = 0
-        return left
-
     def error(self, patience_s: float, now: float) -> SwiftError | None:
         """Returns the error to report to the writer's caller, or None."""
         if self._error is not None:
@@ -213,24 +202,20 @@ class LinkCore:
             f"log server {self.address} has acknowledged nothing for {waited_s:.0f} s: {self.trouble}"
         )
 
-    def set_generation(self, generation: int, discard: bool, now: float) -> int:
-        """Reopens all streams under the generation. Returns the bytes freed by ``discard``."""
+    def set_generation(self, generation: int, discard: bool, now: float) -> None:
+        """Reopens all streams under the generation. ``discard``: drops all unacknowledged records."""
         self._generation = generation
         self._error = None
         self._stale = ""
         self._progress_at = now
-        freed = 0
         if discard:
             for stream in self._streams.values():
-                for record in (*stream.sent, *stream.unsent):
-                    freed += record.held_bytes
                 stream.sent.clear()
                 stream.unsent.clear()
                 stream.next_sequence = None
                 stream.acked = 0  # the server was reset and need not hold acknowledged records
             self.pending = 0
         self.end_call()
-        return freed
 
     # -- a call ---------------------------------------------------------------------------------------
 
@@ -313,8 +298,8 @@ class LinkCore:
         )
 
     def on_reply(self, number: int, reply: log_pb2.AppendReply, now: float) -> int:
-        """Processes a reply. Returns the queue bytes that it frees. Raises SequenceConflict if another writer has
-        written the stream."""
+        """Processes a reply. Returns the number of records that it acknowledges. Raises SequenceConflict if another
+        writer has written the stream."""
         if number != self.call_number:
             return 0
         self._credit += reply.credit_bytes
@@ -322,12 +307,12 @@ class LinkCore:
             self._body_bytes_max = reply.welcome.body_bytes_max
         for opened in reply.opened:
             self._on_opened(self._streams[opened.stream], opened.next_sequence)
-        freed = 0
-        for acked in reply.acked:
-            freed += self._on_acked(self._streams[acked.stream], acked.durable_sequence, now)
-        if freed:
+        records = sum(
+            self._on_acked(self._streams[acked.stream], acked.durable_sequence, now) for acked in reply.acked
+        )
+        if records:
             self._progress_at = now
-        return freed
+        return records
 
     def _on_opened(self, stream: _Stream, next_sequence: int) -> None:
         if stream.next_sequence is None:
@@ -340,17 +325,17 @@ class LinkCore:
         stream.opened = True
 
     def _on_acked(self, stream: _Stream, durable: int, now: float) -> int:
-        freed = raw = 0
+        records = raw = 0
         for waiting in (stream.sent, stream.unsent):
             while waiting and 0 <= waiting[0].sequence < durable:
                 record = waiting.popleft()
-                freed += record.held_bytes
+                records += 1
                 raw += record.raw_bytes
                 self.pending -= 1
-        if freed:
+        if records:
             self.meter.acked(raw, now, idle=not self.pending)
         stream.acked = max(stream.acked, durable)
-        return freed
+        return records
 
     def on_failure(self, number: int, reason: str, message: str, error: SwiftError) -> float:
         """Classifies why a call ended. Returns the seconds to wait before the next one."""

@@ -88,7 +88,7 @@ class Expectations:
         self._known: dict[tuple[str, str], dict[RecordKey, bytes]] = {}
 
     def add(self, stream: str, server: str, digests: Mapping[RecordKey, bytes]) -> None:
-        """Adds records of a server. Raises RecordCorrupt as `LogWriter.expect` does, because a successor could not
+        """Adds records of a server. Raises RecordCorrupt as `Delivery.expect` does, because a successor could not
         start with contradicting digests."""
         for (other_stream, other), known in self._known.items():
             for key in known.keys() & digests.keys() if other_stream == stream else ():
@@ -210,7 +210,7 @@ class _Placed(Outgoing):
 class RingWriter:
     """Hands the ring's records to a `Delivery`, and advances the ring's tail past records that all servers have.
 
-    The sidecar's threads call its methods. The delivery reports changes by ``on_change`` and ``on_error``.
+    The sidecar's threads call its methods.
     """
 
     def __init__(
@@ -261,7 +261,8 @@ class RingWriter:
             fsync=fsync,
             patience_s=patience_s,
             name=name,
-            observer=self,
+            on_change=self._on_change,
+            on_error=self._on_error,
             lock=self._lock,
         )
         """Threads that process the ring's records."""
@@ -397,18 +398,17 @@ class RingWriter:
 
     # -- records leaving the ring ----------------------------------------------------------------------
 
-    def on_error(self, error: SwiftError) -> None:
+    def _on_error(self, error: SwiftError) -> None:
         """(holding the lock) Reports the error to the trainer. This happens before the record leaves the ring, so that
         the trainer knows even if this process is killed. It happens under the lock that stores the error here: the
         trainer then begins a new generation, in which the error must not come up again."""
         self._tell({"trouble": error_to_json(error), "final": True})
 
-    def on_change(self) -> None:
+    def _on_change(self) -> None:
         """Removes acknowledged records from the ring, and notifies waiting threads and the trainer."""
-        stats = self.delivery.stats
         with self._sweeping:
-            self._memory.store(Word.RESENT, self._resent_before + stats.resent)
-            self._memory.store(Word.PACE, int(stats.pace_bytes_per_s))
+            self._memory.store(Word.RESENT, self._resent_before + self.delivery.resent)
+            self._memory.store(Word.PACE, int(self.delivery.pace_bytes_per_s))
             room = self._sweep()
         with self._lock:
             self._lock.notify_all()
@@ -467,7 +467,7 @@ class RingWriter:
         try:
             with self._pumping:
                 self._calling.clear()
-                self.delivery.restart(generation)
+                self.delivery.set_generation(generation, discard=True)
                 self._unlearned.clear()
                 self._damaged.clear()
                 self._asking = None

@@ -1,4 +1,4 @@
-"""The writing end of the log for a session: the `Writer` protocol, its sidecar implementation, and `open_writer`."""
+"""The writing end of the log, in a trainer: `SidecarWriter`, whose work is done by a sidecar process."""
 
 import contextlib
 import json
@@ -10,27 +10,31 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from swift_ft import events
 from swift_ft.errors import LogInterrupted, LogUnavailable, ServiceError, SwiftError, UsageError
-from swift_ft.log import ring
+from swift_ft.log.codec import check_codec
+from swift_ft.log.frame import BODY_BYTES_MAX, raw_bytes_of
 from swift_ft.log.memory import address_of
 from swift_ft.log.placement import COPIES_MAX, PATIENCE_S
+from swift_ft.log.protocol import Fsync
 from swift_ft.log.record import (
     DIMS_MAX,
     DTYPE_BY_NAME,
     MARK_DTYPE,
     MARK_SHAPE,
+    MARK_SLOT,
+    WHEN_FULL,
     RecordKey,
     Unlogged,
+    as_bytes,
     check_name,
 )
 from swift_ft.log.ring import HEADER_BYTES, Memory, Producer, Word, header_of, producer
-from swift_ft.log.sender import WriterStats
 from swift_ft.log.sidecar import Expectations, Message, error_from_json, expectations, is_running
-from swift_ft.log.writer import NOBODY, Borrower, Lending, LogWriter, check_options, check_record
 
 # Starts a sidecar process, holds the connection to it, and kills one that stays stopped.
 
@@ -148,8 +152,6 @@ class Stopped:
 # to hold, and the requests without an answer. A sidecar is killed and replaced on purpose when a new generation has
 # other servers.
 
-ENV_OFF = "SWIFT_NO_SIDECAR"
-"""Environment variable. If it is 1, threads of the trainer's own process send the records."""
 ANSWER_S = 60.0
 POLL_S = 0.25
 _RESTARTS_MAX, _RESTARTS_WITHIN_S = 5, 10.0
@@ -221,7 +223,7 @@ class SidecarSupervisor:
             raise error
 
     def expect(self, stream: str, server: str, digests: Mapping[RecordKey, bytes]) -> None:
-        """As `LogWriter.expect`. `server` empty: every server."""
+        """As `SidecarWriter.expect`."""
         for holder in [server] if server else list(self._servers):
             with self.changed:  # recorded for a successor of the sidecar
                 self._expected.add(stream, holder, digests)
@@ -247,19 +249,19 @@ class SidecarSupervisor:
         self._request({"do": "go"})
 
     def interrupt(self) -> None:
-        """As `LogWriter.interrupt`."""
+        """As `SidecarWriter.interrupt`."""
         with self.changed:
             self._interrupted = True
             self.changed.notify_all()
 
     def set_generation(self, generation: int, servers: Sequence[str], emptied: Collection[str]) -> None:
-        """As `LogWriter.set_generation`."""
+        """As `SidecarWriter.set_generation`."""
         if generation >= self.generation and servers and (emptied or set(servers) != set(self._servers)):
             self._move(generation, servers, emptied)
         self._enter(generation, {"do": "set_generation", "generation": generation})
 
     def restart(self, generation: int, upto: int) -> None:
-        """As `LogWriter.restart`. Drops the ring's records below `upto`."""
+        """As `SidecarWriter.restart`. Drops the ring's records below `upto`."""
         with self.changed:
             if self._closed:
                 self.raise_pending()
@@ -392,8 +394,7 @@ class SidecarSupervisor:
         if len(self._deaths) > _RESTARTS_MAX:
             return LogUnavailable(
                 f"the log's sidecar has died {len(self._deaths)} times within {_RESTARTS_WITHIN_S:g} s "
-                f"(exit code {self._process.returncode}{': ' if self._last_words else ''}{self._last_words}); "
-                f"{ENV_OFF}=1 does without it"
+                f"(exit code {self._process.returncode}{': ' if self._last_words else ''}{self._last_words})"
             )
         try:
             self._start()
@@ -423,12 +424,122 @@ class SidecarSupervisor:
 # The writing end of the log for a trainer: a ring in shared memory, and the sidecar that drains it.
 
 
+@dataclass(slots=True)
+class WriterStats:
+    """Counts since the writer was created."""
+
+    records: int = 0
+    """Records handed over to be sent."""
+    bytes: int = 0
+    """Raw bytes of these records."""
+    stored_bytes: int = 0
+    """Bytes of these records after compression."""
+    verified: int = 0
+    """Records that the log already had, found equal."""
+    resent: int = 0
+    """Records sent again after a lost connection or a fence."""
+    blocked_seconds: float = 0.0
+    """Total seconds that `append` waited because the queue was full."""
+    dropped_records: int = 0
+    """Records not logged because the queue was full (when_full="drop")."""
+    dropped_bytes: int = 0
+    pace_bytes_per_s: float = 0.0
+    """Raw bytes per second that the slowest log server acknowledged lately, while it was busy; 0: not known yet."""
+
+
+def check_options(
+    servers: Sequence[str],
+    job: str,
+    codec: str | Mapping[str, str],
+    fsync: str | Mapping[str, str],
+    queue_bytes: int,
+    patience_s: float,
+    when_full: str,
+) -> None:
+    """Validates a writer's options. Raises UsageError, and ServiceError if a codec is not installed."""
+    if not servers:
+        raise UsageError("a log writer needs at least one log server")
+    if queue_bytes < 1 or patience_s <= 0:
+        raise UsageError("queue_bytes and patience_s must be positive")
+    check_name("job", job)
+    check_codec(codec)
+    for policy in [fsync] if isinstance(fsync, str) else fsync.values():
+        if policy not in ("", *Fsync):
+            raise UsageError(f"fsync {policy!r} is not known; give one of {', '.join(Fsync)}")
+    if when_full not in WHEN_FULL:
+        raise UsageError(f"when_full {when_full!r} is not known; give one of {', '.join(WHEN_FULL)}")
+
+
+def check_record(
+    stream: str, key: RecordKey, dtype: str, shape: tuple[int, ...], body: memoryview | bytes | bytearray
+) -> memoryview:
+    """Validates a record and returns its body as bytes. Raises UsageError for an invalid stream name, element type,
+    shape or key, or for a body of the wrong size."""
+    check_name("stream", stream)
+    if dtype not in DTYPE_BY_NAME:
+        raise UsageError(f"{stream} {key}: element type {dtype!r} cannot be logged")
+    if len(shape) > DIMS_MAX:
+        raise UsageError(f"{stream} {key}: {len(shape)} dimensions; at most {DIMS_MAX} can be logged")
+    if not (0 <= key.step < 1 << 63 and 0 <= key.microbatch < 1 << 32 and 0 <= key.slot < MARK_SLOT):
+        raise UsageError(f"{stream} {key}: out of range")
+    view = as_bytes(body)
+    expected = raw_bytes_of(dtype, shape)
+    if min(shape, default=0) < 0 or view.nbytes != expected:
+        raise UsageError(f"{stream} {key}: {dtype} {list(shape)} takes {expected} bytes, not {view.nbytes}")
+    if view.nbytes > BODY_BYTES_MAX:
+        raise UsageError(
+            f"{stream} {key}: {view.nbytes} bytes are more than a record can have ({BODY_BYTES_MAX})"
+        )
+    return view
+
+
+class Borrower(Protocol):
+    """Component that writes bodies into a ring itself."""
+
+    def finish(self) -> None:
+        """(a flush, a full ring) Waits until all bodies in progress are written."""
+
+    def let_go(self) -> None:
+        """(the writer is closed) Waits until the borrower has stopped writing."""
+
+
+class _Nobody:
+    def finish(self) -> None: ...
+
+    def let_go(self) -> None: ...
+
+
+NOBODY: Borrower = _Nobody()
+"""Placeholder while the ring has no borrower."""
+
+
 class SidecarWriter:
-    """A `Writer` whose work is done by another process, the sidecar.
+    """Writer of all streams of one rank, to each of the servers that keep a copy.
+
+    Call sequence::
+
+        (coordinator)        admin.fence(server, job, generation)      grants the generation
+        (a rank)             writer = SidecarWriter(servers, job, generation)
+        (channel)            append, or append_at, for every tensor    return at once
+        (restorer)           expect → … unlogged.lacks → declare; restart if the log starts empty
+        (new generation)     interrupt                                 frees a blocked append
+        (engine)             set_generation                            sends again what was not acknowledged
+        (engine)             flush                                     before a report: all of it is durable
+        (engine)             forget_below                              after a step
 
     `append` and `append_at` put a record into the ring within microseconds, and a native thread copies its body. The
     body must not change until `wait_copied`, or until `copied` has passed the position that `append_at` returned. Then
     the caller may reuse it.
+
+    A record goes to every server, each of which assigns its own sequence, and stays in the ring until all have
+    acknowledged it. One that the log already has is compared and not sent. While the ring is full, `append` blocks, or
+    with ``when_full="drop"`` drops the record and declares its step unlogged (`swift_ft.log.record`).
+
+    A server may be killed and restarted on the same address and directory without loss or duplicates. When other
+    servers replace it (`set_generation`), they receive the records that it had not acknowledged, and those that are
+    appended again. Errors in the background are raised by the next `append` or `flush`: Divergence (names stream, step,
+    microbatch and slot) and SequenceConflict until the next generation; LogUnavailable after ``patience_s`` without an
+    acknowledgement, until the log makes progress.
 
     A `SidecarSupervisor` keeps the sidecar running. A sidecar that outlives its trainer sends the ring's records, for
     at most 10 s.
@@ -450,7 +561,10 @@ class SidecarWriter:
         name: str = "",
         lease: Mapping[str, Any] | None = None,
     ) -> None:
-        """`lease`: the trainer's lease, which the sidecar renews as well (`swift_ft.log.sidecar.LeaseKeeper`)."""
+        """``codec``: "none", "lz4" or "bitshuffle" for all streams, or by stream name (default "none"). ``fsync``: when
+        a record counts as durable ("always", "interval", "never"), for all streams or by stream name; empty: the
+        server's default. ``queue_bytes``: size of the ring. ``lease``: the trainer's lease, which the sidecar renews as
+        well (`swift_ft.log.sidecar.LeaseKeeper`). Raises UsageError if this machine cannot have a ring."""
         check_options(servers, job, codec, fsync, queue_bytes, patience_s, when_full)
         self.job = job
         self._patience_s = patience_s
@@ -458,7 +572,9 @@ class SidecarWriter:
         # Held while the ring's words are read. Once `_stats` is set, the ring is unmapped.
         self._mapped = threading.Lock()
         self.drops = when_full == "drop"
+        """If True, records are dropped while the ring is full, and their steps are declared unlogged."""
         self.unlogged = Unlogged(self._pushing)
+        """Record of the unlogged steps. The engine and the restorer read it and add to it."""
         self._blocked_seconds = 0.0
         self._streams: dict[str, int] = {}
         self._lent: deque[tuple[int, object]] = deque()
@@ -488,7 +604,7 @@ class SidecarWriter:
 
     @property
     def stats(self) -> WriterStats:
-        """Counts of acknowledged records, and of records that were found equal."""
+        """(any thread) Counts of acknowledged records, and of records that were found equal."""
         with self._mapped:
             return self._stats or self._counted()
 
@@ -515,13 +631,9 @@ class SidecarWriter:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes in the ring that the log has not acknowledged."""
+        """(any thread) Bytes in the ring that the log has not acknowledged."""
         with self._mapped:
             return 0 if self._stats is not None else self._producer.reserved - self._memory.load(Word.TAIL)
-
-    @property
-    def lending(self) -> "SidecarWriter":
-        return self
 
     @property
     def pid(self) -> int:
@@ -544,7 +656,13 @@ class SidecarWriter:
         *,
         keep: bool = False,
     ) -> bool:
-        """As `LogWriter.append`; ``body`` must not change until `wait_copied`."""
+        """Appends a tensor, whose ``body`` must not change until `wait_copied`. Returns False if it was dropped; with
+        ``keep`` it never is (a replay: other ranks wait for the record).
+
+        A key that the stream has already (appended before by this writer, or declared by `expect`) is compared and not
+        sent. Raises errors from the background (LogUnavailable only if the record must be kept), LogInterrupted after
+        `interrupt`, and UsageError for an invalid record or one that is larger than the ring.
+        """
         view = check_record(stream, key, dtype, shape, body)
         end = self.append_at(stream, key, dtype, shape, address_of(view), view.nbytes, keep=keep)
         copied = self.copied
@@ -569,8 +687,7 @@ class SidecarWriter:
         -1 if the record was dropped.
 
         ``now``: the calling thread copies them before this returns. While the ring is full, waits or drops the record;
-        with ``keep`` it always waits. Raises as `LogWriter.append` does, and UsageError for a record that is larger
-        than the ring.
+        with ``keep`` it always waits. Raises as `append` does.
         """
         may_drop = self.drops and not keep
         with self._pushing:
@@ -608,7 +725,7 @@ class SidecarWriter:
         return index
 
     def declare(self) -> None:
-        """As `LogWriter.declare`."""
+        """Puts the marks that are due into the ring, and does not wait for the log. Raises as `append` does."""
         with self._pushing:
             for stream in self.unlogged.streams:
                 self._sidecar.raise_pending()
@@ -663,28 +780,32 @@ class SidecarWriter:
             self._lent.clear()
 
     def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str = "") -> None:
-        """As `LogWriter.expect`."""
+        """Declares records that one server (empty: every one) holds of a stream: these keys are compared, and not sent
+        there. Raises RecordCorrupt if another copy has a different record under one of these keys."""
         check_name("stream", stream)
         self._sidecar.expect(stream, server, digests)
 
     def flush(self, timeout_s: float) -> None:
-        """As `LogWriter.flush`."""
+        """Waits until everything appended is durable. Raises as `append` does, and ServiceError after `timeout_s`."""
         self.declare()
         self.wait_copied()
         self._sidecar.flush(self.copied, timeout_s)
 
     def interrupt(self) -> None:
-        """As `LogWriter.interrupt`."""
+        """(any thread) Makes blocked and later calls of append and flush raise LogInterrupted, until set_generation."""
         self._sidecar.interrupt()
 
     def set_generation(
         self, generation: int, servers: Sequence[str] = (), emptied: Collection[str] = ()
     ) -> None:
-        """As `LogWriter.set_generation`."""
+        """(after a fence) Continues under the new generation: reopens streams, resends unacknowledged records, clears
+        pending errors. ``servers``: the servers that keep the streams from now on (empty: unchanged). ``emptied``:
+        those of them that were restarted without their data."""
         self._sidecar.set_generation(generation, servers, emptied)
 
     def restart(self, generation: int) -> None:
-        """As `LogWriter.restart`."""
+        """(after a fence and admin.reset: all ranks restore a checkpoint) As set_generation, but drops unacknowledged
+        records and all knowledge of the log's content."""
         self.wait_copied()
         with self._pushing:
             self.unlogged.forget()
@@ -695,7 +816,7 @@ class SidecarWriter:
         self._sidecar.await_ready()
 
     def forget_below(self, step: int) -> None:
-        """As `LogWriter.forget_below`."""
+        """Forgets the keys of older steps, which will not be appended again."""
         with self._mapped:
             if self._stats is not None:
                 return
@@ -705,7 +826,7 @@ class SidecarWriter:
         self._sidecar.forget_below(step)
 
     def close(self, flush_timeout_s: float = 10.0) -> None:
-        """As `LogWriter.close`, and waits for the end of the sidecar."""
+        """Flushes, unless the timeout is 0, and ends the sidecar. Raises the errors of `flush`, after ending it."""
         if self._sidecar.closed:
             return
         try:
@@ -722,97 +843,3 @@ class SidecarWriter:
         os.close(self._wake)
         self._stats = self._counted()
         self._memory.close()
-
-
-class Writer(Protocol):
-    """Writer of all streams of one rank, to each of the servers that keep a copy.
-
-    (channel)   ``append``, or ``lending.append_at``, for every tensor
-    (restorer)  ``expect`` → … ``unlogged.lacks`` → ``declare``; ``restart`` if the log starts empty
-    (engine)    ``interrupt`` (new-generation notification) → ``set_generation`` → ``flush`` (the report) …;
-                ``forget_below`` after a step
-
-    A record that the log already has is compared and not sent. Errors in the background are raised by the next
-    ``append`` or ``flush``. `swift_ft.log.writer.LogWriter` documents the calls in full; both writers behave alike.
-    """
-
-    drops: bool
-    """If True, records are dropped while the queue is full, and their steps are declared unlogged."""
-    unlogged: Unlogged
-    """Record of the unlogged steps. The engine and the restorer read it and add to it."""
-
-    @property
-    def lending(self) -> Lending | None:
-        """Interface for bodies that are read after the call. None: the caller copies bodies for ``append``."""
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the process that does the work. None: this process."""
-
-    @property
-    def stats(self) -> WriterStats:
-        """(any thread) Counts since the writer was created."""
-
-    @property
-    def queued_bytes(self) -> int:
-        """(any thread) Bytes that are queued or not yet acknowledged."""
-
-    def append(
-        self,
-        stream: str,
-        key: RecordKey,
-        dtype: str,
-        shape: tuple[int, ...],
-        body: memoryview | bytes | bytearray,
-        *,
-        keep: bool = False,
-    ) -> bool:
-        """Appends a tensor; waits while the queue is full. Returns False if it was dropped; never with ``keep``."""
-
-    def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str = "") -> None:
-        """Declares records that one server (or every one) holds: these keys are compared, and not sent there. Raises
-        RecordCorrupt if copies differ."""
-
-    def declare(self) -> None:
-        """Puts the marks that are due into the queue, and does not wait for the log."""
-
-    def flush(self, timeout_s: float) -> None:
-        """Waits until all appended records are durable. Raises ServiceError after `timeout_s`."""
-
-    def await_ready(self) -> None:
-        """Waits until the background sender works. Calling it is optional."""
-
-    def interrupt(self) -> None:
-        """(any thread) Blocked and later calls of append and flush raise LogInterrupted, until set_generation."""
-
-    def set_generation(
-        self, generation: int, servers: Sequence[str] = (), emptied: Collection[str] = ()
-    ) -> None:
-        """Continues under the generation, with these servers. Clears errors and resends unacknowledged records."""
-
-    def restart(self, generation: int) -> None:
-        """As set_generation, for an empty log: drops unacknowledged records and all knowledge of the log's content."""
-
-    def forget_below(self, step: int) -> None:
-        """Forgets the keys of older steps, which will not be appended again."""
-
-    def close(self, flush_timeout_s: float = 10.0) -> None:
-        """Flushes, unless the timeout is 0, and ends the writer."""
-
-
-def open_writer(
-    servers: Sequence[str],
-    job: str,
-    generation: int,
-    *,
-    lease: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Writer:
-    """Returns a SidecarWriter, or a LogWriter if the sidecar is disabled or this machine cannot have a ring.
-
-    `options`: those of `LogWriter`. `lease`: the trainer's lease, which the sidecar renews as well
-    (`swift_ft.log.sidecar.LeaseKeeper`); unused without a sidecar.
-    """
-    if os.environ.get(ENV_OFF) == "1" or not ring.available():
-        return LogWriter(servers, job, generation, **options)
-    return SidecarWriter(servers, job, generation, lease=lease, **options)

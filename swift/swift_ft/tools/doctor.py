@@ -29,6 +29,7 @@ from swift_ft.cli_parser import Parser, host_and_port
 from swift_ft.credentials import ENV_TOKEN_FILE, SECURITY_KEY, advised, read_token
 from swift_ft.errors import SwiftError, UsageError
 from swift_ft.log.protocol import TIME_KEY, VERSION_KEY, message_of, open_channel
+from swift_ft.log.ring import Memory
 from swift_ft.text import show, tell
 from swift_ft.tokens import claims_of
 from swift_ft.tools.machine_checks import (
@@ -100,6 +101,7 @@ _PIECE_BYTES = 4 << 20
 _BLOCK_BYTES = 4096
 _KEEP_SIZE = 1  # <linux/falloc.h>
 _ROUND_TRIPS = 7
+_RING_BYTES = 256 << 20  # as a session's by default
 _CLOCK = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
 
@@ -121,25 +123,19 @@ def software() -> Software:
 
 
 def machine() -> Machine:
-    """Returns the number of CPUs, this process's limits, the free bytes in /dev/shm, and whether memfd works."""
+    """Returns the number of CPUs, this process's limits, and whether a rank's log queue can be had."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    no_ring = ""
     try:
-        space = os.statvfs("/dev/shm")
-        shared: int | None = space.f_bavail * space.f_frsize
-    except OSError:
-        shared = None
-    try:
-        os.close(os.memfd_create("swift-doctor"))
-        memfd = True
-    except (AttributeError, OSError):
-        memfd = False
+        Memory.create(_RING_BYTES).close()
+    except UsageError as error:
+        no_ring = str(error)
     return Machine(
         cpus=len(os.sched_getaffinity(0)),
         open_files=-1 if files == resource.RLIM_INFINITY else files,
         locked_bytes=-1 if locked == resource.RLIM_INFINITY else locked,
-        shared_bytes=shared,
-        memfd=memfd,
+        no_ring=no_ring,
     )
 
 

@@ -28,9 +28,8 @@ class Machine:
     """Limit of open files; -1: none."""
     locked_bytes: int
     """Limit of locked memory; -1: none."""
-    shared_bytes: int | None
-    """Free bytes in /dev/shm; None: it does not exist."""
-    memfd: bool
+    no_ring: str
+    """Reason why a rank's log queue cannot be had; empty: it can."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +140,7 @@ APPEND_SLOW_BYTES_PER_S = 200e6
 FREE_BYTES_MIN = 10 * GIB
 OPEN_FILES_MIN = 1024
 OPEN_FILES_WANTED = 8192
-SHARED_BYTES_WANTED = 1 * GIB
+LOCKED_BYTES_WANTED = 1 * GIB
 ROUND_TRIP_SLOW_S = 0.01
 CLOCK_WARN_S = 1.0
 TOKEN_WARN_S = 600.0
@@ -247,20 +246,15 @@ def machine(facts: Facts) -> Iterator[Finding]:
         (0 <= files < OPEN_FILES_MIN, FAIL, advice),
         (0 <= files < OPEN_FILES_WANTED, WARN, advice),
     )
-    shared = machine.shared_bytes
-    lacks = shared is None or shared < SHARED_BYTES_WANTED
-    room = "no /dev/shm" if shared is None else f"{_size(shared)} free in /dev/shm"
-    yield _judge(
-        "shared memory",
-        f"{room}, memfd works" if lacks and machine.memfd else room,
-        (lacks and not machine.memfd, WARN, "give it 1 GiB: mount -o remount,size=, or --shm-size"),
-    )
+    # A rank's log queue: without it sessions are refused.
+    problem, _, remedy = machine.no_ring.partition("; ")
+    yield _judge("shared memory", problem or "memfd works", (bool(problem), FAIL, remedy))
     locked = machine.locked_bytes
     yield _judge(
         "locked memory",
         "no limit" if locked < 0 else f"limit {_size(locked)}",
         (
-            0 <= locked < SHARED_BYTES_WANTED,
+            0 <= locked < LOCKED_BYTES_WANTED,
             WARN,
             "pinned buffers may be refused on GPU machines: ulimit -l, or LimitMEMLOCK=",
         ),

@@ -26,12 +26,11 @@ from swift_ft.log import record as streams
 from swift_ft.log.reader import LogReader, ReadFilter, StreamCursor
 from swift_ft.log.record import Record, RecordKey
 from swift_ft.log.ring import CONTROL_BYTES, body_at
-from swift_ft.log.sidecar_client import Writer
-from swift_ft.log.writer import Lending
+from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.planner.assignment import Assignment
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.state.rng import Randomness
-from swift_ft.state.tensors import dtype_name, fill, owned_bytes, plain, to_tensor
+from swift_ft.state.tensors import dtype_name, fill, plain, to_tensor
 from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.profiling import WEIGHTS, StepProfile
 from swift_ft.train.step_digests import Witness
@@ -99,7 +98,6 @@ def bottleneck(shares: Mapping[str, float]) -> str:
 
 # Copying tensors from the training path into the log's queue. The channel selects the tensors, a capture copies them:
 #
-#     CopyCapture     no ring: the caller copies
 #     HostCapture     CPU: lends the tensor to the ring's copier, which reads it while the trainer goes on
 #     DeviceCapture   CUDA: a side stream copies into the ring's own memory, which is pinned
 #
@@ -160,25 +158,10 @@ class NoCapture:
     drop = wait_copied
 
 
-class CopyCapture:
-    """A capture that copies each tensor into a writer of this process."""
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-
-    def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
-        self._writer.append(stream, key, *owned_bytes(tensor), keep=keep)
-
-    def wait_copied(self) -> None:
-        """Returns at once: no tensor is lent."""
-
-    drop = wait_copied
-
-
 class HostCapture:
     """A capture that lends CPU tensors to the ring's copier."""
 
-    def __init__(self, writer: Lending) -> None:
+    def __init__(self, writer: SidecarWriter) -> None:
         self._writer = writer
         self.lent: deque[_Lent] = deque()
 
@@ -278,7 +261,7 @@ class DeviceCapture:
     caller: lent to the copier, it could be released only after the device's records before it.
     """
 
-    def __init__(self, writer: Lending, device: Device) -> None:
+    def __init__(self, writer: SidecarWriter, device: Device) -> None:
         self._writer = writer
         self._device = device
         self._host = HostCapture(writer)
@@ -353,12 +336,9 @@ class DeviceCapture:
         del self._ring
 
 
-def capture_for(writer: Writer, device: torch.device) -> Capture:
+def capture_for(writer: SidecarWriter, device: torch.device) -> Capture:
     """Returns the capture for tensors of this device and of the CPU."""
-    lending = writer.lending
-    if lending is None:
-        return CopyCapture(writer)
-    return HostCapture(lending) if device.type == "cpu" else DeviceCapture(lending, Cuda(device))
+    return HostCapture(writer) if device.type == "cpu" else DeviceCapture(writer, Cuda(device))
 
 
 # Fault injection at a layer: after the forward of a module inside of a stage, and before its backward.
@@ -658,7 +638,7 @@ class Channel:
             raise AssertionError("Channel.watch was not called: nobody would see what passes")
         return self._witness
 
-    def open(self, writer: Writer) -> None:
+    def open(self, writer: SidecarWriter) -> None:
         """(once) Logs into this writer from now on."""
         if self._opened is not None:
             raise AssertionError("Channel.open: the log is open already")

@@ -12,7 +12,7 @@ from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import LogInterrupted, ReplayRefused, ServiceError, SwiftError, UsageError
 from swift_ft.log.record import Dropped
-from swift_ft.log.sidecar_client import Writer
+from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.participants import Participant, Step
@@ -48,7 +48,7 @@ class EarlyCheckpoint:
         return version == agreed
 
 
-def flush_at_end(writer: Writer, rank: int, timeout_s: float) -> None:
+def flush_at_end(writer: SidecarWriter, rank: int, timeout_s: float) -> None:
     """(after all steps) Flushes the log, so that other ranks can be recovered without this one. A timeout is no error
     for a writer that may drop records: in a recovery the rank flushes again before it reports."""
     try:
@@ -67,7 +67,7 @@ class UnloggedSteps(Participant):
     step can be replayed. In between, an early checkpoint would be no better than the regular one.
     """
 
-    def __init__(self, member: Member, writer: Callable[[], Writer]) -> None:
+    def __init__(self, member: Member, writer: Callable[[], SidecarWriter]) -> None:
         """`writer`: returns the log writer of this generation."""
         self._member = member
         self._writer = writer

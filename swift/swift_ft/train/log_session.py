@@ -10,8 +10,7 @@ Until ``open``, no record is written.
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import LogError, ReplayRefused, ServiceError, SwiftError
-from swift_ft.log.sender import WriterStats
-from swift_ft.log.sidecar_client import Writer, open_writer
+from swift_ft.log.sidecar_client import SidecarWriter, WriterStats
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.coordinator_session import Member, own_servers
@@ -19,7 +18,7 @@ from swift_ft.train.coordinator_session import Member, own_servers
 FLUSH_TIMEOUT_S = 60.0
 
 
-def log_totals(writer: Writer) -> dict[str, int]:
+def log_totals(writer: SidecarWriter) -> dict[str, int]:
     """Returns the totals logged so far: records, bytes, and records found equal to those already in the log."""
     stats = writer.stats
     return {"records": stats.records, "bytes": stats.bytes, "verified": stats.verified}
@@ -33,7 +32,7 @@ class OwnLog:
         self._config = config
         self._member = member
         self._channel = channel
-        self._writer: Writer | None = None
+        self._writer: SidecarWriter | None = None
         self._servers: dict[str, int] = {}  # address -> number
         self._refusal: SwiftError | None = None
         self.servers_of_job: list[str] = []
@@ -44,7 +43,7 @@ class OwnLog:
         return self._writer is not None
 
     @property
-    def writer(self) -> Writer:
+    def writer(self) -> SidecarWriter:
         """Returns the writer of an opened log."""
         assert self._writer is not None, "the log is opened with the first generation's groups"
         return self._writer
@@ -71,7 +70,7 @@ class OwnLog:
         self.servers_of_job = list(view.log_servers)
         if self._writer is None:
             self._place(view)
-            self._writer = open_writer(
+            self._writer = SidecarWriter(
                 self.servers,
                 view.job,
                 view.generation,

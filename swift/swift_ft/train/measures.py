@@ -2,7 +2,7 @@
 
 from dataclasses import asdict
 
-from swift_ft.log.sender import WriterStats
+from swift_ft.log.sidecar_client import WriterStats
 from swift_ft.planner import RankMeasured
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.train.boundary_log import Channel

@@ -33,7 +33,7 @@ from swift_ft.errors import (
 from swift_ft.log.memory import freed_memory_kept
 from swift_ft.log.reader import Holdings, LogReader
 from swift_ft.log.record import KINDS, RecordKey, Steps, collectives, declared, mark
-from swift_ft.log.sidecar_client import Writer
+from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.planner import Help, Plan
 from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.train.boundary_log import Channel, bottleneck, split
@@ -206,13 +206,17 @@ class OwnStreams:
         self._channel = channel
         self._state = state
 
-    def expect(self, servers: Servers, writer: Writer, log_servers: list[str], from_version: int) -> None:
+    def expect(
+        self, servers: Servers, writer: SidecarWriter, log_servers: list[str], from_version: int
+    ) -> None:
         """Makes the writer compare records that a server has already, instead of logging them there again. Raises
         RecordCorrupt if a stream is damaged on all servers."""
         for stream in self._own_streams():
             self._expect(servers, writer, stream, log_servers, from_version)
 
-    def declare_gaps(self, servers: Servers, writer: Writer, log_servers: list[str], copied: Copied) -> None:
+    def declare_gaps(
+        self, servers: Servers, writer: SidecarWriter, log_servers: list[str], copied: Copied
+    ) -> None:
         """Declares the steps below the copied version whose records this rank lacks: those that its predecessor had not
         sent, or the rest of a step that it dropped and the replica finished. Asks for a checkpoint above them."""
         view = self._member.watcher.latest
@@ -248,7 +252,7 @@ class OwnStreams:
             )
 
     def _expect(
-        self, servers: Servers, writer: Writer, stream: str, log_servers: list[str], from_version: int
+        self, servers: Servers, writer: SidecarWriter, stream: str, log_servers: list[str], from_version: int
     ) -> None:
         damaged: dict[str, RecordCorrupt] = {}
         sound: dict[RecordKey, bytes] = {}
@@ -506,7 +510,11 @@ class Restorer:
         return self.make_module is not None and not why_no_help(self._state)
 
     def follow(
-        self, published: PublishedPlan, writer: Writer, log_servers: list[str], step: Callable[[], None]
+        self,
+        published: PublishedPlan,
+        writer: SidecarWriter,
+        log_servers: list[str],
+        step: Callable[[], None],
     ) -> None:
         """Brings the state to the plan's target. `step` runs one step of the trainer. `log_servers`: servers that keep
         what this rank writes.
@@ -559,7 +567,7 @@ class Restorer:
     def _replay(
         self,
         published: PublishedPlan,
-        writer: Writer,
+        writer: SidecarWriter,
         step: Callable[[], None],
         sharing: Owner | None,
     ) -> None:

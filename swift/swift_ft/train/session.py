@@ -24,6 +24,7 @@ from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.process_groups import ProcessGroups
 from swift_ft.comm.rank_store import CoordinatorStores
 from swift_ft.errors import UsageError
+from swift_ft.log.ring import Memory
 from swift_ft.planner import Assignment
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.planner.strategies import may_copy
@@ -565,6 +566,7 @@ class Session:
         if config.setting.calls_again:
             reinitialization.begin_session(self)
         fingerprint = determinism_fingerprint(config.undo)
+        Memory.create(config.log_queue_bytes).close()  # refused here, before the rank joins
         with warm_up.waiting():
             member.join(self.world_size, config.agreed(), fingerprint, self._engine)
             self._engine.membership.form()
@@ -578,8 +580,8 @@ class Session:
 
         `seed`: the root of all randomness in steps. `checkpoint_every`: optimizer steps between checkpoints. `codec`:
         "none", "lz4" or "bitshuffle". `settings`: see `SessionConfig`.
-        Raises UsageError (not started by ``swift-ft run``, or a wrong setting) and JoinRefused (another rank has
-        different settings, another machine or another world size).
+        Raises UsageError (not started by ``swift-ft run``, a wrong setting, or a machine without shared memory for the
+        log's queue) and JoinRefused (another rank has different settings, another machine or another world size).
         """
         settings.setdefault("measure_undo", bool(os.environ.get(ENV_MEASURE_UNDO)))
         settings |= _launchers(settings)

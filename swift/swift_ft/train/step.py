@@ -20,7 +20,7 @@ from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import JobFailed, UsageError
 from swift_ft.files import make_directory, open_regular
-from swift_ft.log.sidecar_client import Writer
+from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.train.checkpointing import Saving, flush_at_end
 from swift_ft.train.coordinator_session import Member
@@ -231,7 +231,7 @@ class Ending(Participant):
     def finish(
         self,
         num_steps: int,
-        writer: Writer,
+        writer: SidecarWriter,
         await_change: Callable[[pb.View], None],
         vote_seconds: float,
     ) -> None:

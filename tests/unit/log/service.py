@@ -7,11 +7,11 @@ import grpc
 
 from swift_ft._pb import log_pb2_grpc
 from swift_ft.log.protocol import open_channel
-from swift_ft.log.writer import LogWriter
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.service import make_server
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage_interface import Storage
+from tests.log_client import LogWriter
 from tests.unit.log.memory_storage import MemoryStorage
 
 JOB = "job"

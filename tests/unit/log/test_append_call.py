@@ -11,9 +11,10 @@ from swift_ft._pb import log_pb2
 from swift_ft.errors import UsageError
 from swift_ft.log.protocol import SERVICE, Fsync, code_of
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
+from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft_services.logserver.engine import Outgoing
 from swift_ft_services.logserver.state import EngineConfig
+from tests.log_client import LogWriter
 from tests.unit.log.append_call import Call
 from tests.unit.log.frames import STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
@@ -391,7 +392,7 @@ def test_a_policy_that_is_not_known(server: InProcess) -> None:
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "always, interval, never" in message
     with pytest.raises(UsageError, match="always, interval, never"):
-        LogWriter([server.address], JOB, 1, fsync="sometimes")
+        SidecarWriter([server.address], JOB, 1, fsync="sometimes")
 
 
 def test_interval_policy_syncs_in_the_end() -> None:

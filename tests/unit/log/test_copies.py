@@ -10,7 +10,8 @@ from swift_ft.errors import LogUnavailable, RecordCorrupt, RecordMissing, Servic
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
+from swift_ft.log.ring import ALIGN, HEADER_BYTES
+from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft_services.logserver.service import make_server
 from swift_ft_services.logserver.storage_interface import Write
 from tests.unit.log.memory_storage import MemoryStorage
@@ -19,15 +20,15 @@ from tests.unit.log.service import JOB, InProcess, eventually
 TIMEOUT_S = 10.0
 STREAM = "s0.F"
 NOBODY = "127.0.0.1:1"
-RECORD_BYTES = 512
-"""What one of `put` takes of the queue at least."""
+RECORD_BYTES = HEADER_BYTES + ALIGN
+"""What one of `put` takes of the ring."""
 
 
 def key(step: int, microbatch: int = 0) -> RecordKey:
     return RecordKey(step, microbatch, 0)
 
 
-def put(writer: LogWriter, step: int, value: int = 0) -> None:
+def put(writer: SidecarWriter, step: int, value: int = 0) -> None:
     writer.append(STREAM, key(step), "uint8", (4,), bytes([value or step] * 4))
 
 
@@ -43,14 +44,9 @@ def steps_of(server: InProcess) -> list[int]:
     return found
 
 
-def put_all(writer: LogWriter, steps: int) -> None:
+def put_all(writer: SidecarWriter, steps: int) -> None:
     for step in range(steps):
         put(writer, step)
-
-
-def until_sent(writer: LogWriter, records: int) -> None:
-    """Its worker has handed them to the links."""
-    eventually(lambda: writer.stats.records == records)
 
 
 class SlowStorage(MemoryStorage):
@@ -105,8 +101,8 @@ def two() -> Iterator[InProcess]:
 
 
 @contextmanager
-def writing(*servers: InProcess, **options: float) -> Iterator[LogWriter]:
-    writer = LogWriter([s.address for s in servers], JOB, 1, **options)  # type: ignore[arg-type]
+def writing(*servers: InProcess, **options: float) -> Iterator[SidecarWriter]:
+    writer = SidecarWriter([s.address for s in servers], JOB, 1, **options)  # type: ignore[arg-type]
     try:
         yield writer
     finally:
@@ -153,7 +149,7 @@ class TestWriting:
 
     def test_one_server_alone_cannot_free_the_queue(self, one: InProcess) -> None:
         """What one of two has not acknowledged is held, and bounds what waits."""
-        writer = LogWriter([one.address, NOBODY], JOB, 1, queue_bytes=4096, patience_s=0.5)
+        writer = SidecarWriter([one.address, NOBODY], JOB, 1, queue_bytes=4096, patience_s=0.5)
         try:
             with pytest.raises(LogUnavailable, match="acknowledged nothing"):
                 put_all(writer, 50)
@@ -222,7 +218,7 @@ class TestMoving:
                 cut_off(server)
             put_all(writer, 4)
             three.engine.administration.fence(JOB, 2)
-            until_sent(writer, 4)
+            writer.wait_copied()
             writer.forget_below(3)
             writer.set_generation(2, [three.address])
             writer.flush(TIMEOUT_S)
@@ -297,15 +293,13 @@ class TestMoving:
 
     def test_nothing_waits_for_a_server_that_was_replaced(self, two: InProcess) -> None:
         with InProcess() as three:
-            writer = LogWriter([NOBODY, two.address], JOB, 1, patience_s=0.3)
+            writer = SidecarWriter([NOBODY, two.address], JOB, 1, patience_s=0.3)
             try:
                 put(writer, 0)
                 with pytest.raises(ServiceError, match=NOBODY):
                     writer.flush(TIMEOUT_S)
                 for server in (two, three):
                     server.engine.administration.fence(JOB, 2)
-                if hasattr(writer, "delivery"):  # a sidecar's successor begins with patience anew
-                    writer.delivery.patience_s = TIMEOUT_S
                 writer.set_generation(2, [two.address, three.address])
                 writer.flush(TIMEOUT_S)
                 assert steps_of(two) == steps_of(three) == [0]

@@ -12,8 +12,8 @@ from swift_ft.log.frame import BODY_BYTES_MAX, Assembler
 from swift_ft.log.protocol import open_channel
 from swift_ft.log.reader import LogReader, ReadFilter
 from swift_ft.log.record import MARK_SLOT, RecordKey
-from swift_ft.log.writer import LogWriter
 from swift_ft_services.logserver import reading
+from tests.log_client import LogWriter
 from tests.unit.log.service import JOB, InProcess
 
 STREAM = "s0.F"

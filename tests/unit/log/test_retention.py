@@ -11,11 +11,11 @@ from swift_ft.errors import LogUnavailable, ServiceError, UsageError
 from swift_ft.log import admin
 from swift_ft.log.directory import LIVES_S, forget_job, sub_directories
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.quotas import DiskState, SpaceConfig
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
+from tests.log_client import LogWriter
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually, impatient_about
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import random
 import signal
 import subprocess
@@ -365,6 +366,21 @@ def test_other_memory_is_no_ring() -> None:
     with pytest.raises(ServiceError, match="not a ring"):
         Memory(fd)
     os.close(fd)
+
+
+def test_a_machine_that_cannot_have_a_ring_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="give a smaller log_queue_bytes"):
+        Memory.create(1 << 62)
+    with monkeypatch.context() as patched:
+        patched.setattr(ring, "library", lambda: None)
+        patched.setattr(platform, "machine", lambda: "aarch64")
+        with pytest.raises(
+            UsageError, match=r"on aarch64 processors; install a C\+\+ compiler, then swift-ft again"
+        ):
+            Memory.create(CAPACITY)
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(UsageError, match="memfd_create, which this system does not have; use Linux"):
+        Memory.create(CAPACITY)
 
 
 PUSHER = """

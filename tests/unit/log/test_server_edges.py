@@ -17,7 +17,6 @@ from swift_ft.log.directory import age_s
 from swift_ft.log.protocol import Reason, reason_of
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from swift_ft_services.logserver.core import Hole, LogCore, Refusal
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.quotas import SpaceConfig
@@ -26,6 +25,7 @@ from swift_ft_services.logserver.segments import StorageBusy
 from swift_ft_services.logserver.service import LogServicer
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage_interface import Place, Write
+from tests.log_client import LogWriter
 from tests.unit.log.append_call import Call
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage

@@ -1,4 +1,4 @@
-"""Both writers with when_full="drop", against a server that takes nothing for a while."""
+"""The writer with when_full="drop", against a server that takes nothing for a while."""
 
 import threading
 import time
@@ -14,7 +14,6 @@ from swift_ft.log.admin import StreamInventory
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import MARK_SLOT, Dropped, RecordKey, Steps, hull
 from swift_ft.log.sidecar_client import SidecarWriter
-from swift_ft.log.writer import LogWriter
 from swift_ft.tools.log_contents import DirectoryLog, export
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.state import EngineConfig
@@ -26,18 +25,11 @@ QUEUE_BYTES = 1 << 20
 BODY = bytes(200 << 10)
 STREAM = "s0.F"
 
-Writer = LogWriter | SidecarWriter
-
-
-@pytest.fixture(params=[LogWriter, SidecarWriter])
-def kind(request: pytest.FixtureRequest) -> type[Writer]:
-    return request.param  # type: ignore[no-any-return]
-
 
 @contextmanager
-def writing(kind: type[Writer], server: InProcess, **options: object) -> Iterator[Writer]:
+def writing(server: InProcess, **options: object) -> Iterator[SidecarWriter]:
     options = {"queue_bytes": QUEUE_BYTES, "when_full": "drop", **options}
-    writer = kind([server.address], JOB, 1, **options)  # type: ignore[arg-type]
+    writer = SidecarWriter([server.address], JOB, 1, **options)  # type: ignore[arg-type]
     try:
         yield writer
     finally:
@@ -45,10 +37,10 @@ def writing(kind: type[Writer], server: InProcess, **options: object) -> Iterato
 
 
 @contextmanager
-def shut(kind: type[Writer], **options: object) -> Iterator[tuple[Gate, InProcess, Writer]]:
+def shut(**options: object) -> Iterator[tuple[Gate, InProcess, SidecarWriter]]:
     """A server that takes nothing, until its gate is opened."""
     gate = Gate()
-    with InProcess(gate) as server, writing(kind, server, **options) as writer:
+    with InProcess(gate) as server, writing(server, **options) as writer:
         gate.open.clear()
         try:
             yield gate, server, writer
@@ -56,7 +48,7 @@ def shut(kind: type[Writer], **options: object) -> Iterator[tuple[Gate, InProces
             gate.open.set()
 
 
-def put(writer: Writer, step: int, microbatch: int = 0, keep: bool = False) -> bool:
+def put(writer: SidecarWriter, step: int, microbatch: int = 0, keep: bool = False) -> bool:
     return writer.append(STREAM, key(step, microbatch), "uint8", (len(BODY),), BODY, keep=keep)
 
 
@@ -78,7 +70,7 @@ def steps_there(server: InProcess, from_step: int = 0) -> dict[int, int]:
     return found
 
 
-def filled(writer: Writer) -> int:
+def filled(writer: SidecarWriter) -> int:
     """Steps of two records until something is dropped; gives that step."""
     for step in range(20):
         taken = [put(writer, step, microbatch) for microbatch in range(2)]
@@ -87,8 +79,8 @@ def filled(writer: Writer) -> int:
     raise AssertionError("the queue has no end")
 
 
-def test_a_full_queue_never_holds_the_caller_up_and_what_is_missing_is_in_the_log(kind: type[Writer]) -> None:
-    with shut(kind) as (gate, server, writer):
+def test_a_full_queue_never_holds_the_caller_up_and_what_is_missing_is_in_the_log() -> None:
+    with shut() as (gate, server, writer):
         first = filled(writer)
         for step in range(first + 1, first + 200):
             for microbatch in range(2):
@@ -113,8 +105,8 @@ def test_a_full_queue_never_holds_the_caller_up_and_what_is_missing_is_in_the_lo
         assert there[last + 1] == 2
 
 
-def test_nothing_behind_a_gap_is_in_the_log_without_its_mark(kind: type[Writer]) -> None:
-    with shut(kind) as (gate, server, writer):
+def test_nothing_behind_a_gap_is_in_the_log_without_its_mark() -> None:
+    with shut() as (gate, server, writer):
         first = filled(writer)
         gate.open.set()
         eventually(lambda: writer.queued_bytes <= QUEUE_BYTES // 2)
@@ -123,8 +115,8 @@ def test_nothing_behind_a_gap_is_in_the_log_without_its_mark(kind: type[Writer])
         assert inventory(server).unlogged == Steps(first, first)
 
 
-def test_a_flush_declares_what_no_later_record_has_declared(kind: type[Writer]) -> None:
-    with shut(kind) as (gate, server, writer):
+def test_a_flush_declares_what_no_later_record_has_declared() -> None:
+    with shut() as (gate, server, writer):
         first = filled(writer)
         gate.open.set()
         writer.set_generation(1)  # as before a report
@@ -135,8 +127,8 @@ def test_a_flush_declares_what_no_later_record_has_declared(kind: type[Writer]) 
         assert inventory(server).unlogged == Steps(first, first)  # and yet nobody replays it
 
 
-def test_a_trim_forgets_it_with_the_last_step_and_not_before(kind: type[Writer]) -> None:
-    with shut(kind) as (gate, server, writer):
+def test_a_trim_forgets_it_with_the_last_step_and_not_before() -> None:
+    with shut() as (gate, server, writer):
         first = filled(writer)
         for step in range(first, first + 5):
             put(writer, step)
@@ -148,8 +140,8 @@ def test_a_trim_forgets_it_with_the_last_step_and_not_before(kind: type[Writer])
         assert inventory(server).unlogged is None
 
 
-def test_a_reader_of_a_declared_step_does_not_wait(kind: type[Writer]) -> None:
-    with shut(kind) as (gate, server, writer):
+def test_a_reader_of_a_declared_step_does_not_wait() -> None:
+    with shut() as (gate, server, writer):
         first = filled(writer)
         gate.open.set()
         writer.flush(TIMEOUT_S)
@@ -164,8 +156,8 @@ def test_a_reader_of_a_declared_step_does_not_wait(kind: type[Writer]) -> None:
             reader.close()
 
 
-def test_what_must_be_kept_waits(kind: type[Writer]) -> None:
-    with shut(kind) as (gate, server, writer):
+def test_what_must_be_kept_waits() -> None:
+    with shut() as (gate, server, writer):
         first = filled(writer)
         begun, kept = threading.Event(), threading.Event()
 
@@ -186,8 +178,8 @@ def test_what_must_be_kept_waits(kind: type[Writer]) -> None:
         assert writer.stats.blocked_seconds > 0.0
 
 
-def test_a_log_that_takes_nothing_for_long_ends_nothing(kind: type[Writer]) -> None:
-    with shut(kind, patience_s=0.3) as (gate, server, writer):
+def test_a_log_that_takes_nothing_for_long_ends_nothing() -> None:
+    with shut(patience_s=0.3) as (gate, server, writer):
         first = filled(writer)
         with pytest.raises(LogUnavailable):
             writer.flush(TIMEOUT_S)  # whoever asks for it, hears of it
@@ -200,8 +192,8 @@ def test_a_log_that_takes_nothing_for_long_ends_nothing(kind: type[Writer]) -> N
         assert inventory(server).unlogged == Steps(first, first + 1)
 
 
-def test_an_emptied_log_lacks_nothing(kind: type[Writer]) -> None:
-    with shut(kind) as (gate, server, writer):
+def test_an_emptied_log_lacks_nothing() -> None:
+    with shut() as (gate, server, writer):
         filled(writer)
         gate.open.set()
         server.engine.administration.fence(JOB, 2)
@@ -214,8 +206,8 @@ def test_an_emptied_log_lacks_nothing(kind: type[Writer]) -> None:
         assert writer.unlogged.news() is None
 
 
-def test_a_predecessor_may_have_dropped_something(kind: type[Writer]) -> None:
-    with InProcess() as server, writing(kind, server) as writer:
+def test_a_predecessor_may_have_dropped_something() -> None:
+    with InProcess() as server, writing(server) as writer:
         writer.unlogged.lacks(STREAM, Steps(0, 6))
         assert put(writer, 7)
         writer.flush(TIMEOUT_S)
@@ -223,9 +215,9 @@ def test_a_predecessor_may_have_dropped_something(kind: type[Writer]) -> None:
         assert (found.unlogged, found.records) == (Steps(0, 6), 2)
 
 
-def test_who_waits_for_a_record_already_is_freed_by_its_declaration(kind: type[Writer]) -> None:
+def test_who_waits_for_a_record_already_is_freed_by_its_declaration() -> None:
     """A rank replays while another one, which was copied, finds that it has not logged all of a step."""
-    with InProcess() as server, writing(kind, server, when_full="block") as writer:
+    with InProcess() as server, writing(server, when_full="block") as writer:
         assert put(writer, 2)
         writer.flush(TIMEOUT_S)
         reader = LogReader([server.address], JOB)
@@ -242,8 +234,8 @@ def test_who_waits_for_a_record_already_is_freed_by_its_declaration(kind: type[W
             reader.close()
 
 
-def test_what_is_declared_at_once_is_not_waited_for_and_comes_by_itself(kind: type[Writer]) -> None:
-    with shut(kind, when_full="block") as (gate, server, writer):
+def test_what_is_declared_at_once_is_not_waited_for_and_comes_by_itself() -> None:
+    with shut(when_full="block") as (gate, server, writer):
         writer.unlogged.lacks(STREAM, Steps(2, 3))
         writer.unlogged.lacks("other", Steps(3, 3))
         writer.declare()  # the server takes nothing
@@ -260,7 +252,7 @@ def test_what_is_declared_at_once_is_not_waited_for_and_comes_by_itself(kind: ty
 def test_it_is_on_the_disk(tmp_path: Path) -> None:
     """Another server on the same directory says the same, and so do the files; an export leaves the mark out."""
     root = tmp_path / "data"
-    with InProcess(DirectoryStorage(root, 1 << 20)) as server, writing(LogWriter, server) as writer:
+    with InProcess(DirectoryStorage(root, 1 << 20)) as server, writing(server) as writer:
         assert put(writer, 0)
         writer.unlogged.lacks(STREAM, Steps(1, 3))
         assert put(writer, 4)
@@ -278,12 +270,12 @@ def test_it_is_on_the_disk(tmp_path: Path) -> None:
     assert exported == 2
 
 
-def test_the_words_of_the_setting(kind: type[Writer]) -> None:
+def test_the_words_of_the_setting() -> None:
     with pytest.raises(UsageError, match="when_full 'wait' is not known; give one of block, drop"):
-        kind(["127.0.0.1:1"], JOB, 1, when_full="wait")
+        SidecarWriter(["127.0.0.1:1"], JOB, 1, when_full="wait")
 
 
-def test_a_mark_is_no_tensors_key(kind: type[Writer]) -> None:
-    with InProcess() as server, writing(kind, server) as writer:
+def test_a_mark_is_no_tensors_key() -> None:
+    with InProcess() as server, writing(server) as writer:
         with pytest.raises(UsageError, match="out of range"):
             writer.append(STREAM, RecordKey(0, 0, MARK_SLOT), "uint8", (1,), b"x")

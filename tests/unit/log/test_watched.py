@@ -8,13 +8,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from swift_ft.errors import LogUnavailable
 from swift_ft.log.protocol import SERVICE
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from swift_ft.metrics import Distribution
 from swift_ft_services.logserver.disk import RealDisk
 from swift_ft_services.logserver.metrics import ObservedDisk, ObservedFile, ObservedStorage, usage
 from swift_ft_services.logserver.segments import StorageFailed, StorageFull
 from swift_ft_services.logserver.storage import DirectoryStorage, JobMeta
 from swift_ft_services.logserver.storage_interface import Write
+from tests.log_client import LogWriter
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, impatient_about
 

@@ -10,7 +10,7 @@ from swift_ft.errors import Divergence, UsageError
 from swift_ft.log import codec as codecs
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey, digest_of
-from swift_ft.log.writer import LogWriter
+from tests.log_client import LogWriter
 from tests.unit.log.service import JOB, InProcess
 
 TIMEOUT_S = 10.0

@@ -19,7 +19,6 @@ class Ring:
         self.copied = 0
         self.end = 0
         self.taken: list[tuple[str, RecordKey, int, int, bool]] = []
-        self.lending = self
 
     def append_at(
         self,

@@ -11,12 +11,12 @@ from torch._C._distributed_c10d import HashStore
 
 from swift_ft.log.reader import LogReader, ReadFilter
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from swift_ft.planner import Assignment
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.fault_points import FaultInjector
 from swift_ft_services.logserver.storage_interface import Place
+from tests.log_client import LogWriter
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
 

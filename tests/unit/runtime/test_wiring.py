@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.errors import UsageError
 from swift_ft.planner import Assignment
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.train.boundary_log import FORWARD, Channel
@@ -150,18 +152,28 @@ class Coordinator:
     def close(self) -> None: ...
 
 
+def session_of(directory: str, coordinator: Any, **settings: Any) -> tuple[Session, Member]:
+    member = Member("127.0.0.1:1", "j", 0, "i")
+    member.client.close()
+    member.client = coordinator
+    config = SessionConfig(strategy="replay", **settings)
+    return Session(
+        rank=0, assignment=Assignment.grid(1), member=member, checkpoint_dir=directory, config=config
+    ), member
+
+
+def refuse(directory: str) -> None:
+    """(in a process of its own) It never joins."""
+    coordinator = Coordinator()
+    coordinator.join = None  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=r"cannot be had as shared memory \(memfd\).*; allow it, or give"):
+        session_of(directory, coordinator, log_queue_bytes=1 << 62)
+
+
 def build(directory: str) -> None:
     """(in a process of its own: torch has one default group) Every part of it is bound to what it needs."""
-    coordinator, member = Coordinator(), Member("127.0.0.1:1", "j", 0, "i")
-    member.client.close()
-    member.client = coordinator  # type: ignore[assignment]
-    session = Session(
-        rank=0,
-        assignment=Assignment.grid(1),
-        member=member,
-        checkpoint_dir=directory,
-        config=SessionConfig(strategy="replay"),
-    )
+    coordinator = Coordinator()
+    session, member = session_of(directory, coordinator)
     hooks = [hook for part in vars(session).values() for hook in _hooks(part)]
     assert len(hooks) == 5
     for hook in hooks:
@@ -187,6 +199,9 @@ def _hooks(part: object) -> list[Hook[..., Any]]:
     return [value for value in getattr(part, "__dict__", {}).values() if isinstance(value, Hook)]
 
 
-def test_a_session_leaves_nothing_unbound(tmp_path: Path) -> None:
-    program = f"from tests.unit.runtime.test_wiring import build; build({str(tmp_path)!r})"
+@pytest.mark.parametrize("work", [build, refuse])
+def test_a_session_leaves_nothing_unbound_and_is_refused_without_room_for_its_log(
+    tmp_path: Path, work: Callable[[str], None]
+) -> None:
+    program = f"from tests.unit.runtime.test_wiring import {work.__name__} as work; work({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=2 * TIMEOUT_S, cwd=REPOSITORY)

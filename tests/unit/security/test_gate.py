@@ -16,11 +16,11 @@ from swift_ft.errors import AccessDenied, LogUnavailable
 from swift_ft.log import admin
 from swift_ft.log.protocol import client_options, message_of, reason_of
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from swift_ft.tokens import COORDINATOR, EVERY_JOB, LOG, MAY_CALL, Role
 from swift_ft_services.authorization import CallLimits
 from swift_ft_services.logserver.state import EngineConfig
 from tests.health_probe import check_service
+from tests.log_client import LogWriter
 from tests.unit.log.frames import frame_of
 from tests.unit.log.service import eventually, impatient_about
 from tests.unit.security.world import JOB, RANK, Guarded, Keys, code_of, documented_roles

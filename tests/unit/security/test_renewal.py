@@ -20,10 +20,10 @@ from swift_ft.errors import AccessDenied, RecordMissing, UsageError
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey
-from swift_ft.log.writer import LogWriter
 from swift_ft.tokens import Authority, Role, SigningKey, new_key
 from swift_ft.tools import token as command
 from swift_ft_services.authorization import Gate
+from tests.log_client import LogWriter
 from tests.unit.log.service import eventually
 from tests.unit.security.world import JOB, RANK, Guarded, Keys, touched
 

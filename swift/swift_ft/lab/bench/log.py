@@ -2,7 +2,7 @@
 
     memcpy · one TCP connection over loopback · O_DIRECT appends with one sync for every 64 MiB, and O_DIRECT reads
     ring: from the trainer's push until a native thread has copied the record into shared memory
-    append: writer process(es) → gRPC → log server → segment files, until every record is durable
+    append: writer process(es), each with its sidecar → gRPC → log server → segment files, until every record is durable
     read: log server → gRPC → a reader process, checksums verified, with the segments evicted from the page cache
 
 Every round measures all cases once, in order. A case's ratio is the median of its ratios within each round.
@@ -43,7 +43,7 @@ WIRE, DISK_WRITE, DISK_READ = "TCP loopback", "O_DIRECT append", "O_DIRECT read"
 RING = "trainer's ring"
 GOALS = {"ring": 0.5, "append": 0.65, "read": 0.85, "writers": 1.0}
 CPU_GOALS = {"client_cpu": 0.45, "server_cpu": 0.60}
-"""Upper limits in CPU seconds per GB of an append of SHARED_SIZE. The client stands for a trainer's sidecar."""
+"""Upper limits in CPU seconds per GB of an append of SHARED_SIZE. The client is the writer and its sidecar."""
 WORDS = {
     "ring": f"{RING} over memcpy",
     "append": f"durable append of {SHARED_SIZE} over {DISK_WRITE}",
