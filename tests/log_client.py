@@ -13,6 +13,7 @@ from swift_ft.errors import LogInterrupted, ServiceError
 from swift_ft.log.placement import PATIENCE_S
 from swift_ft.log.record import RecordKey
 from swift_ft.log.sender import Delivery, Item
+from swift_ft.log.sender_core import Outgoing
 from swift_ft.log.sidecar_client import WriterStats, check_record
 
 _POLL_S = 0.25
@@ -71,7 +72,8 @@ class LogWriter:
         return len(self._items) + sum(link.pending for link in self.delivery.links.values())
 
     def append(self, stream: str, key: RecordKey, dtype: str, shape: tuple[int, ...], body: Any) -> None:
-        item = Item(stream, key, dtype, shape, check_record(stream, key, dtype, shape, body))
+        view = check_record(stream, key, dtype, shape, body)
+        item = Item(stream, key, dtype, shape, view, lambda _, **fields: Outgoing(**fields))
         with self._lock:
             self._raise_pending()
             while self._pending() >= self._records_max:

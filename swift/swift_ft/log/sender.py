@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 
@@ -228,11 +227,6 @@ class Link:
             self._on_change()
 
 
-def _framed(server: str, **fields: Any) -> Outgoing:
-    """Returns the copy of a record for one server."""
-    return Outgoing(**fields)
-
-
 @dataclass(slots=True, eq=False)
 class Item:
     """A record in the queue, and its outcome."""
@@ -242,7 +236,8 @@ class Item:
     dtype: str
     shape: tuple[int, ...]
     body: memoryview
-    framed: Callable[..., Outgoing] = _framed
+    framed: Callable[..., Outgoing]
+    """``framed(server, **fields)`` makes the copy of the record for one server, an `Outgoing` with these fields."""
     sent_before: Collection[str] = ()
     """Servers that a killed writer has sent it to: it is sent there again whatever they hold."""
     stored_bytes: int = 0

@@ -337,9 +337,9 @@ class RingWriter:
         if stream in self._unlearned and not self._learn(stream):
             self._consumer.position = before  # taken again later, after the waiting thread
             return False
-        item = Item(stream, entry.key, entry.dtype, entry.shape, entry.body)
-        item.framed = functools.partial(self._placed, entry)
-        item.sent_before = [s for s, copy in self._copies.items() if entry.sequence(copy) >= 0]
+        framed = functools.partial(self._placed, entry)
+        sent_before = [s for s, copy in self._copies.items() if entry.sequence(copy) >= 0]
+        item = Item(stream, entry.key, entry.dtype, entry.shape, entry.body, framed, sent_before)
         with self._sweeping:
             self._outstanding.append((entry.end, entry, item))
         self.delivery.put(item)

@@ -429,7 +429,7 @@ class WriterStats:
     """Counts since the writer was created."""
 
     records: int = 0
-    """Records handed over to be sent."""
+    """Records that all servers have acknowledged."""
     bytes: int = 0
     """Raw bytes of these records."""
     stored_bytes: int = 0

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from swift_ft.lab.bench.cpu_attribution import process_cpu_s
 from swift_ft.log.memory import keep_freed_memory
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
@@ -16,11 +17,6 @@ from swift_ft.log.sidecar_client import SidecarWriter
 
 GENERATION, TIMEOUT_S = 1, 600.0
 _DTYPE = "uint8"
-
-
-def cpu_of(pid: int) -> float:
-    """Returns a process's CPU seconds so far, by its CPU clock (see clock_getcpuclockid(3))."""
-    return time.clock_gettime((~pid << 3) | 2)
 
 
 def _measured(work: Callable[[], object], cpu_s: Callable[[], float] = time.process_time) -> None:
@@ -45,7 +41,7 @@ def append(address: str, name: str, size: int, count: int) -> None:
             writer.append(stream, RecordKey(step, 0, 0), _DTYPE, (size,), body)
         writer.flush(TIMEOUT_S)
 
-    _measured(work, lambda: time.process_time() + cpu_of(writer.pid))
+    _measured(work, lambda: time.process_time() + process_cpu_s(writer.pid))
     writer.close()
 
 
