@@ -368,7 +368,7 @@ class _Callable:
 # Advice about failed connections: gRPC's message for a server that requires TLS is only "Socket closed".
 
 _LOOK_S = 1.0
-_NOT_BELIEVED = ("CERTIFICATE_VERIFY_FAILED", "certificate signature failure", "Peer name")
+_NOT_BELIEVED = ("CERTIFICATE_VERIFY_FAILED", "certificate signature failure", "BAD_SIGNATURE", "Peer name")
 _UNSPECIFIC = ("Socket closed", "reset", "eadline", "in time", "within", "Broken pipe", "no reason given")
 
 

@@ -26,7 +26,8 @@ def attempt(pair: Pair, place: Path, outputs: Path) -> Row:
     def say(what: str) -> None:
         print(f"torch {pair.torch}, Python {pair.python}: {what}", file=sys.stderr, flush=True)
 
-    row = {"torch": pair.torch, "python": pair.python, "date": datetime.now(UTC).date().isoformat()}
+    today = datetime.now(UTC).date().isoformat()
+    row = {"torch": pair.torch, "python": pair.python, "floors": pair.floors, "date": today}
     say("installing")
     try:
         environment = Environment.make(pair, place)
@@ -38,9 +39,9 @@ def attempt(pair: Pair, place: Path, outputs: Path) -> Row:
         return Row(**row, verdict=table.FAILS, reason=str(error), build=environment.build)
     if reason:
         return Row(**row, verdict=table.REFUSED, reason=reason, build=environment.build)
-    output = outputs / f"torch-{pair.torch}-python-{pair.python}.txt"
+    output = outputs / f"torch-{pair.torch}-python-{pair.python}{'-floors' if pair.floors else ''}.txt"
     say(f"tests, trainers and drills; what they print: {output}")
-    suite = seams.suite(environment, output)
+    suite = seams.suite(environment, output, floors=pair.floors)
     trainers = seams.trainers(environment, output, shards=shards)
     drills = seams.drills(environment, output)
     verdict, reason = table.judged(suite, trainers, drills)
@@ -67,13 +68,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--directory", type=Path, metavar="DIR", help="where environments are made, one at a time"
     )
+    parser.add_argument(
+        "--floors",
+        action="store_true",
+        help="with the oldest dependencies besides torch that pyproject.toml allows",
+    )
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     rows, failed = table.read(arguments.json), False
     for python in arguments.python or PYTHONS:
         for torch in arguments.torch or TORCHES:
             with tempfile.TemporaryDirectory(prefix="swift-compat-", dir=arguments.directory) as place:
-                row = attempt(Pair(torch=torch, python=python), Path(place) / "venv", arguments.json.parent)
+                pair = Pair(torch=torch, python=python, floors=arguments.floors)
+                row = attempt(pair, Path(place) / "venv", arguments.json.parent)
             rows = table.with_row(rows, row)
             failed |= row.verdict == table.FAILS
             table.write(arguments.json, rows)

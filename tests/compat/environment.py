@@ -21,6 +21,8 @@ class Unavailable(Exception):
 class Pair:
     torch: str
     python: str
+    floors: bool = False
+    """Everything besides torch that a trainer or a server needs is the oldest that pyproject.toml allows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +42,7 @@ class Environment:
         # pip prefers the CPU build of the same version, where an index or a directory that it knows has one.
         _pip(python, f"torch=={pair.torch}")
         pinned = place / "constraints.txt"
-        pinned.write_text(constraints())
+        pinned.write_text(constraints(floors=pair.floors))
         _pip(python, "-c", str(pinned), *requirements())
         # Not refused by what pyproject.toml says: whether that can be said is what is tried here.
         _pip(python, "--no-deps", "--ignore-requires-python", "-e", str(ROOT))
@@ -86,10 +88,16 @@ def _pip(python: Path, *arguments: str) -> None:
         raise Unavailable(f"pip: {lines[-1].removeprefix('ERROR: ')}")
 
 
-def constraints() -> str:
-    """Those of the scripts, without torch."""
+def constraints(*, floors: bool = False) -> str:
+    """Those of the scripts, without torch. `floors`: with the oldest versions of what `pyproject.toml` demands."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return "\n".join(line for line in lines if not line.startswith(("torch==", "#"))) + "\n"
+    pinned = {name_of(line).lower(): line for line in lines if not line.startswith("#")}
+    if floors:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        demanded = (*project["dependencies"], *project["optional-dependencies"]["train"])
+        pinned |= {name_of(each).lower(): each.replace(">=", "==") for each in demanded}
+    del pinned["torch"]
+    return "\n".join(pinned.values()) + "\n"
 
 
 def requirements() -> list[str]:

@@ -26,6 +26,8 @@ class Row:
     """passed, failed"""
     trainers: dict[str, str] = field(default_factory=dict)
     drills: dict[str, str] = field(default_factory=dict)
+    floors: bool = False
+    """With the oldest dependencies."""
 
 
 def judged(suite: dict[str, int], trainers: dict[str, str], drills: dict[str, str]) -> tuple[str, str]:
@@ -54,8 +56,9 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 def with_row(rows: Sequence[Row], new: Row) -> list[Row]:
     """The rows, in the order of their versions, with `new` in the place of an older one of its pair."""
-    others = [row for row in rows if (row.torch, row.python) != (new.torch, new.python)]
-    return sorted([*others, new], key=lambda row: (_number(row.torch), _number(row.python)))
+    tried = (new.torch, new.python, new.floors)
+    others = [row for row in rows if (row.torch, row.python, row.floors) != tried]
+    return sorted([*others, new], key=lambda row: (_number(row.torch), _number(row.python), row.floors))
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -69,7 +72,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = [row.torch, row.python, row.build]
+        cells = [row.torch, row.python, row.build + ", oldest dependencies" * row.floors]
         cells.append(f"{row.suite['passed']}, {row.suite['failed']}" if row.suite else "")
         cells += [_good(row.trainers, "ok"), _good(row.drills, "PASS")]
         reason = textwrap.shorten(row.reason, _REASON_MAX, placeholder=" …")

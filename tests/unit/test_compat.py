@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_every_drill_can_be_run(options: tuple[str, ...]) -> None:
 
 
 def test_every_test_and_trainer_is_there() -> None:
-    assert all((environment.ROOT / path).is_file() for path in seams.SUITE)
+    assert all((environment.ROOT / path).exists() for path in (*seams.SUITE, *seams.FLOORS_SUITE))
     assert seams.SHARDED in seams.TRAINERS
     assert all((environment.ROOT / "tests" / "trainers" / f"{name}.py").is_file() for name in seams.TRAINERS)
 
@@ -73,6 +74,21 @@ def test_what_is_installed_beside_torch_is_what_tests_need() -> None:
     assert {"grpcio", "numpy", "numcodecs", "pytest", "hatchling"} <= names
     assert not names & {"torch", "swift-ft"}
     assert "torch==" not in environment.constraints()
+
+
+def test_floors_take_the_place_of_pins() -> None:
+    pinned, oldest = (environment.constraints(floors=floors).splitlines() for floors in (False, True))
+    assert {environment.name_of(line).lower() for line in pinned} == {
+        environment.name_of(line).lower() for line in oldest
+    }
+    assert "protobuf==4.22.1" in oldest
+    assert set(pinned) & set(oldest) >= {line for line in pinned if line.startswith("pytest==")}
+
+
+def test_a_row_with_floors_stands_beside_the_one_without() -> None:
+    rows = table.with_row([row("2.13.0")], replace(row("2.13.0"), floors=True))
+    assert [each.floors for each in rows] == [False, True]
+    assert "oldest dependencies" in table.markdown(rows).splitlines()[-1]
 
 
 def test_an_interpreter_that_is_not_here_is_said_so(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from swift_ft._pb import coordinator_pb2, log_pb2
@@ -46,15 +47,24 @@ def filled(message: Message, number: int, depth: int = 4) -> Any:
 
 
 def _value(field: Any, number: int) -> Any:
-    kinds = field.CPPTYPE_STRING, field.CPPTYPE_BOOL, field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE
+    kinds = (
+        FieldDescriptor.CPPTYPE_STRING,
+        FieldDescriptor.CPPTYPE_BOOL,
+        FieldDescriptor.CPPTYPE_FLOAT,
+        FieldDescriptor.CPPTYPE_DOUBLE,
+    )
     if field.cpp_type == kinds[0]:
-        return EVIL if field.type == field.TYPE_STRING else EVIL.encode()
+        return EVIL if field.type == FieldDescriptor.TYPE_STRING else EVIL.encode()
     if field.cpp_type == kinds[1]:
         return True
     if field.cpp_type in kinds[2:]:
         return (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300)[number]
-    wide = field.cpp_type in (field.CPPTYPE_INT64, field.CPPTYPE_UINT64)
-    signed = field.cpp_type in (field.CPPTYPE_INT32, field.CPPTYPE_INT64, field.CPPTYPE_ENUM)
+    wide = field.cpp_type in (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
+    signed = field.cpp_type in (
+        FieldDescriptor.CPPTYPE_INT32,
+        FieldDescriptor.CPPTYPE_INT64,
+        FieldDescriptor.CPPTYPE_ENUM,
+    )
     value = NUMBERS[number]
     value = value if wide else min(value, (1 << 31) - 1)
     return value if signed else max(value, 0)

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from swift_ft.lab.bench.cpu_attribution import process_cpu_s
+from swift_ft.lab.bench.output import process_cpu_s
 from swift_ft.log.memory import keep_freed_memory
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
