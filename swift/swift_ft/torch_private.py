@@ -17,7 +17,6 @@ from torch._C import _distributed_c10d as _backends
 from torch._C import _functorch
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.pipelining import PipelineStage, _utils, schedules
 from torch.distributed.pipelining import schedules as _schedules
 from torch.distributed.pipelining import stage as _stage
@@ -98,8 +97,6 @@ _NEEDED = {
         _c10d,
         (
             "_world",
-            "GroupName",
-            "ProcessGroup",
             "_update_default_pg",
             "_object_to_tensor",
         ),
@@ -108,7 +105,7 @@ _NEEDED = {
     "torch.utils._python_dispatch": (_python_dispatch, ("_disable_current_modes",)),
     "torch._C._distributed_c10d": (
         _backends,
-        ("HashStore", "ReduceOp", "Work", "_register_process_group"),
+        ("_register_process_group",),
     ),
     "torch.distributed.pipelining.stage": (
         _stage,
@@ -152,8 +149,6 @@ _NEEDED = {
     ),
     "torch.utils.data.dataloader._BaseDataLoaderIter": (dataloader._BaseDataLoaderIter, ("_next_data",)),
     "torch.distributed.fsdp.FSDPModule": (FSDPModule, ("_get_fsdp_state",)),
-    "torch's FSDPState": (_fsdp_state.FSDPState, ("_lazy_init",)),
-    "torch's FSDPParamGroup": (_fsdp_param_group.FSDPParamGroup, ("unshard",)),
 }
 
 
@@ -175,8 +170,8 @@ def require(needed: Mapping[str, tuple[Any, Sequence[str]]]) -> None:
 
 require(_NEEDED)
 
-ProcessGroup: Any = _c10d.ProcessGroup  # its stub has overloads that a subclass cannot repeat
-Work = _backends.Work
+ProcessGroup: Any = dist.ProcessGroup  # its stub has overloads that a subclass cannot repeat
+Work = dist.Work
 StageBase = _stage._PipelineStageBase
 TracedStage = _stage._PipelineStage
 Schedule = _schedules._PipelineSchedule
@@ -307,11 +302,8 @@ def loss_functions(schedules: list[Any]) -> list[Any]:
     return [schedule._loss_fn for schedule in schedules if schedule._loss_fn is not None]
 
 
-def is_transformed(tensor: torch.Tensor | None = None) -> bool:
-    """Returns whether `torch.func.grad`, `vmap` or the like is active, or has created this tensor: a placeholder
-    without data."""
-    if tensor is not None:
-        return bool(_functorch.is_functorch_wrapped_tensor(tensor))
+def is_transformed() -> bool:
+    """Returns whether `torch.func.grad`, `vmap` or the like is active: then a tensor is a placeholder without data."""
     return _functorch.peek_interpreter_stack() is not None
 
 
@@ -590,7 +582,7 @@ _object_to_tensor: Any = _c10d._object_to_tensor
 def reduction_name(op: Any) -> str:
     """Returns the name of a reduction; None is a sum."""
     names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-    reductions = _backends.ReduceOp
+    reductions = dist.ReduceOp
     return next(
         (n for n in names if op is not None and op == getattr(reductions, n)),
         "SUM" if op is None else str(op),
@@ -600,9 +592,7 @@ def reduction_name(op: Any) -> str:
 def give_placeholder(group: Any, name: str, backend: "Backend") -> None:
     """Gives the group a placeholder backend: without one a Python group cannot have a name, and DDP looks for one of
     its kind."""
-    kind = getattr(
-        _c10d.ProcessGroup.BackendType, backend.name.upper(), _c10d.ProcessGroup.BackendType.CUSTOM
-    )
+    kind = getattr(dist.ProcessGroup.BackendType, backend.name.upper(), dist.ProcessGroup.BackendType.CUSTOM)
     group._register_backend(backend.device, kind, backend.placeholder())
     group._set_default_backend(kind)
     group._set_group_name(name)
@@ -611,11 +601,11 @@ def give_placeholder(group: Any, name: str, backend: "Backend") -> None:
 
 def register_group(group: Any, name: str, ranks: tuple[int, ...], backend: "Backend") -> None:
     """Registers a group of swift's with torch. Destroying the default group makes torch forget it."""
-    world = _c10d._world
-    world.pg_map[group] = (backend.name, _backends.HashStore())
-    world.pg_names[group] = _c10d.GroupName(name)
+    world: Any = _c10d._world
+    world.pg_map[group] = (backend.name, dist.HashStore())  # type: ignore[attr-defined]
+    world.pg_names[group] = name
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     world.pg_backend_config[group] = f"{backend.device.type}:{backend.name}"
     world.pg_to_tag[group] = f"ptd:{name}"
     world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
-    _backends._register_process_group(_c10d.GroupName(name), group)
+    _backends._register_process_group(name, group)  # type: ignore[arg-type]

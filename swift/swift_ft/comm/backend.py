@@ -30,7 +30,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from swift_ft.comm.worker_thread import Task
 

@@ -30,18 +30,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as _c10d
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from swift_ft import torch_private
 from swift_ft.comm import LOOPBACK
 from swift_ft.comm.message_collectives import MessageCircuit
 from swift_ft.comm.worker_thread import Broken, Runner
 
-torch_private.require(
-    {"torch._C._distributed_c10d": (_c10d, ("AllreduceOptions", "HashStore", "ProcessGroupGloo"))}
-)
-torch_private.require({"torch's ProcessGroupGloo": (_c10d.ProcessGroupGloo, ("_set_default_timeout",))})
+torch_private.require({"torch's ProcessGroupGloo": (ProcessGroupGloo, ("_set_default_timeout",))})
 
 # A process that a rank forks (a DataLoader's workers) lacks the threads that a process group joins when it ends:
 # garbage-collecting a group of an ended generation there would hang, or worse.
@@ -71,7 +67,7 @@ class GlooBackend:
         return GlooFabric(Sockets(self._service_ports))
 
     def placeholder(self) -> Any:
-        return _c10d.ProcessGroupGloo(_c10d.HashStore(), 0, 1, timedelta(seconds=1))
+        return ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=1))
 
     def is_lost_peer(self, error: RuntimeError) -> bool:
         words = str(error).lower()
@@ -92,7 +88,7 @@ class GlooFabric:
         groups: list[Any] = []
 
         def build() -> None:
-            group = _c10d.ProcessGroupGloo(PrefixStore(self._prefix, store), own, size, timeout)
+            group = ProcessGroupGloo(PrefixStore(self._prefix, store), own, size, timeout)
             group._set_default_timeout(_OPERATION_TIMEOUT)
             groups.append(group)
 
@@ -171,7 +167,7 @@ class _Wire:
     def sum(self, tensor: torch.Tensor) -> None:
         """Sums over all members by gloo's own collective; not for a wire of only some of them."""
         assert len(self._places) == self._group.size()
-        self._group.allreduce([tensor], _c10d.AllreduceOptions()).wait()
+        self._group.allreduce([tensor]).wait()
 
 
 class _Message:

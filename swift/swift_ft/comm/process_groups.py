@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from swift_ft import events, torch_private
 from swift_ft.comm.backend import Backend, Collective, Connections, Fabric, Pending, is_communication

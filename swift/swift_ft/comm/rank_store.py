@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from swift_ft.rpc.client import CoordinatorClient, Unanswered
 from swift_ft.rpc.key_value import Gone, Known, SharedKeys

@@ -1,7 +1,4 @@
-"""Private torch names that the journal and undo need. torch may change them, so they are checked at import.
-
-torch 2.13. A missing one is reported before training begins.
-"""
+"""Private names of torch's optimizers that the journal and undo need, checked at import."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,32 +7,16 @@ from typing import Any
 import torch
 from torch.optim import optimizer as _module
 
-from swift_ft.errors import ServiceError
+from swift_ft import torch_private
 
-_NEEDED: dict[str, tuple[object, list[str]]] = {
-    "torch.optim.optimizer": (_module, ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"]),
-    "torch": (torch, ["_foreach_clone", "_foreach_copy_", "_fused_adamw_"]),
-    "torch.optim.Optimizer": (torch.optim.Optimizer, ["_process_value_according_to_param_policy"]),
-    "torch.Tensor": (torch.Tensor, ["_version", "_is_zerotensor"]),
-}
-
-
-def missing_names() -> list[str]:
-    """Returns the needed names that this torch lacks, dotted."""
-    return [
-        f"{where}.{name}"
-        for where, (holder, names) in _NEEDED.items()
-        for name in names
-        if not hasattr(holder, name)
-    ]
-
-
-_missing = missing_names()
-if _missing:
-    raise ServiceError(
-        f"torch {torch.__version__} lacks {', '.join(_missing)}: install a version of docs/compatibility.md, such as "
-        "2.13"
-    )
+torch_private.require(
+    {
+        "torch.optim.optimizer": (_module, ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"]),
+        "torch": (torch, ["_foreach_clone", "_foreach_copy_", "_fused_adamw_"]),
+        "torch.optim.Optimizer": (torch.optim.Optimizer, ["_process_value_according_to_param_policy"]),
+        "torch.Tensor": (torch.Tensor, ["_version", "_is_zerotensor"]),
+    }
+)
 
 Tensors = list[torch.Tensor]
 copy_: Callable[..., None] = torch._foreach_copy_

@@ -36,7 +36,7 @@ def _of_backend(name: str) -> _Setting:
 
 _SETTINGS = {
     "default_dtype": _Setting(_dtype, lambda name: torch.set_default_dtype(getattr(torch, name))),
-    "grad_enabled": _Setting(torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "grad_enabled": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
     "deterministic": _Setting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     "num_threads": _Setting(torch.get_num_threads, torch.set_num_threads),
     "flush_denormal": _Setting(_flushes_denormals, torch.set_flush_denormal),

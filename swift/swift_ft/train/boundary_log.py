@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from swift_ft.comm.process_groups import Interrupted
 from swift_ft.errors import LogInterrupted, RecordMissing, ReplayRefused, ServiceError, UsageError

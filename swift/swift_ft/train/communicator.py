@@ -25,7 +25,7 @@ from typing import NamedTuple, Self
 import torch
 import torch.distributed as dist
 import xxhash
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from swift_ft import events, torch_private, warm_up
 from swift_ft._pb import coordinator_pb2 as pb

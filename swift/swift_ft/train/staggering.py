@@ -55,7 +55,7 @@ class Later(torch.Tensor):
     @staticmethod
     def of(form: torch.Tensor, value: Callable[[], torch.Tensor]) -> "Later":
         """Creates a lazy tensor. `form`: has its shape and dtype. `value`: waits for it, and raises if it failed."""
-        later: Later = torch.Tensor._make_subclass(Later, torch.zeros_like(form))
+        later: Later = torch.zeros_like(form).as_subclass(Later)
         later._value = value
         return later
 
