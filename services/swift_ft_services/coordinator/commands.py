@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.log.record import STEP_MAX
 from swift_ft.planner import RankMeasured, StreamSummary
+from swift_ft.rpc.codec import CALLS
 from swift_ft_services.coordinator.job_record import Origin, State
 
 # --- commands ---
@@ -178,7 +179,8 @@ Command = (
 
 
 def name_of(command: Command) -> str:
-    return type(command).__name__.removesuffix("Request")
+    name = type(command).__name__
+    return CALLS.get(name, name)
 
 
 def is_of_process(exited: pb.ExitRequest) -> bool:

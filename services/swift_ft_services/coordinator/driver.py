@@ -140,10 +140,8 @@ class Published:
         """Publishes a new state or generation at once, and any other change after a short delay, together with later
         ones."""
         shown = self._views.get(row.job)
-        if shown is None or (row.generation, pb.State.Value(row.state)) != (
-            shown.generation,
-            shown.state,
-        ):
+        state = pb.State.Value(row.state)
+        if shown is None or (row.generation, state) != (shown.generation, shown.state):
             self.show(row)
         elif row.job not in self._unshown:
             self._unshown.add(row.job)

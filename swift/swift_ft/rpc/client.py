@@ -41,6 +41,7 @@ from swift_ft.errors import (
     UnknownJob,
     UsageError,
 )
+from swift_ft.rpc.codec import CALLS
 from swift_ft.rpc.views import AWAY, Line, ViewWatcher, outcome
 
 Request = TypeVar("Request")
@@ -83,10 +84,6 @@ class Unanswered(ServiceError):
     """Error of a call that was not answered within its `patience_s`. The call may be made again."""
 
 
-_METHODS = {
-    method.input_type.name: method.name for method in pb.DESCRIPTOR.services_by_name["Coordinator"].methods
-}
-"""Name of each request -> the call that takes it."""
 _ALSO_OF_OTHERS = (pb.AskCheckpointRequest, pb.FailRequest, pb.ShareRequest)
 """Requests that a process makes as a rank once it has joined, and that others make too."""
 
@@ -183,7 +180,7 @@ class CoordinatorClient:
             request.rank, request.incarnation = self.member.rank, self.member.incarnation
         elif of_rank and not isinstance(request, _ALSO_OF_OTHERS):
             raise UsageError("join the job before you make calls as one of its ranks")
-        method = getattr(self._stub, _METHODS[request.DESCRIPTOR.name])
+        method = getattr(self._stub, CALLS[request.DESCRIPTOR.name])
         if not waits:
             return self._send(method, request)
         begun = time.monotonic()

@@ -15,6 +15,11 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import ServiceError
 from swift_ft.planner import Help, Plan, Prediction, RankMeasured, RankPlan, Sent, StageMeasured, Strategy
 
+CALLS: Mapping[str, str] = {
+    method.input_type.name: method.name for method in pb.DESCRIPTOR.services_by_name["Coordinator"].methods
+}
+"""Name of each request -> the call that takes it."""
+
 # A plan on its way from the coordinator to the ranks.
 #
 # (coordinator) ``encoded`` → `View.plan` → (rank) ``of_view``, once, when it enters the plan's generation. No other
@@ -119,16 +124,17 @@ def from_message(message: pb.RankMeasured) -> RankMeasured:
 
 
 def _fields(message: Message) -> dict[str, Any]:
-    """Returns the fields of a message as those of the dataclass with equal names: tuples, and None for an optional
-    field that is not set."""
-    return {part.name: _of_field(message, part) for part in message.DESCRIPTOR.fields}
-
-
-def _of_field(message: Message, part: Any) -> Any:
-    if part.has_presence:
-        return optional(message, part.name)
-    value = getattr(message, part.name)
-    return tuple(value) if isinstance(value, MutableSequence) else value
+    """Returns the fields of a message for the dataclass with equal names: tuples, and no optional field that is not
+    set."""
+    found = {
+        part: getattr(message, part.name)
+        for part in message.DESCRIPTOR.fields
+        if not part.has_presence or message.HasField(part.name)
+    }
+    return {
+        part.name: tuple(value) if isinstance(value, MutableSequence) else value
+        for part, value in found.items()
+    }
 
 
 def optional(message: Message, name: str) -> Any:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from swift_ft.lab.bench.output import process_cpu_s
+from swift_ft.lab.bench.output import cpu_s as cpu_s_of
 from swift_ft.log.memory import keep_freed_memory
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
@@ -41,7 +41,7 @@ def append(address: str, name: str, size: int, count: int) -> None:
             writer.append(stream, RecordKey(step, 0, 0), _DTYPE, (size,), body)
         writer.flush(TIMEOUT_S)
 
-    _measured(work, lambda: time.process_time() + process_cpu_s(writer.pid))
+    _measured(work, lambda: time.process_time() + cpu_s_of(writer.pid))
     writer.close()
 
 
