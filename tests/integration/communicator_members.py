@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import swift_ft
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import MembersLost
 
 Seen = dict[str, Any]
@@ -378,14 +379,16 @@ def dies_in(communicator: Communicator, seen: Seen) -> None:
     if communicator.rank == victim:
         client = communicator._member.client
         name, _, when = where.partition(":")
-        call = client.revoke if name == "revoke" else client.vote
+        call, last = client.call, pb.RevokeRequest if name == "revoke" else pb.VoteRequest
 
-        def dying(*arguments: Any, **options: Any) -> None:
-            if when == "after":
-                call(*arguments, **({"waits": True} if options else {}))
-            die()
+        def dying(request: Any, **options: Any) -> Any:
+            if isinstance(request, last):
+                if when == "after":
+                    call(request)
+                die()
+            return call(request, **options)
 
-        setattr(client, "revoke" if name == "revoke" else "vote", dying)
+        client.call = dying  # type: ignore[method-assign]
     name = where.partition(":")[0]
     if name == "agree":
         seen["agreed"] = _agreed(communicator)

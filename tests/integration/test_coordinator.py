@@ -53,7 +53,11 @@ def test_a_job_forms_loses_a_rank_recovers_and_finishes(job: Job) -> None:
     assert versions == {view.plan.target_version}
     finish(job, members)
     with CoordinatorClient(job.coordinators[0].address, "a") as client, pytest.raises(JoinRefused) as caught:
-        client.join(rpc.make_member(0), RANKS, CONFIG, FINGERPRINT)
+        client.join(
+            pb.JoinRequest(
+                member=rpc.make_member(0), world_size=RANKS, config=CONFIG, fingerprint=FINGERPRINT
+            )
+        )
     assert str(caught.value) == "job a has finished: start it again with swift-ft run"
 
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 
 import swift_ft
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.state.checkpoint_store import CheckpointStore
 
 DIRECTORY, STEPS = Path(sys.argv[1]), int(sys.argv[2])
@@ -128,13 +129,15 @@ def suffer(what: str, times: int) -> None:
         case "stop":
             session.stop("enough")
         case "die with the word":
-            finish = session._member.client.finish
+            call = session._member.client.call
 
-            def say_and_die(*said: Any) -> None:
-                finish(*said)
-                os.kill(os.getpid(), signal.SIGKILL)
+            def say_and_die(said: Any, **options: Any) -> Any:
+                reply = call(said, **options)
+                if isinstance(said, pb.FinishRequest):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return reply
 
-            session._member.client.finish = say_and_die  # type: ignore[method-assign]
+            session._member.client.call = say_and_die  # type: ignore[method-assign]
 
 
 def await_checkpoint() -> None:
