@@ -264,6 +264,7 @@ def test_flush_in_time_and_patience() -> None:
             writer.flush(0.1)
         with pytest.raises(LogUnavailable, match="has acknowledged nothing for"):
             writer.flush(TIMEOUT_S)
+        eventually(lambda: writer._sidecar._trouble is not None)  # the sidecar says so apart from its answer
         with pytest.raises(LogUnavailable):
             put(writer, 2)
         gate.open.set()  # it moves again: so does the writer

@@ -238,4 +238,4 @@ def test_a_thousand_stages(ranks: int) -> None:
     document = report.build(big, None)
     assert document["frontier"]["exact"]
     assert len(document["frontier"]["points"]) == big.machines  # every number of groups is worth having
-    assert json.loads(report.dumps(document)) == json.loads(json.dumps(document))
+    assert json.dumps(document, allow_nan=False)
