@@ -69,15 +69,6 @@ def test_auto_goes_on_without_a_rank_for_which_no_process_comes(
 
 
 @MATRIX
-def test_auto_waits_for_a_place_until_it_is_given_up(twins: Twins, tmp_path: Path) -> None:
-    """It has failed its health check six times."""
-    words = late(1, 2, "--unfit", "rank=1,times=6")
-    report = passed(drill(*words, *kills(spec(1, "backward")), twins=twins, at=tmp_path))
-    exact(report, [1])
-    assert "no process takes the place of rank 1" in str(report["recoveries"])
-
-
-@MATRIX
 def test_auto_drops_batches_only_if_that_is_allowed(twins: Twins, tmp_path: Path) -> None:
     words = ["--stages", "1", "--replicas", "4", "--lost-shard", "drop", "--allow-inexact"]
     dropped(drill(*words, *kills(spec(1, "backward")), twins=twins, at=tmp_path), [1])

@@ -46,7 +46,6 @@ def messages(rank: int) -> str:
 
 __all__ = ["NAME_PATTERN", "check_name"]  # names are part of what identifies a record
 
-DIGEST_BYTES = 16
 DIMS_MAX = 8
 STEP_MAX = (1 << 62) - 1
 """Largest valid step. No run reaches it, and sums with it fit into 64 bits."""

@@ -22,8 +22,8 @@ CALLS: Mapping[str, str] = {
 
 # A plan on its way from the coordinator to the ranks.
 #
-# (coordinator) ``encoded`` → `View.plan` → (rank) ``of_view``, once, when it enters the plan's generation. No other
-# code reads the message.
+# (coordinator) ``encoded`` → `View.plan` → (rank) ``of_view``, once, when it enters the plan's generation. The
+# coordinator reads its stored plan in the same way.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

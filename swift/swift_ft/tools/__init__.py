@@ -1,1 +1,1 @@
-"""Operator commands, a module each: `swift-ft status`, `jobs`, `logs`, `inspect`, `export`, `doctor`, `token`."""
+"""Operator commands: `swift-ft status`, `jobs` and `logs` (status), `inspect`, `export`, `doctor`, `token`."""

@@ -344,7 +344,8 @@ class Parts:
                 lambda: engine.membership,
             )
         # In this order: recordings begin before other parts change the state; a version is compared before it is saved;
-        # snapshots come last, because a rank that is lost in one must not cost a checkpoint.
+        # snapshots come last, because a rank that is lost in one must not cost a checkpoint. (No job has both snapshots
+        # and batches of lost ranks.)
         participants: list[Participant] = [
             participant
             for participant in (

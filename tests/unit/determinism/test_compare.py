@@ -26,7 +26,6 @@ def test_a_run_equals_itself(count: int, ranks: int) -> None:
 
 COUNTED = [word for word in SEEN if word != "numpy"]
 """Nobody draws from this one."""
-LEADS = ["state", "input", "inner y", "loss", "g"]
 
 
 def place(change: tuple[int, str, int]) -> tuple[int, int, int, int]:

@@ -1,6 +1,5 @@
 """Drills of the strategy "checkpoint": the verdict with each piece of its evidence broken."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ FLIPPED = {
     "corruption": {"rank": DAMAGED_RANK, "version": NEWER, "file": "x", "bit": 7},
 }
 CORRUPT = "checkpoint of version 6 is corrupt: a tensor is not what its checksum says"
-
-Break = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 
 def begun(trace: Trace) -> None:

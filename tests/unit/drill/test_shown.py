@@ -5,11 +5,8 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from swift_ft.lab import chart
 from swift_ft.lab.drill import page as html
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.config import DrillConfig
@@ -151,14 +148,3 @@ def test_what_a_rank_did_is_drawn_where_it_was() -> None:
         False,
     ]
     assert lane[html.CELLS - 2 :].startswith("█X")
-
-
-@given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e6), st.booleans())
-def test_ticks_are_few_round_and_inside(low: float, span: float, whole: bool) -> None:
-    high = low + span
-    found = chart.ticks(low, high, whole=whole)
-    assert 1 <= len(found) <= chart.TICKS_MAX
-    assert found == sorted(set(found))
-    if len(found) > 1:
-        assert low - span * 1e-6 <= found[0]
-        assert found[-1] <= high + span * 1e-6

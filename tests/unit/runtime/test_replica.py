@@ -460,7 +460,7 @@ def test_memory_that_is_not_there_is_said_before_it_is_taken(monkeypatch: pytest
     copy([tied], {"state.w": here, "state.v": here})
 
 
-def testavailable_memory_is_known_here() -> None:
+def test_available_memory_is_known_here() -> None:
     assert receive_buffers.available_memory() not in (None, 0)
 
 

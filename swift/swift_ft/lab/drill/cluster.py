@@ -74,7 +74,7 @@ class Security:
         self._server = ca.issue("server", "127.0.0.1")
         self._client = ca.issue("client")
         signing, verifying = new_key(directory)
-        self._signing, self._verifying = signing, verifying.parent
+        self._verifying = verifying.parent
         self._tokens: dict[str, Renewal] = {}
         for who, of, roles in (
             (COORDINATOR, EVERY_JOB, [Role.COORDINATOR]),

@@ -86,7 +86,7 @@ class Digits:
     batch_size = 16
 
     def __init__(self) -> None:
-        from sklearn.datasets import load_digits  # the extra `study`
+        from sklearn.datasets import load_digits  # the extra `lab`
 
         found = load_digits()
         images = torch.from_numpy(found.images).float()[:, None] / 16.0
