@@ -9,12 +9,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from swift_ft.errors import LogInterrupted, ServiceError
 from swift_ft.log.placement import PATIENCE_S
 from swift_ft.log.record import RecordKey
 from swift_ft.log.sender import Delivery, Item
 from swift_ft.log.sender_core import Outgoing
 from swift_ft.log.sidecar_client import WriterStats, check_record
+from swift_ft.state.tensors import byte_view, dtype_name
 
 _POLL_S = 0.25
 
@@ -122,3 +125,9 @@ class LogWriter:
         error = self.delivery.trouble()
         if error is not None:
             raise error
+
+
+def owned_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], memoryview]:
+    """(dtype, shape, bytes) of a copy, as a record has them."""
+    copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return dtype_name(tensor), tuple(tensor.shape), byte_view(copy).data

@@ -21,7 +21,7 @@ from swift_ft.log.protocol import code_of, message_of, reason_of
 from swift_ft.log.reader import never
 from swift_ft.log.record import DTYPE_BY_NAME, RecordKey
 from swift_ft.log.segment import scan
-from swift_ft.state.tensors import owned_bytes, to_tensor
+from swift_ft.state.tensors import to_tensor
 from tests.faults import shim
 from tests.faults.shim import Faults, eventually
 from tests.faults.world import (
@@ -39,6 +39,7 @@ from tests.faults.world import (
     reading,
 )
 from tests.integration.logserver_world import JOB, REPOSITORY
+from tests.log_client import owned_bytes
 from tests.unit.log.append_call import Call
 from tests.unit.log.frames import STREAM, frame_of
 

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from swift_ft.comm.gloo import GlooBackend
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.process_groups import Interrupted, ProcessGroups
-from swift_ft.comm.rank_store import MasterStores
 from swift_ft.errors import ReplicaDiffers
 from swift_ft.planner import Assignment
 from swift_ft.state.tensors import digest
 from swift_ft.state.transfer import DefaultGroup, Transfer, local, receive_state, send_state
 from swift_ft.state.tree import split
+from tests.integration.master_stores import MasterStores
 
 VERSION = 7
 

@@ -13,7 +13,7 @@ EVERYTHING = textwrap.dedent(
     from swift_ft.comm.gloo import GlooBackend
     from swift_ft.comm.process_groups import ProcessGroups
     from swift_ft.comm.groups import ReconfigurableGroup
-    from swift_ft.comm.rank_store import MasterStores
+    from tests.integration.master_stores import MasterStores
 
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)

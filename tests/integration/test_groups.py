@@ -19,7 +19,7 @@ BROKEN_REDUCTIONS = textwrap.dedent(
     from swift_ft.comm.gloo import GlooBackend
     from swift_ft.comm.process_groups import ProcessGroups
     from swift_ft.comm.groups import ReconfigurableGroup
-    from swift_ft.comm.rank_store import MasterStores
+    from tests.integration.master_stores import MasterStores
     from swift_ft.train.reducer import Reducer
 
     rank, world, ordered, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
@@ -80,7 +80,7 @@ DDP_LIVES_ON = textwrap.dedent(
     from swift_ft.comm.gloo import GlooBackend
     from swift_ft.comm.process_groups import ProcessGroups
     from swift_ft.comm.groups import ReconfigurableGroup
-    from swift_ft.comm.rank_store import MasterStores
+    from tests.integration.master_stores import MasterStores
 
     rank, generation = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)

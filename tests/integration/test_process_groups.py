@@ -21,7 +21,7 @@ WORKER = textwrap.dedent(
     from swift_ft.comm.gloo import GlooBackend
     from swift_ft.comm.process_groups import ProcessGroups
     from swift_ft.comm.groups import ReconfigurableGroup
-    from swift_ft.comm.rank_store import MasterStores
+    from tests.integration.master_stores import MasterStores
 
     rank, shared, operation = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     backend = GlooBackend()

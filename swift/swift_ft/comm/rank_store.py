@@ -4,7 +4,6 @@ torch keeps such a store in one of the ranks, or in a launcher on the first mach
 The coordinator runs on no machine that trains.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from swift_ft.rpc.client import CoordinatorClient, Unanswered
 from swift_ft.rpc.key_value import Gone, Known, SharedKeys
@@ -20,7 +19,6 @@ from swift_ft.text import listed, whole_number
 
 _ASK_S = 0.2
 _TOLD_WITHIN_S = 10.0
-_MASTER_TIMEOUT = timedelta(seconds=30)
 
 
 class CoordinatorStore(Store):
@@ -169,20 +167,3 @@ def _told(call: Callable[..., Any], *arguments: Any) -> Any:
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-class MasterStores:
-    """(benchmarks, tests) A communicator's `stores` without a coordinator: for every generation the store at
-    MASTER_ADDR and MASTER_PORT, which must outlive all ranks. Its waits end only by their timeout."""
-
-    def __init__(self) -> None:
-        self._host, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-    def __call__(self, generation: int) -> Store:
-        return TCPStore(self._host, self._port, is_master=False, timeout=_MASTER_TIMEOUT)
-
-    def built(self) -> None:
-        """Does nothing: waits for its keys are not combined."""
-
-    def interrupt(self) -> None:
-        """Does nothing: its waits cannot be ended."""

@@ -157,7 +157,6 @@ class SegmentScan:
     damage: list[Damage] = field(default_factory=list)
     ending: Ending = Ending.CLEAN
     end: int = 0
-    torn_reason: str = ""
 
     @property
     def torn_bytes(self) -> int:
@@ -347,7 +346,6 @@ class _Walker:
         if self.last and (len(data) < SEGMENT_HEADER_BYTES or not any(data)):
             # The server was killed before the first record could be acknowledged.
             result.ending = Ending.TORN
-            result.torn_reason = "the segment's own header is not complete"
             return None
         try:
             if len(data) < SEGMENT_HEADER_BYTES:
@@ -380,7 +378,7 @@ class _Walker:
                 if self._is_padding(result.end):
                     return
                 if self.last:
-                    result.ending, result.torn_reason = Ending.TORN, str(error)
+                    result.ending = Ending.TORN
                 else:
                     self._damage(None, f"cut short: {error}")
                 return
@@ -388,7 +386,7 @@ class _Walker:
                 if self._is_padding(result.end):
                     return
                 if self.last and self._zeros_from(result.end):
-                    result.ending, result.torn_reason = Ending.TORN, "zeros to the end of the file"
+                    result.ending = Ending.TORN
                     return
                 if not self._resynchronize(segment.tag, str(error)):
                     return

@@ -40,16 +40,6 @@ def byte_view(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     return bytes_of(plain(tensor))
 
 
-def owned_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], memoryview]:
-    """Returns (dtype, shape, bytes) of a private copy.
-
-    It is a copy, not a reference: an activation may be a view of a receive buffer, which the next step overwrites
-    while the log client still reads.
-    """
-    copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return dtype_name(tensor), tuple(tensor.shape), byte_view(copy).data
-
-
 def laid_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns `value` with the strides that a sum of such tensors has: records have none, and kernels need them."""
     laid = torch.empty_like(like, dtype=value.dtype)

@@ -23,7 +23,7 @@ from swift_ft.log.record import Record, RecordKey, digest_of
 from swift_ft.planner import Assignment, Help, Plan
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.rpc.codec import PublishedPlan
-from swift_ft.state.tensors import owned_bytes, same_bits
+from swift_ft.state.tensors import same_bits
 from swift_ft.train import replay_helper
 from swift_ft.train.boundary_log import Channel, Shapes
 from swift_ft.train.fault_points import FaultInjector
@@ -31,6 +31,7 @@ from swift_ft.train.replay_helper import Helper
 from swift_ft.train.shared_replay import Owner
 from swift_ft.train.stage import LoggedPipelineStage, logged_loss
 from tests.local_backend import LocalWire, Network
+from tests.log_client import owned_bytes
 from tests.unit.runtime.test_gradient_chain import in_parallel
 from tests.unit.runtime.wired import state_of, updates_of
 

@@ -15,7 +15,6 @@ from torch import nn
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.log.record import Record, RecordKey
-from swift_ft.state.tensors import owned_bytes
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.recording import (
     STEPS,
@@ -31,6 +30,7 @@ from swift_ft.train.recording import (
 from swift_ft.train.step_digests import Witness
 from swift_ft.train.tape import Tape
 from swift_ft.train.transcript import ENTERS, GIVEN, GRADIENT, LEAVES, STATE, Seen
+from tests.log_client import owned_bytes
 from tests.unit.runtime.wired import ignored, step_of
 
 

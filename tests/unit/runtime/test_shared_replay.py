@@ -14,12 +14,13 @@ from swift_ft.errors import Divergence, ReplayRefused
 from swift_ft.log.reader import never
 from swift_ft.log.record import RecordKey, digest_of
 from swift_ft.planner import Help
-from swift_ft.state.tensors import as_bytes, owned_bytes, same_bits
+from swift_ft.state.tensors import as_bytes, same_bits
 from swift_ft.train import replay_helper, shared_replay
 from swift_ft.train.gradient_chain import module_layout
 from swift_ft.train.replay_helper import Helper, VerifyingCapture
 from swift_ft.train.shared_replay import Owner, send_away, why_alone
 from tests.local_backend import LocalWire, Network
+from tests.log_client import owned_bytes
 from tests.unit.runtime.shared_replay_world import (
     RANKS,
     ROWS,

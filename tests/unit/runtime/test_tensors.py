@@ -7,8 +7,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from swift_ft.errors import ReplayRefused
 from swift_ft.log.record import Record, RecordKey, digest_of
 from swift_ft.state.checkpoint_file import elements
-from swift_ft.state.tensors import byte_view, digest, fill, owned_bytes, to_tensor
+from swift_ft.state.tensors import byte_view, digest, fill, to_tensor
 from swift_ft.train.step_digests import digest_of as xxhash_of
+from tests.log_client import owned_bytes
 
 DTYPES = [
     torch.float32,
