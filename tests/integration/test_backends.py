@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from swift_ft.lab.bench.abort import Listener, Told
-from swift_ft.lab.bench.abort_ranks import LARGE, SMALL, Member, digest, values
 from tests.integration.forked import Forks, meeting, new_store
+from tests.integration.group_members import LARGE, SMALL, Listener, Member, Told, digest, values
 from tests.local_backend import LocalBackend
 
 PATIENCE_S = 40.0  # a machine may be busy; no timeout of a backend's ends a wait before it
@@ -43,7 +42,7 @@ class World:
         else:
             environment = {**meeting(self._store)}
             arguments = [path, self._store.port]
-            self._processes.append(self._forks.run("swift_ft.lab.bench.abort_ranks", arguments, environment))
+            self._processes.append(self._forks.run("tests.integration.group_members", arguments, environment))
 
     def close(self) -> None:
         for process in self._processes:

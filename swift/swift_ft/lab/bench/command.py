@@ -12,12 +12,10 @@ BENCHMARKS = {
     "log": "the log's appends and reads: bytes per second over the wire's and the disk's, CPU seconds per GB",
     "overhead": "a session against the same pipeline in plain torch, and what its overhead is made of",
     "checkpoint": "a save in both modes, beside torch's DCP: how long training waits, what it costs the steps",
-    "undo": "the journal and undo of every optimizer: time over the step's time, bytes per parameter, error",
     "coordinator": "the coordinator's processor time for jobs of many members: join, checkpoint, recovery",
     "replay": "a replayed step over the step as it was, alone and with helpers, beside the bound",
     "adaptive": "a pipeline with replicas without some of its ranks: its steps over those of all, beside the plan",
     "shrink": "a killed member, until the others have shrunk and agreed, beside Open MPI with ULFM",
-    "abort": "an abort of every operation of process groups: time until whoever waits is freed",
     "recovery": "what it costs that one of two ranks dies: torchrun with checkpoints, torchft, NVRx and swift",
 }
 """Each benchmark, and what it measures."""

@@ -1,4 +1,4 @@
-"""A member of groups that communicates on command, for `swift-ft bench abort` and the backends' conformance suite.
+"""Members of groups that communicate on command, for the backends' conformance suite.
 
 The controller listens on a Unix socket. One line of JSON is a command, with its name in "do"; one line is the answer.
 An operation that may wait for others is started (``start``) and polled later (``outcome``), so that an abort can come
@@ -11,10 +11,12 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,58 @@ def values(seed: int, numel: int) -> torch.Tensor:
 
 def digest(*tensors: torch.Tensor) -> str:
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+START_S = 120.0
+
+
+class Told:
+    """A connection to a member."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._lines = line.makefile("rw")
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        self.tell(do, **arguments)
+        return json.loads(self._lines.readline())
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        self._lines.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._lines.flush()
+
+    def close(self) -> None:
+        self._lines.close()
+        self._line.close()
+
+
+class Listener:
+    """Accepts the members' connections. A context manager."""
+
+    def __init__(self) -> None:
+        self._place = tempfile.TemporaryDirectory(prefix="swift-members-")
+        self.path = str(Path(self._place.name, "line"))
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.settimeout(START_S)
+        self._listening.bind(self.path)
+        self._listening.listen()
+        self._told: list[Told] = []
+
+    def start(self, begin: Callable[[str], Any]) -> Told:
+        """Returns the member that ``begin(path)`` starts. Raises TimeoutError if it does not connect."""
+        begin(self.path)
+        line, _ = self._listening.accept()
+        self._told.append(Told(line))
+        return self._told[-1]
+
+    def __enter__(self) -> "Listener":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for told in self._told:
+            told.close()
+        self._listening.close()
+        self._place.cleanup()
 
 
 class Group:
@@ -148,7 +202,6 @@ class Member:
         self._groups: dict[str, Group] = {}
         self._thread = threading.Thread()
         self._outcome: dict[str, Any] = {}
-        self._aborted_t: float | None = None
 
     def serve(self, listener: str) -> None:
         """Carries out commands until the listener disconnects, or the command "die" comes."""
@@ -169,7 +222,7 @@ class Member:
 
     def start(self, group: str, operation: str, **arguments: Any) -> None:
         """Begins an operation of `Group`, in a thread that stands for the trainer's. Returns once it is entered."""
-        self._aborted_t, self._outcome = None, {}
+        self._outcome = {}
         self._groups[group].entered.clear()
         run = getattr(self._groups[group], operation)
         self._thread = threading.Thread(target=self._run, args=(run, arguments), daemon=True)
@@ -177,25 +230,18 @@ class Member:
         self._groups[group].entered.wait()
 
     def _run(self, run: Callable[..., str | None], arguments: dict[str, Any]) -> None:
-        outcome: dict[str, Any]
         try:
-            outcome = {"gave": run(**arguments)}
+            self._outcome = {"gave": run(**arguments)}
         except RuntimeError as error:
-            outcome = {"error": str(error).splitlines()[0], "lost_peer": self._backend.is_lost_peer(error)}
-        ended = time.monotonic()
-        self._outcome = {**outcome, "ended_t": ended}
+            lost_peer = self._backend.is_lost_peer(error)
+            self._outcome = {"error": str(error).splitlines()[0], "lost_peer": lost_peer}
 
     def outcome(self, patience_s: float) -> dict[str, Any]:
-        """Returns the operation's result or error, and its time after the abort; "waits" if it is still running."""
+        """Returns the operation's result or error; "waits" if it is still running."""
         self._thread.join(patience_s)
-        if self._thread.is_alive():
-            return {"waits": True}
-        ended = self._outcome.pop("ended_t", 0.0)
-        freed_s = ended - self._aborted_t if self._aborted_t is not None else None
-        return {**self._outcome, "freed_s": freed_s}
+        return {"waits": True} if self._thread.is_alive() else self._outcome
 
     def abort(self, group: str) -> None:
-        self._aborted_t = time.monotonic()
         self._groups[group].fabric.abort()
 
     def close(self, group: str) -> None:
