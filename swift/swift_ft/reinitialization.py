@@ -191,8 +191,11 @@ def restore(states: dict[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(states["numpy"])
     if "torch" in states:
         sys.modules["torch"].set_rng_state(states["torch"])
-        if sys.modules["torch"].cuda.is_initialized():
-            sys.modules["torch"].cuda.manual_seed_all(states["seed"])
+        from swift_ft.device import accelerator_in_use  # loads torch
+
+        if (accelerator := accelerator_in_use()) is not None:
+            for generator in accelerator.generators():
+                generator.manual_seed(states["seed"])
     if "settings" in states:
         sys.modules[_SETTINGS].put(states["settings"])
 

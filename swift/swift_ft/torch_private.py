@@ -400,30 +400,6 @@ def meta_from_json(items: list[Any]) -> tuple[Any, ...]:
     )
 
 
-def set_generator_seed(seed: int, device: torch.device | None) -> None:
-    """Seeds the default generators of the CPU and of `device`. The CPU's takes 1 µs, where `torch.manual_seed` takes 72
-    µs."""
-    torch.default_generator.manual_seed(seed)
-    if device is not None and device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-
-
-def generator_states() -> list[torch.Tensor]:
-    """Returns the states of the default generators: the CPU's, then those of all CUDA devices once CUDA is
-    initialized."""
-    states = [torch.default_generator.get_state()]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states += [generator.get_state() for generator in torch.cuda.default_generators]
-    return states
-
-
-def set_generator_states(states: Sequence[torch.Tensor]) -> None:
-    """Restores the result of `generator_states`."""
-    torch.default_generator.set_state(states[0])
-    for generator, state in zip(torch.cuda.default_generators, states[1:], strict=False):
-        generator.set_state(state)
-
-
 def around_calls(schedule: Any, around: Any) -> None:
     """Makes the schedule run its microbatches, for training and for evaluation, inside of ``around()``."""
     inner = schedule._step_microbatches

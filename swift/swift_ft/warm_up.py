@@ -248,5 +248,9 @@ class _Left:
 
 def _free_device() -> None:
     """Frees cached device memory, which the rank on the same device needs."""
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        sys.modules["torch"].cuda.empty_cache()
+    if "torch" not in sys.modules:
+        return
+    from swift_ft.device import accelerator_in_use  # loads torch
+
+    if (accelerator := accelerator_in_use()) is not None:
+        accelerator.free_cache()

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 
+from swift_ft.device import Cuda
 from swift_ft.log.record import RecordKey
 from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.state.journal import Journal
-from swift_ft.train.boundary_log import Cuda, DeviceCapture
+from swift_ft.train.boundary_log import DeviceCapture
 from tests.unit.log.service import JOB, InProcess
 
 SIDE, PRODUCTS = 8192, 8

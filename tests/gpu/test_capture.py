@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from swift_ft.device import Cuda
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from swift_ft.log.sidecar_client import SidecarWriter
-from swift_ft.train.boundary_log import Cuda, DeviceCapture
+from swift_ft.train.boundary_log import DeviceCapture
 from tests.unit.log.service import JOB, InProcess
 
 pytestmark = [

@@ -327,3 +327,12 @@ def test_every_pin_but_torch_has_its_hashes() -> None:
     ]
     assert len(blocks) == len(hashed)
     assert all("--hash=sha256:" in block for block in blocks)
+
+
+def test_cuda_is_named_in_one_module() -> None:
+    named = [
+        str(file.relative_to(ROOT))
+        for file in sorted((ROOT / "swift").rglob("*.py"))
+        if "torch.cuda" in file.read_text()
+    ]
+    assert named == ["swift/swift_ft/device.py"]

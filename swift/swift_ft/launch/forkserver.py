@@ -241,7 +241,9 @@ def _state() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is not None:
         state["it draws from torch's generator"] = torch.get_rng_state().tolist()
-        state["it sets up CUDA"] = torch.cuda.is_initialized()
+        from swift_ft.device import accelerator_in_use  # loads torch
+
+        state["it sets up a device"] = accelerator_in_use() is not None
     return state
 
 

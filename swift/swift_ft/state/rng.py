@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from swift_ft import torch_private
+from swift_ft.device import generator_states, seed_generators, set_generator_states
 
 _MASK = (1 << 64) - 1
 # Stage index that no stage has, for the seed of numbers drawn outside of stages.
@@ -48,7 +48,7 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
     numpy's gets 32 bits of the seed: with more it runs a longer code path, which is in no cache after a stage has
     computed (140 µs instead of 40).
     """
-    torch_private.set_generator_seed(seed, device)
+    seed_generators(seed, device)
     random.seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
 
@@ -117,7 +117,7 @@ class Randomness:
 def digest_of_states() -> str:
     """Returns the SHA-256 of the default generators' states: of torch on each device, of `random`, of numpy."""
     sha = hashlib.sha256()
-    for state in torch_private.generator_states():
+    for state in generator_states():
         sha.update(state.numpy().tobytes())
     sha.update(repr(random.getstate()).encode())
     for part in np.random.get_state(legacy=True):
@@ -126,12 +126,9 @@ def digest_of_states() -> str:
 
 
 def digests_of_states() -> dict[str, str]:
-    """Returns one digest per generator: "torch" (and "torch.cuda0", …), "random", "numpy"."""
-    words = ["torch", *(f"torch.cuda{n}" for n in range(len(torch_private.generator_states()) - 1))]
-    found = {
-        word: state.numpy().tobytes()
-        for word, state in zip(words, torch_private.generator_states(), strict=True)
-    }
+    """Returns one digest per generator: "torch" (and "torch.device0", …), "random", "numpy"."""
+    words = ["torch", *(f"torch.device{n}" for n in range(len(generator_states()) - 1))]
+    found = {word: state.numpy().tobytes() for word, state in zip(words, generator_states(), strict=True)}
     found["random"] = repr(random.getstate()).encode()
     parts = np.random.get_state(legacy=True)
     found["numpy"] = b"".join(p.tobytes() if isinstance(p, np.ndarray) else repr(p).encode() for p in parts)
@@ -141,10 +138,10 @@ def digests_of_states() -> dict[str, str]:
 @contextmanager
 def kept() -> Iterator[None]:
     """Restores the default generators at the end of the block."""
-    ours, theirs, tensors = random.getstate(), np.random.get_state(), torch_private.generator_states()
+    ours, theirs, tensors = random.getstate(), np.random.get_state(), generator_states()
     try:
         yield
     finally:
         random.setstate(ours)
         np.random.set_state(theirs)
-        torch_private.set_generator_states(tensors)
+        set_generator_states(tensors)

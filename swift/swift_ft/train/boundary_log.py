@@ -21,6 +21,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from swift_ft.comm.process_groups import Interrupted
+from swift_ft.device import Device, Event, device_of
 from swift_ft.errors import LogInterrupted, RecordMissing, ReplayRefused, ServiceError, UsageError
 from swift_ft.log import record as streams
 from swift_ft.log.reader import LogReader, ReadFilter, StreamCursor
@@ -99,7 +100,7 @@ def bottleneck(shares: Mapping[str, float]) -> str:
 # Copying tensors from the training path into the log's queue. The channel selects the tensors, a capture copies them:
 #
 #     HostCapture     CPU: lends the tensor to the ring's copier, which reads it while the trainer goes on
-#     DeviceCapture   CUDA: a side stream copies into the ring's own memory, which is pinned
+#     DeviceCapture   accelerators: a side stream copies into the ring's own memory, which is pinned
 #
 # The training path never waits for a device::
 #
@@ -189,65 +190,6 @@ class HostCapture:
             self.lent.popleft().check()
 
 
-class Event(Protocol):
-    """A point in a device's stream of work."""
-
-    def query(self) -> bool:
-        """Returns whether the device has passed it. Does not wait."""
-
-
-class Device(Protocol):
-    """Streams, events and pinned memory of a device: `Cuda`, or a fake of the tests."""
-
-    def pin(self, address: int, size: int) -> Callable[[], None]:
-        """Pins host memory for the device; returns a function that unpins it. Raises ServiceError."""
-
-    def follow(self) -> None:
-        """Lets the side stream wait for all work queued on the training stream so far."""
-
-    def copy(self, to: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copies on the side stream, from the device to pinned memory. Keeps `tensor`'s memory allocated until then."""
-
-    def mark(self) -> Event:
-        """Records an event after all work queued on the side stream so far."""
-
-    def hold(self, event: Event) -> None:
-        """Lets the training stream wait for the event. The host does not wait."""
-
-
-class Cuda:
-    """A CUDA device: torch's streams and events."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def pin(self, address: int, size: int) -> Callable[[], None]:
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = int(cudart.cudaHostRegister(address, size, 0))
-        if error:
-            raise ServiceError(
-                f"{size} bytes of the log's queue cannot be pinned (CUDA error {error}); give a smaller log_queue_bytes"
-            )
-        return lambda: cudart.cudaHostUnregister(address)
-
-    def follow(self) -> None:
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-
-    def copy(self, to: torch.Tensor, tensor: torch.Tensor) -> None:
-        with torch.cuda.stream(self._side):
-            to.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._side)
-
-    def mark(self) -> Event:
-        event: Event = self._side.record_event()
-        return event
-
-    def hold(self, event: Event) -> None:
-        stream: Any = torch.cuda.current_stream(self._device)
-        stream.wait_event(event)
-
-
 class _UnderWay(NamedTuple):
     end: int
     event: Event
@@ -264,6 +206,7 @@ class DeviceCapture:
     def __init__(self, writer: SidecarWriter, device: Device) -> None:
         self._writer = writer
         self._device = device
+        self._side = device.new_stream()
         self._host = HostCapture(writer)
         self._under_way: deque[_UnderWay] = deque()
         self._lent: deque[_Lent] = deque()
@@ -283,11 +226,9 @@ class DeviceCapture:
         if end < 0 or not size:
             return
         at = body_at(self._memory, end, size)
-        self._device.follow()
-        self._device.copy(
-            self._ring[at : at + size], flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-        )
-        event = self._device.mark()
+        source = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+        self._device.copy_out(self._ring[at : at + size], source, self._side)
+        event = self._device.mark(self._side)
         self._under_way.append(_UnderWay(end, event))
         if now or flat.is_inference():
             self._device.hold(event)
@@ -338,7 +279,7 @@ class DeviceCapture:
 
 def capture_for(writer: SidecarWriter, device: torch.device) -> Capture:
     """Returns the capture for tensors of this device and of the CPU."""
-    return HostCapture(writer) if device.type == "cpu" else DeviceCapture(writer, Cuda(device))
+    return HostCapture(writer) if device.type == "cpu" else DeviceCapture(writer, device_of(device))
 
 
 # Fault injection at a layer: after the forward of a module inside of a stage, and before its backward.

@@ -24,6 +24,7 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.backend import Rehearsed
 from swift_ft.comm.process_groups import Interrupted, ProcessGroups
 from swift_ft.comm.rank_store import ListeningStore
+from swift_ft.device import accelerator_in_use
 from swift_ft.errors import RecordTrimmed, ReplayRefused, SwiftError, UsageError
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey, collectives, messages, results, transcripts
@@ -158,8 +159,8 @@ class Warming(Shadow):
         try:
             self._channel.begin_replay(reader, version, (self._rank,))
             self._compute(train_step, version)
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                torch.cuda.synchronize()
+            if (accelerator := accelerator_in_use()) is not None:
+                accelerator.synchronize()
         finally:
             self._channel.rehearsing = False
             self._channel.end_replay()

@@ -58,17 +58,19 @@ class Device:
 
         return unpin
 
-    def follow(self) -> None:
-        self.calls.append("follow")
+    def new_stream(self) -> str:
+        return "side"
 
-    def copy(self, to: torch.Tensor, tensor: torch.Tensor) -> None:
+    def copy_out(self, to: torch.Tensor, tensor: torch.Tensor, stream: str) -> None:
         assert (tensor.device.type, tensor.dtype, to.dtype) == ("meta", torch.uint8, torch.uint8)
         assert to.shape == tensor.shape
+        assert stream == "side"
         self._number += 1
         self.calls.append(f"copy {self._number}")
         self._copies.append((self._number, to))
 
-    def mark(self) -> Event:
+    def mark(self, stream: str) -> Event:
+        assert stream == "side"
         self.calls.append(f"mark {self._number}")
         return Event(self, self._number)
 
@@ -134,9 +136,9 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 def test_the_training_path_asks_the_device_for_nothing_that_waits(world: World) -> None:
     world.record(0)
-    assert world.device.said() == ["follow", "copy 1", "mark 1"]
+    assert world.device.said() == ["copy 1", "mark 1"]
     world.record(1)
-    assert world.device.said() == ["query 1", "follow", "copy 2", "mark 2"]
+    assert world.device.said() == ["query 1", "copy 2", "mark 2"]
     world.capture.wait_copied()
     assert world.device.said() == ["query 1", "hold 2"]
     world.device.arrive()
@@ -178,7 +180,7 @@ def test_nothing_overtakes(world: World) -> None:
 
 def test_what_may_change_after_the_call_is_held_at_once(world: World) -> None:
     tensor = world.record(0, now=True)
-    assert world.device.said() == ["follow", "copy 1", "mark 1", "hold 1"]
+    assert world.device.said() == ["copy 1", "mark 1", "hold 1"]
     tensor.add_(1)
     world.capture.wait_copied()
 

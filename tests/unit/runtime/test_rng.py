@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from swift_ft import torch_private
+from swift_ft.state import rng
 from swift_ft.state.carried_gradients import WholeModule
 from swift_ft.state.rng import Randomness, digest_of_states, kept, seed_for
 
@@ -88,7 +88,7 @@ def test_the_digest_sees_each_generator(broken: str, monkeypatch: pytest.MonkeyP
     drawn()
     assert randomness.digest(3) == before != randomness.digest(4)
     owner, name = {
-        "torch": (torch_private, "set_generator_seed"),
+        "torch": (rng, "seed_generators"),
         "random": (random, "seed"),
         "numpy": (np.random, "seed"),
     }[broken]

@@ -1,0 +1,206 @@
+"""The device that a rank computes on, in torch's device-neutral terms: streams, events, pinned memory, generators.
+
+A host that works through an accelerator runs ahead of it: a call returns when its kernels are queued in a stream. What
+the session needs of a device is order between streams (events), copies to the host that do not delay training (a
+stream of its own, pinned memory), generators to seed, and what tells it from other devices.
+
+``device_of(torch.device)`` returns the `Device`: `Host` for the CPU, whose work is over when a call returns, and
+`Accelerator` for all others. What only CUDA has stands in `Cuda`; `torch.cuda` is named in no other module
+(`tests/unit/test_project.py` checks it).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from swift_ft.errors import ServiceError
+
+
+class Event(Protocol):
+    """A point in a stream of work."""
+
+    def query(self) -> bool:
+        """Returns whether the device has passed it. Does not wait."""
+
+
+class Device(Protocol):
+    """Streams, events and pinned memory of one device. Streams are torch's; the host's are all None."""
+
+    def new_stream(self) -> Any:
+        """Returns a stream that runs beside the training stream."""
+
+    def adopt(self, stream: Any) -> None:
+        """(a thread of ours) Makes the device and `stream` current in this thread for good: both are per thread."""
+
+    def mark(self, stream: Any = None) -> Event:
+        """Records an event behind all work queued so far on `stream`, or on the current stream."""
+
+    def hold(self, event: Event, stream: Any = None) -> None:
+        """Lets `stream`, or the current stream, wait for the event. The host does not wait."""
+
+    def copy_out(self, to: torch.Tensor, tensor: torch.Tensor, stream: Any) -> None:
+        """Queues on `stream` a copy of the device's `tensor` into pinned memory, behind all work queued on the current
+        stream so far. `tensor`'s memory is not given away before the copy is over."""
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns host memory that the device copies from and to while the host goes on."""
+
+    def pin(self, address: int, size: int) -> Callable[[], None]:
+        """Pins host memory that is there; returns a function that unpins it. Raises ServiceError."""
+
+    def synchronize(self) -> None:
+        """Waits until all that is queued on the device is over."""
+
+
+class _Over:
+    """The event of the host's work: over when the call returned."""
+
+    def query(self) -> bool:
+        return True
+
+
+class Host:
+    """The CPU."""
+
+    def new_stream(self) -> None:
+        return None
+
+    def adopt(self, stream: None) -> None:
+        pass
+
+    def mark(self, stream: None = None) -> Event:
+        return _Over()
+
+    def hold(self, event: Event, stream: None = None) -> None:
+        pass
+
+    def copy_out(self, to: torch.Tensor, tensor: torch.Tensor, stream: None) -> None:
+        to.copy_(tensor)
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def pin(self, address: int, size: int) -> Callable[[], None]:
+        return lambda: None
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Accelerator:
+    """A device that runs behind the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device`: with its index."""
+        self.torch = device
+        self._module: Any = torch.get_device_module(device)
+
+    def new_stream(self) -> torch.Stream:
+        return torch.Stream(device=self.torch)
+
+    def adopt(self, stream: torch.Stream) -> None:
+        torch.accelerator.set_device_index(self.torch.index)
+        torch.accelerator.set_stream(stream)
+
+    def mark(self, stream: torch.Stream | None = None) -> Event:
+        event = torch.Event(device=self.torch)
+        event.record(stream or torch.accelerator.current_stream(self.torch))
+        return event
+
+    def hold(self, event: Event, stream: torch.Stream | None = None) -> None:
+        stream = stream or torch.accelerator.current_stream(self.torch)
+        stream.wait_event(event)  # type: ignore[arg-type]
+
+    def copy_out(self, to: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream) -> None:
+        self.hold(self.mark(), stream)
+        with stream:
+            to.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+    def pin(self, address: int, size: int) -> Callable[[], None]:
+        self._module.register_host(address, size)
+        return lambda: self._module.unregister_host(address)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.torch)
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """Returns the default generators of all devices of this kind."""
+        generators: Sequence[torch.Generator] = self._module.default_generators
+        return generators
+
+    def free_cache(self) -> None:
+        """Gives memory that torch keeps for later tensors back to the device."""
+        torch.accelerator.empty_cache()
+
+
+class Cuda(Accelerator):
+    """What CUDA alone has."""
+
+    def pin(self, address: int, size: int) -> Callable[[], None]:
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = int(cudart.cudaHostRegister(address, size, 0))
+        if error:
+            raise ServiceError(
+                f"{size} bytes of the log's queue cannot be pinned (CUDA error {error}); give a smaller log_queue_bytes"
+            )
+        return lambda: cudart.cudaHostUnregister(address)
+
+
+_HOST = Host()
+
+
+def device_of(device: torch.device) -> Device:
+    """Returns the `Device` that tensors on `device` are on."""
+    if device.type == "cpu":
+        return _HOST
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return _accelerator(device.type, index)
+
+
+@functools.cache
+def _accelerator(kind: str, index: int) -> Accelerator:
+    return (Cuda if kind == "cuda" else Accelerator)(torch.device(kind, index))
+
+
+def accelerator_in_use() -> Accelerator | None:
+    """Returns this process's current accelerator if it has been set up. Does not set one up: a process that has used a
+    device cannot fork ranks that use it."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not torch.get_device_module(kind).is_initialized():
+        return None
+    return _accelerator(kind.type, torch.accelerator.current_device_index())
+
+
+# --- Default generators ---
+
+
+def seed_generators(seed: int, device: torch.device | None) -> None:
+    """Seeds the default generators of the CPU and of `device`. The CPU's takes 1 µs, where `torch.manual_seed` takes 72
+    µs."""
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type != "cpu":
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        torch.get_device_module(device).default_generators[index].manual_seed(seed)
+
+
+def generator_states() -> list[torch.Tensor]:
+    """Returns the states of the default generators: the CPU's, then those of all accelerators once they are set up. An
+    accelerator's state is a seed and an offset that the host keeps: reading it waits for no device."""
+    return [generator.get_state() for generator in _default_generators()]
+
+
+def set_generator_states(states: Sequence[torch.Tensor]) -> None:
+    """Restores the result of `generator_states`."""
+    for generator, state in zip(_default_generators(), states, strict=False):
+        generator.set_state(state)
+
+
+def _default_generators() -> list[torch.Generator]:
+    there = accelerator_in_use()
+    return [torch.default_generator, *([] if there is None else there.generators())]
