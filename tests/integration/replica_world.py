@@ -77,7 +77,7 @@ class Rank:
         if shards:
             kinds = Assignment.grid(world, replicas=2, shards=2).process_groups(rank)
         self.groups = {
-            name: ReconfigurableGroup(name, ranks, ranks.index(rank), backend, step=None, gate=None)
+            name: ReconfigurableGroup(name, ranks, ranks.index(rank), backend)
             for name, ranks in kinds.items()
         }
         groups = list(self.groups.values())

@@ -18,7 +18,7 @@ EVERYTHING = textwrap.dedent(
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     backend = GlooBackend()
-    group = ReconfigurableGroup("default", range(world), rank, backend, step=None, gate=None)
+    group = ReconfigurableGroup("default", range(world), rank, backend)
     comm = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
     wrong = []
 

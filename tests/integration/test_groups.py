@@ -25,7 +25,7 @@ BROKEN_REDUCTIONS = textwrap.dedent(
     rank, world, ordered, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
     torch.set_num_threads(1)
     backend = GlooBackend()
-    group = ReconfigurableGroup("data", range(world), rank, backend, step=None, gate=None)
+    group = ReconfigurableGroup("data", range(world), rank, backend)
     comm = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
     reducer = Reducer(group, lambda: world, ordered=ordered, shares=lambda: None)
     parameters = [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(4)]
@@ -85,7 +85,7 @@ DDP_LIVES_ON = textwrap.dedent(
     rank, generation = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     backend = GlooBackend()
-    group = ReconfigurableGroup("data", [0, 1], rank, backend, step=None, gate=None, swallow=True)
+    group = ReconfigurableGroup("data", [0, 1], rank, backend, swallow=True)
     comm = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
     torch.manual_seed(7)
     module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))

@@ -25,7 +25,7 @@ WORKER = textwrap.dedent(
 
     rank, shared, operation = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     backend = GlooBackend()
-    group = ReconfigurableGroup("world", range(4), rank, backend, step=None, gate=None)
+    group = ReconfigurableGroup("world", range(4), rank, backend)
     comm = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
     entered = 1
 

@@ -12,7 +12,7 @@ result of the collective is used, and drops the step. FSDP2 survives an error on
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -33,53 +33,8 @@ from swift_ft.errors import UsageError
 
 if TYPE_CHECKING:
     from swift_ft.train.batch_redistribution import Answers
+    from swift_ft.train.collective_policy import Gate
     from swift_ft.train.tape import Tape
-
-
-# Observers of a group's traffic, and the policy that decides on it. `swift_ft.train.collective_policy` implements both.
-
-
-class Step(Protocol):
-    """Observer of a group's traffic (`swift_ft.train.collective_policy`)."""
-
-    def used(self, group: "Group") -> None:
-        """Records that torch or a trainer runs a collective over the group."""
-
-    def messaged(self) -> None:
-        """Records that torch sends or receives over the group."""
-
-    def reducing(self) -> None:
-        """Records that a reduction requested by torch is in progress."""
-
-
-class Group(Protocol):
-    """The group that carries the traffic."""
-
-    ranks: tuple[int, ...]
-    """Ranks in a full world."""
-
-    @property
-    def is_pipeline(self) -> bool: ...
-
-    def run_into(self, results: Sequence[torch.Tensor], run: Collective) -> None: ...
-
-
-class Gate(Protocol):
-    """Policy for a trainer's communication over a group (`swift_ft.train.collective_policy`)."""
-
-    def collective(
-        self,
-        group: "Group",
-        name: str,
-        results: list[torch.Tensor],
-        run: Collective,
-        *,
-        alike: bool,
-    ) -> bool: ...
-
-    def message(self, name: str) -> None: ...
-
-    def new_group(self) -> None: ...
 
 
 # torch's Work objects: messages and collectives that torch can wait for.
@@ -167,11 +122,6 @@ class CollectiveWork(torch_private.Work):
         return future
 
 
-# The collectives that torch calls on a process group, built from those of a backend (`Collectives`).
-#
-# torch has a dozen calls, some under several names; a backend has few (`swift_ft.comm.backend`). Tensors are passed on
-# without their autograd history: a result is not a differentiable computation (as in torch's own groups).
-
 ONE_PART_EACH = frozenset(
     {
         "all_gather",
@@ -187,29 +137,321 @@ ONE_PART_EACH = frozenset(
 """Collectives in which every rank has a part of its own."""
 
 
-class TorchCollectives(torch_private.ProcessGroup):  # type: ignore[misc]
-    """The torch-facing half of a group. The subclass `ReconfigurableGroup` runs the collectives."""
+class _Route(NamedTuple):
+    """The circuit and connections that a group communicates over."""
 
-    ranks: tuple[int, ...]
-    _own: int
-    """This rank's index in `ranks`."""
+    circuit: Circuit | None
+    connections: Connections | None
+    present: tuple[int, ...]
+    parts: "dict[tuple[int, ...], _Route]"
+    """Routes of the groups of some of its ranks, by these ranks' indices."""
+
+
+class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
+    """A process group of `ranks` (global, ascending), seen from the one at index `rank`.
+
+    (communicator) ``attach(connections, present)``, ``register()`` in each new generation; ``detach()`` at its end
+    (torch, trainer) every collective and point-to-point operation, as on any group
+
+    In a degraded world the present ranks communicate without the missing ones. A collective in which every rank has a
+    part is then refused (UsageError).
+
+    A pipeline that lacks a rank, but whose batches are computed (`Assignment.pipeline`), has a *route*: other ranks
+    take the places of the missing ones. torch sees the missing ranks' numbers. A rank that is a member of several
+    pipelines has a route for each, by its origin (data-parallel rank), and uses one at a time (`on_route`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        backend: Backend,
+        *,
+        gate: "Gate | None" = None,
+        checked: bool = False,
+        swallow: bool = False,
+    ):
+        """`gate` is notified of the traffic; None: only the session itself communicates over the group. `checked`:
+        trainers communicate over it in addition to torch, and the gate decides on that."""
+        super().__init__(rank, len(ranks))
+        self.label = name
+        self.ranks = tuple(ranks)
+        self.broken: Exception | None = None
+        self.gate = gate
+        self.checked = checked
+        self.backend = backend
+        self._swallow = swallow
+        self._quiet = False
+        self._own = rank
+        self._present = tuple(range(len(ranks)))
+        """Indices of the ranks in this generation, ascending: their places in the circuit."""
+        self._circuit: Circuit | None = None
+        self._between = "connection of an ended generation"
+        self._some: dict[tuple[int, ...], ReconfigurableGroup] = {}
+        self._connections: Connections | None = None
+        self._routes: dict[int, _Route] = {}
+        self.tape: Tape | None = None
+        """Recorder of a step's collectives, if any."""
+        self.answers: Answers | None = None
+        """(a pipeline) Results of collectives in a degraded world."""
+        torch_private.give_placeholder(self, name, backend)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Returns whether its ranks are the stages of a pipeline, or some of them."""
+        return self.answers is not None
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Returns the ranks in this generation, ascending."""
+        return tuple(self.ranks[index] for index in self._present)
+
+    def attach(self, connections: Connections, present: Sequence[int]) -> None:
+        """Attaches the group to its generation. `present`: the ranks of this group in the generation, in their order:
+        the members of `connections`."""
+        places = range(len(present))
+        self._routes.clear()
+        self._connect(connections, [self.ranks.index(rank) for rank in present], places)
+        for chosen, part in self._some.items():
+            self._attach_part(part, chosen)
+
+    def attach_routes(self, connections: Mapping[int, Connections], own: int) -> None:
+        """Attaches as `attach`, in a generation in which pipelines have routes. `connections`: by origin, for each
+        pipeline of this rank, between all its places. `own`: the origin of the default route."""
+        self._routes.clear()
+        for origin, each in sorted(connections.items()):
+            everybody = range(len(self.ranks))
+            self._connect(each, everybody, everybody)
+            for chosen, part in self._some.items():
+                self._attach_part(part, chosen)
+            self._routes[origin] = self._route()
+        self._take(self._routes[own])
+
+    @contextmanager
+    def on_route(self, origin: int) -> Iterator[None]:
+        """Switches to the route of that origin for the duration, if this rank is a member of its pipeline."""
+        if origin not in self._routes:
+            yield
+            return
+        before = self._route()
+        self._take(self._routes[origin])
+        try:
+            yield
+        finally:
+            if self._circuit is not None:  # its generation has not ended
+                self._take(before)
+
+    def _route(self) -> "_Route":
+        parts = {chosen: part._route() for chosen, part in self._some.items()}
+        return _Route(self._circuit, self._connections, self._present, parts)
+
+    def _take(self, route: "_Route") -> None:
+        self._circuit, self._connections, self._present = route.circuit, route.connections, route.present
+        for chosen, part in self._some.items():
+            if chosen not in route.parts:  # it was created after the route
+                self._attach_part(part, chosen)
+                route.parts[chosen] = part._route()
+            part._take(route.parts[chosen])
+
+    def _connect(self, connections: Connections, present: Sequence[int], places: Sequence[int]) -> None:
+        """`present`: indices into `ranks`; `places`: the same ranks' places among the members of `connections`."""
+        self._circuit = connections.circuit(places, group_number(self.label), self.label)
+        self._connections = connections
+        self._present = tuple(present)
+        self.broken = None
+
+    def register(self) -> None:
+        """Registers the group with torch. Ending the default group makes torch forget it."""
+        for group in (self, *self._some.values()):
+            torch_private.register_group(group, group.label, group.ranks, self.backend)
+
+    def part(self, chosen: Sequence[int]) -> "ReconfigurableGroup":
+        """Returns a group of some of these ranks, by their indices, over the same connections. Raises UsageError."""
+        indices = tuple(sorted(set(chosen)))
+        if not indices or indices[0] < 0 or indices[-1] >= len(self.ranks) or self._own not in indices:
+            raise UsageError(
+                f"ranks={list(chosen)}: give pipeline ranks from 0 to {len(self.ranks) - 1}, this one "
+                f"({self._own}) among them"
+            )
+        if len(indices) == len(self.ranks):
+            return self
+        part = self._some.get(indices)
+        if part is None:
+            label = f"{self.label}[{','.join(map(str, indices))}]"
+            ranks = [self.ranks[index] for index in indices]
+            own = indices.index(self._own)
+            part = ReconfigurableGroup(label, ranks, own, self.backend)
+            part.answers, part.tape = self.answers, self.tape
+            self._some[indices] = part
+            if self._circuit is not None:
+                self._attach_part(part, indices)
+                for route in self._routes.values():
+                    if route.circuit is self._circuit:
+                        route.parts[indices] = part._route()
+                torch_private.register_group(part, part.label, part.ranks, self.backend)
+        return part
+
+    def _attach_part(self, part: "ReconfigurableGroup", indices: Sequence[int]) -> None:
+        assert self._connections is not None
+        there = [index for index in indices if index in self._present]
+        part._connect(
+            self._connections,
+            [indices.index(index) for index in there],
+            [self._present.index(index) for index in there],
+        )
+
+    def stand_alone(self) -> None:
+        """Marks the job as finished: every later communication raises an error that says so."""
+        self._between = "the job has finished: no other rank is there to communicate with"
+
+    def detach(self) -> None:
+        for part in self._some.values():
+            part.detach()
+        self._routes.clear()
+        self._circuit = self._connections = None
+
+    def let_go(self) -> None:
+        """Drops the references to the session, which has ended."""
+        self.gate = self.answers = None
+        for part in self._some.values():
+            part.let_go()
+        self._some.clear()
+
+    def submit(self, run: Collective) -> Task:
+        """Starts a collective over this group, in the order of the calls. Raises RuntimeError between generations."""
+        return self._attached().submit(run if self.tape is None else self.tape.around(self.label, run))
+
+    def _attached(self) -> Circuit:
+        circuit = self._circuit
+        if circuit is None:
+            raise RuntimeError(f"process group {self.label}: {self._between}")
+        return circuit
+
+    def run(self, run: Collective) -> None:
+        self.submit(run).wait()
+
+    def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the tensors of all its ranks in this generation, in their order."""
+        own = tensor.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in self._present]
+        self.run_into(parts, lambda collectives: collectives.all_gather(parts, own))
+        return parts
+
+    def gathering(self, tensor: torch.Tensor) -> tuple[Task, list[torch.Tensor]]:
+        """Starts a `gathered` without waiting: the parts are filled once the task is done."""
+        own = tensor.detach().contiguous().clone()
+        parts = [torch.empty_like(own) for _ in self._present]
+        return self.submit(lambda collectives: collectives.all_gather(parts, own)), parts
+
+    def run_into(self, results: Sequence[torch.Tensor], run: Collective) -> None:
+        """Runs a collective that leaves its result in `results`."""
+        if self.answers is None:
+            self.run(run)
+        else:
+            self.answers.into(results, lambda: self.run(run))
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Answers torch's collectives from this rank alone for the duration (`Alone`).
+
+        A stage that infers its shapes runs its module once. It does so in a replacement too, where no peer takes part.
+        """
+        before, self._quiet = self._quiet, True
+        try:
+            yield
+        finally:
+            self._quiet = before
+
+    # --- what torch calls ---
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+        return self.backend.name
+
+    # From torch 2.14 on, a group without these methods asks its backend, and the placeholder has one member.
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._own
+
+    def getSize(self) -> int:  # noqa: N802
+        return len(self.ranks)
+
+    def shutdown(self) -> None:
+        """Does nothing. torch shuts all groups down with the default one; this one stays, its circuit has ended."""
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Any:
+        circuit = self._messaging("send")
+        return MessageWork(circuit.send(tensors, self._place(to), tag), self._breaker())
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Any:
+        circuit = self._messaging("recv")
+        return MessageWork(circuit.recv(tensors, self._place(source), tag), self._breaker())
+
+    def _messaging(self, kind: str) -> Circuit:
+        if self.gate is not None and self.checked:
+            self.gate.message(kind)
+        circuit = self._attached()
+        if self.gate is not None:
+            self.gate.messaged()
+        return circuit
+
+    def _place(self, index: int) -> int:
+        """Returns the place, in this generation, of the rank at this index of the group. Raises RuntimeError."""
+        if index not in self._present:
+            raise RuntimeError(
+                f"process group {self.label}: rank {self.ranks[index]} is not in this generation"
+            )
+        return self._present.index(index)
 
     def _collective(
         self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
     ) -> Any:
-        """Starts `run` and returns torch's Work. `name`: torch's function. `result`: the tensors that it fills.
-        `alike`: all ranks get the same result."""
-        raise AssertionError("the group that is this class's other half carries it out")
+        """Starts `run` unless the gate has run it. `name`: torch's function. `alike`: all ranks get the same result."""
+        if self._quiet:
+            run(Alone(self._own, len(self.ranks)))
+            return FinishedWork(result)
+        if self._circuit is not None and len(self._present) < len(self.ranks) and name in ONE_PART_EACH:
+            raise UsageError(
+                f"process group {self.label}: {name} has a part for ranks that are not there now"
+            )
+        if self.gate is not None:
+            self.gate.used(self)
+            checked = self.checked and len(self.ranks) > 1
+            if checked and self.gate.collective(self, name, result, run, alike=alike):
+                return FinishedWork(result)
+        broke = self._breaker()
+        if self.broken is not None and self._swallow:
+            return FinishedWork(result)
+        try:
+            task = self.submit(run)
+        except RuntimeError as error:
+            self.broken = error
+            if not self._swallow:
+                raise
+            return FinishedWork(result)
+        return CollectiveWork(task, result, broke, swallow=self._swallow)
+
+    def _breaker(self) -> Callable[[Exception], None]:
+        """Returns a callback for errors of this generation. It ignores later calls: DDP may wait in the next generation
+        for a Work of this one."""
+        circuit = self._circuit
+
+        def broke(error: Exception) -> None:
+            if self._circuit is circuit:
+                self.broken = self.broken or error
+
+        return broke
 
     def _reduction(
         self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
     ) -> Any:
-        """Starts a `_collective` that reduces gradients or other tensors."""
-        raise AssertionError("the group that is this class's other half carries it out")
+        work = self._collective(name, result, run, alike=alike)
+        if not self._quiet and self.gate is not None:
+            self.gate.reducing()
+        return work
 
-    def _place(self, index: int) -> int:
-        """Returns the place, in this generation, of the rank at this index of the group. Raises RuntimeError."""
-        raise AssertionError("the group that is this class's other half knows of generations")
+    # The collectives that torch calls: a dozen, some under several names, built from the few of a backend. Tensors are
+    # passed on without their autograd history: a result is not a differentiable computation (as in torch's own groups).
 
     def _operation(self, options: Any) -> tuple[Op, Callable[[torch.Tensor], Any]]:
         """Returns (function that combines two tensors, function that turns the total into the result)."""
@@ -369,6 +611,12 @@ class TorchCollectives(torch_private.ProcessGroup):  # type: ignore[misc]
         """Returns one piece per rank; a contiguous tensor is not copied."""
         return list(whole.view(len(self.ranks), -1).unbind())
 
+    def new_group(self, *_: Any, **__: Any) -> Any:
+        """Raises RuntimeError. torch asks the default group for a new one, and this group creates none."""
+        if self.gate is not None and self.checked:
+            self.gate.new_group()
+        raise RuntimeError(f"process group {self.label} makes no others")
+
 
 def _gather(collectives: Collectives, parts: list[torch.Tensor], own: torch.Tensor) -> None:
     rooms = [part.data.contiguous() for part in parts]
@@ -376,323 +624,3 @@ def _gather(collectives: Collectives, parts: list[torch.Tensor], own: torch.Tens
     for part, room in zip(parts, rooms, strict=True):
         if not part.is_contiguous():
             part.data.copy_(room)
-
-
-class _Route(NamedTuple):
-    """The circuit and connections that a group communicates over."""
-
-    circuit: Circuit | None
-    connections: Connections | None
-    present: tuple[int, ...]
-    parts: "dict[tuple[int, ...], _Route]"
-    """Routes of the groups of some of its ranks, by these ranks' indices."""
-
-
-class ReconfigurableGroup(TorchCollectives):
-    """A process group of `ranks` (global, ascending), seen from the one at index `rank`.
-
-    (communicator) ``attach(connections, present)``, ``register()`` in each new generation; ``detach()`` at its end
-    (torch, trainer) every collective and point-to-point operation, as on any group
-
-    In a degraded world the present ranks communicate without the missing ones. A collective in which every rank has a
-    part is then refused (UsageError).
-
-    A pipeline that lacks a rank, but whose batches are computed (`Assignment.pipeline`), has a *route*: other ranks
-    take the places of the missing ones. torch sees the missing ranks' numbers. A rank that is a member of several
-    pipelines has a route for each, by its origin (data-parallel rank), and uses one at a time (`on_route`).
-    """
-
-    def __init__(
-        self,
-        name: str,
-        ranks: Sequence[int],
-        rank: int,
-        backend: Backend,
-        *,
-        step: Step | None,
-        gate: Gate | None,
-        swallow: bool = False,
-    ):
-        """`step`: observer; None: only the session itself communicates over the group. `gate`: for a group over which
-        trainers communicate in addition to torch."""
-        super().__init__(rank, len(ranks))
-        self.label = name
-        self.ranks = tuple(ranks)
-        self.broken: Exception | None = None
-        self._step = step
-        self.gate = gate
-        self.backend = backend
-        self._swallow = swallow
-        self._quiet = False
-        self._own = rank
-        self._present = tuple(range(len(ranks)))
-        """Indices of the ranks in this generation, ascending: their places in the circuit."""
-        self._circuit: Circuit | None = None
-        self._between = "connection of an ended generation"
-        self._some: dict[tuple[int, ...], ReconfigurableGroup] = {}
-        self._connections: Connections | None = None
-        self._routes: dict[int, _Route] = {}
-        self.tape: Tape | None = None
-        """Recorder of a step's collectives, if any."""
-        self.answers: Answers | None = None
-        """(a pipeline) Results of collectives in a degraded world."""
-        torch_private.give_placeholder(self, name, backend)
-
-    @property
-    def is_pipeline(self) -> bool:
-        """Returns whether its ranks are the stages of a pipeline, or some of them."""
-        return self.answers is not None
-
-    @property
-    def present(self) -> tuple[int, ...]:
-        """Returns the ranks in this generation, ascending."""
-        return tuple(self.ranks[index] for index in self._present)
-
-    def attach(self, connections: Connections, present: Sequence[int]) -> None:
-        """Attaches the group to its generation. `present`: the ranks of this group in the generation, in their order:
-        the members of `connections`."""
-        places = range(len(present))
-        self._routes.clear()
-        self._connect(connections, [self.ranks.index(rank) for rank in present], places)
-        for chosen, part in self._some.items():
-            self._attach_part(part, chosen)
-
-    def attach_routes(self, connections: Mapping[int, Connections], own: int) -> None:
-        """Attaches as `attach`, in a generation in which pipelines have routes. `connections`: by origin, for each
-        pipeline of this rank, between all its places. `own`: the origin of the default route."""
-        self._routes.clear()
-        for origin, each in sorted(connections.items()):
-            everybody = range(len(self.ranks))
-            self._connect(each, everybody, everybody)
-            for chosen, part in self._some.items():
-                self._attach_part(part, chosen)
-            self._routes[origin] = self._route()
-        self._take(self._routes[own])
-
-    @contextmanager
-    def on_route(self, origin: int) -> Iterator[None]:
-        """Switches to the route of that origin for the duration, if this rank is a member of its pipeline."""
-        if origin not in self._routes:
-            yield
-            return
-        before = self._route()
-        self._take(self._routes[origin])
-        try:
-            yield
-        finally:
-            if self._circuit is not None:  # its generation has not ended
-                self._take(before)
-
-    def _route(self) -> "_Route":
-        parts = {chosen: part._route() for chosen, part in self._some.items()}
-        return _Route(self._circuit, self._connections, self._present, parts)
-
-    def _take(self, route: "_Route") -> None:
-        self._circuit, self._connections, self._present = route.circuit, route.connections, route.present
-        for chosen, part in self._some.items():
-            if chosen not in route.parts:  # it was created after the route
-                self._attach_part(part, chosen)
-                route.parts[chosen] = part._route()
-            part._take(route.parts[chosen])
-
-    def _connect(self, connections: Connections, present: Sequence[int], places: Sequence[int]) -> None:
-        """`present`: indices into `ranks`; `places`: the same ranks' places among the members of `connections`."""
-        self._circuit = connections.circuit(places, group_number(self.label), self.label)
-        self._connections = connections
-        self._present = tuple(present)
-        self.broken = None
-
-    def register(self) -> None:
-        """Registers the group with torch. Ending the default group makes torch forget it."""
-        for group in (self, *self._some.values()):
-            torch_private.register_group(group, group.label, group.ranks, self.backend)
-
-    def part(self, chosen: Sequence[int]) -> "ReconfigurableGroup":
-        """Returns a group of some of these ranks, by their indices, over the same connections. Raises UsageError."""
-        indices = tuple(sorted(set(chosen)))
-        if not indices or indices[0] < 0 or indices[-1] >= len(self.ranks) or self._own not in indices:
-            raise UsageError(
-                f"ranks={list(chosen)}: give pipeline ranks from 0 to {len(self.ranks) - 1}, this one "
-                f"({self._own}) among them"
-            )
-        if len(indices) == len(self.ranks):
-            return self
-        part = self._some.get(indices)
-        if part is None:
-            label = f"{self.label}[{','.join(map(str, indices))}]"
-            ranks = [self.ranks[index] for index in indices]
-            own = indices.index(self._own)
-            part = ReconfigurableGroup(label, ranks, own, self.backend, step=None, gate=None)
-            part.answers, part.tape = self.answers, self.tape
-            self._some[indices] = part
-            if self._circuit is not None:
-                self._attach_part(part, indices)
-                for route in self._routes.values():
-                    if route.circuit is self._circuit:
-                        route.parts[indices] = part._route()
-                torch_private.register_group(part, part.label, part.ranks, self.backend)
-        return part
-
-    def _attach_part(self, part: "ReconfigurableGroup", indices: Sequence[int]) -> None:
-        assert self._connections is not None
-        there = [index for index in indices if index in self._present]
-        part._connect(
-            self._connections,
-            [indices.index(index) for index in there],
-            [self._present.index(index) for index in there],
-        )
-
-    def stand_alone(self) -> None:
-        """Marks the job as finished: every later communication raises an error that says so."""
-        self._between = "the job has finished: no other rank is there to communicate with"
-
-    def detach(self) -> None:
-        for part in self._some.values():
-            part.detach()
-        self._routes.clear()
-        self._circuit = self._connections = None
-
-    def let_go(self) -> None:
-        """Drops the references to the session, which has ended."""
-        self._step = self.gate = self.answers = None
-        for part in self._some.values():
-            part.let_go()
-        self._some.clear()
-
-    def submit(self, run: Collective) -> Task:
-        """Starts a collective over this group, in the order of the calls. Raises RuntimeError between generations."""
-        return self._attached().submit(run if self.tape is None else self.tape.around(self.label, run))
-
-    def _attached(self) -> Circuit:
-        circuit = self._circuit
-        if circuit is None:
-            raise RuntimeError(f"process group {self.label}: {self._between}")
-        return circuit
-
-    def run(self, run: Collective) -> None:
-        self.submit(run).wait()
-
-    def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the tensors of all its ranks in this generation, in their order."""
-        own = tensor.detach().contiguous()
-        parts = [torch.empty_like(own) for _ in self._present]
-        self.run_into(parts, lambda collectives: collectives.all_gather(parts, own))
-        return parts
-
-    def gathering(self, tensor: torch.Tensor) -> tuple[Task, list[torch.Tensor]]:
-        """Starts a `gathered` without waiting: the parts are filled once the task is done."""
-        own = tensor.detach().contiguous().clone()
-        parts = [torch.empty_like(own) for _ in self._present]
-        return self.submit(lambda collectives: collectives.all_gather(parts, own)), parts
-
-    def run_into(self, results: Sequence[torch.Tensor], run: Collective) -> None:
-        """Runs a collective that leaves its result in `results`."""
-        if self.answers is None:
-            self.run(run)
-        else:
-            self.answers.into(results, lambda: self.run(run))
-
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Answers torch's collectives from this rank alone for the duration (`Alone`).
-
-        A stage that infers its shapes runs its module once. It does so in a replacement too, where no peer takes part.
-        """
-        before, self._quiet = self._quiet, True
-        try:
-            yield
-        finally:
-            self._quiet = before
-
-    # --- what torch calls ---
-
-    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
-        return self.backend.name
-
-    # From torch 2.14 on, a group without these methods asks its backend, and the placeholder has one member.
-
-    def getRank(self) -> int:  # noqa: N802
-        return self._own
-
-    def getSize(self) -> int:  # noqa: N802
-        return len(self.ranks)
-
-    def shutdown(self) -> None:
-        """Does nothing. torch shuts all groups down with the default one; this one stays, its circuit has ended."""
-
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Any:
-        circuit = self._messaging("send")
-        return MessageWork(circuit.send(tensors, self._place(to), tag), self._breaker())
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Any:
-        circuit = self._messaging("recv")
-        return MessageWork(circuit.recv(tensors, self._place(source), tag), self._breaker())
-
-    def _messaging(self, kind: str) -> Circuit:
-        if self.gate is not None:
-            self.gate.message(kind)
-        circuit = self._attached()
-        if self._step is not None:
-            self._step.messaged()
-        return circuit
-
-    def _place(self, index: int) -> int:
-        """Returns the place, in this generation, of the rank at this index of the group. Raises RuntimeError."""
-        if index not in self._present:
-            raise RuntimeError(
-                f"process group {self.label}: rank {self.ranks[index]} is not in this generation"
-            )
-        return self._present.index(index)
-
-    def _collective(
-        self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
-    ) -> Any:
-        """Starts `run` unless the gate has run it. `name`: torch's function. `alike`: all ranks get the same result."""
-        if self._quiet:
-            run(Alone(self._own, len(self.ranks)))
-            return FinishedWork(result)
-        if self._circuit is not None and len(self._present) < len(self.ranks) and name in ONE_PART_EACH:
-            raise UsageError(
-                f"process group {self.label}: {name} has a part for ranks that are not there now"
-            )
-        if self._step is not None:
-            self._step.used(self)
-        gate = self.gate if len(self.ranks) > 1 else None
-        if gate is not None and gate.collective(self, name, result, run, alike=alike):
-            return FinishedWork(result)
-        broke = self._breaker()
-        if self.broken is not None and self._swallow:
-            return FinishedWork(result)
-        try:
-            task = self.submit(run)
-        except RuntimeError as error:
-            self.broken = error
-            if not self._swallow:
-                raise
-            return FinishedWork(result)
-        return CollectiveWork(task, result, broke, swallow=self._swallow)
-
-    def _breaker(self) -> Callable[[Exception], None]:
-        """Returns a callback for errors of this generation. It ignores later calls: DDP may wait in the next generation
-        for a Work of this one."""
-        circuit = self._circuit
-
-        def broke(error: Exception) -> None:
-            if self._circuit is circuit:
-                self.broken = self.broken or error
-
-        return broke
-
-    def _reduction(
-        self, name: str, result: list[torch.Tensor], run: Collective, *, alike: bool = True
-    ) -> Any:
-        work = self._collective(name, result, run, alike=alike)
-        if not self._quiet and self._step is not None:
-            self._step.reducing()
-        return work
-
-    def new_group(self, *_: Any, **__: Any) -> Any:
-        """Raises RuntimeError. torch asks the default group for a new one, and this group creates none."""
-        if self.gate is not None:
-            self.gate.new_group()
-        raise RuntimeError(f"process group {self.label} makes no others")

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from swift_ft.comm.backend import Backend, Collective
-from swift_ft.comm.groups import Group, ReconfigurableGroup
+from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import UsageError
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.participants import Participant
@@ -97,7 +97,7 @@ class Gate:
 
     def collective(
         self,
-        group: Group,
+        group: ReconfigurableGroup,
         name: str,
         results: list[torch.Tensor],
         run: Collective,
@@ -123,7 +123,7 @@ class Gate:
             channel.collective_into(name, results, lambda: group.run_into(results, run), group.ranks)
         return True
 
-    def used(self, group: Group) -> None:
+    def used(self, group: ReconfigurableGroup) -> None:
         """Notifies the parts of a collective that torch or the trainer runs over `group`."""
         channel, updates, participants = self._parts()
         updates.communicates()
@@ -193,8 +193,8 @@ def groups_behind(
             ranks,
             ranks.index(rank),
             backend,
-            step=gate,
-            gate=gate if name in ("world", "pipeline") else None,
+            gate=gate,
+            checked=name in ("world", "pipeline"),
             swallow=name == "data",
         )
         for name, ranks in ranks_of.items()

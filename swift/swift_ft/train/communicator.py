@@ -311,7 +311,7 @@ class Communicator:
         assert self._store is not None
         fabric = self._backend.open()
         own = ranks.index(self.rank)
-        group = ReconfigurableGroup(label, tuple(ranks), own, self._backend, step=None, gate=None)
+        group = ReconfigurableGroup(label, tuple(ranks), own, self._backend)
         made = _Group(fabric, group, tuple(self._slots[rank] for rank in ranks))
         with self._lock:
             self._groups[label] = made

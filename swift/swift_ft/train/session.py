@@ -449,7 +449,7 @@ def _updates_of(
 
 def _own_world(ranks: Sequence[int], rank: int, backend: Backend) -> ReconfigurableGroup:
     """Returns the group of all ranks for the session's own votes and copies. It bypasses the gate."""
-    return ReconfigurableGroup("all", ranks, rank, backend, step=None, gate=None)
+    return ReconfigurableGroup("all", ranks, rank, backend)
 
 
 def _channel_of(

@@ -64,7 +64,7 @@ class Group(ReconfigurableGroup):
     connected = True
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, gate: Gate | None = None) -> None:
-        super().__init__(name, ranks, rank, LocalBackend(), step=gate, gate=gate)
+        super().__init__(name, ranks, rank, LocalBackend(), gate=gate, checked=True)
 
     def run(self, run: Collective) -> None:
         if not self.connected:
@@ -213,8 +213,7 @@ def test_outside_of_a_step_a_replacement_would_be_alone() -> None:
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:
-    group = ReconfigurableGroup("default", (0,), 0, LocalBackend(), step=None, gate=None)
-    group.gate = Rank(Log()).gate
+    group = ReconfigurableGroup("default", (0,), 0, LocalBackend(), gate=Rank(Log()).gate, checked=True)
     with pytest.raises(RuntimeError, match="ended generation"):
         group.barrier()
 

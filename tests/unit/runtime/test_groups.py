@@ -24,7 +24,7 @@ def on_all(run: Callable[[ReconfigurableGroup, int], Any]) -> dict[int, Any]:
     backend, store, found = LocalBackend(), HashStore(), {}
 
     def one(rank: int) -> None:
-        group = ReconfigurableGroup("world", RANKS, rank, backend, step=None, gate=None)
+        group = ReconfigurableGroup("world", RANKS, rank, backend)
         fabric = backend.open()
         own = PRESENT.index(rank)
         group.attach(fabric.connect(store, own, len(PRESENT), timedelta(seconds=30)), PRESENT)
@@ -93,7 +93,7 @@ def on_routes(run: Callable[[ReconfigurableGroup, int], Any]) -> dict[int, Any]:
     def one(rank: int) -> None:
         own = rank % 2
         ranks = (own, own + 2, own + 4)
-        group = ReconfigurableGroup("pipeline", ranks, ranks.index(rank), backend, step=None, gate=None)
+        group = ReconfigurableGroup("pipeline", ranks, ranks.index(rank), backend)
         fabric = backend.open()
         connections = {
             origin: fabric.connect(

@@ -107,7 +107,7 @@ def test_what_is_not_sharded_is_left_as_it_is() -> None:
 
 def test_a_mesh_that_ends_with_a_generation_is_refused(mesh: DeviceMesh) -> None:
     module = module_on(mesh)
-    group = ReconfigurableGroup("shard", [0, 1], 0, LocalBackend(), step=None, gate=None)
+    group = ReconfigurableGroup("shard", [0, 1], 0, LocalBackend())
     with pytest.raises(UsageError, match=r"mesh=session\.mesh"):
         fsdp.sharded_parameters(module, {"shard": group})
     assert fsdp.sharded_parameters(nn.Linear(2, 2), {"shard": group}) == []
@@ -248,7 +248,7 @@ def test_a_module_that_has_not_run_needs_no_reset(mesh: DeviceMesh) -> None:
 
 
 def test_a_quiet_group_asks_nobody() -> None:
-    group = ReconfigurableGroup("shard", [0, 1, 2], 1, LocalBackend(), step=None, gate=None)
+    group = ReconfigurableGroup("shard", [0, 1, 2], 1, LocalBackend())
     own, gathered = torch.tensor([1.0, 2.0]), torch.zeros(6)
     with pytest.raises(RuntimeError, match="ended generation"):
         group.allgather_into_tensor_coalesced([gathered], [own])
@@ -272,7 +272,7 @@ def test_alone_reduces_to_the_right_shape() -> None:
 @pytest.mark.parametrize(("op", "expected"), [("SUM", 6.0), ("AVG", 3.0), ("MAX", 3.0)])
 def test_averages_are_sums_over_the_number_of_ranks(op: str, expected: float) -> None:
     """FSDP2 asks for averages, which gloo has not got."""
-    group = ReconfigurableGroup("shard", [4, 5], 1, LocalBackend(), step=None, gate=None)
+    group = ReconfigurableGroup("shard", [4, 5], 1, LocalBackend())
     reduced, output = torch.full((2,), 3.0), torch.zeros(2)
     for options in (dist.AllreduceOptions(), dist.ReduceScatterOptions()):
         options.reduceOp = getattr(dist.ReduceOp, op)

@@ -25,7 +25,7 @@ class Group(ReconfigurableGroup):
     """Every other rank says what this one says, but for `others`, which change what comes of it."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int):
-        super().__init__(name, ranks, rank, LocalBackend(), step=None, gate=None)
+        super().__init__(name, ranks, rank, LocalBackend())
         self.asked = 0
         self.others: Callable[[list[torch.Tensor]], None] = lambda _said: None
 

@@ -103,7 +103,7 @@ def test_only_the_stages_that_learn_alone_do(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_group_has_its_rank_and_size() -> None:
     """They are asked of its backend from torch 2.14 on."""
-    group = ReconfigurableGroup("pipeline", [4, 5, 6], 2, LocalBackend(), step=None, gate=None)
+    group = ReconfigurableGroup("pipeline", [4, 5, 6], 2, LocalBackend())
     assert (group.rank(), group.size()) == (2, 3)
 
 

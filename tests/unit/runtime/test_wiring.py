@@ -77,7 +77,7 @@ def test_the_engine_is_what_an_update_is_put_to_the_vote_by() -> None:
 
 def test_nothing_passes_a_gate_that_knows_of_no_step() -> None:
     gate = Gate()
-    group = ReconfigurableGroup("default", (0, 1), 0, LocalBackend(), step=gate, gate=gate)
+    group = ReconfigurableGroup("default", (0, 1), 0, LocalBackend(), gate=gate, checked=True)
     group._circuit = object()  # type: ignore[assignment]
     words = r"Gate\.bind was not called"
     with gate.step():
@@ -92,7 +92,7 @@ def test_nothing_passes_a_gate_that_knows_of_no_step() -> None:
         group.send([torch.ones(1)], 1)
     nothing: Any = SimpleNamespace()
     gate.bind(nothing, updates_of(), [])
-    gate.used(ReconfigurableGroup("default", (0, 1), 0, LocalBackend(), step=None, gate=None))
+    gate.used(ReconfigurableGroup("default", (0, 1), 0, LocalBackend()))
     with pytest.raises(AssertionError, match="called before"):
         gate.bind(nothing, updates_of(), [])
 
@@ -182,8 +182,8 @@ def build(directory: str) -> None:
     assert session._engine._steps._witness is session._channel.witness
     assert session._state.randomness is session._state.iterators.randomness is session._channel.randomness
     for name, group in session.groups.items():
-        assert group._step is session._gate
-        assert group.gate is (session._gate if name in ("world", "pipeline") else None)
+        assert group.gate is session._gate
+        assert group.checked == (name in ("world", "pipeline"))
     session._gate.used(session.groups["world"])
     # The notice frees the trainer's thread: the communicator hears of it.
     coordinator.saw(pb.View(job="j", generation=5, state=pb.PLANNING))
