@@ -24,7 +24,6 @@ from dataclasses import replace
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.planner import Plan
 from swift_ft.rpc.codec import optional
-from swift_ft_services.coordinator import endings
 from swift_ft_services.coordinator.checks import check_holder
 from swift_ft_services.coordinator.job_record import JobRow
 from swift_ft_services.coordinator.liveness import StepClock
@@ -66,7 +65,6 @@ class CheckpointTracker:
         row.shards = {v: ranks for v, ranks in row.shards.items() if v > durable.version}
         if row.checkpoint_at is not None and durable.version >= row.checkpoint_at:
             self.call_off()
-        row.log_ends = row.log_ends or endings.is_saved(row, durable.version)
         return True
 
     def on_heartbeat(
@@ -256,8 +254,6 @@ def record_plan_exactness(row: JobRow) -> bool:
     plan, differed, row.differed = row.plan, row.differed, ""
     if plan is None or plan.exact or row.inexact_since is not None:
         return False
-    if plan.saves and not row.off_log:
-        return False  # the replays were exact after all
     row.inexact_since, row.inexact_reason = plan.target_version, differed or plan.reason
     return True
 

@@ -1,4 +1,4 @@
-"""Endings: a job that its trainer ends, a job without progress, and a log that begins anew from a checkpoint.
+"""Endings: a job that its trainer ends, and a job without progress.
 
 Generations without progress: the number of repetitions is bounded, and the job ends with the reason.
 
@@ -108,62 +108,6 @@ def reason(row: JobRow, version: int) -> str:
 def _order(finish: pb.FinishRequest) -> tuple[int, int]:
     """Returns the order of ends: more planned steps mean a later run; within one run the earliest end counts."""
     return finish.num_steps, -finish.version
-
-
-# A job whose state differs from a replay of its log: it saves a checkpoint at once, and the log begins anew after it.
-#
-# ::
-#
-#     (planner)     a rank reports that it is off the log (swift_ft.planner.plan): `Plan.saves`
-#     (every rank)  at the target: saves it, CheckpointDurable, Ready; ranks that are off the log report so
-#     (here)        the checkpoint is complete: `JobRow.log_ends`. From now on the log is dropped in any case
-#     (here)        all are Ready: another generation instead of RUNNING
-#     (planner)     every rank keeps its state, or loads that checkpoint; the log is given up
-#     (core)        the logs are emptied, RECOVERING, all are Ready again, RUNNING
-#
-# Until the checkpoint is complete, the previous one and the log are valid and unchanged: they hold no state that is off
-# the log. So a rank lost meanwhile is replayed from them, and at worst all ranks restore.
-
-
-def is_ready(row: JobRow, ready: pb.ReadyRequest) -> None:
-    row.ready[ready.rank] = ready.version
-    if ready.off_log:
-        row.off_log = sorted({*row.off_log, ready.rank})
-
-
-def is_saved(row: JobRow, version: int) -> bool:
-    """Returns whether the log ends with this checkpoint. Perhaps no rank is off the log (a dead one may not have
-    reported it); giving up the log is correct all the same."""
-    return _saves(row) and row.plan is not None and version == row.plan.target_version
-
-
-def ends_next(row: JobRow) -> str:
-    """(all are ready) Returns why the job cannot run yet; empty if it can."""
-    if not _saves(row):
-        return ""
-    if not row.off_log:
-        row.log_ends = False  # the replays were exact after all
-        return ""
-    names = ", ".join(map(str, row.off_log))
-    target = max(row.ready.values())
-    if row.log_ends:
-        return f"the checkpoint of version {target} is complete: the log, which rank {names} has left, begins anew"
-    # All have reported a save. Without a complete checkpoint only the log is left: replay from it, exactly.
-    why = f"no checkpoint of version {target} came about, and rank {names} has left the log"
-    row.refused = row.refused.and_help(why)
-    return why
-
-
-def leave_recovering(row: JobRow) -> None:
-    """(a new generation) Discards shards of a target version that never became complete: their history may differ."""
-    if _saves(row) and not row.log_ends:
-        row.rolled_back_in = row.generation + 1
-        row.shards = {}
-    row.off_log = []
-
-
-def _saves(row: JobRow) -> bool:
-    return row.state is State.RECOVERING and row.plan is not None and row.plan.saves
 
 
 REFUSALS_MAX = 8

@@ -42,10 +42,7 @@ from swift_ft_services.coordinator.commands import Effect, Refusal, Refused
 from swift_ft_services.coordinator.endings import (
     UNLIKE_CODE,
     Setbacks,
-    ends_next,
-    is_ready,
     launcher_code,
-    leave_recovering,
 )
 from swift_ft_services.coordinator.job_record import (
     LEGAL,
@@ -149,7 +146,6 @@ class Transitions:
 
     def become_fencing(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
         """Starts a new generation without the holders of the `dead` ranks (rank -> reason)."""
-        leave_recovering(self.row)
         self._enter(State.FENCING)
         events = self._new_generation(dead, reason)
         return [*self._transition(), *events, *self._fence_logs()]
@@ -343,7 +339,6 @@ def report_of(said: pb.ReportRequest, holder: Holder) -> Report:
         since_generation=holder.since_generation,
         host=holder.host,
         can_help=said.can_help,
-        off_log=said.off_log,
         snapshots=tuple(HeldSnapshot(held.rank, held.version) for held in said.snapshots),
     )
 
@@ -558,7 +553,7 @@ class Job(Transitions):
             row.num_stages = ready.num_stages
             row.stages[rank] = sorted(ready.stages)
             row.stage_shards[rank] = ready.shard
-        is_ready(row, ready)
+        row.ready[rank] = ready.version
         return self._run_if_ready(now)
 
     def _is_stale(self, said: pb.ReportRequest | pb.ReadyRequest, now: float) -> bool:
@@ -577,8 +572,6 @@ class Job(Transitions):
         problem = stages_problem(row)
         if problem:
             return self.become_failed(problem)
-        if why := ends_next(row):
-            return self.become_fencing({}, why) if row.log_ends else self._without_death(why)
         return self.become_running(now)
 
     def _refuse(self, refuse: pb.RefuseRequest) -> list[Effect]:

@@ -243,8 +243,6 @@ class JobRow:
     """(this generation) rank -> state that it holds and versions that it can reach."""
     ready: dict[int, int] = field(default_factory=Table)
     """(this generation) rank -> version at which it is ready."""
-    off_log: list[int] = field(default_factory=list)
-    """(this generation) Ranks that are ready, but with another state than replay of the log gives."""
     finished: dict[int, int] = field(default_factory=Table)
     """(this generation) rank -> version at which it finished."""
     called: dict[int, bool] = field(default_factory=Table)
@@ -278,8 +276,7 @@ class JobRow:
     final: int | None = None
     """(FINISHED) Last version, if its checkpoint is complete."""
     log_ends: bool = False
-    """True if the log must be emptied before the job runs again, whatever it holds by then: the checkpoint from which
-    the log begins anew is complete, or the log is empty already."""
+    """True if the log must be emptied before the job runs again, whatever it holds by then."""
 
     origin: Origin | None = None
     """Checkpoint of another job with which this one began; None: it began at version 0."""
@@ -350,7 +347,7 @@ class JobRow:
 TABLE_FIELDS = frozenset(field.name for field in fields(JobRow) if field.default_factory is Table)
 
 
-FORMAT = 7
+FORMAT = 8
 ROOT = "jobs/"
 
 

@@ -16,7 +16,8 @@ from swift_ft.planner import (
     Strategy,
     StreamSummary,
     finishable,
-    plan_off_log,
+    plan,
+    plan_without_log,
     reroutes,
     shrinks,
     worth_waiting_s,
@@ -245,7 +246,8 @@ def decide(
         else report
         for rank, report in sorted(row.reports.items())
     ]
-    return plan_off_log(
+    planned = plan_without_log if row.log_ends else plan
+    return planned(
         finishable(reports),
         assignment_of(row),
         streams,
@@ -256,7 +258,6 @@ def decide(
         ),
         row.refused,
         measured,
-        log_ends=row.log_ends,
     )
 
 
@@ -276,15 +277,10 @@ def count_refusal(row: JobRow, rank: int, reason: str) -> None:
         row.refused = replace(row.refused, reason=why)
         return
     shared = row.plan.help_of(rank)
-    if shared is not None or (row.plan.saves and mine.policy.rests):
-        # Whichever rank is at fault, the owner replays the stage again alone, before replay is given up altogether. The
-        # same holds if a rank cannot save a state that differs from the log's: the holder of that state is replayed
-        # exactly.
-        what = "a shared replay" if shared is not None else "to save what the log does not lead to"
-        row.refused = row.refused.and_help(f"rank {rank} refused {what}: {reason}")
-        owners = [h.owner for h in ([shared] if shared is not None else row.plan.help)]
-        touched = {other for owner in owners for other in _touched(row, row.plan, row.plan.of(owner))}
-        row.distrusted = sorted({*row.distrusted, *touched})
+    if shared is not None:
+        # Whichever rank is at fault, the owner replays the stage again alone, before replay is given up altogether.
+        row.refused = row.refused.and_help(f"rank {rank} refused a shared replay: {reason}")
+        row.distrusted = sorted({*row.distrusted, *_touched(row, row.plan, row.plan.of(shared.owner))})
         return
     gives = frozenset(other.strategy for other in row.plan.ranks if rank in other.sources)
     if mine.policy.rests and not gives:

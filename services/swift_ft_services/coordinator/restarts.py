@@ -118,7 +118,7 @@ def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> 
         row.end = None  # its trainer will call stop() again
     row.refused, row.distrusted, row.unloadable, row.differed = Refusals(), [], [], ""
     row.refusals, row.setbacks, row.exits = 0, 0, {}
-    row.log_ends, row.off_log, row.checkpoint_at, row.checkpoint_reason = False, [], None, ""
+    row.log_ends, row.checkpoint_at, row.checkpoint_reason = False, None, ""
     row.groups = join.config.get("groups", "")
     row.vacant, row.given_up, row.unlogged_below = {}, [], None
     row.rehearsals = {}

@@ -52,7 +52,7 @@ def report_fields(report: Report) -> dict[str, object]:
         fields["finish_to"] = report.finish_to
     if report.snapshots:
         fields["snapshots"] = [list(held) for held in report.snapshots]
-    return fields | ({"off_log": True} if report.off_log else {})
+    return fields
 
 
 def plan_fields(plan: Plan) -> dict[str, object]:
@@ -62,7 +62,6 @@ def plan_fields(plan: Plan) -> dict[str, object]:
         "exact": plan.exact,
         "ranks": [_rank_fields(r) for r in plan.ranks],
         **({"help": [_help_fields(h) for h in plan.help]} if plan.help else {}),
-        **({"saves": True} if plan.saves else {}),
         **({"predictions": [asdict(one) for one in plan.predictions]} if plan.predictions else {}),
         "reason": plan.reason,
     }

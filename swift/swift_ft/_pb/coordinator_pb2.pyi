@@ -237,7 +237,6 @@ class Plan(_message.Message):
     EXACT_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     HELP_FIELD_NUMBER: _builtins.int
-    SAVES_FIELD_NUMBER: _builtins.int
     PREDICTIONS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     target_version: _builtins.int
@@ -245,9 +244,7 @@ class Plan(_message.Message):
     """The rank whose stream of collective results covers every replayed step; -1: none needed."""
     reason: _builtins.str
     exact: _builtins.bool
-    """false: an undo that is not bit for bit is used, or a rank keeps a state that the log does not lead to"""
-    saves: _builtins.bool
-    """Every rank saves the target and says CheckpointDurable before it is Ready; the next generation gives up the log."""
+    """false: an undo that is not bit for bit is used, or the log does not lead to the target"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPlan]: ...
     @_builtins.property
@@ -271,12 +268,11 @@ class Plan(_message.Message):
         exact: _builtins.bool = ...,
         sources: _abc.Iterable[Global___StreamSources] | None = ...,
         help: _abc.Iterable[Global___Help] | None = ...,
-        saves: _builtins.bool = ...,
         predictions: _abc.Iterable[Global___ReplayPrediction] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "exact", b"exact", "generation", b"generation", "help", b"help", "predictions", b"predictions", "ranks", b"ranks", "reason", b"reason", "saves", b"saves", "sources", b"sources", "target_version", b"target_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collective_source", b"collective_source", "exact", b"exact", "generation", b"generation", "help", b"help", "predictions", b"predictions", "ranks", b"ranks", "reason", b"reason", "sources", b"sources", "target_version", b"target_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1251,7 +1247,6 @@ class ReportRequest(_message.Message):
     UNDO_EXACT_FIELD_NUMBER: _builtins.int
     FORWARD_TO_FIELD_NUMBER: _builtins.int
     CAN_HELP_FIELD_NUMBER: _builtins.int
-    OFF_LOG_FIELD_NUMBER: _builtins.int
     FORWARD_BY_ALL_FIELD_NUMBER: _builtins.int
     SNAPSHOTS_FIELD_NUMBER: _builtins.int
     FINISH_TO_FIELD_NUMBER: _builtins.int
@@ -1273,8 +1268,6 @@ class ReportRequest(_message.Message):
     """all gradients are reduced: the step can be finished"""
     can_help: _builtins.bool
     """I can build any stage, to share its replay"""
-    off_log: _builtins.bool
-    """what I hold is not what the checkpoints and the log lead to"""
     forward_by_all: _builtins.bool
     """... but who has not voted for the step may lack a line of it (session.log)"""
     finish_to: _builtins.int
@@ -1296,14 +1289,13 @@ class ReportRequest(_message.Message):
         undo_exact: _builtins.bool = ...,
         forward_to: _builtins.int | None = ...,
         can_help: _builtins.bool = ...,
-        off_log: _builtins.bool = ...,
         forward_by_all: _builtins.bool = ...,
         snapshots: _abc.Iterable[Global___HeldSnapshot] | None = ...,
         finish_to: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_finish_to", b"_finish_to", "_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "finish_to", b"finish_to", "forward_to", b"forward_to", "undo_to", b"undo_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_to", b"_finish_to", "_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "can_help", b"can_help", "finish_to", b"finish_to", "forward_by_all", b"forward_by_all", "forward_to", b"forward_to", "generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "off_log", b"off_log", "rank", b"rank", "snapshots", b"snapshots", "undo_exact", b"undo_exact", "undo_to", b"undo_to", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_finish_to", b"_finish_to", "_forward_to", b"_forward_to", "_undo_to", b"_undo_to", "can_help", b"can_help", "finish_to", b"finish_to", "forward_by_all", b"forward_by_all", "forward_to", b"forward_to", "generation", b"generation", "has_state", b"has_state", "incarnation", b"incarnation", "job", b"job", "rank", b"rank", "snapshots", b"snapshots", "undo_exact", b"undo_exact", "undo_to", b"undo_to", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__finish_to: _TypeAlias = _typing.Literal["finish_to"]  # noqa: Y015
     _WhichOneofArgType__finish_to: _TypeAlias = _typing.Literal["_finish_to", b"_finish_to"]  # noqa: Y015
@@ -1357,7 +1349,6 @@ class ReadyRequest(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     NUM_STAGES_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
-    OFF_LOG_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     incarnation: _builtins.str
@@ -1366,8 +1357,6 @@ class ReadyRequest(_message.Message):
     num_stages: _builtins.int
     shard: _builtins.int
     """Which shard of those stages' state it holds. Ranks with the same stages and shard are replicas."""
-    off_log: _builtins.bool
-    """as in Report"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The stages this rank runs; together with the others' it is the job's layout."""
@@ -1383,11 +1372,10 @@ class ReadyRequest(_message.Message):
         stages: _abc.Iterable[_builtins.int] | None = ...,
         num_stages: _builtins.int = ...,
         shard: _builtins.int = ...,
-        off_log: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "num_stages", b"num_stages", "off_log", b"off_log", "rank", b"rank", "shard", b"shard", "stages", b"stages", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "incarnation", b"incarnation", "job", b"job", "num_stages", b"num_stages", "rank", b"rank", "shard", b"shard", "stages", b"stages", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

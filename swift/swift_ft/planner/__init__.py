@@ -1,13 +1,13 @@
 """Pure decisions: reports in, plan out. No torch, no I/O, no clock.
 
-`plan()` decides how every rank gets to the agreed version, and why; `plan_off_log()` does the same where a state is
+`plan()` decides how every rank gets to the agreed version, and why; `plan_without_log()` does the same where a state is
 not, or will not be, the one that the log leads to.
 """
 
 from swift_ft.planner.assignment import Assignment, Slot, quickest, worth_waiting_s
 from swift_ft.planner.decision import Help, Plan, Prediction, RankPlan
 from swift_ft.planner.groups import RecoveryGroups
-from swift_ft.planner.plan import Refusals, finishable, plan, plan_off_log
+from swift_ft.planner.plan import Refusals, finishable, plan, plan_without_log
 from swift_ft.planner.settings import (
     LOST_SHARDS,
     SETTINGS,
@@ -54,7 +54,7 @@ __all__ = [
     "finishable",
     "lost_shard_problem",
     "plan",
-    "plan_off_log",
+    "plan_without_log",
     "quickest",
     "reroutes",
     "shrinks",

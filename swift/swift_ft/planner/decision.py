@@ -73,10 +73,8 @@ class Plan:
     """The rank whose stream of collective results covers every replayed step; -1: none needed."""
     reason: str
     exact: bool = True
-    """False: an undo that is not bit-exact is used, or a rank keeps a state that the log does not lead to."""
+    """False: an undo that is not bit-exact is used, or the log does not lead to the target."""
     help: tuple[Help, ...] = ()
-    saves: bool = False
-    """Every rank saves the target before it is Ready; the next generation gives up the log (swift_ft.planner.plan)."""
     predictions: tuple[Prediction, ...] = ()
     """One for each replay whose costs are known."""
 
@@ -89,13 +87,7 @@ class Plan:
     def gives_up_log(self) -> bool:
         """Returns whether the log's records are discarded, because log and checkpoints no longer lead to the job's
         state."""
-        return self.restores or not (self.exact or self.saves or self.reads_log)
-
-    @property
-    def saves_once_running(self) -> bool:
-        """Returns whether every rank saves the target as soon as the job runs, because it cannot be rebuilt from older
-        data."""
-        return not (self.exact or self.saves)
+        return self.restores or not (self.exact or self.reads_log)
 
     @property
     def costliest(self) -> Strategy:

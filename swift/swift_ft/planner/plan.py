@@ -814,24 +814,7 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:NAMED_MAX])) + (f" and {more} more" if more > 0 else "")
 
 
-# States that the log does not lead to, and how they are planned for.
-#
-# A rank whose state has other bits than the log leads to is *off the log*: its sends differ from the logged ones, and
-# its neighbours' records of the step under way do not match its next sends. It reports this until the log has begun
-# anew. (No strategy leaves a rank so today: the interface is for strategies that are not exact.)
-#
-#     a rank that is off the log holds the target    every rank saves it before it is Ready (`Plan.saves`)
-#     that checkpoint is complete (`log_ends`)       the log is given up; all ranks keep the target, or load it
-#
-# Until then the older checkpoint and the log stay as they were: nothing that comes off the log is written there. So
-# other ranks are replayed from them exactly, while a rank off the log keeps its state. It is not kept
-#
-#     if a neighbouring stage is replayed too       what its predecessor had not sent must be regenerated, bit for bit
-#     if help was refused in this recovery          no rank could save it: it is replayed, exactly and alone
-#     if a newer checkpoint is complete             that checkpoint and the log define the state
-
-
-def plan_off_log(
+def plan_without_log(
     reports: Sequence[Report],
     assignment: Assignment,
     log_inventory: Mapping[str, StreamSummary],
@@ -839,63 +822,13 @@ def plan_off_log(
     config: PlanConfig,
     refused: Refusals = Refusals(),
     measured: Mapping[int, RankMeasured] = MappingProxyType({}),
-    *,
-    log_ends: bool = False,
 ) -> tuple[Plan | None, str]:
-    """Plans as `plan`, which it calls, with states off the log. `log_ends`: the log is given up in any case, so no plan
-    may read it."""
-    reports = list(reports)
-    while True:
-        chosen, reason = plan(reports, assignment, log_inventory, checkpoints, config, refused, measured)
-        if chosen is None or chosen.restores:
-            return chosen, reason
-        if log_ends and chosen.reads_log:
-            refused = refused.and_everything(
-                "the log has ended, and there is more to replay than a checkpoint"
-            )
-            continue
-        kept = [r.rank for r in reports if r.off_log and r.version is not None]
-        useless = {
-            rank
-            for rank in kept
-            if not log_ends and _is_useless(rank, chosen, assignment, checkpoints, refused)
-        }
-        if not useless:
-            break
-        reports = [_without_state(r) if r.rank in useless else r for r in reports]
-    if not (kept or log_ends):
-        return chosen, reason
-    chosen = replace(chosen, exact=False, saves=not log_ends)
-    chosen = replace(chosen, reason="; ".join([chosen.reason, *_words(chosen, kept, log_ends=log_ends)]))
-    return chosen, chosen.reason
-
-
-def _is_useless(
-    rank: int, chosen: Plan, assignment: Assignment, checkpoints: Checkpoints, refused: Refusals
-) -> bool:
-    newest = checkpoints.newest
-    covered = newest is not None and newest >= chosen.target_version
-    return refused.help or covered or _replays_beside(rank, chosen, assignment)
-
-
-def _replays_beside(rank: int, chosen: Plan, assignment: Assignment) -> bool:
-    """Returns whether a rank that sends to this one, or receives from it, replays a step."""
-    stages = assignment.stages[rank]
-    beside = {
-        other for stage in stages for other in (stage - 1, stage + 1) if 0 <= other < assignment.num_stages
-    }
-    owners = {owner for stage in beside for owner in assignment.holders(stage)} - {rank}
-    return any(chosen.of(owner).from_version < chosen.target_version for owner in owners)
-
-
-def _without_state(report: Report) -> Report:
-    return replace(report, version=None, undo_to=None, forward_to=None, finish_to=None, off_log=False)
-
-
-def _words(chosen: Plan, kept: Sequence[int], *, log_ends: bool) -> list[str]:
-    words = [f"not bit for bit: {_ranks(kept)} came off the log"] if kept else []
-    if log_ends:
-        words.append(f"the log does not lead to version {chosen.target_version}, and begins anew")
-    else:
-        words.append(f"every rank saves version {chosen.target_version}, and the log ends there")
-    return words
+    """Plans as `plan` where the log is given up in any case, so that no plan may read it."""
+    found, reason = plan(reports, assignment, log_inventory, checkpoints, config, refused, measured)
+    if found is not None and found.reads_log:
+        refused = refused.and_everything("the log has ended, and there is more to replay than a checkpoint")
+        found, reason = plan(reports, assignment, log_inventory, checkpoints, config, refused, measured)
+    if found is None or found.restores:
+        return found, reason
+    reason += f"; the log does not lead to version {found.target_version}, and begins anew"
+    return replace(found, exact=False, reason=reason), reason

@@ -78,8 +78,6 @@ class Report:
     """The rank's host; empty: unknown."""
     can_help: bool = False
     """It can build any stage, to replay microbatches of it for another rank."""
-    off_log: bool = False
-    """Its state differs from what the checkpoints and the log lead to (swift_ft.planner.plan)."""
     snapshots: tuple[HeldSnapshot, ...] = ()
     """The copies that it holds in host memory, of its own state and of other ranks'."""
 

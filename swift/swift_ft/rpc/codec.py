@@ -58,7 +58,6 @@ def encoded(plan: Plan, generation: int, sources: Mapping[str, Sequence[str]]) -
             pb.StreamSources(stream=stream, servers=servers) for stream, servers in sorted(sources.items())
         ],
         help=[pb.Help(**asdict(one)) for one in plan.help],
-        saves=plan.saves,
         predictions=[pb.ReplayPrediction(**asdict(one)) for one in plan.predictions],
     )
 
@@ -81,7 +80,6 @@ def decoded(message: pb.Plan) -> PublishedPlan:
         reason=message.reason,
         exact=message.exact,
         help=tuple(Help(**_fields(one)) for one in message.help),
-        saves=message.saves,
         predictions=tuple(Prediction(**_fields(one)) for one in message.predictions),
     )
     sources = {entry.stream: tuple(entry.servers) for entry in message.sources}

@@ -505,9 +505,6 @@ class Channel:
         self._step = 0
         self._ordinals: dict[int, int] = {}
         self._microbatch = 0
-        self.off_log = False
-        """This rank's state is not the one that the log reproduces. Its sends are neither compared nor logged until it
-        loads another state or the log is restarted."""
         self.finishes_cut_steps = False
         """A newer generation does not interrupt a step that computes (`swift_ft.train.lossy`). Records that the log
         refuses from then on are not needed, because such a job never replays."""
@@ -658,7 +655,6 @@ class Channel:
         other.clock = ReplayClock()
         other.shapes = self.shapes.for_helper()
         other.randomness = copy.copy(self.randomness)
-        other.off_log = False  # whatever this rank's own state is
         other.profile = StepProfile(self._rank)
         return other
 
@@ -758,8 +754,6 @@ class Channel:
             witness.saw(SENT, stage, microbatch, place, tensor)
 
     def sent(self, stage: int, direction: str, microbatch: int, slot: int, tensor: torch.Tensor) -> None:
-        if self.off_log:
-            return
         key = RecordKey(self._step, microbatch, slot)
         self._record(self.stream(stage, direction), key, tensor, now=False)
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.errors import LogInterrupted, ReplayRefused, ServiceError, SwiftError, UsageError
+from swift_ft.errors import LogInterrupted, ServiceError, SwiftError, UsageError
 from swift_ft.log.record import Dropped
 from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.state.checkpoint_store import CheckpointStore, Unsaved
@@ -115,8 +115,8 @@ _TELL_S = 2.0
 class Saving(Participant):
     """Checkpoints of one rank.
 
-    (trainer's thread) ``save`` → (background) the write, CheckpointDurable; ``save_before_ready``, ``save_first``;
-    ``prune``; (lease thread) ``unsaved``"""
+    (trainer's thread) ``save`` → (background) the write, CheckpointDurable; ``save_first``; ``prune``;
+    (lease thread) ``unsaved``"""
 
     def __init__(
         self,
@@ -125,14 +125,11 @@ class Saving(Participant):
         state: TrainerState,
         store: CheckpointStore,
         recording: Recording,
-        passing: Callable[[], bool],
         *,
         sync: bool = False,
     ):
-        """`passing`: returns True while the steps lead to a version that a plan has all ranks save. `sync`: training
-        waits until a checkpoint is durable on this rank."""
+        """`sync`: training waits until a checkpoint is durable on this rank."""
         self._early = EarlyCheckpoint(member)
-        self._passing = passing
         self._rank = rank
         self._sync = sync
         self._recording = recording
@@ -148,21 +145,18 @@ class Saving(Participant):
 
     def after_step(self, step: Step) -> None:
         """Saves this version if it is due by the checkpoint interval, or as an early checkpoint."""
-        # On the way to a plan's target that all ranks save, no other version of this history is ever complete.
-        # The same holds for an early checkpoint: ranks that have not seen the request do not save it.
-        passing = step.replaying and self._passing()
-        if not passing and (self._early.due(step.version) or step.due):
+        if self._early.due(step.version) or step.due:
             step.wait_vote()
             self.save()
         self.prune()
 
-    def save(self, generation: int = 0) -> None:
-        """Saves this version in the background. `generation` of the state; 0: the one this rank acts in."""
+    def save(self) -> None:
+        """Saves this version in the background."""
         view = self._member.watcher.wait_for(lambda _view: True, None)
         if self._state.version in view.checkpoints:
             return  # complete on all ranks: another write could only damage it
         # Not the View's generation: it may be one that this state is not part of.
-        self._generation = generation = generation or self._member.entered
+        self._generation = generation = self._member.entered
         self._version = self._state.version
         recorded = self._begin_recording(view, generation)
 
@@ -255,17 +249,6 @@ class Saving(Participant):
         return pb.UnsavedCheckpoint(
             version=unsaved.version, generation=self._generation, reason=unsaved.reason
         )
-
-    def save_before_ready(self, generation: int) -> None:
-        """Saves this version and waits until the coordinator has it. Raises ReplayRefused if it cannot be written."""
-        try:
-            self.save(generation)
-            self._store.wait()
-        except ServiceError as error:
-            raise ReplayRefused(f"no checkpoint of version {self._state.version}: {error}") from None
-        version = self._state.version
-        # Repeated in case the report in `save` has failed.
-        self._member.client.call(pb.CheckpointRequest(version=version, generation=generation))
 
     def prune(self) -> None:
         view = self._member.watcher.latest

@@ -139,7 +139,6 @@ class RankRecovery:
                 forward_by_all=standing.forward_by_all,
                 finish_to=standing.finish_to,
                 can_help=self._restorer.can_help,
-                off_log=standing.version is not None and self._channel.off_log,
                 snapshots=[
                     pb.HeldSnapshot(rank=rank, version=version)
                     for rank, version in (snapshots.held() if snapshots is not None else ())
@@ -160,8 +159,6 @@ class RankRecovery:
         else:
             assert published is not None
             self._follow(published, step)
-            if published.plan.saves:
-                self._saving.save_before_ready(view.generation)
         version = self._member.version = self._state.version
         events.emit("ready", rank=self._rank, generation=view.generation, version=version)
         if view.state == pb.RECOVERING:
@@ -169,8 +166,8 @@ class RankRecovery:
         self._await_running(view, self._ready_of(view.generation))
         self._state.lived = True
         self._state.updates.hold_next = True  # a new rank does not know which holds the others need
-        if published is not None and published.plan.saves_once_running and version not in view.checkpoints:
-            self._saving.save()
+        if published is not None and not published.plan.exact and version not in view.checkpoints:
+            self._saving.save()  # it cannot be rebuilt from older data
         events.emit("resumed", rank=self._rank, generation=view.generation, version=version)
 
     def _follow(self, published: PublishedPlan, step: Callable[[], None]) -> None:
@@ -194,7 +191,6 @@ class RankRecovery:
                 stages=indices,
                 num_stages=stages[0].num_stages,
                 shard=self._shard,
-                off_log=self._channel.off_log,
             )
         )
 

@@ -532,7 +532,6 @@ class Restorer:
         if plan.gives_up_log:
             # The coordinator has emptied the job's streams; the log begins anew.
             writer.restart(published.generation)
-            self._channel.off_log = False
         if plan.restores and site.snapshots is not None:
             site.snapshots.forget_above(plan.target_version)
         for copy in plan.copies:
@@ -609,7 +608,6 @@ class Restorer:
             rank=self._rank,
             generation=generation,
             version=target,
-            exact=not self._channel.off_log,
             steps=target - from_version,
             records=self._channel.records_read + helped.records,
             microbatches=self._channel.microbatches_replayed + helped.microbatches,

@@ -187,8 +187,6 @@ class VerifyingCapture:
 
     def __init__(self, logged: Mapping[str, Mapping[RecordKey, bytes]]):
         self._logged = logged
-        self.compares = True
-        """False if the owner is off the log: its sends are neither compared nor added to the log."""
         self.verified = 0
         self.bytes: Counter[str] = Counter()
         """Bytes compared since the last `clear`, by stream."""
@@ -197,7 +195,7 @@ class VerifyingCapture:
 
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
         """Compares a tensor with the log's digest, or keeps it for the owner. Raises Divergence if the bits differ."""
-        if stream not in self._logged or not self.compares:
+        if stream not in self._logged:
             return
         had = self._logged[stream].get(key)
         if had is None:
@@ -484,7 +482,6 @@ class _Work:
         self._channel.begin_step(step)
         for stage in self._stages:
             stage.begin_step()
-        self._checked.compares = note["compared"]
         tensors = [tensor for _, tensor in parameters_and_buffers(self._module)]
         with torch.no_grad(), self._channel.clock.line():
             self._line.pass_down(tensors)

@@ -315,11 +315,7 @@ class Parts:
         loaders, log = OriginLoaders(), OwnLog(rank, config, member, channel)
         logs.append(log)
 
-        def passing() -> bool:
-            plan = engine.membership.plan
-            return plan is not None and plan.plan.saves
-
-        saving = Saving(rank, member, state, store, recording, passing, sync=config.checkpoint_mode == "sync")
+        saving = Saving(rank, member, state, store, recording, sync=config.checkpoint_mode == "sync")
         ending = Ending(rank, member, state, store, saving, saves=config.last_checkpoint)
         lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
         audit = _audit_of(assignment, config, groups, state)

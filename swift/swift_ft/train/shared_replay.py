@@ -463,7 +463,6 @@ class Owner:
             "step": self._channel.step,
             "args": len(args) if first else 0,
             "kwargs": list(kwargs),
-            "compared": not self._channel.off_log,
             **module_modes(self._module),
         }
         for helper in self._helpers:

@@ -94,7 +94,6 @@ class Load(Restore):
         site.copied = None
         load_checkpoint(site.state, site.store, mine.from_version)
         site.state.present = True
-        site.channel.off_log = False
         events.emit("restore_end", rank=site.rank, generation=site.generation, version=mine.from_version)
 
 
@@ -274,7 +273,6 @@ def _load(site: Site, copy: SnapshotCopy, mine: RankPlan, began: float) -> None:
         why = f"{type(error).__name__}: {error}"
         raise ReplayRefused(f"the snapshot of version {version} cannot be loaded: {why}") from error
     site.state.present = True
-    site.channel.off_log = False
     where: dict[str, Any] = {"rank": site.rank, "generation": site.generation, "version": version}
     events.emit(
         "snapshot_restored",

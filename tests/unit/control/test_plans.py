@@ -40,7 +40,6 @@ plans = st.builds(
     reason=words,
     exact=st.booleans(),
     help=st.lists(helps, max_size=2).map(tuple),
-    saves=st.booleans(),
     predictions=st.lists(predictions, max_size=2).map(tuple),
 )
 sources = st.dictionaries(words, st.lists(words, max_size=2).map(tuple), max_size=3)

@@ -4,9 +4,9 @@ A transcript is a text file of blocks: commands, `----`, what they gave, an empt
 `#` are comments. Commands, with fields as `name=value`:
 
     join rank= [inc=] [pid=] [world=] [host=]            ready rank= generation= version= [stages=] [of=] [shard=]
-         [seed=] [torch=] [strategy=] [undo=] [helpers=]       [off_log=yes]
+         [seed=] [torch=] [strategy=] [undo=] [helpers=]
          [run=] [replicas=] [lost_shard=]             refuse rank= generation= reason= [differs=yes]
-    report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=] [finish_to=] [help=yes] [off_log=yes]
+    report rank= generation= [version=] [undo_to= [exact=no]] [forward_to=] [finish_to=] [help=yes]
     durable rank= version= [generation=]                 finish rank= version=
          [recorded=yes]
     rehearsed rank= version= [under_way=yes] [steps=] [difference=] [why_not=]     rehearsals
@@ -128,7 +128,6 @@ class World:
         stages: str = "",
         of: str = "3",
         shard: str = "0",
-        off_log: str = "",
     ) -> list[str]:
         return self.step(
             pb.ReadyRequest(
@@ -138,7 +137,6 @@ class World:
                 stages=tuple(map(int, (stages or rank).split(","))),
                 num_stages=int(of),
                 shard=int(shard),
-                off_log=off_log == "yes",
             )
         )
 
@@ -153,7 +151,6 @@ class World:
         forward_to: str = "",
         finish_to: str = "",
         help: str = "",
-        off_log: str = "",
         snapshots: str = "",
     ) -> list[str]:
         """`snapshots`: rank@version, …"""
@@ -168,7 +165,6 @@ class World:
                 forward_to=int(forward_to) if forward_to else None,
                 finish_to=int(finish_to) if finish_to else None,
                 can_help=help == "yes",
-                off_log=off_log == "yes",
                 snapshots=[
                     pb.HeldSnapshot(rank=int(of), version=int(at))
                     for of, at in (held.split("@") for held in snapshots.split(",") if held)

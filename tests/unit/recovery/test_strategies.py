@@ -106,11 +106,8 @@ class TestWhatFollowsFromAPlan:
         assert plan_of((CHECKPOINT, TARGET)).gives_up_log
         assert plan_of((SNAPSHOT, TARGET), (SNAPSHOT, TARGET)).gives_up_log
         assert not plan_of((REPLAY, 5), exact=False).gives_up_log
-        undone = plan_of((UNDO, TARGET), exact=False)
-        assert (undone.gives_up_log, undone.saves_once_running) == (True, True)
-        saved = plan_of((KEEP, TARGET), exact=False, saves=True)
-        assert (saved.gives_up_log, saved.saves_once_running) == (False, False)
-        assert not plan_of((KEEP, TARGET)).saves_once_running
+        assert plan_of((UNDO, TARGET), exact=False).gives_up_log
+        assert not plan_of((KEEP, TARGET)).gives_up_log
 
     def test_copies_come_in_one_order_for_all(self) -> None:
         plan = plan_of((REPLICA, TARGET), (KEEP, TARGET), (REPLICA, TARGET))

@@ -265,7 +265,6 @@ def shared(
     makes: Callable[[int], nn.Module] = Part,
     module: Callable[[int], nn.Module] = Part,
     until: int = STEPS.stop,
-    off_log: bool = False,
     monkeypatch: pytest.MonkeyPatch,
     **options: Any,
 ) -> Shared:
@@ -274,7 +273,6 @@ def shared(
     owner = Rank(rank, store, module, schedule, microbatches)
     others = [Rank(one, store, Part, schedule, microbatches) for one in helpers]
     help = Help(owner=rank, helpers=helpers, until=until)
-    owner.channel.off_log = off_log
     sharing = Owner(rank, help, LocalWire(network, rank), owner.channel, owner.state, lambda: None)
     turns = threading.RLock()  # torch's generator is the process's: one rank computes at a time
 

@@ -9,17 +9,14 @@ import pytest
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.errors import Fenced, ReplayRefused, ServiceError, SwiftError, UsageError
-from swift_ft.planner import Plan
+from swift_ft.errors import Fenced, ServiceError, SwiftError, UsageError
 from swift_ft.rpc.client import Unanswered
-from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.state import checkpoint_store
 from swift_ft.state.checkpoint_store import CheckpointStore, Saved, Unsaved
 from swift_ft.train.checkpointing import Saving
 from swift_ft.train.config import SessionConfig
-from swift_ft.train.hook import Hook
 from tests.unit.checkpoint.holding import Holding
-from tests.unit.runtime.wired import Unrecorded, engine_of, state_of, updates_of
+from tests.unit.runtime.wired import Unrecorded, state_of, updates_of
 
 
 class Store:
@@ -115,7 +112,7 @@ def saving(store: Store, client: Client, complete: Sequence[int] = (), given_up:
     )
     kept: Any = store
     recording: Any = Unrecorded()
-    return Saving(2, member, state, kept, recording, lambda: False)
+    return Saving(2, member, state, kept, recording)
 
 
 def test_training_waits_for_it_if_it_is_to() -> None:
@@ -151,26 +148,6 @@ def test_a_coordinator_that_does_not_answer_is_told_again_and_holds_nobody_up(
     assert store.heard is heard
     assert client.patience_s is not None
     assert client.patience_s <= 2.0, "the next checkpoint waits so long"
-
-
-@pytest.mark.parametrize("deaf", [0, 1])
-def test_whoever_is_ready_behind_it_has_told(deaf: int) -> None:
-    """Of the plan's generation, whatever has come since: the state is that one's."""
-    client = Client(deaf)
-    saving(Store(), client).save_before_ready(8)
-    assert set(client.told) == {(17, 8)}
-
-
-def test_a_coordinator_that_stays_away_is_an_error() -> None:
-    with pytest.raises(ServiceError, match="nobody answers"):
-        saving(Store(), Client(2)).save_before_ready(8)
-
-
-def test_what_cannot_be_written_is_refused() -> None:
-    client = Client()
-    with pytest.raises(ReplayRefused, match=r"no checkpoint of version 17: .*no space"):
-        saving(Store(ServiceError("no space")), client).save_before_ready(8)
-    assert client.told == []
 
 
 def test_no_job_begins_without_its_first_checkpoint() -> None:
@@ -275,47 +252,3 @@ def test_what_is_complete_or_given_up_is_pruned_once() -> None:
     one.prune()
     one.prune()
     assert store.pruned == [({0, 10}, 15)]
-
-
-@pytest.mark.parametrize(
-    ("replaying", "saves", "wanted"), [(True, True, []), (True, False, [10]), (False, True, [10])]
-)
-def test_nothing_is_saved_on_the_way_to_a_target_that_all_save(
-    replaying: bool, saves: bool, wanted: list[int]
-) -> None:
-    """A version in between, of one who is off the log, would be completed by others that are not."""
-
-    def ignored(*_: Any, **__: Any) -> None:
-        pass
-
-    profile = SimpleNamespace(end=ignored)
-    channel: Any = SimpleNamespace(
-        replaying=replaying,
-        begin_step=ignored,
-        wait_copied=ignored,
-        profile=profile,
-        off_log=saves,
-    )
-    state: Any = SimpleNamespace(version=9, begin_step=ignored, state_dict=dict, begun_with=dict)
-    state.gradients = SimpleNamespace(news=lambda: False)
-    state.updates = SimpleNamespace(end_step=ignored, vote=Hook("vote"), before_update=Hook("before_update"))
-
-    def end_step() -> None:
-        state.version += 1
-
-    state.end_step = end_step
-    member: Any = SimpleNamespace(
-        client=Client(),
-        entered=9,
-        version=0,
-        watcher=SimpleNamespace(latest=None, wait_for=lambda _t, _s: pb.View(generation=9)),
-    )
-    store: Any = Store()
-    engine = engine_of(
-        2, SessionConfig(checkpoint_every=5), member=member, channel=channel, state=state, store=store
-    )
-    plan = Plan(target_version=12, ranks=(), collective_source=-1, reason="", saves=saves)
-    engine.membership.plan = PublishedPlan(generation=9, plan=plan, sources={})
-    engine.log._writer = SimpleNamespace(unlogged=SimpleNamespace(news=lambda: None), forget_below=ignored)  # type: ignore[assignment]
-    engine._steps.run(ignored)
-    assert store.versions == wanted

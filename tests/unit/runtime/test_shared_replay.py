@@ -12,15 +12,14 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from swift_ft import events
 from swift_ft.errors import Divergence, ReplayRefused
 from swift_ft.log.reader import never
-from swift_ft.log.record import RecordKey, digest_of
+from swift_ft.log.record import RecordKey
 from swift_ft.planner import Help
 from swift_ft.state.tensors import as_bytes, same_bits
 from swift_ft.train import replay_helper, shared_replay
 from swift_ft.train.gradient_chain import module_layout
-from swift_ft.train.replay_helper import Helper, VerifyingCapture
+from swift_ft.train.replay_helper import Helper
 from swift_ft.train.shared_replay import Owner, send_away, why_alone
 from tests.local_backend import LocalWire, Network
-from tests.log_client import owned_bytes
 from tests.unit.runtime.shared_replay_world import (
     RANKS,
     ROWS,
@@ -96,33 +95,6 @@ def test_the_owner_gets_what_the_log_lacks(store: Any, monkeypatch: pytest.Monke
     for at, tensor in last.items():
         assert same_bits(handed[at], tensor)
     same_parameters(both.owner, single)
-
-
-def test_an_owner_that_is_off_the_log_compares_nothing(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on with a replay that was cut short."""
-    log = log_for(1, 4)
-    single = alone(1, store, log, ScheduleGPipe, 4)
-    for (stream, key), tensor in single.captured.sent.items():
-        log.put(stream, key, tensor)
-    both = shared(1, (0, 2), store, log, ScheduleGPipe, 4, off_log=True, monkeypatch=monkeypatch)
-    same_parameters(both.owner, single)
-    assert both.sharing.helped.verified == 0
-    assert not [stream for stream, _ in both.owner.captured.sent if stream[-1] in "FB"]
-
-
-def test_what_a_rank_that_is_off_the_log_helps_with_is_compared(store: Any) -> None:
-    """Its own state is one thing, the stage that it computes another."""
-    rank = Rank(0, store, Part, ScheduleGPipe, 4)
-    rank.channel.off_log = True
-    dtype, shape, body = owned_bytes(torch.ones(3))
-    checked = VerifyingCapture({"s1.F": {RecordKey(5, 0, 512): digest_of(dtype, shape, body)}})
-    beside = rank.channel.beside(checked)
-    beside.begin_step(5)
-    beside.sent(1, "F", 0, 512, torch.ones(3))
-    assert checked.verified == 1
-    with pytest.raises(Divergence):
-        beside.sent(1, "F", 0, 512, torch.zeros(3))
-    assert rank.channel.off_log
 
 
 def test_help_ends_before_the_replay_does(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,14 +140,10 @@ def engine_of(
     recording, lines = cast(Any, Unrecorded()), Lines(Path(os.devnull))
     log = OwnLog(rank, config, member, channel)
 
-    def passing() -> bool:
-        plan = engine.membership.plan
-        return plan is not None and plan.plan.saves
-
-    saving = Saving(rank, member, state, store, recording, passing)
+    saving = Saving(rank, member, state, store, recording)
     ending = Ending(rank, member, state, store, saving, saves=config.last_checkpoint)
     unlogged = UnloggedSteps(member, lambda: log.writer)
-    engine = Engine(
+    return Engine(
         site,
         [recording, ending, lines, saving, unlogged],
         log=log,
@@ -157,4 +153,3 @@ def engine_of(
         recording=recording,
         witness=Witness(ignored, lambda: False, ignored),
     )
-    return engine
