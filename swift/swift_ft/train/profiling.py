@@ -2,8 +2,8 @@
 
 Always on: its cost is two readings of the clock per microbatch of a stage, which is negligible. The measurements of
 recent steps go to the coordinator every few seconds (`swift_ft.planner.types`), for `swift-ft plan` and for the
-recovery planner. With ``SWIFT_PROFILE=1`` every step also emits an event ``profiled``, the source of the drill's
-report. Seconds are wall-clock time without waits for a neighbor or the log.
+recovery planner. With ``SWIFT_PROFILE=1`` every step also emits an event ``profiled`` with the bytes that it logged,
+for the drill's report. Seconds are wall-clock time without waits for a neighbor or the log.
 """
 
 import os
@@ -143,20 +143,7 @@ class StepProfile:
                     self._recent.append(self._as_done(step, now - self._began, update_s))
             self._replaying = replay
         if self._says:
-            events.emit(
-                "profiled",
-                rank=self._rank,
-                step=step,
-                replay=replay,
-                seconds={
-                    f"s{stage}.{kind}": watch.seconds
-                    for (stage, kind), watch in self._watches.items()
-                    if watch.times
-                },
-                update_s=update_s,
-                logged=dict(self._logged),
-                read=self._read,
-            )
+            events.emit("profiled", rank=self._rank, step=step, replay=replay, logged=dict(self._logged))
 
     def _as_done(self, step: int, step_s: float, update_s: float) -> _Step:
         return _Step(

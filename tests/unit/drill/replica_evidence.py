@@ -135,7 +135,7 @@ def trace_of(
     for step in range(back_at, STEPS):
         live_step(trace, step)
     for rank in range(4):
-        trace.rank(rank, "finished", version=STEPS, reduce_seconds=0.6, vote_seconds=0.12, buckets=4)
+        trace.rank(rank, "finished", version=STEPS)
     trace.state("FINISHED", 2)
     return trace
 

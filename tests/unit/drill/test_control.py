@@ -112,12 +112,3 @@ def test_what_is_in_the_log_is_counted_by_stream_and_step(tmp_path: Path) -> Non
     assert run.logged_bytes([tmp_path / "one"]) == {STREAM: {1: 32, 2: 32}}
     both = run.logged_bytes([tmp_path / "one", tmp_path / "two", tmp_path / "gone"])
     assert both == {STREAM: {1: 32, 2: 40, 3: 40}}
-
-
-def test_checkpoints_are_measured_by_rank(tmp_path: Path) -> None:
-    for version, rank, size in ((5, 0, 7), (5, 1, 9), (10, 0, 11)):
-        shard = tmp_path / f"v{version:08d}" / f"rank{rank}" / "g1-0123abcd-1"
-        shard.mkdir(parents=True)
-        (shard / "tensors.safetensors").write_bytes(b"x" * size)
-        (shard / "index.jsonl").write_bytes(b"{}")
-    assert run.checkpoint_bytes(tmp_path) == {0: 13, 1: 11}

@@ -73,15 +73,6 @@ def test_a_copy_passes_with_nothing_replayed() -> None:
     assert result["undo"]["exact"] is None
 
 
-def test_what_reductions_cost_is_per_step_of_each_process() -> None:
-    """Rank 3's second process has done 4 steps, the others 12."""
-    reduction = report.build(Facts.of(config(), evidence()))["reduction"]
-    assert reduction["mode"] == "fast"
-    assert reduction["exact"] is True
-    assert reduction["reduce_seconds_per_step"] == pytest.approx((3 * 0.6 / 12 + 0.6 / 4) / 4)
-    assert reduction["vote_seconds_per_step"] == pytest.approx((3 * 0.12 / 12 + 0.12 / 4) / 4)
-
-
 @pytest.mark.parametrize(
     ("events", "verdict"),
     [
@@ -238,7 +229,7 @@ def test_an_arithmetic_undo_passes_by_its_loss_curve_and_says_so() -> None:
     assert "an arithmetic undo is not exact, so no bits are promised" in result["reason"]
     assert "at 0 of 2 places" in result["reason"]
     assert "losses differ by 0.0e+00 of their size at most" in result["reason"]
-    assert result["undo"] | {"exact": False, "ulps_max": 2.0, "relative_error": 1e-7} == result["undo"]
+    assert result["undo"] | {"exact": False, "ulps_max": 2.0} == result["undo"]
 
 
 def test_an_arithmetic_undo_is_not_exact_even_if_the_bits_agree() -> None:

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from swift_ft.lab.drill import page as html
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.config import DrillConfig
-from swift_ft.lab.drill.console import LiveProgress, phase_bar, show, timeline_rows
+from swift_ft.lab.drill.console import LiveProgress, page, phase_bar, show, timeline_rows
 from swift_ft.lab.drill.facts import Evidence, Facts
 from tests.unit.drill.evidence import config, good, good_trace
 from tests.unit.drill.replica_evidence import by_undo, trace_of
@@ -46,17 +45,17 @@ def test_a_terminal_gets_the_verdict_the_reason_and_the_command(case: tuple[dict
 
 def test_the_page_needs_nothing_else(case: tuple[dict[str, Any], str]) -> None:
     result, words = case
-    page = html.page(result)
-    assert words in page
-    assert re.findall(r"https?://|src=|@import|url\(|<script|<link", page) == []
+    shown = page(result)
+    assert words in shown
+    assert re.findall(r"https?://|src=|@import|url\(|<script|<link", shown) == []
     for tag in ("pre", "span", "code", "style"):
-        assert len(re.findall(rf"<{tag}[ >]", page)) == page.count(f"</{tag}>"), tag
+        assert len(re.findall(rf"<{tag}[ >]", shown)) == shown.count(f"</{tag}>"), tag
 
 
 def test_what_a_reason_says_cannot_become_markup() -> None:
     result = report.build(Facts.of(config(), good()))
     result["reason"] = "<b>[red]x & y"
-    assert "&lt;b&gt;[red]x &amp; y" in html.page(result)
+    assert "&lt;b&gt;[red]x &amp; y" in page(result)
     console = Console(file=io.StringIO(), width=100)
     show(result, console)
     assert isinstance(console.file, io.StringIO)
@@ -104,47 +103,9 @@ def test_replicas_are_shown(name: str) -> None:
     console = Console(file=io.StringIO(), width=2000)
     show(result, console)
     assert isinstance(console.file, io.StringIO)
-    for shown in (console.file.getvalue(), html.page(result)):
+    for shown in (console.file.getvalue(), page(result)):
         assert words in shown
         assert "rank 3 from 2 (0.0 MB)" in shown
-        assert "fast, by session, 75 ms a step in reductions, 15 ms a step in the vote" in shown
         assert "rank 3 has 0.0 MB of state from rank 2" in shown
         assert "2.3125, without failure 2.3125 (0.0e+00 of it apart)" in shown
         assert ("3 buckets of rank 2, arithmetic; off by 2 ulps at most" in shown) == (name == "arithmetic")
-
-
-def drawn(loss: dict[str, Any]) -> list[str]:
-    console = Console(file=io.StringIO(), width=html.WIDTH)
-    console.print(html.loss_lines(loss))
-    assert isinstance(console.file, io.StringIO)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
-
-
-def test_both_loss_curves_are_drawn_to_scale() -> None:
-    lines = drawn({"steps": [0, 1, 2], "recovered": [3.0, 2.0, 1.0], "failure_free": [3.0, 2.5, 1.0]})
-    assert lines == ["failure-free  █▆▁", "recovered     █▅▁", "steps 0 to 2; losses 1 to 3"]
-
-
-def test_a_loss_that_is_not_finite_is_a_gap() -> None:
-    values = [3.0, None, 1.0, 1.5]
-    lines = drawn({"steps": [0, 1, 2, 3], "recovered": values, "failure_free": [2.0] * 4})
-    assert lines[1] == "recovered     █ ▁▃"
-    assert drawn({"steps": [0], "recovered": [None], "failure_free": [None]}) == [
-        "no loss is a finite number"
-    ]
-
-
-def test_what_a_rank_did_is_drawn_where_it_was() -> None:
-    begun = [{"event": "step_begin", "t": t, "rank": 0, "step": n} for n, t in enumerate((0.0, 5.0))]
-    ended = [{"event": "step_end", "t": 2.5, "rank": 0}, {"event": "fault", "t": 10.0, "rank": 0}]
-    console = Console(file=io.StringIO(), width=html.WIDTH)
-    console.print(html.lanes(sorted([*begun, *ended], key=lambda event: event["t"]), 1))
-    assert isinstance(console.file, io.StringIO)
-    lane = console.file.getvalue().splitlines()[1].removeprefix("rank 0".ljust(12))
-    quarter = html.CELLS // 4
-    assert [mark.strip() != "" for mark in (lane[1], lane[quarter - 1], lane[2 * quarter - 1])] == [
-        True,
-        True,
-        False,
-    ]
-    assert lane[html.CELLS - 2 :].startswith("█X")

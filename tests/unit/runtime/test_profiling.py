@@ -35,18 +35,11 @@ def test_each_step_by_itself(emitted: list[dict[str, Any]], monkeypatch: pytest.
     profile = StepProfile(5)
     step(profile, 0, 100)
     step(profile, 1, 40)
-    first, second = emitted
-    assert (first["event"], first["rank"], first["step"], first["replay"]) == ("profiled", 5, 0, False)
-    assert (first["logged"], second["logged"]) == ({"s3.F": 200}, {"s3.F": 80})
-    assert first["read"] == second["read"] == [7.0, 0.5]
-    for event in emitted:
-        assert event["seconds"].keys() == {"s3.F"}
-        assert event["seconds"]["s3.F"] >= 0.02
-        assert event["update_s"] >= 0.005
-    # On whatever machine: what came before `settled` is not counted.
-    began = time.perf_counter()
-    step(profile, 2, 0)
-    assert emitted[2]["update_s"] + emitted[2]["seconds"]["s3.F"] < time.perf_counter() - began - 0.02
+    about = {"event": "profiled", "rank": 5, "replay": False}
+    assert emitted == [
+        {**about, "step": 0, "logged": {"s3.F": 200}},
+        {**about, "step": 1, "logged": {"s3.F": 80}},
+    ]
 
 
 def test_nothing_unless_it_is_asked_for(

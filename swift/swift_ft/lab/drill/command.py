@@ -13,9 +13,9 @@ from swift_ft import fault_grammar
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.files import write_whole
-from swift_ft.lab.drill import options, page, report, run
+from swift_ft.lab.drill import options, report, run
 from swift_ft.lab.drill.config import OPTIONS, DrillConfig
-from swift_ft.lab.drill.console import LiveProgress, show
+from swift_ft.lab.drill.console import LiveProgress, page, show
 from swift_ft.lab.drill.facts import Facts, check_directory, check_file, until_stopped, work_directory
 from swift_ft.lab.drill.topology import Topology
 from swift_ft.planner import quickest
@@ -153,7 +153,7 @@ def write(config: DrillConfig, result: dict[str, Any]) -> None:
         if config.json_path is not None:
             write_whole(config.json_path, json.dumps(result, indent=2) + "\n", mode=None)
         if config.html_path is not None:
-            write_whole(config.html_path, page.page(result), mode=None)
+            write_whole(config.html_path, page(result), mode=None)
     except OSError as error:
         raise ServiceError(f"{error.filename}: {error.strerror}") from None
 

@@ -1,8 +1,10 @@
-"""Terminal output: progress while the drill runs, and the short report."""
+"""What a drill shows: its progress, and its report, in a terminal or with checks and digests as a page."""
 
+import html
+import io
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,6 +28,8 @@ PHASE_COLOURS = {
     "rejoin": "green",
 }
 BAR_CELLS = 60
+PAGE_WIDTH = 140
+ANSWERS = {True: "yes", False: "NO", None: "no evidence"}
 _MERGED = ("notice", "freed", "group_built", "ready", "restore_begin", "restore_end", "roll_forward")
 """Events that every rank emits at about the same time: one line for all ranks."""
 
@@ -185,12 +189,10 @@ def timeline_rows(result: Mapping[str, Any]) -> list[tuple[float, str, str]]:
 
 def phase_bar(phases: Mapping[str, float]) -> Text:
     """Returns the recovery as one line of coloured blocks, as many per phase as its share of the time."""
-    total = phases["total"] or 1.0
-    bar = Text()
-    for name, colour in PHASE_COLOURS.items():
-        share = phases.get(name, 0.0) / total
-        bar.append("█" * round(share * BAR_CELLS), style=colour)
-    return bar
+    shares = {name: phases.get(name, 0.0) / (phases["total"] or 1.0) for name in PHASE_COLOURS}
+    return Text.assemble(
+        *(("█" * round(share * BAR_CELLS), PHASE_COLOURS[name]) for name, share in shares.items())
+    )
 
 
 def phases(result: Mapping[str, Any]) -> Iterator[RenderableType]:
@@ -200,13 +202,10 @@ def phases(result: Mapping[str, Any]) -> Iterator[RenderableType]:
         if took is None:
             yield Text(f"recovery {number}: the trace does not say how long it took", style="yellow")
             continue
-        names = [name for name in PHASE_COLOURS if name in took]
-        legend = [
-            [Text(name, style=PHASE_COLOURS[name]) for name in names],
-            [Text(seconds(took[name])) for name in names],
-        ]
+        names = [Text(name, colour) for name, colour in PHASE_COLOURS.items() if name in took]
         head = f"recovery {number}: {seconds(took['total'])} from the kill to the first step after it"
-        yield Group(Text(head, style="bold"), phase_bar(took), grid(legend), Text())
+        legend = grid([names, [seconds(took[name.plain]) for name in names]])
+        yield Group(Text(head, style="bold"), phase_bar(took), legend, Text())
 
 
 def grid(rows: Iterable[Sequence[Any]]) -> Table:
@@ -217,35 +216,31 @@ def grid(rows: Iterable[Sequence[Any]]) -> Table:
     return table
 
 
-def titled(title: str, content: RenderableType) -> Group:
-    """Returns a section below its title."""
-    return Group(Text(f"\n{title}", style="bold"), content)
-
-
 def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns (name, value) of the main results; those that do not apply are left out."""
-    recoveries, log, lacks = result["recoveries"], result["log"], result["log"].get("unlogged")
-    replays = [replay for recovery in recoveries for replay in recovery["replays"]]
-    shared = [replay for recovery in recoveries for replay in recovery["shared_replays"]]
-    cut = [interruption for recovery in recoveries for interruption in recovery["interruptions"]]
-    copied = "; ".join(
-        f"rank {rank} from {', '.join(map(str, of))}" for rank, of in result["sources"].items()
-    )
+    log, undo, lacks = result["log"], result["undo"], result["log"].get("unlogged")
+
+    def of_recoveries(name: str, words: Callable[[Mapping[str, Any]], str]) -> list[str]:
+        return [words(each) for recovery in result["recoveries"] for each in recovery[name]]
+
+    copied = "; ".join(f"rank {rank} from {_listed(of)}" for rank, of in result["sources"].items())
     kept = {True: "yes", False: "NO", None: "?"}[result["survivors_kept"]]
     if result["survivors_freed_seconds"] is not None:
         kept += f"; out of their step {seconds(result['survivors_freed_seconds'])} after the notice"
-    megabytes = "?" if log["bytes"] is None else f"{log['bytes'] / 1e6:.1f} MB"
     control = result["negative_control"]
     caught = {True: "caught", False: "NOT CAUGHT", None: "not tried"}[control["caught"]]
-    rows: list[tuple[str, Iterable[str]]] = [
-        ("faults", [fault["spec"] for fault in result["faults"]]),
+    pace = (f"{'-' if v is None else f'{v:.2f}'} {name}" for name, v in result["throughput"].items())
+    rows: list[tuple[str, list[str]]] = [
+        (
+            "faults",
+            [f"{each['spec']}{'' if each['fired'] else ': NEVER HAPPENED'}" for each in result["faults"]],
+        ),
         ("recovered by", [", ".join(f"stage {stage} {name}" for stage, name in result["strategy"].items())]),
-        ("copied", [f"{copied} ({result['bytes_copied'] / 1e6:.1f} MB)"] if copied else []),
-        ("replayed by", map(replay_report.words, shared)),
-        ("paced by", map(replay_report.paced_by, replays)),
-        ("replay took", map(replay_report.took, replays)),
-        ("interrupted", map(replay_report.cut_short, cut)),
-        ("taken back", [_undone(result["undo"])] if result["undo"]["mode"] else []),
+        ("copied", [f"{copied} ({_megabytes(result['bytes_copied'])})"] if copied else []),
+        ("replayed by", of_recoveries("shared_replays", replay_report.words)),
+        ("paced by", of_recoveries("replays", replay_report.paced_by)),
+        ("interrupted", of_recoveries("interruptions", replay_report.cut_short)),
+        ("taken back", [_undone(undo)] if undo["mode"] else []),
         (
             "work done again",
             [
@@ -254,20 +249,15 @@ def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             ],
         ),
         ("survivors kept", [kept]),
-        ("cut short", [_cut_short(result["lossy"])]),
+        ("cut short", [_cut_short(step) for step in result["lossy"] or ()]),
         ("checkpoints", [_saved(result["checkpoint"])]),
-        ("log", [f"{log['records']} records, {megabytes}; {log['verified_sends']} sends verified"]),
+        (
+            "log",
+            [f"{log['records']} records, {_megabytes(log['bytes'])}; {log['verified_sends']} sends verified"],
+        ),
         ("as predicted", _predicted(result["prediction"]) if result["prediction"] else []),
         ("not logged", [_unlogged(lacks)] if lacks else []),
-        (
-            "steps per second",
-            [
-                ", ".join(
-                    f"{'-' if v is None else f'{v:.2f}'} {name}" for name, v in result["throughput"].items()
-                )
-            ],
-        ),
-        ("reduction", [_reduced(result["reduction"])] if result["reduction"] else []),
+        ("steps per second", [", ".join(pace)]),
         ("final loss", [_lost(result["loss"])] if result["loss"] else []),
         ("a flipped bit in a log", [": ".join(filter(None, [caught, control.get("refused")]))]),
     ]
@@ -275,9 +265,17 @@ def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in told if value]
 
 
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _megabytes(size: int | None) -> str:
+    return "?" if size is None else f"{size / 1e6:.1f} MB"
+
+
 def _unlogged(lacks: Mapping[str, Any]) -> str:
     steps = f"steps {lacks['first_step']} to {lacks['last_step']}"
-    return f"{lacks['records']} records ({lacks['bytes'] / 1e6:.1f} MB) of {steps}"
+    return f"{lacks['records']} records ({_megabytes(lacks['bytes'])}) of {steps}"
 
 
 def _saved(shown: Mapping[str, Any]) -> str:
@@ -285,22 +283,17 @@ def _saved(shown: Mapping[str, Any]) -> str:
     if shown["stall_s_median"] is None:
         return ""
     return (
-        f"{shown['saved']} parts of at most {shown['bytes_max'] / 1e6:.1f} MB, {shown['mode']}: durable after "
+        f"{shown['saved']} parts of at most {_megabytes(shown['bytes_max'])}, {shown['mode']}: durable after "
         f"{1e3 * shown['seconds_median']:.0f} ms, of which training waited {1e3 * shown['stall_s_median']:.0f} ms "
         "(medians)"
     )
 
 
-def _cut_short(section: Sequence[Mapping[str, Any]] | None) -> str:
-    """Returns a line for each interrupted step, with the ranks whose gradients its buckets average."""
-    lines = []
-    for cut in section or ():
-        kinds = Counter(tuple(bucket["contributors"]) for bucket in cut["buckets"])
-        of_ranks = [
-            f"{count} of ranks {', '.join(map(str, contributors))}" for contributors, count in kinds.items()
-        ]
-        lines.append(f"step {cut['step']}: buckets that are means: {'; '.join(of_ranks)}")
-    return "\n".join(lines)
+def _cut_short(step: Mapping[str, Any]) -> str:
+    """Returns an interrupted step with the ranks whose gradients its buckets average."""
+    kinds = Counter(tuple(bucket["contributors"]) for bucket in step["buckets"])
+    means = "; ".join(f"{count} of ranks {_listed(ranks)}" for ranks, count in kinds.items())
+    return f"step {step['step']}: buckets that are means: {means}"
 
 
 def _predicted(prediction: Mapping[str, Any]) -> list[str]:
@@ -319,21 +312,8 @@ def _predicted(prediction: Mapping[str, Any]) -> list[str]:
 
 
 def _undone(undo: Mapping[str, Any]) -> str:
-    ranks = ", ".join(map(str, undo["ranks"]))
-    words = f"{undo['buckets']} buckets of rank {ranks}, {undo['mode']}"
-    if undo["ulps_max"] is not None:
-        words += f"; off by {undo['ulps_max']:g} ulps at most, {undo['ulps_mean'] or 0.0:.3g} on average"
-    if undo["relative_error"] is not None:
-        words += f", {undo['relative_error']:.2g} of the step"
-    return words
-
-
-def _reduced(reduction: Mapping[str, Any]) -> str:
-    words = f"{reduction['mode']}, by {reduction['by']}"
-    for name, what in (("reduce_seconds_per_step", "reductions"), ("vote_seconds_per_step", "the vote")):
-        if reduction[name] is not None:
-            words += f", {seconds(reduction[name])} a step in {what}"
-    return words
+    off = "" if undo["ulps_max"] is None else f"; off by {undo['ulps_max']:g} ulps at most"
+    return f"{undo['buckets']} buckets of rank {_listed(undo['ranks'])}, {undo['mode']}{off}"
 
 
 def _lost(loss: Mapping[str, Any]) -> str:
@@ -353,9 +333,51 @@ def verdict(result: Mapping[str, Any]) -> Panel:
     return Panel(words, border_style=colour, expand=False)
 
 
-def show(result: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the short report to stdout."""
+def headed(title: str, rows: Iterable[Sequence[Any]]) -> Group:
+    return Group(Text(f"\n{title}", style="bold"), grid(rows))
+
+
+def sections(result: Mapping[str, Any], *, whole: bool = False) -> Iterator[RenderableType]:
+    """Yields the report for a terminal. `whole`: with the checks and digests."""
+    yield grid((f"+{t:.3f}", Text(who, style="cyan"), what) for t, who, what in timeline_rows(result))
+    yield Text()
+    yield from phases(result)
+    yield grid(fact_rows(result))
+    if whole:
+        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        yield grid([("versions", versions)])
+        checks = (
+            (c["name"], ANSWERS[c["answer"]], "" if c["answer"] else c["detail"]) for c in result["checks"]
+        )
+        yield headed("What the verdict rests on", checks)
+        columns = ("", "", "recovered", "failure-free", "all digests equal")
+        yield headed("Digests of the parameters", [columns, *_digests(result["digests"])])
+    yield Text()
+    yield verdict(result)
+
+
+def _digests(digests: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    for comparison in [*digests["recovery"], digests["end"]]:
+        where = f"version {comparison['version']}"
+        where += f", generation {comparison['generation']}" if "generation" in comparison else ", end"
+        for rank, entry in comparison["ranks"].items():
+            sides = ((entry[side] or {}).get("parameters", "-") for side in ("recovered", "failure_free"))
+            yield where, f"rank {rank}", *(str(side)[:16] for side in sides), ANSWERS[entry["equal"]]
+
+
+def show(result: Mapping[str, Any], console: Console | None = None, *, whole: bool = False) -> None:
+    """Prints the report, to stdout if no console is given."""
     console = console or Console()
-    happened = [(f"+{t:.3f}", Text(who, style="cyan"), what) for t, who, what in timeline_rows(result)]
-    console.print(grid(happened), Text(), *phases(result), grid(fact_rows(result)), Text(), verdict(result))
+    console.print(*sections(result, whole=whole))
     console.print(f"again: {result['rerun']}", soft_wrap=True, markup=False, highlight=False)
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """Returns the whole report as one self-contained page."""
+    shape = result["topology"]
+    title = f"swift drill: {shape['ranks']} ranks, {shape['schedule']}, {shape['steps']} steps: {headline(result)}"
+    console = Console(
+        record=True, width=PAGE_WIDTH, file=io.StringIO(), force_terminal=True, legacy_windows=False
+    )
+    show(result, console, whole=True)
+    return console.export_html().replace("<head>", f"<head>\n<title>{html.escape(title)}</title>", 1)

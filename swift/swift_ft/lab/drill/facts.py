@@ -25,22 +25,6 @@ from swift_ft.text import tell
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Measurements of the drill other than the trace."""
-
-    cores: int | None = None
-    """Number of cores, shared by all processes of the run."""
-    in_log: Mapping[str, Mapping[int, int]] | None = None
-    """stream -> step -> raw bytes of the records in the log at the end; None: not examined."""
-    checkpoint_bytes: Mapping[int, int] | None = None
-    """rank -> bytes of its last checkpoint."""
-    fetched: Profile | None = None
-    """Profile that `swift-ft plan` fetched from the job itself."""
-    not_fetched: str = ""
-    """Reason that `fetched` is None."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """Everything collected from both runs of a drill."""
 
@@ -66,7 +50,14 @@ class Evidence:
     calculated: Mapping[int, Digest] = field(default_factory=dict)
     """version -> digests of an independent calculation of a run that drops batches; empty: not calculated."""
     twin_losses: loss.Losses = field(default_factory=dict)
-    measured: Measured = field(default_factory=Measured)
+    cores: int | None = None
+    """Number of cores, shared by all processes of the run."""
+    in_log: Mapping[str, Mapping[int, int]] | None = None
+    """stream -> step -> raw bytes of the records in the log at the end; None: not examined."""
+    fetched: Profile | None = None
+    """Profile that `swift-ft plan` fetched from the job itself."""
+    not_fetched: str = ""
+    """Reason that `fetched` is None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,11 +105,6 @@ class Facts:
     def events(self) -> Sequence[Event]:
         """Returns the events of the run with faults, by time."""
         return self.evidence.events
-
-    @property
-    def measured(self) -> Measured:
-        """Returns the measurements other than the trace."""
-        return self.evidence.measured
 
     @property
     def comparisons(self) -> list[Comparison]:

@@ -3,35 +3,26 @@ Pure."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
-from swift_ft.errors import UsageError
 from swift_ft.fault_grammar import LogLossFault
 from swift_ft.lab.drill.config import DrillConfig
 from swift_ft.lab.drill.facts import Facts
 from swift_ft.lab.drill.timeline import Event, Recovery
 from swift_ft.lab.drill.topology import MODELS, NORM_BYTES
 from swift_ft.lab.drill.verdict_checks import Check, all_of
-from swift_ft.lab.plan.profile import RATE_MAX, Profile
+from swift_ft.lab.plan.profile import Profile
 from swift_ft.log import record
-from swift_ft.planner import Assignment, Help, RankPlan, Strategy
 from swift_ft.planner.groups import RecoveryGroups
-from swift_ft.planner.replay_cost import Predictor, StageCost
 
-# The planner's predictions for the drill's recovery groups, compared with measurements. Pure.
+# The planner's predictions for the drill's recovery groups, compared with measurements.
 #
 # Bytes per stream and step follow from the sizes of the model, V = 2 M b s h e for a boundary (docs/planning.md). They
-# must equal what ranks logged in every step, and what is in the log. Recovery times follow from the planner's
-# cost model, with a profile that was measured in the same run before its first failure.
+# must equal what is in the log, and what the ranks have measured. Recovery times follow from the planner's cost model,
+# with the profile that the ranks of the same run have measured.
 
 TOLERANCE = 0.25
 """Allowed deviation from a recovery's predicted time, relative to it."""
-_WARM_STEPS = 2
-"""Number of first steps left out: they allocate memory and infer shapes."""
-_UNKNOWN_MTBF_S = 86400.0
-_SHOWN = 4
-"""Number of differences that a detail lists."""
 
 
 def section(facts: Facts) -> tuple[dict[str, Any] | None, list[Check]]:
@@ -39,21 +30,14 @@ def section(facts: Facts) -> tuple[dict[str, Any] | None, list[Check]]:
     if not facts.asked.groups.starts:
         return None, []
     sizes, bytes_check = _bytes(facts)
-    times, profile = _times(facts)
     of_job, of_job_checks = _of_job(facts)
+    times = _times(facts)
     checks = [bytes_check, *of_job_checks]
     judged = [time for time in times if time["within"] is not None]
     if judged:
         apart = ", ".join(f"{time['ratio']:.2f} of what was predicted" for time in judged)
         checks.append(Check("recovery takes what was predicted", all_of(t["within"] for t in judged), apart))
-    shown = {
-        "groups": str(facts.asked.groups),
-        "bytes": sizes,
-        "recoveries": times,
-        "profile": None if profile is None else profile.document(),
-        "of_job": of_job,
-    }
-    return shown, checks
+    return {"groups": str(facts.asked.groups), "bytes": sizes, "recoveries": times, "of_job": of_job}, checks
 
 
 def is_planned(config: DrillConfig) -> bool:
@@ -87,76 +71,59 @@ def predicted_streams(config: DrillConfig, groups: RecoveryGroups | None = None)
 
 
 def _bytes(facts: Facts) -> tuple[dict[str, Any], Check]:
+    """Compares what is predicted with what ranks gave to the log in every step, and with what is in the log at the end:
+    the steps after the newest complete checkpoint."""
     wanted = predicted_streams(facts.asked)
-    given: defaultdict[str, Counter[int]] = defaultdict(Counter)
-    steps: Counter[int] = Counter()
-    for event in facts.events:
-        if event["event"] != "profiled":
-            continue
-        steps[event["rank"]] += 1
-        for stream in {*event["logged"], *_written_by(facts.asked, event["rank"], wanted)}:
-            given[stream][event["logged"].get(stream, 0)] += 1
-    other = {
-        stream: sorted(sizes) for stream, sizes in given.items() if set(sizes) != {wanted.get(stream, 0)}
+    steps = [event for event in facts.events if event["event"] == "profiled"]
+    written_by: defaultdict[int, set[str]] = defaultdict(set)
+    for event in steps:
+        written_by[event["rank"]] |= event["logged"].keys()
+    given: defaultdict[str, set[int]] = defaultdict(set)
+    for event in steps:
+        for stream in written_by[event["rank"]]:
+            given[stream].add(event["logged"].get(stream, 0))
+    untold = sorted(wanted.keys() - given.keys())
+    kept = _steps_in_log(facts)
+    logged = facts.evidence.in_log or {}
+    for stream in {*wanted, *logged} if kept else ():
+        given[stream] |= {logged.get(stream, {}).get(step, 0) for step in kept}
+    streams = {
+        stream: {"predicted": wanted.get(stream, 0), "measured": sorted(given[stream])}
+        for stream in sorted({*wanted, *given})
     }
-    unseen = sorted(set(wanted) - set(given))
-    kept, wrong_in_log = _in_log(facts, wanted)
-    equal = None if not steps or unseen else not (other or wrong_in_log)
+    wrong = [
+        f"{name} {s['measured']}, not {s['predicted']}"
+        for name, s in streams.items()
+        if s["measured"] != [s["predicted"]]
+    ]
+    equal = None if untold or not steps else not wrong
     shown = {
         "per_step": {
             "predicted": sum(wanted.values()),
-            "measured": None if other or unseen else sum(max(sizes) for sizes in given.values()),
+            "measured": sum(wanted.values()) if equal else None,
         },
-        "streams": {
-            stream: {"predicted": wanted.get(stream, 0), "measured": sorted(given[stream])}
-            for stream in sorted({*wanted, *given})
-        },
-        "steps": sum(steps.values()),
+        "streams": streams,
+        "steps": len(steps),
         "in_log": kept,
         "equal": equal,
     }
-    wrong = [f"{stream} {sizes}, not {wanted.get(stream, 0)}" for stream, sizes in sorted(other.items())]
-    wrong += wrong_in_log
-    if len(wrong) > _SHOWN:
-        wrong[_SHOWN:] = [f"and {len(wrong) - _SHOWN} more"]
-    detail = "; ".join(wrong) or (f"nothing was told of {', '.join(unseen)}" if unseen else "")
-    return shown, Check("the log takes the predicted bytes", equal, detail or "no step was measured")
+    return shown, Check(
+        "the log takes the predicted bytes", equal, "; ".join(wrong) or "no step was measured"
+    )
 
 
-def _written_by(config: DrillConfig, rank: int, wanted: Mapping[str, int]) -> list[str]:
-    """Returns the streams to which a rank must write in each of its steps."""
-    shape = config.topology
-    names = {record.collectives(rank)} | {
-        record.boundary(stage, kind, shape.dp_rank(rank), shape.replicas)
-        for stage in shape.stages_of(rank)
-        for kind in record.KINDS
-    }
-    return sorted(names & set(wanted))
-
-
-def _in_log(facts: Facts, wanted: Mapping[str, int]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Compares the log at the end with `wanted`: it must hold the steps after the newest complete checkpoint. Returns
-    (section or None, differences)."""
-    lossy = any(isinstance(fault, LogLossFault) for fault in facts.asked.faults)
-    if facts.measured.in_log is None or lossy:
-        return None, []
+def _steps_in_log(facts: Facts) -> list[int]:
+    if facts.evidence.in_log is None or any(isinstance(fault, LogLossFault) for fault in facts.asked.faults):
+        return []
     complete = [int(e["version"]) for e in facts.events if e["event"] == "checkpoint_complete"]
-    steps = list(range(max(complete, default=0), facts.asked.topology.steps))
-    wrong = [
-        f"{stream} of step {step} is in the log with {facts.measured.in_log.get(stream, {}).get(step, 0)} bytes, "
-        f"not {wanted.get(stream, 0)}"
-        for step in steps
-        for stream in sorted({*wanted, *facts.measured.in_log})
-        if facts.measured.in_log.get(stream, {}).get(step, 0) != wanted.get(stream, 0)
-    ]
-    return {"steps": steps, "equal": not wrong if steps else None}, wrong
+    return list(range(max(complete, default=0), facts.asked.topology.steps))
 
 
 def _of_job(facts: Facts) -> tuple[dict[str, Any], list[Check]]:
     """Checks the bytes in the profile that the ranks report to their coordinator: of all boundaries, also those inside
     a group."""
-    if facts.measured.fetched is None:
-        return {"profile": None, "why": facts.measured.not_fetched}, []
+    if facts.evidence.fetched is None:
+        return {"profile": None, "why": facts.evidence.not_fetched}, []
     every = predicted_streams(facts.asked, RecoveryGroups())
     last = facts.asked.topology.stages - 1
     wanted = {
@@ -164,7 +131,7 @@ def _of_job(facts: Facts) -> tuple[dict[str, Any], list[Check]]:
         "backward_bytes": [every[f"s{boundary + 1}.B"] for boundary in range(last)],
         "other_bytes": sum(size for stream, size in every.items() if stream[-1] not in "FB"),
     }
-    profile = facts.measured.fetched.document()
+    profile = facts.evidence.fetched.document()
     wrong = [f"{name} {profile[name]}, not {size}" for name, size in wanted.items() if profile[name] != size]
     check = Check("the job's own profile has the predicted bytes", not wrong, "; ".join(wrong))
     return {"profile": profile, "why": ""}, [check]
@@ -173,114 +140,17 @@ def _of_job(facts: Facts) -> tuple[dict[str, Any], list[Check]]:
 # --- time ---
 
 
-def _times(facts: Facts) -> tuple[list[dict[str, Any]], Profile | None]:
+def _times(facts: Facts) -> list[dict[str, Any]]:
+    if not is_planned(facts.asked):
+        return []
     replayed = [
         r for r in facts.recoveries if r.replay_expected and r.made("replay_end") and r.seconds is not None
     ]
-    shape = facts.asked.topology
-    if shape.replicas > 1 or shape.stages_per_rank > 1 or not replayed:
-        return [], None
-    try:
-        profile = measured_profile(facts)
-    except Missing as missing:
-        return [_unjudged(recovery, str(missing)) for recovery in replayed], None
-    return [_compared(facts, recovery, profile) for recovery in replayed], profile
-
-
-def before_the_first_failure(events: Sequence[Event]) -> list[Event]:
-    until = min((e["t"] for e in events if e["event"] == "fault"), default=float("inf"))
-    return [event for event in events if event["t"] < until]
-
-
-class Missing(Exception):
-    """Raised if a value was not measured in this run."""
-
-
-def measured_profile(facts: Facts) -> Profile:
-    """Returns the profile of the steps before the first failure; the log's read rate is measured in the replays. Raises
-    Missing if a value was not measured."""
-    shape, model = facts.asked.topology, MODELS[facts.asked.model]
-    before = before_the_first_failure(facts.events)
-    boundary = shape.microbatches * model.boundary_bytes
-    sizes = facts.measured.checkpoint_bytes or {}
-    if any(rank not in sizes for rank in range(shape.ranks)):
-        raise Missing("no checkpoint is left to measure")
-    saves = [(sizes[rank], seconds) for rank, seconds in _saves(before)]
-    if not saves:
-        raise Missing("no checkpoint was saved before the failure")
-    wanted = predicted_streams(facts.asked)
-    other = [size for stream, size in wanted.items() if stream[-1] not in "FB"]
-    rate = min(_read_rate(facts.events), RATE_MAX)
-    try:
-        return Profile(
-            name=f"drill, {facts.asked.model} model",
-            source="measured in the drill; how often machines fail, and how quickly the log is written, is not",
-            microbatches=shape.microbatches,
-            forward_s=tuple(compute_s(before, rank, "F", shape.microbatches) for rank in range(shape.ranks)),
-            backward_s=tuple(compute_s(before, rank, "B", shape.microbatches) for rank in range(shape.ranks)),
-            update_s=tuple(update_s(before, rank) for rank in range(shape.ranks)),
-            step_s=_step_s(before),
-            forward_bytes=(boundary,) * (shape.stages - 1),
-            backward_bytes=(boundary,) * (shape.stages - 1),
-            other_bytes=sum(other),
-            machine_of_stage=tuple(range(shape.stages)),
-            log_write_bytes_per_s=rate,
-            log_read_bytes_per_s=rate,
-            checkpoint_interval_steps=shape.checkpoint_every,
-            checkpoint_bytes=tuple(sizes[rank] for rank in range(shape.ranks)),
-            checkpoint_bytes_per_s=median(size / seconds for size, seconds in saves),
-            machine_mtbf_s=(_UNKNOWN_MTBF_S,) * shape.stages,
-        )
-    except UsageError as error:
-        raise Missing(str(error)) from None
-
-
-def _steps(before: Sequence[Event], rank: int) -> list[Event]:
-    steps = [
-        event
-        for event in before
-        if event["event"] == "profiled" and event["rank"] == rank and event["step"] >= _WARM_STEPS
-    ]
-    if not steps:
-        raise Missing(f"rank {rank} has done too few steps before the failure")
-    return steps
-
-
-def compute_s(before: Sequence[Event], rank: int, kind: str, microbatches: int) -> float:
-    seconds = [float(event["seconds"].get(f"s{rank}.{kind}", 0.0)) for event in _steps(before, rank)]
-    return median(seconds) / microbatches
-
-
-def update_s(before: Sequence[Event], rank: int) -> float:
-    return median(float(event["update_s"]) for event in _steps(before, rank))
-
-
-def _step_s(before: Sequence[Event]) -> float:
-    begun: dict[tuple[int, int], float] = {}
-    took: list[float] = []
-    for event in before:
-        if event["event"] == "step_begin":
-            begun[event["rank"], event["step"]] = event["t"]
-        elif event["event"] == "step_end" and event["step"] >= _WARM_STEPS:
-            took.append(event["t"] - begun[event["rank"], event["step"]])
-    return median(took)
-
-
-def _saves(before: Sequence[Event]) -> list[tuple[int, float]]:
-    """Returns (rank, seconds) of each checkpoint, from the end of its last step until it was durable."""
-    ended = {(e["rank"], e["step"] + 1): e["t"] for e in before if e["event"] == "step_end"}
-    return [
-        (e["rank"], e["t"] - ended[e["rank"], e["version"]])
-        for e in before
-        if e["event"] == "checkpoint_durable" and (e["rank"], e["version"]) in ended
-    ]
-
-
-def _read_rate(events: Sequence[Event]) -> float:
-    """Returns the log's read rate over all replays: bytes per second of waiting for the log."""
-    reads = [event["read"] for event in events if event["event"] == "profiled" and event["replay"]]
-    waited = sum(seconds for _, seconds in reads)
-    return sum(size for size, _ in reads) / waited if waited else RATE_MAX
+    profile = facts.evidence.fetched
+    if profile is None:
+        why = f"INCONCLUSIVE: {facts.evidence.not_fetched}"
+        return [{"generation": r.generation, "ratio": None, "within": None, "why": why} for r in replayed]
+    return [_compared(facts, recovery, profile) for recovery in replayed]
 
 
 def _compared(facts: Facts, recovery: Recovery, profile: Profile) -> dict[str, Any]:
@@ -314,13 +184,8 @@ def _compared(facts: Facts, recovery: Recovery, profile: Profile) -> dict[str, A
     return {
         "generation": recovery.generation,
         "replayed": runs,
-        # The model predicts loading a state and replaying steps. The other phases are taken as measured.
         "predicted_seconds": predicted,
         "measured_seconds": took,
-        "total": {
-            "predicted_seconds": predicted + recovery.seconds["total"] - took,
-            "measured_seconds": recovery.seconds["total"],
-        },
         "ratio": ratio,
         "within": None if why else abs(ratio - 1) <= TOLERANCE,
         "why": why,
@@ -350,19 +215,15 @@ def _replay_s(events: Sequence[Event], recovery: Recovery) -> float:
     return float(ended - begun)
 
 
-def _unjudged(recovery: Recovery, why: str) -> dict[str, Any]:
-    return {"generation": recovery.generation, "ratio": None, "within": None, "why": f"INCONCLUSIVE: {why}"}
-
-
 def why_not(facts: Facts) -> str:
     """Returns why the times cannot be compared; empty: they can."""
     if MODELS[facts.asked.model].forward_s:
         return ""
     ranks = facts.asked.topology.ranks
-    if facts.measured.cores is not None and facts.measured.cores >= ranks:
+    if facts.evidence.cores is not None and facts.evidence.cores >= ranks:
         return ""
     return (
-        f"INCONCLUSIVE: {ranks} ranks compute on {facts.measured.cores or 'an unknown number of'} cores, so a step is "
+        f"INCONCLUSIVE: {ranks} ranks compute on {facts.evidence.cores or 'an unknown number of'} cores, so a step is "
         "slower than a replay by fewer ranks; --model paced has stages that take a fixed time"
     )
 
@@ -451,7 +312,8 @@ _WORDS = {"compute": "computing", "log": "the log", "neighbour": "a stage beside
 def replays(facts: Facts, recovery: Recovery) -> list[dict[str, Any]]:
     """Returns for each finished replay where its time went and what was predicted. Only the replay predicted to take
     longest is judged, because all others wait for it."""
-    predicted, by = _predicted(facts, recovery)
+    predictions = (recovery.plan or {}).get("predictions") or []
+    predicted = {int(each["rank"]): float(each["seconds"]) for each in predictions}
     longest = max(predicted, key=lambda rank: predicted[rank], default=None)
     shown = []
     for end in recovery.made("replay_end"):
@@ -470,7 +332,6 @@ def replays(facts: Facts, recovery: Recovery) -> list[dict[str, Any]]:
                 "split": dict(end["split"]),
                 "waits": dict(end["waits"]),
                 "predicted_seconds": expected,
-                "predicted_by": by if expected is not None else None,
                 "ratio": ratio,
                 "within": abs(ratio - 1) <= TOLERANCE if ratio and judged and not why else None,
                 "why": why,
@@ -483,63 +344,12 @@ def _why_not(facts: Facts, expected: float, steps: int) -> str:
     """Returns why the time cannot be compared; empty: it can."""
     if why := why_not(facts):
         return why
-    if expected < steps * STEP_S_MIN and (facts.measured.cores or 0) < facts.asked.topology.ranks:
+    if expected < steps * STEP_S_MIN and (facts.evidence.cores or 0) < facts.asked.topology.ranks:
         return (
             f"INCONCLUSIVE: where ranks share cores a step of {expected / steps * 1000:.0f} ms is made of messages as "
             "much as of what it computes; more --microbatches make it longer"
         )
     return ""
-
-
-def _predicted(facts: Facts, recovery: Recovery) -> tuple[dict[int, float], str]:
-    """Returns (rank -> predicted seconds, source): from the plan if it has predictions, else from the profile measured
-    before the first failure."""
-    plan = recovery.plan or {}
-    if plan.get("predictions"):
-        return {int(each["rank"]): float(each["seconds"]) for each in plan["predictions"]}, "plan"
-    shape = facts.asked.topology
-    if shape.replicas > 1 or shape.stages_per_rank > 1 or not recovery.replay_expected:
-        return {}, ""
-    try:
-        costs = _costs(facts)
-    except Missing:
-        return {}, ""
-    ranks = [
-        RankPlan(
-            rank=e["rank"],
-            strategy=Strategy(e["strategy"].upper()),
-            from_version=e["from_version"],
-            reason="",
-        )
-        for e in plan["ranks"]
-    ]
-    assignment = Assignment.told(
-        num_stages=shape.stages, stages={rank: (rank,) for rank in range(shape.ranks)}
-    )
-    help = [
-        Help(
-            owner=shared["owner"],
-            helpers=tuple(shared["helpers"]),
-            until=shared["until"],
-            together=tuple(shared.get("together", ())),
-        )
-        for shared in plan.get("help", ())
-    ]
-    replays = Predictor(ranks, int(plan["target_version"]), assignment, costs).of(help)
-    return {replay.rank: replay.seconds for replay in replays}, "profile"
-
-
-def _costs(facts: Facts) -> dict[int, StageCost]:
-    microbatches = facts.asked.topology.microbatches
-    before = before_the_first_failure(facts.events)
-    return {
-        rank: StageCost(
-            microbatches=microbatches,
-            microbatch_s=sum(compute_s(before, rank, kind, microbatches) for kind in "FB"),
-            update_s=update_s(before, rank),
-        )
-        for rank in range(facts.asked.topology.ranks)
-    }
 
 
 def interruptions(events: Sequence[Event], recovery: Recovery) -> list[dict[str, Any]]:
@@ -580,34 +390,7 @@ def _interruption(events: Sequence[Event], recovery: Recovery, fault: Event, beg
         "steps_again": sum(count - 1 for count in Counter(e["step"] for e in ended).values()),
         "helpers_after": list(helped[-1]["helpers"]) if helped else [],
         "seconds": None if resumed_t is None else round(resumed_t - killed_t, 6),
-        "phases": _phases(events, recovery.generation, killed_t, replaying_t, resumed_t),
     }
-
-
-def _phases(
-    events: Sequence[Event], generation: int, killed_t: float, replaying_t: float, resumed_t: float | None
-) -> dict[str, float]:
-    """Returns phase -> seconds from the kill to the owner's next step: until the coordinator detected it; until there
-    was a plan; until the owner replayed again, with groups rebuilt and a fresh process in them; until its first
-    step."""
-    states = {
-        str(e["state"]).lower(): e["t"]
-        for e in events
-        if e["event"] == "state" and e["t"] > killed_t and e.get("generation") == generation
-    }
-    marks = {
-        "detect": states.get("fencing"),
-        "plan": states.get("recovering"),
-        "rebuild": replaying_t,
-        "begin": resumed_t,
-    }
-    phases: dict[str, float] = {}
-    at = killed_t
-    for name, mark in marks.items():
-        if resumed_t is not None and mark is not None:
-            phases[name] = round(mark - at, 6)
-            at = mark
-    return phases
 
 
 def replay_checks(shown: Sequence[Mapping[str, Any]]) -> list[Check]:
@@ -627,19 +410,14 @@ def replay_checks(shown: Sequence[Mapping[str, Any]]) -> list[Check]:
 
 
 def paced_by(replay: Mapping[str, Any]) -> str:
-    """Returns which resource limited a replay, as text."""
+    """Returns which resource limited a replay, and whether it took what was predicted, as text."""
     spent = replay["split"]
     rest = ", ".join(f"{spent[name]:.2f} s {_WORDS[name]}" for name in _WORDS if spent[name] >= 0.005)
-    pace, seconds = _WORDS[replay["bottleneck"]], replay["seconds"]
-    return f"rank {replay['rank']}: {pace} ({rest or 'no time at all'} of {seconds:.2f} s)"
-
-
-def took(replay: Mapping[str, Any]) -> str:
+    pace = f"{_WORDS[replay['bottleneck']]} ({rest or 'no time at all'} of {replay['seconds']:.2f} s)"
     if replay["ratio"] is None:
-        return ""
+        return f"rank {replay['rank']}: {pace}"
     judged = {True: "within a quarter", False: "NOT within a quarter", None: replay["why"] or "not judged"}
-    expected = f"{replay['predicted_seconds']:.2f} s predicted"
-    return f"rank {replay['rank']}: {replay['seconds']:.2f} s, {expected}: {judged[replay['within']]}"
+    return f"rank {replay['rank']}: {pace}; {replay['predicted_seconds']:.2f} s predicted: {judged[replay['within']]}"
 
 
 def cut_short(interruption: Mapping[str, Any]) -> str:

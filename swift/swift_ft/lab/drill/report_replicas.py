@@ -1,11 +1,11 @@
-"""The report's part on data parallelism: copies, undone and rolled-forward updates, and the cost of reductions."""
+"""The report's part on data parallelism: copies, and undone and rolled-forward updates."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift_ft.fault_grammar import CorruptCopyFault
 from swift_ft.lab.drill.facts import Facts
-from swift_ft.lab.drill.timeline import Event, Recovery, steps_done
+from swift_ft.lab.drill.timeline import Event, Recovery
 from swift_ft.lab.drill.verdict_checks import TRAINED_FIELDS, Check, all_of
 from swift_ft.planner.strategies import may_copy
 
@@ -170,49 +170,17 @@ def copies(recoveries: Sequence[Recovery]) -> dict[str, Any]:
     }
 
 
-def undo(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    """Returns `undo` of the report. The errors are the largest that any rank measured; None: not measured."""
+def undo(recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    """Returns `undo` of the report. `ulps_max`: the largest error that any rank measured; None: not measured."""
     done = [event for recovery in recoveries for event in recovery.named("undone")]
     modes = sorted({str(event.get("mode")) for event in done})
     return {
-        "asked": facts.asked.undo,
         "mode": ", ".join(modes) if modes else None,
         "ranks": sorted({int(event["rank"]) for event in done}),
         "exact": all(event.get("exact") is True for event in done) if done else None,
         "buckets": sum(int(event.get("buckets") or 0) for event in done),
-        **{name: _largest(done, name) for name in ("ulps_max", "ulps_mean", "relative_error")},
+        "ulps_max": max((float(e["ulps_max"]) for e in done if e.get("ulps_max") is not None), default=None),
         "rolled_forward": sorted(
             {int(event["rank"]) for r in recoveries for event in r.named("roll_forward")}
         ),
     }
-
-
-def _largest(events: Sequence[Event], name: str) -> float | None:
-    return max((float(event[name]) for event in events if event.get(name) is not None), default=None)
-
-
-def reduction(facts: Facts) -> dict[str, Any] | None:
-    """Returns `reduction` of the report: the order of summation and its cost; None without replicas."""
-    if facts.asked.topology.replicas == 1:
-        return None
-    done = steps_done(facts.events)
-    costs: dict[str, list[float]] = {"reduce_seconds": [], "vote_seconds": []}
-    for event in facts.events:
-        # A process that joined later has not done all steps, so its own count is the divisor.
-        steps = done.get((event.get("rank", -1), event["pid"]))
-        if event["event"] == "finished" and steps:
-            for name, values in costs.items():
-                if event.get(name) is not None:
-                    values.append(float(event[name]) / steps)
-    return {
-        "asked": facts.asked.reduction,
-        "mode": "ordered" if facts.asked.ordered_reduction else "fast",
-        "by": facts.asked.data_parallel,
-        "exact": facts.asked.exact_reduction,
-        "reduce_seconds_per_step": _mean(costs["reduce_seconds"]),
-        "vote_seconds_per_step": _mean(costs["vote_seconds"]),
-    }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -33,7 +33,7 @@ from swift_ft.files import make_directory, read_given, write_whole
 from swift_ft.lab.drill import faults, loss, replay_report, shrinking, timeline
 from swift_ft.lab.drill.cluster import JOB, POLL_S, Cluster, Security
 from swift_ft.lab.drill.config import DrillConfig, same_identity
-from swift_ft.lab.drill.facts import Evidence, Measured
+from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.faults import to_environment
 from swift_ft.lab.drill.report_strategies import told
 from swift_ft.lab.drill.verdict_checks import Digest
@@ -41,7 +41,6 @@ from swift_ft.lab.failures import damage
 from swift_ft.lab.failures.damage import EXTERNAL, HeldVictims, flip, segment_files
 from swift_ft.lab.plan.command import read as read_profile
 from swift_ft.log import segment
-from swift_ft.text import rank_of, version_of
 
 # Negative controls: a flipped bit in a log must be detected, or a PASS is meaningless.
 #
@@ -84,16 +83,6 @@ def logged_bytes(log_directories: Iterable[Path]) -> dict[str, dict[int, int]]:
             most = bytes_of.setdefault(stream, {})
             for step, size in steps.items():
                 most[step] = max(size, most.get(step, 0))
-    return bytes_of
-
-
-def checkpoint_bytes(directory: Path) -> dict[int, int]:
-    """Returns rank -> bytes of its newest checkpoint."""
-    bytes_of: dict[int, int] = {}
-    for shard in sorted(directory.glob("v*/rank*")):  # ascending versions
-        rank = rank_of(shard.name)
-        if rank is not None and version_of(shard.parent.name) is not None and shard.is_dir():
-            bytes_of[rank] = sum(p.stat().st_size for p in shard.rglob("*") if p.is_file())
     return bytes_of
 
 
@@ -241,7 +230,7 @@ class FaultedRun:
                 # Measuring an undo's error costs copies of state that the step changes; a drill needs the error.
                 **({"SWIFT_UNDO_MEASURE": "1"} if config.updates == "wait_free" else {}),
                 "SWIFT_REHEARSE": config.rehearse,
-                **({"SWIFT_PROFILE": "1"} if config.groups.starts or config.helpers else {}),
+                **({"SWIFT_PROFILE": "1"} if config.groups.starts else {}),
             },
             security=Security(directory / "security", JOB) if config.secure else None,
             check_stop=check_stop,
@@ -280,7 +269,10 @@ class FaultedRun:
             negative_control=flip_and_read(self._copy, self._config.seed),
             calculated=calculated,
             twin_losses=without.losses,
-            measured=self._measured(),
+            cores=len(os.sched_getaffinity(0)),
+            in_log=logged_bytes(self._cluster.log_directories) if self._config.groups.starts else None,
+            fetched=None if self._not_fetched else read_profile(self.directory / "profile.json"),
+            not_fetched=self._not_fetched,
         )
 
     def _calculated(self, trace: list[dict[str, Any]]) -> dict[int, Digest]:
@@ -318,18 +310,6 @@ class FaultedRun:
             self.output = "\n".join(filter(None, [self.output, done.stderr]))
             return {}
         return {int(version): digests for version, digests in json.loads(out.read_text()).items()}
-
-    def _measured(self) -> Measured:
-        cores = len(os.sched_getaffinity(0))
-        if not self._config.groups.starts:
-            return Measured(cores=cores)
-        return Measured(
-            cores=cores,
-            in_log=logged_bytes(self._cluster.log_directories),
-            checkpoint_bytes=checkpoint_bytes(self.directory / "checkpoints" / JOB),
-            fetched=None if self._not_fetched else read_profile(self.directory / "profile.json"),
-            not_fetched=self._not_fetched,
-        )
 
     def _turn(self) -> None:
         for index, fault in enumerate(self._config.faults):

@@ -456,13 +456,3 @@ def shown(events: Sequence[Event], recoveries: Sequence[Recovery]) -> list[Event
         for event in events
         if event["event"] not in quiet or event.get("replay") or event.get("step") in near
     ]
-
-
-def steps_done(events: Sequence[Event]) -> dict[tuple[int, int], int]:
-    """Returns (rank, pid) -> number of live steps that this process has done."""
-    done: dict[tuple[int, int], int] = {}
-    for event in _named(events, "step_end"):
-        if not event.get("replay"):
-            key = (int(event["rank"]), int(event["pid"]))
-            done[key] = done.get(key, 0) + 1
-    return done
