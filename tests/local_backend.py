@@ -57,6 +57,9 @@ class _Message:
             self._room.copy_(value)
             self._arrival = None
 
+    def finish(self) -> None:
+        pass
+
 
 class LocalWire:
     """What a network is to one member. See `ordered.SummingWire`."""
@@ -96,7 +99,6 @@ _NETWORKS: dict[str, Network] = {}
 
 class LocalBackend:
     name = "local"
-    device = torch.device("cpu")
 
     def open(self) -> "LocalFabric":
         return LocalFabric()

@@ -177,16 +177,21 @@ def accelerator_in_use() -> Accelerator | None:
     return _accelerator(kind.type, torch.accelerator.current_device_index())
 
 
+def device_types() -> list[str]:
+    """Returns the types of devices whose tensors this process may have: the CPU and torch's accelerator, if any."""
+    kind = torch.accelerator.current_accelerator()
+    return ["cpu"] if kind is None else ["cpu", kind.type]
+
+
 # --- Default generators ---
 
 
-def seed_generators(seed: int, device: torch.device | None) -> None:
-    """Seeds the default generators of the CPU and of `device`. The CPU's takes 1 µs, where `torch.manual_seed` takes 72
-    µs."""
+def seed_generators(seed: int) -> None:
+    """Seeds the default generators of the CPU and, if an accelerator is in use, of the current device. The CPU's takes
+    1 µs, where `torch.manual_seed` takes 72 µs."""
     torch.default_generator.manual_seed(seed)
-    if device is not None and device.type != "cpu":
-        index = torch.accelerator.current_device_index() if device.index is None else device.index
-        torch.get_device_module(device).default_generators[index].manual_seed(seed)
+    if (there := accelerator_in_use()) is not None:
+        there.generators()[there.torch.index].manual_seed(seed)
 
 
 def generator_states() -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch
 from torch.utils.data import DataLoader, dataloader
 
+from swift_ft.device import device_types
 from swift_ft.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -569,7 +570,9 @@ def give_placeholder(group: Any, name: str, backend: "Backend") -> None:
     """Gives the group a placeholder backend: without one a Python group cannot have a name, and DDP looks for one of
     its kind."""
     kind = getattr(dist.ProcessGroup.BackendType, backend.name.upper(), dist.ProcessGroup.BackendType.CUSTOM)
-    group._register_backend(backend.device, kind, backend.placeholder())
+    placeholder = backend.placeholder()
+    for device in device_types():
+        group._register_backend(torch.device(device), kind, placeholder)
     group._set_default_backend(kind)
     group._set_group_name(name)
     group._set_group_desc(name)
@@ -581,7 +584,7 @@ def register_group(group: Any, name: str, ranks: tuple[int, ...], backend: "Back
     world.pg_map[group] = (backend.name, dist.HashStore())  # type: ignore[attr-defined]
     world.pg_names[group] = name
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-    world.pg_backend_config[group] = f"{backend.device.type}:{backend.name}"
+    world.pg_backend_config[group] = ",".join(f"{device}:{backend.name}" for device in device_types())
     world.pg_to_tag[group] = f"ptd:{name}"
     world.tags_to_pg.setdefault(f"ptd:{name}", []).append(group)
     _backends._register_process_group(name, group)  # type: ignore[arg-type]

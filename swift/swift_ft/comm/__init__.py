@@ -4,10 +4,11 @@
     backend          the interface of a backend, errors, tags
     gloo             torch's library for CPUs, extended with an abort from another thread
     worker_thread    waits in a backend in place of the trainer's thread
+    staging          a device's tensors over a wire for host memory
     message_collectives  collectives built from messages, in the order of the ranks
     rank_store       torch's store, kept by the coordinator
 
-`default_backend` chooses the backend of this machine's devices.
+`default_backend` chooses the backend.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def default_backend(service_ports: Callable[[], Iterable[int]] = tuple) -> "Backend":
-    """Returns the backend for this machine's devices. So far there is one for CPUs.
+    """Returns the backend: gloo, which carries a device's tensors by way of pinned memory.
 
     `service_ports`: returns the current ports of swift's own services. Connections to them belong to no backend.
     """

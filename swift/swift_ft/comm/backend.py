@@ -218,8 +218,6 @@ class Backend(Protocol):
 
     name: str
     """Name that `torch.distributed.get_backend` returns."""
-    device: torch.device
-    """Device of the tensors that it moves."""
 
     def open(self) -> Fabric:
         """Opens the fabric that will connect the members of the next generation."""

@@ -35,6 +35,7 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, Store  #
 from swift_ft import torch_private
 from swift_ft.comm import LOOPBACK
 from swift_ft.comm.message_collectives import MessageCircuit
+from swift_ft.comm.staging import StagedWire
 from swift_ft.comm.worker_thread import Broken, Runner
 
 torch_private.require({"torch's ProcessGroupGloo": (ProcessGroupGloo, ("_set_default_timeout",))})
@@ -54,7 +55,6 @@ class GlooBackend:
     """The `Backend` over gloo."""
 
     name = "gloo"
-    device = torch.device("cpu")
 
     def __init__(self, service_ports: Callable[[], Iterable[int]] = tuple) -> None:
         """`service_ports`: returns the current ports of swift's own services. Connections to them are never shut."""
@@ -147,7 +147,7 @@ class _Connections:
         self._own = own
 
     def circuit(self, places: Sequence[int], number: int, label: str) -> MessageCircuit:
-        wire = _Wire(self._group, tuple(places))
+        wire = StagedWire(_Wire(self._group, tuple(places)), lambda: self._fabric.runner(f"{label}-stager"))
         return MessageCircuit(wire, places.index(self._own), len(places), number, self._fabric.runner(label))
 
 
@@ -178,6 +178,9 @@ class _Message:
 
     def wait(self) -> None:
         self._work.wait(_MESSAGE_TIMEOUT)
+
+    def finish(self) -> None:
+        pass
 
 
 class Sockets:

@@ -14,28 +14,61 @@ import torch
 from swift_ft import torch_private
 from swift_ft.comm.backend import COLLECTIVES, Collective, Op, Pending, Wire, first_tag
 from swift_ft.comm.worker_thread import Runner, Task
+from swift_ft.device import Event, accelerator_in_use
 
 _SMALL_BYTES = 4096  # below, one exchange of everything is faster than two of parts
 
 
+class Message(Pending, Protocol):
+    """A message in flight on a wire. `wait` may be called by any thread."""
+
+    def finish(self) -> None:
+        """(the thread that goes on with the tensor, after `wait`) Queues what is left to do in its current stream."""
+
+
 class SummingWire(Wire, Protocol):
     """The operations that a backend has to provide."""
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Message: ...
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Message: ...
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Sums in place, in the order that is fastest."""
 
 
 class MessageCircuit:
-    """A `Circuit` over messages. All waits for messages take place in `runner`."""
+    """A `Circuit` over messages. All waits for messages take place in `runner`.
+
+    The runner has a stream of its own on an accelerator. A collective's work there is queued behind what its caller has
+    queued, and what the caller queues after its wait comes behind the collective's.
+    """
 
     def __init__(self, wire: SummingWire, own: int, n: int, number: int, runner: Runner) -> None:
         self._wire = wire
         self._messages = Messages(wire, own, n, number)
         self._runner = runner
+        self._stream: Any = None
 
     def submit(self, run: Collective) -> Task:
         messages = self._messages
-        return self._runner.submit(lambda: messages.carry_out(run))
+        device = accelerator_in_use()
+        if device is None:
+            return self._runner.submit(lambda: messages.carry_out(run))
+        queued = device.mark()
+        done: list[Event] = []
+
+        def carry_out() -> None:
+            if self._stream is None:
+                self._stream = device.new_stream()
+                device.adopt(self._stream)
+            device.hold(queued)
+            messages.carry_out(run)
+            done.append(device.mark())
+
+        task = self._runner.submit(carry_out)
+        task.continued = lambda: device.hold(done[0])
+        return task
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
         return _InRunner(self._runner, self._wire.send(tensors, to, tag))
@@ -47,12 +80,13 @@ class MessageCircuit:
 class _InRunner:
     """A message that a runner waits for on behalf of the caller."""
 
-    def __init__(self, runner: Runner, pending: Pending) -> None:
+    def __init__(self, runner: Runner, message: Message) -> None:
         self._runner = runner
-        self._pending = pending
+        self._message = message
 
     def wait(self) -> None:
-        self._runner.submit(self._pending.wait).wait()
+        self._runner.submit(self._message.wait).wait()
+        self._message.finish()
 
 
 class Messages:
@@ -65,7 +99,7 @@ class Messages:
         self._own, self._n = own, n
         self._sequence = 0
         self._error: Exception | None = None
-        self._pool: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self._pool: dict[tuple[torch.dtype, int, torch.device], list[torch.Tensor]] = {}
 
     def carry_out(self, run: Collective) -> None:
         """Runs some collectives. Raises RuntimeError if one has failed before.
@@ -127,7 +161,7 @@ class Messages:
         tag = self._next_tag()
         if incoming[self._own].data_ptr() != outgoing[self._own].data_ptr():
             incoming[self._own].copy_(outgoing[self._own])
-        works = []
+        works: list[Message] = []
         for source, target in self._peers():
             if incoming[source].numel():
                 works.append(self._wire.recv([incoming[source]], source, tag))
@@ -143,8 +177,7 @@ class Messages:
             works = [self._wire.send([whole], peer, tag) for peer in range(self._n) if peer != root]
         else:
             works = [self._wire.recv([whole], root, tag)]
-        for work in works:
-            work.wait()
+        _All(works).wait()
         if whole is not tensor:
             tensor.copy_(whole)
 
@@ -160,8 +193,7 @@ class Messages:
             token, other = ballot.clone(), torch.empty_like(ballot)
             incoming = self._wire.recv([other], (self._own - distance) % self._n, tag)
             outgoing = self._wire.send([token], (self._own + distance) % self._n, tag)
-            incoming.wait()
-            outgoing.wait()
+            _All([incoming, outgoing]).wait()
             torch.maximum(ballot, other, out=ballot)
             distance *= 2
 
@@ -176,22 +208,23 @@ class Messages:
 
     def _take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
         """Returns a buffer, if possible a used one: fresh memory of a bucket's size is slow (the kernel clears it)."""
-        kept = self._pool.get((like.dtype, numel))
-        return kept.pop() if kept else torch.empty(numel, dtype=like.dtype)
+        kept = self._pool.get((like.dtype, numel, like.device))
+        return kept.pop() if kept else torch.empty(numel, dtype=like.dtype, device=like.device)
 
     def _give(self, buffer: torch.Tensor) -> None:
-        self._pool.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
+        self._pool.setdefault((buffer.dtype, buffer.numel(), buffer.device), []).append(buffer)
 
 
 class _All:
     """Messages in flight."""
 
-    def __init__(self, works: list[Pending]) -> None:
+    def __init__(self, works: list[Message]) -> None:
         self._works = works
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+            work.finish()
 
 
 class Alone(Messages):
@@ -221,7 +254,7 @@ class Alone(Messages):
 class _Nobody:
     """The wire of `Alone`; every use of it is a bug."""
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Message:
         raise AssertionError("nobody is there")
 
     recv = send

@@ -45,6 +45,8 @@ class Task:
         self._state = threading.Lock()
         self.done = False
         self.error: Exception | None = None
+        self.continued: Callable[[], None] | None = None
+        """Called by the thread that has waited for the task: it orders its device's work behind the task's."""
 
     def carry_out(self) -> None:
         """(runner) Runs the call. Its result or its error wakes the waiting thread."""
@@ -83,6 +85,8 @@ class Task:
             pass
         if self.error is not None:
             raise self.error
+        if self.continued is not None:
+            self.continued()
 
 
 class Runner:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from swift_ft import torch_private
 from swift_ft.comm.backend import Collectives
 from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.device import accelerator_in_use
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.optimizers import Lamb
 from swift_ft.planner import Assignment
@@ -37,7 +38,8 @@ def device_mesh(assignment: Assignment, groups: Mapping[str, ReconfigurableGroup
             f"torch {torch.__version__} lacks FSDPModule.reset_iter_state, without which a step with FSDP2 that a "
             "failure cut short cannot be taken back: install torch 2.13 or later, or leave FSDP2 out"
         )
-    device = groups["shard"].backend.device.type
+    accelerator = accelerator_in_use()
+    device = "cpu" if accelerator is None else accelerator.torch.type
     if assignment.replicas == 1:
         return DeviceMesh.from_group(groups["shard"], device, mesh_dim_names=("shard",))
     ranks = torch.tensor(groups["data"].ranks).view(assignment.replicas, assignment.shards)

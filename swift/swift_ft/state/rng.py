@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import torch
 
 from swift_ft.device import generator_states, seed_generators, set_generator_states
 
@@ -42,13 +41,13 @@ def seed_for(seed: int, step: int, stage: int, microbatch: int) -> int:
     return value >> 1
 
 
-def seed_all(seed: int, device: torch.device | None = None) -> None:
-    """Seeds every default generator of the host, and that of `device`.
+def seed_all(seed: int) -> None:
+    """Seeds every default generator of the host, and that of the current accelerator if one is in use.
 
     numpy's gets 32 bits of the seed: with more it runs a longer code path, which is in no cache after a stage has
     computed (140 µs instead of 40).
     """
-    seed_generators(seed, device)
+    seed_generators(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
 
@@ -60,16 +59,15 @@ class Randomness:
     ``outside`` after a schedule; (whole modules) ``whole``
     """
 
-    def __init__(self, seed: int, dp_rank: int, device: torch.device | None):
+    def __init__(self, seed: int, dp_rank: int):
         self._seed = seed
         self.dp_rank = dp_rank
         """Data-parallel rank whose batch is computed."""
-        self._device = device
         self.step = 0
         self._calls = 0
 
     def _set(self, stage: int, count: int) -> None:
-        seed_all(self.seed(self.step, stage, count), self._device)
+        seed_all(self.seed(self.step, stage, count))
 
     def seed(self, step: int, stage: int, count: int) -> int:
         return seed_for(self._seed, step, stage, self.dp_rank << _DP_RANK_BITS | count)
@@ -109,7 +107,7 @@ class Randomness:
     def digest(self, step: int) -> str:
         """Returns the SHA-256 of the states with which all generators begin that step."""
         with kept():
-            mine = Randomness(self._seed, self.dp_rank, self._device)
+            mine = Randomness(self._seed, self.dp_rank)
             mine.begin_step(step)
             return digest_of_states()
 

@@ -21,7 +21,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from swift_ft.comm.process_groups import Interrupted
-from swift_ft.device import Device, Event, device_of
+from swift_ft.device import Device, Event, accelerator_in_use
 from swift_ft.errors import LogInterrupted, RecordMissing, ReplayRefused, ServiceError, UsageError
 from swift_ft.log import record as streams
 from swift_ft.log.reader import LogReader, ReadFilter, StreamCursor
@@ -277,9 +277,10 @@ class DeviceCapture:
         del self._ring
 
 
-def capture_for(writer: SidecarWriter, device: torch.device) -> Capture:
-    """Returns the capture for tensors of this device and of the CPU."""
-    return HostCapture(writer) if device.type == "cpu" else DeviceCapture(writer, device_of(device))
+def capture_for(writer: SidecarWriter) -> Capture:
+    """Returns the capture for tensors of the CPU and of the accelerator that this process uses, if any."""
+    accelerator = accelerator_in_use()
+    return HostCapture(writer) if accelerator is None else DeviceCapture(writer, accelerator)
 
 
 # Fault injection at a layer: after the forward of a module inside of a stage, and before its backward.
@@ -474,7 +475,6 @@ class Channel:
         rank: int,
         assignment: Assignment,
         seed: int,
-        device: torch.device,
         faults: FaultInjector,
         store: Callable[[], Store],
         check: Callable[[], None],
@@ -488,8 +488,7 @@ class Channel:
         self._rank = rank
         self._assignment = assignment
         self._origin = assignment.slots[rank].dp_rank
-        self.randomness = Randomness(seed, self._origin, device)
-        self._device = device
+        self.randomness = Randomness(seed, self._origin)
         self._faults = faults
         self._in_microbatch = 0
         """Microbatch whose forward or backward is under way; for fault injection."""
@@ -580,7 +579,7 @@ class Channel:
         """(once) Logs into this writer from now on."""
         if self._opened is not None:
             raise AssertionError("Channel.open: the log is open already")
-        self._opened = capture_for(writer, self._device)
+        self._opened = capture_for(writer)
 
     def keep_nothing(self) -> None:
         """(a warm-up, once) Like `open`, without a log."""
@@ -680,10 +679,12 @@ class Channel:
         record = self.recorded(streams.messages(self._rank), self._message_key(direction, microbatch, slot))
         fill(buffer, record, f"what stage {stage} sent in step {self._step}, microbatch {microbatch}")
 
-    def external(self, stage: int, kind: str, microbatch: int, slot: int) -> torch.Tensor:
+    def external(
+        self, stage: int, kind: str, microbatch: int, slot: int, device: torch.device
+    ) -> torch.Tensor:
         """(replay for another rank) Returns an external input or target of the stage, as its owner has logged it."""
         key = RecordKey(self._step, microbatch, slot)
-        return to_tensor(self._read(self.stream(stage, kind), key, self._share)).to(self._device)
+        return to_tensor(self._read(self.stream(stage, kind), key, self._share)).to(device)
 
     def _cursor(self, stream: str, share: ReadFilter | None) -> StreamCursor:
         assert self._reader is not None
@@ -832,15 +833,15 @@ class Channel:
     # --- pipeline collectives ---
 
     def collective(
-        self, name: str, run: Callable[[], torch.Tensor], ranks: Sequence[int] = ()
+        self, name: str, run: Callable[[], torch.Tensor], device: torch.device, ranks: Sequence[int] = ()
     ) -> torch.Tensor:
         """Returns the result of `run()` and records it. In a replay returns the recorded result without calling `run`.
 
-        `ranks`: ranks that take part and get the same result; empty: all."""
+        `device`: where `run` leaves it. `ranks`: ranks that take part and get the same result; empty: all."""
         key = self._collective_key(ranks)
         if self._answered:
             self._gives_again(run)
-            result = to_tensor(self._result(name, ranks, key)).to(self._device)
+            result = to_tensor(self._result(name, ranks, key)).to(device)
         else:
             self._check_before_collective()
             result = run()

@@ -46,7 +46,9 @@ class Crossing:
         if group.answers is not None:
             group.answers.trainers(self._channel.step)
         with self._updates.spoiling():
-            total = self._channel.collective(name, lambda: summed(group.gathered(tensor)), group.ranks)
+            total = self._channel.collective(
+                name, lambda: summed(group.gathered(tensor)), tensor.device, group.ranks
+            )
             return laid_like(total, tensor)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -89,7 +91,7 @@ class Crossing:
             ):  # assumes that no other stage has found any
                 self._staggering.found_infinite(own)
                 return
-            total, some, others = self._channel.collective("unscale_", anywhere).unbind()
+            total, some, others = self._channel.collective("unscale_", anywhere, own.device).unbind()
         if some and others:
             raise UsageError(
                 "unscale_ with a gradient scaler that some ranks have enabled and others not; make it alike on all "
@@ -140,7 +142,8 @@ class Crossing:
             with self._updates.spoiling():
                 return self._staggering.norm(own_part(), norm_type, max_norm)
         with self._updates.spoiling():
-            norm = self._channel.collective("clip_grad_norm_", total)
+            device = given[0].device if given else torch.device("cpu")
+            norm = self._channel.collective("clip_grad_norm_", total, device)
         if self._staggering is not None:
             self._staggering.clipped(norm, max_norm)
         torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)

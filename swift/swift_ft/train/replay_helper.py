@@ -518,11 +518,17 @@ class _Work:
 
     def _inputs(self, stage: int, mb: int, note: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         count, names = note["args"] if stage == 0 else 0, note["kwargs"]
-        inputs = [self._channel.external(stage, "X", mb, slot) for slot in range(count + len(names))]
+        inputs = [
+            self._channel.external(stage, "X", mb, slot, self._device) for slot in range(count + len(names))
+        ]
         return tuple(inputs[:count]), dict(zip(names, inputs[count:], strict=True))
 
     def _target(self, mb: int) -> torch.Tensor:
-        return self._channel.external(self._stages[0].num_stages - 1, "T", mb, 0)
+        return self._channel.external(self._stages[0].num_stages - 1, "T", mb, 0, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self._stages[0].device)
 
     @property
     def _indices(self) -> list[int]:

@@ -75,7 +75,6 @@ class ModelParts:
         self,
         rank: int,
         assignment: Assignment,
-        backend: Backend,
         gate: Gate,
         groups: Mapping[str, ReconfigurableGroup],
         channel: Channel,
@@ -86,7 +85,6 @@ class ModelParts:
         """`reroute`: runs calls of a schedule in which ranks are missing; None without rerouting."""
         self._rank = rank
         self._assignment = assignment
-        self._backend = backend
         self._gate = gate
         self._groups = groups
         self._channel = channel
@@ -103,7 +101,6 @@ class ModelParts:
         options: dict[str, Any],
     ) -> LoggedPipelineStage:
         """Creates and registers a logged stage. `options` go to torch's PipelineStage. Raises UsageError."""
-        self._check_device(device)
         options.setdefault("group", self._groups["pipeline"])
         stage = LoggedPipelineStage(module, stage_index, num_stages, device, **options)
         stage._attach(self._channel, self._updates)
@@ -111,8 +108,7 @@ class ModelParts:
         return stage
 
     def adopt(self, stage: Any) -> Any:
-        """Turns an existing stage into a logged one. Raises UsageError for a wrong device or group."""
-        self._check_device(torch.device(getattr(stage, "device", self._backend.device)))
+        """Turns an existing stage into a logged one. Raises UsageError for a wrong group."""
         if stage.group is None and self._assignment.dp_size == 1:
             stage.group = self._groups["pipeline"]
         if stage.group is not self._groups["pipeline"]:
@@ -124,16 +120,13 @@ class ModelParts:
         return stage
 
     def module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Registers a whole module. Raises UsageError if there are several pipeline ranks, or for a wrong device."""
+        """Registers a whole module. Raises UsageError if there are several pipeline ranks."""
         ranks = self._assignment.stage_groups
         if ranks > 1:
             raise UsageError(
                 f"session.module with {ranks} pipeline ranks; give replicas={len(self._assignment.slots)}, or use "
                 "session.pipeline_stage"
             )
-        for parameter in module.parameters():
-            if parameter.device.type != "meta":  # not materialised yet
-                self._check_device(parameter.device)
         whole = WholeModule(module)
         self._add(whole)
         watch_forwards(module, self._channel)
@@ -226,12 +219,6 @@ class ModelParts:
         elif self._updates.wait_free:
             self._updates.awaited.add(stage)
 
-    def _check_device(self, device: torch.device) -> None:
-        """Raises UsageError for a device whose tensors the backend does not move."""
-        if device.type != self._backend.device.type:
-            here = f"{self._backend.device.type.upper()} ({self._backend.name})"
-            raise UsageError(f"device {device}: this version recovers {here} pipelines only")
-
 
 # Creates the parts of a session in the order of their dependencies.
 #
@@ -284,7 +271,7 @@ class Parts:
         all_groups = (*groups.values(), world)
         stores = CoordinatorStores(member.client)
         communicator = ProcessGroups(backend, rank, all_groups, default=groups["world"], stores=stores)
-        channel = _channel_of(rank, assignment, config, backend, faults, communicator, member)
+        channel = _channel_of(rank, assignment, config, faults, communicator, member)
         losses = Losses(rank, config.non_finite_loss, channel)
         witness = Witness(member.say_differs, lambda: communicator.broken is not None, losses.check)
         channel.watch(witness)
@@ -385,7 +372,7 @@ class Parts:
         gate.bind(channel, updates, participants)
         torch_private.before_pickling(gate.pickles)
         reroute = None if adoption is None else adoption.reroute
-        parts = ModelParts(rank, assignment, backend, gate, groups, channel, updates, state, reroute)
+        parts = ModelParts(rank, assignment, gate, groups, channel, updates, state, reroute)
         return cls(
             gate=gate,
             groups=groups,
@@ -452,7 +439,6 @@ def _channel_of(
     rank: int,
     assignment: Assignment,
     config: SessionConfig,
-    backend: Backend,
     faults: FaultInjector,
     communicator: ProcessGroups,
     member: Member,
@@ -461,7 +447,6 @@ def _channel_of(
         rank,
         assignment,
         config.seed,
-        backend.device,
         faults,
         lambda: communicator.store,
         member.check,

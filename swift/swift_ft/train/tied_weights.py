@@ -143,7 +143,7 @@ class Ties:
                 whole += part
             return whole
 
-        result = self._channel.collective(tie.name, total, tie.group.ranks)
+        result = self._channel.collective(tie.name, total, tie.parameter.device, tie.group.ranks)
         if result.numel() != parameter.numel():
             return
         with torch.no_grad():

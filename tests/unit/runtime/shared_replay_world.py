@@ -137,7 +137,6 @@ class Rank:
             rank,
             Assignment.grid(RANKS),
             3,
-            torch.device("cpu"),
             FaultInjector(rank),
             lambda: store,
             lambda: None,

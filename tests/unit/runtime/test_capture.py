@@ -6,23 +6,17 @@ A "tensor on the device" is one on torch's meta device; what it holds, the made-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from swift_ft.comm.gloo import GlooBackend
 from swift_ft.errors import UsageError
 from swift_ft.log import ring
 from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from swift_ft.log.ring import Word
 from swift_ft.log.sidecar_client import SidecarWriter
-from swift_ft.planner import Assignment
-from swift_ft.train.boundary_log import DeviceCapture, HostCapture, capture_for
-from swift_ft.train.collective_policy import Gate
-from swift_ft.train.session import ModelParts
+from swift_ft.train.boundary_log import DeviceCapture
 from tests.unit.log.service import JOB, InProcess, eventually
 
 QUEUE_BYTES = 1 << 20
@@ -270,38 +264,3 @@ def test_a_writer_that_is_closed_without_a_flush_leaves_nothing_half(world: Worl
     head = world.writer._memory.load(Word.HEAD)
     world.capture.wait_copied()
     assert world.writer._memory.load(Word.HEAD) == head
-
-
-def test_by_device_and_writer() -> None:
-    with InProcess() as server:
-        inside = World(server)
-        try:
-            assert isinstance(capture_for(inside.writer, torch.device("cpu")), HostCapture)
-        finally:
-            inside.writer.close(0.0)
-
-
-def test_anything_but_the_cpu_is_refused() -> None:
-    """So no session comes here with a device: what there is for CUDA is a part, not a promise."""
-    refused = pytest.raises(
-        UsageError, match=r"^device cuda: this version recovers CPU \(gloo\) pipelines only$"
-    )
-    on_cuda = SimpleNamespace(device=torch.device("cuda"))
-    nothing: Any = None
-    parts = ModelParts(
-        0,
-        Assignment.grid(1),
-        GlooBackend(),
-        Gate(),
-        {},
-        channel=nothing,
-        updates=nothing,
-        state=nothing,
-        reroute=nothing,
-    )
-    with refused:
-        parts.pipeline_stage(torch.nn.Linear(1, 1), 0, 1, torch.device("cuda"), {})
-    with refused:
-        parts.adopt(on_cuda)
-    with refused:
-        parts.module(SimpleNamespace(parameters=lambda: [on_cuda]))  # type: ignore[arg-type]

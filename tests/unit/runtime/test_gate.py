@@ -87,7 +87,6 @@ class Rank:
             rank,
             Assignment.grid(4),
             3,
-            torch.device("cpu"),
             FaultInjector(rank),
             HashStore(),
             lambda: None,

@@ -56,7 +56,6 @@ def channel(ring: Ring) -> Channel:
         1,
         Assignment.grid(4),
         0,
-        torch.device("cpu"),
         cast(Any, None),
         cast(Any, None),
         lambda: None,
@@ -75,7 +74,7 @@ def test_sends_are_lent_and_the_rest_is_copied_at_once(channel: Channel, ring: R
     channel.sent(1, BACKWARD, 2, 3, tensor.t())
     channel.entered(1, 4, [tensor])
     channel.targeted(1, tensor)
-    result = channel.collective("x", lambda: tensor)
+    result = channel.collective("x", lambda: tensor, tensor.device)
     assert result is tensor
     assert [(stream, key, size, now) for stream, key, _, size, now in ring.taken] == [
         ("s1.F", RecordKey(7, 2, 3), 24, False),

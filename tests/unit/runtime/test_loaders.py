@@ -81,7 +81,7 @@ def make(
 ) -> tuple[TrainerState, Data]:
     torch.manual_seed(3)
     state = state_of(1, updates_of())
-    state.randomness = state.iterators.randomness = Randomness(5, 1, None)
+    state.randomness = state.iterators.randomness = Randomness(5, 1)
     state.iterators.install()
     module = nn.Linear(1, 1)
     state.add_stage(WholeModule(module))
@@ -231,7 +231,7 @@ def test_the_seed_of_its_workers_is_the_same_on_all_replicas_and_another_one_for
     told = []
     for dp_rank in range(2):
         state, _ = make(False)
-        state.randomness = state.iterators.randomness = Randomness(5, dp_rank, None)
+        state.randomness = state.iterators.randomness = Randomness(5, dp_rank)
         state.begin_step()
         torch.rand(dp_rank)
         told.append([Holder(1).state_dict()["base_seed"] for _ in range(2)])

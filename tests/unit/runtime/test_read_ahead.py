@@ -63,7 +63,6 @@ def replaying(reader: LogReader) -> Channel:
         2,
         Assignment.grid(4),
         3,
-        torch.device("cpu"),
         FaultInjector(2),
         HashStore,
         lambda: None,

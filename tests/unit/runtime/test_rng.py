@@ -44,7 +44,7 @@ def drawn() -> tuple[float, float, float]:
 
 
 def test_every_default_generator_follows_from_the_counter() -> None:
-    mine, again = Randomness(7, 1, None), Randomness(7, 1, None)
+    mine, again = Randomness(7, 1), Randomness(7, 1)
     settings = {
         "step": lambda r: r.begin_step(4),
         "next step": lambda r: r.begin_step(5),
@@ -64,9 +64,9 @@ def test_every_default_generator_follows_from_the_counter() -> None:
             drawn()
             setting(again)
             assert drawn() == found[name]
-        Randomness(7, 0, None).begin_step(4)
+        Randomness(7, 0).begin_step(4)
         found["other dp_rank"] = drawn()
-        Randomness(8, 1, None).begin_step(4)
+        Randomness(8, 1).begin_step(4)
         found["other seed"] = drawn()
     for values in zip(*found.values(), strict=True):
         assert len(set(values)) == len(found)
@@ -83,7 +83,7 @@ def test_what_is_kept_comes_back() -> None:
 @pytest.mark.parametrize("broken", ["torch", "random", "numpy"])
 def test_the_digest_sees_each_generator(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the seeding of one of them broken it depends on what was drawn before: it can fail."""
-    randomness = Randomness(7, 0, None)
+    randomness = Randomness(7, 0)
     before = randomness.digest(3)
     drawn()
     assert randomness.digest(3) == before != randomness.digest(4)
@@ -101,7 +101,7 @@ def test_the_digest_sees_each_generator(broken: str, monkeypatch: pytest.MonkeyP
 def test_a_whole_module_draws_the_same_whatever_was_drawn_before() -> None:
     module = torch.nn.Dropout(0.5)
     whole, x = WholeModule(module), torch.ones(64)
-    randomness = Randomness(7, 0, None)
+    randomness = Randomness(7, 0)
     whole.seeded_by(randomness, 1)
 
     def masks(before: int) -> list[torch.Tensor]:
@@ -128,7 +128,7 @@ def test_a_whole_module_that_is_computed_again_in_backward_draws_what_it_drew(re
     def gradients(again: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)
         module = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 8))
-        whole, randomness = WholeModule(module), Randomness(7, 0, None)
+        whole, randomness = WholeModule(module), Randomness(7, 0)
         whole.seeded_by(randomness, 0)
         found = []
         for step in range(2):
@@ -158,7 +158,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 def test_a_whole_module_under_a_transform_draws_the_same_whatever_was_drawn_before(transform: str) -> None:
     """The generator's state is a tensor as well, that torch.func and tracers would put a placeholder around."""
     module = torch.nn.Dropout(0.5)
-    whole, randomness = WholeModule(module), Randomness(7, 0, None)
+    whole, randomness = WholeModule(module), Randomness(7, 0)
     whole.seeded_by(randomness, 1)
 
     def drawn(before: int) -> torch.Tensor:
@@ -174,6 +174,6 @@ def test_a_whole_module_under_a_transform_draws_the_same_whatever_was_drawn_befo
 def test_a_whole_module_takes_a_forward_without_numbers() -> None:
     """As in a count of what a forward would need, before it is run."""
     module = torch.nn.Dropout(0.5)
-    WholeModule(module).seeded_by(Randomness(7, 0, None), 1)
+    WholeModule(module).seeded_by(Randomness(7, 0), 1)
     with kept(), FakeTensorMode():
         assert module(torch.ones(64)).shape == (64,)

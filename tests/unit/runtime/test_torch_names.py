@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from swift_ft import torch_private
-from swift_ft.comm.gloo import GlooBackend
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import UsageError
 from swift_ft.planner import Assignment
@@ -74,7 +73,7 @@ def _scripted() -> torch.nn.Module:
 @pytest.mark.parametrize("inside", [False, True])
 def test_torchscript_is_refused(inside: bool) -> None:
     nothing: Any = None
-    parts = ModelParts(0, Assignment.grid(1), GlooBackend(), Gate(), {}, nothing, nothing, nothing, nothing)
+    parts = ModelParts(0, Assignment.grid(1), Gate(), {}, nothing, nothing, nothing, nothing)
     module = torch.nn.Sequential(_scripted()) if inside else _scripted()
     with pytest.raises(UsageError, match=r"^(0|the module) is TorchScript .*give the Python module"):
         parts.module(module)

@@ -103,7 +103,6 @@ def test_a_channel_that_nobody_has_opened_logs_nothing_in_silence() -> None:
         0,
         Assignment.grid(2),
         3,
-        torch.device("cpu"),
         FaultInjector(0),
         store,
         ignored,

@@ -72,7 +72,7 @@ def updates_of(
 
 
 def state_of(seed: int = 1, updates: Updates | None = None) -> TrainerState:
-    return TrainerState(Randomness(seed, 0, None), updates or updates_of(), None)
+    return TrainerState(Randomness(seed, 0), updates or updates_of(), None)
 
 
 class Unrecorded(Participant):

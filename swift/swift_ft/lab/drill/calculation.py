@@ -84,7 +84,7 @@ class Calculation:
         batch = count * self._config.microbatch
         loader = ByteLoader(self._text, batch, self._config.sequence, self._args.seed, origin)
         loader.load_state_dict({"position": step})
-        randomness = Randomness(self._args.seed, origin, None)
+        randomness = Randomness(self._args.seed, origin)
         randomness.begin_step(step)
         inputs, targets = (whole.chunk(count) for whole in next(loader))
         for microbatch in range(count):
