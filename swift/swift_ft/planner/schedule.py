@@ -14,13 +14,14 @@ A step may have a million actions. So the loop represents them as integers: the 
 a *cell*, ``(stage * origins + origin) * microbatches + microbatch``, and an event is a cell and a code.
 """
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
+
+from swift_ft.planner.assignment import Assignment
 
 # One step of all data-parallel ranks, before it is ordered.
 #
@@ -190,30 +191,13 @@ class Work:
         return head, tail, held
 
 
-def shared(
-    *, group_stages: Sequence[Sequence[int]], origins: int, microbatches: int, lost: Sequence[tuple[int, int]]
-) -> Owners:
-    """Returns the owners of a job of `group_stages` (the stages of each stage group) in which the (stage group, origin)
-    of `lost` are lost: the remaining peers take their microbatches in turn. Worker numbers are group * origins +
-    origin.
-
-    Raises ValueError if a stage group has no worker left.
-    """
-    gone = set(lost)
-    owners: dict[tuple[int, int], tuple[int, ...]] = {}
-    for group, stages in enumerate(group_stages):
-        left = [group * origins + origin for origin in range(origins) if (group, origin) not in gone]
-        if not left:
-            raise ValueError(f"stage group {group} has nobody left")
-        turn = 0
-        for origin in range(origins):
-            own = group * origins + origin
-            if (group, origin) not in gone:
-                mine = (own,) * microbatches
-            else:
-                mine = tuple(left[(turn + mb) % len(left)] for mb in range(microbatches))
-                turn = (turn + microbatches) % len(left)
-            owners |= {(stage, origin): mine for stage in stages}
+def owners_of(assignment: Assignment, microbatches: int) -> dict[tuple[int, int], tuple[int, ...]]:
+    """Returns the owners of the microbatches of each origin, by (stage, origin)."""
+    owners = {}
+    for stage in range(assignment.num_stages):
+        for origin in range(assignment.dp_size):
+            found = (assignment.owner(stage, origin, mb) for mb in range(microbatches))
+            owners[stage, origin] = tuple(owner for owner in found if owner is not None)
     return owners
 
 
@@ -246,35 +230,7 @@ class Step:
         return {worker: tuple(slot.action for slot in slots) for worker, slots in self.slots.items()}
 
 
-# Verification of a step: independent rules that any order must satisfy.
-
 _SLACK = 1e-9
-
-
-def problems(work: Work, step: Step) -> list[str]:
-    """Returns the violations, one line each; empty if every action is done once, by its owner, after its inputs."""
-    found = []
-    wanted = Counter(work.actions())
-    done = Counter((worker, slot.action) for worker, slots in step.slots.items() for slot in slots)
-    found += [f"worker {worker} has not to do {action}" for worker, action in done - wanted]
-    found += [f"worker {worker} does not do {action}" for worker, action in wanted - done]
-    if found:
-        return found
-    at = {slot.action: (worker, slot) for worker, slots in step.slots.items() for slot in slots}
-    for worker, slots in step.slots.items():
-        for before, behind in itertools.pairwise(slots):
-            if behind.begin < before.end - _SLACK:
-                found.append(f"worker {worker} begins {behind.action} before {before.action} is over")
-        found += _of_activations(work, worker, [slot.action for slot in slots])
-    for action, (worker, slot) in at.items():
-        if slot.end - slot.begin < work.costs.of(action.kind, action.stage) - _SLACK:
-            found.append(f"{action} takes too little time")
-        for needed in needs(work, action):
-            source, given = at[needed]
-            arrives = given.end + (work.costs.transfer if source != worker else 0.0)
-            if slot.begin < arrives - _SLACK:
-                found.append(f"{action} begins at {slot.begin:g}, and {needed} is there at {arrives:g}")
-    return found
 
 
 def needs(work: Work, action: Action) -> list[Action]:
@@ -287,17 +243,6 @@ def needs(work: Work, action: Action) -> list[Action]:
         return [Action(BACKWARD_INPUT, stage, origin, microbatch)]
     own = [Action(FORWARD, stage, origin, microbatch)]
     return own + ([Action(backward, stage + 1, origin, microbatch)] if stage + 1 < work.stages else [])
-
-
-def _of_activations(work: Work, worker: int, order: list[Action]) -> list[str]:
-    if work.cap is None:
-        return []
-    held = most = 0
-    for action in order:
-        held += (action.kind == FORWARD) - (action.kind == work.adds())
-        most = max(most, held)
-    cap = work.cap[worker]
-    return [f"worker {worker} holds {most} activations, and may hold {cap}"] if most > cap else []
 
 
 ACTIONS_MAX = 200_000

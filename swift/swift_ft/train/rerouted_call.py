@@ -31,6 +31,7 @@ from swift_ft.planner.schedule import (
     Costs,
     Work,
     found_steps,
+    owners_of,
     period,
     plan_step,
 )
@@ -320,11 +321,14 @@ def call_of(assignment: Assignment, schedule: Any, *, split: bool, memory: float
     stages = torch_private.schedule_stages(schedule)
     groups = dict(stages[0].stage_index_to_group_rank)
     microbatches = torch_private.schedule_microbatches(schedule)
-    owners = []
-    for stage, group in sorted(groups.items()):
-        for origin in range(assignment.dp_size):
-            told = (assignment.owner(group, origin, mb) for mb in range(microbatches))
-            owners.append(((stage, origin), tuple(owner for owner in told if owner is not None)))
+    of_groups = owners_of(
+        assignment, microbatches
+    )  # this process's assignment counts each stage group as one stage
+    owners = [
+        ((stage, origin), of_groups[group, origin])
+        for stage, group in sorted(groups.items())
+        for origin in range(assignment.dp_size)
+    ]
     held = activations_held(schedule)
     caps = None if held is None else [math.ceil(count * memory) for count in held]
     cap = (

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from swift_ft.lab.plan import rerouted
 from swift_ft.lab.plan.command import main
-from swift_ft.planner.schedule import Costs
+from swift_ft.planner.schedule import Costs, plan_step
+from tests.unit.recovery.adaptive.works import problems
 
 SIZE = ["--adaptive", "--stages", "3", "--replicas", "3", "--microbatches", "4"]
 
@@ -58,6 +61,24 @@ def test_the_worst_place_is_where_the_step_is_longest() -> None:
     assert rerouted.worst(request(), 1) == (0, 0, 1)
     assert rerouted.worst(request(), 0) == (0, 0, 0)
     assert sorted(rerouted.worst(request(), 5)) == [1, 2, 2]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), st.sampled_from([rerouted.WAYS[0], rerouted.WAYS[1]]))
+def test_planned_steps_do_all_the_work(data: st.DataObject, way: rerouted.Way) -> None:
+    counts = data.draw(st.tuples(*[st.integers(0, 2)] * 3))
+    planned = rerouted.planned(request(), way, counts)
+    assert problems(planned.work, planned.step) == []
+    assert len(planned.step.slots) == 9 - len(planned.lost)
+    assert all(sum(at == stage for at, _ in planned.lost) >= count for stage, count in enumerate(counts))
+
+
+def test_whole_pipelines_are_left_out_where_that_is_shorter() -> None:
+    """With 1F1B's memory and whole backwards, who adopts a microbatch of one stage holds its activations too long."""
+    of = request(stages=4, replicas=4, microbatches=8)
+    planned = rerouted.planned(of, rerouted.WAYS[0], (0, 1, 0, 0))
+    assert planned.lost == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert planned.step.length == 42 < plan_step(of.work(rerouted.WAYS[0], [(1, 0)])).length
 
 
 @pytest.mark.parametrize(

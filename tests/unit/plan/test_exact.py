@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from swift_ft.planner.schedule import Work, plan_step, problems
+from swift_ft.planner.schedule import Work, plan_step
 from tests.unit.plan.integer_program import exact_step
-from tests.unit.recovery.adaptive.works import Lost, one_each
+from tests.unit.recovery.adaptive.works import Lost, one_each, problems
 
 KNOWN = """
 D P M lost     fused     split     split with twice the activations: planned/shortest/bound

@@ -28,7 +28,8 @@ from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
 from swift_ft.lab.drill.cluster import Cluster
-from swift_ft.planner.schedule import Costs, Work, plan_step, shared, shortest_period
+from swift_ft.planner import Assignment
+from swift_ft.planner.schedule import Costs, Work, owners_of, plan_step, shortest_period
 from swift_ft.text import show, table
 
 MODES: dict[str, dict[str, Any]] = {
@@ -171,13 +172,14 @@ def _planned(shape: Shape, mode: str) -> tuple[float, float]:
     split = settings.get("split_backward", True)
     rest = (1.0,) * (stages - 1)
     memory = settings.get("adaptive_memory", 1.0)
+    whole = Assignment.grid(stages * replicas, replicas=replicas)
+    gone = {whole.at(*place) for place in lost}
+    left = whole.held_by({slot: slot for slot in whole.occupied if slot not in gone}).rerouted()
     work = Work(
         stages=stages,
         origins=replicas,
         microbatches=microbatches,
-        owners=shared(
-            group_stages=[[s] for s in range(stages)], origins=replicas, microbatches=microbatches, lost=lost
-        ),
+        owners=owners_of(left, microbatches),
         split=split,
         costs=Costs(backward_input=(0.0, *rest), backward_weight=(2.0, *rest)),
         cap={

@@ -5,13 +5,19 @@ long as one replica remains there, the rest in the following stages. Throughput 
 losses, with whole backwards and 1F1B's memory, over that of the plan; both compute the whole batch.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from swift_ft.errors import UsageError
-from swift_ft.planner.canonical_plans import Counts, JobShape, Plans, even, one_f_one_b
-from swift_ft.planner.schedule import ACTIONS_MAX, Costs, period, plan_step
+from swift_ft.planner import Assignment
+from swift_ft.planner.schedule import ACTIONS_MAX, Costs, Step, Work, owners_of, period, plan_step
 from swift_ft.text import table
+
+Lost = Sequence[tuple[int, int]]
+"""(stage, replica) of each lost worker."""
+Counts = tuple[int, ...]
+"""The number of losses at each stage."""
 
 STAGES_MAX, ORIGINS_MAX, MICROBATCHES_MAX, CELLS_MAX = 4096, 1024, 65536, 1_000_000
 
@@ -46,16 +52,23 @@ class Request:
         if not 0.01 <= self.cap_factor <= 1000:
             raise UsageError(f"--cap-factor {self.cap_factor:g}: give 0.01 to 1000")
 
-    def job(self, way: "Way") -> JobShape:
-        """Returns the job's shape for that way."""
-        memory = even if way.even else one_f_one_b
-        return JobShape(
-            group_stages=[[stage] for stage in range(self.stages)],
+    def work(self, way: "Way", lost: Lost) -> Work:
+        """Returns the work of a step with these losses, in that way."""
+        whole = Assignment.grid(self.stages * self.replicas, replicas=self.replicas)
+        gone = {whole.at(stage, replica) for stage, replica in lost}
+        left = whole.held_by({slot: slot for slot in whole.occupied if slot not in gone}).rerouted()
+        factor = self.cap_factor * way.memory
+        return Work(
+            stages=self.stages,
             origins=self.replicas,
             microbatches=self.microbatches,
+            owners=owners_of(left, self.microbatches),
             split=way.split,
             costs=self.costs,
-            cap=memory(self.stages, self.cap_factor * way.memory),
+            cap={
+                slot: max(1, int((self.stages - (0 if way.even else place.stage_group)) * factor + 1e-9))
+                for slot, place in enumerate(whole.slots)
+            },
         )
 
 
@@ -91,6 +104,7 @@ WAYS = (
         staggered=True,
     ),
 )
+_SLACK = 1e-9
 DROPPED = "each pipeline with a loss stands still, and the batch is smaller by its share"
 
 
@@ -107,7 +121,6 @@ def worst(request: Request, losses: int) -> Counts:
             counts[(stage + whole) % request.stages] = rest
         return tuple(counts)
 
-    job = request.job(WAYS[1])
     actions = 3 * request.stages * request.replicas * request.microbatches
     order = dict.fromkeys([request.stages - 1, 0, request.stages // 2, *range(request.stages)])
     stages = list(order)[: max(1, ACTIONS_MAX // actions)] if losses else [0]
@@ -115,31 +128,77 @@ def worst(request: Request, losses: int) -> Counts:
         return at(stages[0])
 
     def length(counts: Counts) -> float:
-        lost = [(stage, role) for stage, count in enumerate(counts) for role in range(count)]
-        return plan_step(job.work(lost), thorough=False).length
+        return plan_step(request.work(WAYS[1], first_ones(counts)), thorough=False).length
 
     return max(map(at, stages), key=length)
 
 
+class Planned(NamedTuple):
+    """The step that is planned for some losses."""
+
+    lost: Lost
+    """The workers that do nothing: as many as are lost, or more."""
+    work: Work
+    step: Step
+
+
+def first_ones(counts: Counts) -> list[tuple[int, int]]:
+    return [(stage, replica) for stage, count in enumerate(counts) for replica in range(count)]
+
+
+def planned(request: Request, way: "Way", counts: Counts) -> Planned:
+    """Returns the shortest plan among several choices of the lost workers: replicas are alike, so that only their
+    number at each stage counts. The number of choices bounds the time."""
+    best: Planned | None = None
+    actions = request.stages * request.replicas * request.microbatches * (3 if way.split else 2)
+    choices = list(_choices(counts, request.replicas))[: 1 + ACTIONS_MAX // actions]
+    for lost in choices:
+        work = request.work(way, lost)
+        step = plan_step(work, actions_max=ACTIONS_MAX // len(choices))
+        if best is None or step.length < best.step.length - _SLACK:
+            best = Planned(lost, work, step)
+        if best.lost == lost and step.length <= work.bound() + _SLACK and len(lost) == sum(counts):
+            break
+    assert best is not None
+    return best
+
+
+def _choices(counts: Counts, replicas: int) -> Iterator[Lost]:
+    """Yields the first replicas of each stage. Or equally many first ones at all stages: then the microbatches of some
+    replicas are redistributed as a whole, and some remaining workers stay idle. Or that only in the stages from the
+    first loss on, or up to the last one. Or different ones at each stage."""
+    most, stages = max(counts, default=0), range(len(counts))
+    lossy = [stage for stage in stages if counts[stage]] or [0]
+    spans = [stages, range(lossy[0], len(counts)), range(lossy[-1] + 1)]
+    shapes = [counts, *(tuple(most if s in span else counts[s] for s in stages) for span in spans)]
+    yield from map(first_ones, dict.fromkeys(shapes))
+    apart, taken = [], 0
+    for stage in stages:
+        apart += [(stage, (taken + n) % replicas) for n in range(counts[stage])]
+        taken += counts[stage]
+    if len(lossy) > 1:
+        yield apart
+
+
 def build_rerouted(request: Request) -> dict[str, Any]:
     """Builds the document: a row for each number of losses, with the length of a step in each way."""
-    plans = {_kind(way): Plans(request.job(way), losses=0) for way in WAYS}
-    whole = plans[_kind(WAYS[0])].of((0,) * request.stages).step.length
+    whole = planned(request, WAYS[0], (0,) * request.stages).step.length
     rows = []
     for losses in range(request.losses + 1):
         counts = worst(request, losses)
         ways: dict[str, dict[str, float]] = {}
         for way in WAYS:
-            planned = plans[_kind(way)].of(counts)
-            work, step = planned.placed([(s, d) for s, count in enumerate(counts) for d in range(count)])
+            if not way.staggered:  # it has the plan of the way before it
+                lost, work, step = planned(request, way, counts)
             length = period(work, step, staggered=True) if way.staggered else step.length
-            least = _bound(request, counts, way)
+            least_work = request.work(way, first_ones(counts))
+            least = least_work.period_bound() if way.staggered else least_work.bound()
             ways[way.name] = {
                 "length": length,
                 "bound": least,
                 "throughput": whole / length,
                 "throughput_bound": whole / least,
-                "idle_workers": len(planned.lost) - losses,
+                "idle_workers": len(lost) - losses,
             }
         dropped = (request.replicas - max(counts)) / request.replicas
         rows.append({"losses": losses, "counts": list(counts), "ways": ways, "dropped": dropped})
@@ -155,17 +214,6 @@ def build_rerouted(request: Request) -> dict[str, Any]:
         "whole": whole,
         "rows": rows,
     }
-
-
-def _kind(way: Way) -> tuple[bool, bool, float]:
-    """Returns the key of a way's plans, which ways with equal keys share."""
-    return way.split, way.even, way.memory
-
-
-def _bound(request: Request, counts: Counts, way: Way) -> float:
-    lost = [(stage, role) for stage, count in enumerate(counts) for role in range(count)]
-    work = request.job(way).work(lost)
-    return work.period_bound() if way.staggered else work.bound()
 
 
 def place(counts: Counts) -> str:

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_ft.planner.schedule import Action, Costs, Step, Work, plan_step, problems, shared
-from tests.unit.recovery.adaptive.works import losses, one_each, one_f_one_b_length, works
+from swift_ft.planner.schedule import Action, Costs, Step, Work, plan_step
+from tests.unit.recovery.adaptive.works import (
+    losses,
+    one_each,
+    one_f_one_b_length,
+    problems,
+    shared,
+    works,
+)
 
 
 def out_of_order(work: Work, step: Step) -> list[tuple[int, int, int]]:
@@ -186,7 +193,7 @@ def test_those_that_are_left_share_evenly(lost: list[tuple[int, int]], microbatc
 
 
 def test_the_bound_of_one_worker_is_all_that_it_computes() -> None:
-    owners = shared(group_stages=[[0]], origins=2, microbatches=3, lost=[(0, 1)])
+    owners = shared([[0]], 2, 3, [(0, 1)])
     work = Work(stages=1, origins=2, microbatches=3, owners=owners, costs=Costs(forward=(2.0,)))
     assert work.bound() == plan_step(work).length == 6 * 4
 

@@ -2,14 +2,49 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 from hypothesis import strategies as st
 
-from swift_ft.planner.schedule import Costs, Work, shared
+from swift_ft.planner import Assignment
+from swift_ft.planner.schedule import Costs, Step, Work, needs, owners_of
 
 UNIT = Costs()
 """Each part takes 1, a transfer nothing."""
 Lost = Sequence[tuple[int, int]]
+
+
+def shared(
+    group_stages: Sequence[Sequence[int]], origins: int, microbatches: int, lost: Lost
+) -> dict[tuple[int, int], tuple[int, ...]]:
+    """The owners where (stage group, origin) of `lost` are lost; worker numbers are group * origins + origin."""
+    stages = {g * origins + d: mine for g, mine in enumerate(group_stages) for d in range(origins)}
+    members = {worker: worker for worker in stages if divmod(worker, origins) not in lost}
+    job = Assignment.told(num_stages=sum(map(len, group_stages)), stages=stages, members=members)
+    return owners_of(job.rerouted(), microbatches)
+
+
+def problems(work: Work, step: Step) -> list[str]:
+    """What is wrong with a step; empty if every action is done once, by its owner, after its inputs, within memory."""
+    at = {slot.action: (worker, slot) for worker, row in step.slots.items() for slot in row}
+    if sorted((worker, slot.action) for worker, row in step.slots.items() for slot in row) != sorted(
+        work.actions()
+    ):
+        return ["other actions are done, or by others"]
+    found = []
+    for worker, row in step.slots.items():
+        if any(behind.begin < before.end - 1e-9 for before, behind in pairwise(row)):
+            found.append(f"worker {worker} does two things at a time")
+        held = accumulate((s.action.kind == "F") - (s.action.kind == work.adds()) for s in row)
+        if work.cap is not None and max(held) > work.cap[worker]:
+            found.append(f"worker {worker} holds too many activations")
+    for action, (worker, slot) in at.items():
+        if slot.end - slot.begin < work.costs.of(action.kind, action.stage) - 1e-9:
+            found.append(f"{action} takes too little time")
+        for source, given in map(at.__getitem__, needs(work, action)):
+            if slot.begin < given.end + (work.costs.transfer if source != worker else 0.0) - 1e-9:
+                found.append(f"{action} begins before {given.action} is there")
+    return found
 
 
 def one_each(
@@ -23,9 +58,7 @@ def one_each(
     costs: Costs = UNIT,
 ) -> Work:
     """A stage on each worker, with `factor` times the activations of 1F1B."""
-    owners = shared(
-        group_stages=[[s] for s in range(stages)], origins=origins, microbatches=microbatches, lost=lost
-    )
+    owners = shared([[s] for s in range(stages)], origins, microbatches, lost)
     cap = {s * origins + d: max(1, int((stages - s) * factor)) for s in range(stages) for d in range(origins)}
     return Work(
         stages=stages,
@@ -65,7 +98,7 @@ def works(draw: st.DrawFn, *, lossless: bool = False) -> Work:
     stages = groups * chunks
     group_stages = [list(range(group, stages, groups)) for group in range(groups)]
     lost = [] if lossless else draw(losses(groups, origins))
-    owners = shared(group_stages=group_stages, origins=origins, microbatches=microbatches, lost=lost)
+    owners = shared(group_stages, origins, microbatches, lost)
 
     def each(strategy: st.SearchStrategy[float]) -> tuple[float, ...]:
         size = draw(st.sampled_from([1, stages]))
