@@ -1,6 +1,6 @@
 """Compiles swift/swift_ft/state/kernels.cpp and swift/swift_ft/log/ring.cpp where there is a C++ compiler.
 
-Without one everything works: undo takes longer, and the trainer's thread copies what is logged.
+Without one everything works: undo takes copies, and the trainer's thread copies what is logged.
 """
 
 import hashlib

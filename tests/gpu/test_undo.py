@@ -12,16 +12,15 @@ SMALL_BYTES = 64
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
 
 
-@pytest.mark.parametrize("undo", ["exact", "preimage"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "implementation"), list(models.cases()))
-def test_all_bits_come_back(name: str, implementation: str, dtype: torch.dtype, undo: str) -> None:
+def test_all_bits_come_back(name: str, implementation: str, dtype: torch.dtype) -> None:
     if name == "adagrad" and implementation == "fused":
         pytest.skip("torch has no fused Adagrad on CUDA")
     parameters, beside = (models.parameters(dtype, device="cuda") for _ in range(2))
     optimizer = models.make(name, implementation, parameters)
     plain = models.make(name, implementation, beside)
-    journal = Journal(optimizer, undo=undo, bucket_bytes=SMALL_BYTES)
+    journal = Journal(optimizer, undo="exact", bucket_bytes=SMALL_BYTES)
     for step in range(5):
         before = models.image(optimizer)
         scale = 1e4 if step == 3 else 1.0

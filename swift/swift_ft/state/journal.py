@@ -21,7 +21,7 @@ import torch
 
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.optimizers import Lamb, Lion
-from swift_ft.state import inverse_step, optimizer_names
+from swift_ft.state import inverse_step, kernels, optimizer_names
 from swift_ft.state.exact_undo import Exact
 from swift_ft.state.inverse_step import RULES, Arithmetic, Bucket, numbers, snapshot, squares, unfit
 from swift_ft.state.kernels import Pool
@@ -318,6 +318,10 @@ class Journal:
         """Returns why this group's steps cannot be inverted; empty if they can."""
         if self._known not in RULES:
             return "none is known"
+        if kernels.library() is None:
+            return "swift's compiled code is not there"
+        if any(p.device.type != "cpu" for p in group["params"]):
+            return "only steps on a CPU have one"
         if self._known is torch.optim.SGD and group["fused"]:
             if any(p.device.type == "cpu" and p.element_size() == 2 for p in group["params"]):
                 # pytorch issue 191763: parameters do not change, momentum becomes garbage.
@@ -576,11 +580,6 @@ class Journal:
             for record in records.values()
             if record is not None
         )
-
-    @property
-    def passing_bytes(self) -> int:
-        """Returns the bytes of buffers that the exact undo holds for the temporary copy of its largest bucket."""
-        return self._pool.bytes_of("old", "estimate", "nibble", "where", "escaped")
 
 
 def make_buckets(

@@ -1,5 +1,4 @@
-// Optimizer steps computed backwards, in one pass over memory; the fast version of inverse_step.py for
-// CPUs. inverse_step.py explains the formulas, and tests/unit/optim compares the two.
+// Optimizer steps computed backwards, in one pass over memory, on a CPU. inverse_step.py gives the constants.
 //
 // Legend: T is the type in memory, A the type of the arithmetic (float, or double for double). Column 0 is the
 // parameter, columns 1.. are its state. Every value is loaded, computed in A, and rounded to T once.
@@ -23,7 +22,7 @@ namespace {
 
 constexpr int64_t BLOCK = 128;            // elements computed at a time, in the first-level cache
 constexpr int64_t PER_THREAD = 1 << 15;   // fewer elements are not worth a thread
-constexpr int MOST = 4;                   // columns
+constexpr int MOST = 3;                   // columns
 
 // --- types in memory ---
 
@@ -130,7 +129,7 @@ template <class A> struct Momentum {
   }
 };
 
-// Adam, AdamW, LAMB and RAdam.
+// Adam, AdamW and LAMB.
 template <class A> struct Adam {
   static constexpr int state = 2;
   A rate, size, floor, grow, sign, decay, fade;  // rate and size are apart: LAMB's product may overflow
@@ -142,34 +141,6 @@ template <class A> struct Adam {
   inline void back(A& p, A g, A* s) const {
     A denominator = scaled ? std::sqrt(s[1]) + floor : A(1);
     p = (p + rate * (size * (s[0] / denominator))) * grow;
-    A used = sign * g + decay * p;
-    s[0] = forget(s[0], used, fade);
-    if (!second.back(s[1], used)) s[0] = 0;
-  }
-};
-
-// Undoes p ← p - rate·(g + decay·p)/denominator, where the fraction is never beyond ±bound.
-template <class A> struct Solve {
-  A rate, decay, bound;
-  explicit Solve(Constants<A>& c) : rate(c.take()), decay(c.take()), bound(c.take()) {}
-  inline A back(A p, A g, A denominator) const {
-    denominator = std::max(denominator - rate * decay, denominator * A(0.5));
-    A fraction = (g + decay * p) / denominator;
-    fraction = fraction > bound ? bound : fraction;
-    return p + rate * (fraction < -bound ? -bound : fraction);
-  }
-};
-
-template <class A> struct Nadam {
-  static constexpr int state = 2;
-  A by_moment, by_gradient, floor, grow, sign, decay, fade;
-  Solve<A> solve;
-  Second<A> second;
-  explicit Nadam(Constants<A> c)
-      : by_moment(c.take()), by_gradient(c.take()), floor(c.take()), grow(c.take()), sign(c.take()),
-        decay(c.take()), fade(c.take()), solve(c), second(c.second()) {}
-  inline void back(A& p, A g, A* s) const {
-    p = solve.back(p, by_moment * s[0] + by_gradient * g, std::sqrt(s[1]) + floor) * grow;
     A used = sign * g + decay * p;
     s[0] = forget(s[0], used, fade);
     if (!second.back(s[1], used)) s[0] = 0;
@@ -191,70 +162,6 @@ template <class A> struct Lion {
     A way = first != 0 ? used : m + (used - m) * share;
     A step = way > 0 ? rate : (way < 0 ? -rate : (way == way ? A(0) : way));
     p = (p + step) * grow;
-  }
-};
-
-template <class A> struct Adagrad {
-  static constexpr int state = 1;
-  A floor, sign, decay;
-  Solve<A> solve;
-  Second<A> second;
-  explicit Adagrad(Constants<A> c)
-      : floor(c.take()), sign(c.take()), decay(c.take()), solve(c), second(c.second()) {}
-  inline void back(A& p, A g, A* s) const {
-    p = solve.back(p, g, std::sqrt(s[0]) + floor);
-    second.back(s[0], sign * g + decay * p);
-  }
-};
-
-// States: square_avg, then momentum_buffer if there is momentum, then grad_avg if centered.
-template <class A, bool momentum, bool centered> struct Rmsprop {
-  static constexpr int state = 1 + momentum + centered;
-  A floor, sign, decay, lr, grow_back, fade;
-  Solve<A> solve;
-  Second<A> second;
-  explicit Rmsprop(Constants<A> c)
-      : floor(c.take()), sign(c.take()), decay(c.take()), lr(c.take()), grow_back(1 / c.take()), fade(c.take()),
-        solve(c), second(c.second()) {}
-  inline void back(A& p, A g, A* s) const {
-    A* mean = s + (centered ? state - 1 : 0);
-    // Fused, as torch's addcmul is: an infinite average less a square beyond the type's range stays infinite.
-    A variance = centered ? std::fma(-*mean, *mean, s[0]) : s[0];
-    A root = std::sqrt(variance > 0 || !centered ? variance : A(0)) + floor;
-    p = momentum ? p + lr * s[1] : solve.back(p, g, root);
-    A used = sign * g + decay * p;
-    if (momentum) s[1] = (s[1] - used / root) * grow_back;
-    if (centered) *mean = forget(*mean, used, fade);
-    bool known = second.back(s[0], used);
-    for (int k = 1; k < state; k++) s[k] = known ? s[k] : A(0);
-    // A variance that rounding has made negative would be a NaN in the next step.
-    if (centered && second.least >= 0) s[0] = std::max(s[0], *mean * *mean * (1 + 64 * second.least));
-  }
-};
-
-template <class A> struct Adadelta {
-  static constexpr int state = 2;
-  A lr, floor, rho, sign, decay;
-  Second<A> second;
-  explicit Adadelta(Constants<A> c)
-      : lr(c.take()), floor(c.take()), rho(c.take()), sign(c.take()), decay(c.take()), second(c.second()) {}
-  inline void back(A& p, A g, A* s) const {
-    A root = std::sqrt(s[0] + floor), after = p, old = 0;
-    // With weight decay the gradient depends on the old parameter; each round gains the digits of lr·decay.
-    int rounds = sizeof(A) == 8 ? 6 : 3;
-    if (decay == 0) {
-      round(p, sign * g / root, after, s[1], old);
-    } else {
-      for (int i = 0; i < rounds; i++) round(p, (sign * g + decay * p) / root, after, s[1], old);
-    }
-    s[1] = old;
-    if (!second.back(s[0], sign * g + decay * p)) s[1] = 0;
-  }
-  inline void round(A& p, A ratio, A after, A deltas, A& old) const {
-    A square = ratio * ratio;
-    old = (deltas - square * ((1 - rho) * floor)) / (square * (1 - rho) + rho);
-    old = old < 0 ? A(0) : old;
-    p = after + lr * (ratio * std::sqrt(old + floor));
   }
 };
 
@@ -497,7 +404,7 @@ void patch(const Table& table, int column, const int32_t* where, const Word* val
   }
 }
 
-// --- calls from Python (native.py) ---
+// --- calls from Python (kernels.py) ---
 
 enum Task : int32_t { INVERT, RECORD, UNDO };
 
@@ -545,18 +452,11 @@ template <class T> void run_with(Call& call, const Rule<typename As<T>::Wide>& r
 }
 
 template <class A> std::unique_ptr<Rule<A>> rule_of(int number, const Constants<A>& c) {
-  switch (number) {  // the order of native.py
+  switch (number) {  // the order of kernels.py
     case 0: return std::make_unique<RuleOf<A, Sgd<A>>>(c);
     case 1: return std::make_unique<RuleOf<A, Momentum<A>>>(c);
     case 2: return std::make_unique<RuleOf<A, Adam<A>>>(c);
-    case 3: return std::make_unique<RuleOf<A, Nadam<A>>>(c);
-    case 4: return std::make_unique<RuleOf<A, Lion<A>>>(c);
-    case 5: return std::make_unique<RuleOf<A, Adagrad<A>>>(c);
-    case 6: return std::make_unique<RuleOf<A, Rmsprop<A, false, false>>>(c);
-    case 7: return std::make_unique<RuleOf<A, Rmsprop<A, true, false>>>(c);
-    case 8: return std::make_unique<RuleOf<A, Rmsprop<A, false, true>>>(c);
-    case 9: return std::make_unique<RuleOf<A, Rmsprop<A, true, true>>>(c);
-    case 10: return std::make_unique<RuleOf<A, Adadelta<A>>>(c);
+    case 3: return std::make_unique<RuleOf<A, Lion<A>>>(c);
     default: return nullptr;
   }
 }

@@ -1,7 +1,6 @@
 """`kernels.cpp` from Python: inverts a cluster's step in one pass, for contiguous tensors of a CPU.
 
-`inverse_step` computes the same in several passes. It serves devices other than the CPU, and installations without a
-C++ compiler.
+Other tensors, and installations without a C++ compiler, are served by copies (`swift_ft.state.journal.PreImage`).
 """
 
 import ctypes
@@ -17,20 +16,6 @@ import torch
 
 from swift_ft.state.optimizer_names import is_plain_memory
 
-# A bucket's tensors as flat pieces that fit into the cache, so that many operations cost one pass over memory.
-#
-# Legend: N elements of a unit; columns are the parameter (0) and its state (1, 2, …).
-
-CACHED = 1 << 17
-"""Elements per thread of a CPU. All columns of a unit stay in the last-level cache, and the start of an operation is a
-small part of its time (smaller units, for the second-level cache, were slower: measured)."""
-ALONE = 1 << 13
-"""Elements from which a tensor gets units of its own. Smaller ones are packed: starts of operations would dominate."""
-ON_DEVICE = 1 << 22
-"""Elements per unit on other devices: large enough for launches not to matter."""
-ROUND = 8
-"""Bytes to which lengths are rounded up where bytes are processed by the word."""
-
 DTYPES = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -38,88 +23,6 @@ DTYPES = {
     torch.float16: torch.int16,
 }
 """Element types whose steps can be inverted, with the integers of their size."""
-
-
-def unit_size(device: torch.device) -> int:
-    return CACHED * min(torch.get_num_threads(), 16) if device.type == "cpu" else ON_DEVICE
-
-
-class Unit:
-    """N elements: a piece of one tensor, or several small tensors one after another."""
-
-    def __init__(self, numel: int, gradient: list[torch.Tensor], columns: list[list[torch.Tensor]]):
-        self.numel = numel
-        self._gradient = gradient
-        self._columns = columns
-        self.direct = len(gradient) == 1 and all(c[0].is_contiguous() for c in [gradient, *columns])
-        """True if columns are views into the live tensors."""
-
-    @property
-    def width(self) -> int:
-        return len(self._columns)
-
-    def gradient(self) -> torch.Tensor:
-        return _one(self._gradient)
-
-    def column(self, index: int) -> torch.Tensor:
-        """Returns [N], a view if the unit is direct, else a copy."""
-        return _one(self._columns[index])
-
-    def copy_column(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """Copies [N] into `out`."""
-        return torch.cat([tensor.reshape(-1) for tensor in self._columns[index]], out=out)
-
-    def store(self, index: int, values: torch.Tensor) -> None:
-        """Writes [N] back into the live tensors."""
-        at = 0
-        for tensor in self._columns[index]:
-            size = tensor.numel()
-            tensor.copy_(values[at : at + size].view(tensor.shape))
-            at += size
-
-
-def _one(tensors: list[torch.Tensor]) -> torch.Tensor:
-    if len(tensors) == 1:
-        return tensors[0].reshape(-1)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def direct(*columns: Sequence[torch.Tensor]) -> list[bool]:
-    """Returns, per parameter, whether it can be computed in place because all its tensors are contiguous."""
-    return [all(tensor.is_contiguous() for tensor in tensors) for tensors in zip(*columns, strict=True)]
-
-
-def cut(
-    gradients: Sequence[torch.Tensor], columns: Sequence[Sequence[torch.Tensor]], flat: Sequence[bool]
-) -> list[Unit]:
-    """Cuts tensors of one dtype and device into units; each column has one tensor per parameter.
-
-    Equal sizes, `flat` and number of threads give equal units, so that computations over them are repeatable.
-    """
-    units: list[Unit] = []
-    small: list[int] = []
-    total = 0
-
-    def pack() -> None:
-        nonlocal total
-        if small:
-            units.append(Unit(total, [gradients[i] for i in small], [[c[i] for i in small] for c in columns]))
-        small.clear()
-        total = 0
-
-    for index, gradient in enumerate(gradients):
-        size, numel = unit_size(gradient.device), gradient.numel()
-        if numel >= ALONE and flat[index]:
-            every = [gradient, *(column[index] for column in columns)]
-            pieces = zip(*(torch.split(tensor.reshape(-1), size) for tensor in every), strict=True)
-            units += [Unit(piece[0].numel(), [piece[0]], [[t] for t in piece[1:]]) for piece in pieces]
-        elif numel:
-            if total + numel > size:
-                pack()
-            small.append(index)
-            total += numel
-    pack()
-    return units
 
 
 class Pool:
@@ -137,19 +40,14 @@ class Pool:
             buffer = self._buffers[name] = torch.empty(numel, dtype=dtype, device=device)
         return buffer[:numel]
 
-    def bytes_of(self, *kinds: str) -> int:
-        """Returns the bytes of the buffers whose names begin with one of these words."""
-        held = [buffer for name, buffer in self._buffers.items() if name[0] in kinds]
-        return sum(buffer.numel() * buffer.element_size() for buffer in held)
 
-
-MOST = 4
+MOST = 3
 """Maximum number of columns of a parameter: itself and its state."""
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 INVERT, RECORD, UNDO = range(3)
 SOURCE = Path(__file__).with_name("kernels.cpp")
 ENV_OFF = "SWIFT_NO_NATIVE"
-"""Environment variable; 1: compute with torch's operations alone."""
+"""Environment variable; 1: steps are taken back by copies."""
 
 
 class Form(IntEnum):
@@ -158,14 +56,11 @@ class Form(IntEnum):
     SGD = 0
     MOMENTUM = 1
     ADAM = 2
-    NADAM = 3
-    LION = 4
-    ADAGRAD = 5
-    RMSPROP = 6
-    RMSPROP_MOMENTUM = 7
-    RMSPROP_CENTERED = 8
-    RMSPROP_MOMENTUM_CENTERED = 9
-    ADADELTA = 10
+    LION = 3
+
+
+Backwards = tuple[Form, tuple[float, ...]]
+"""The inverse of a step: a rule and its constants."""
 
 
 class _Place(ctypes.Structure):
@@ -251,7 +146,7 @@ class Pass:
 
     def __init__(
         self,
-        backwards: tuple[Form, Sequence[float]],
+        backwards: Backwards,
         gradients: Sequence[torch.Tensor],
         columns: Sequence[Sequence[torch.Tensor]],
         *,

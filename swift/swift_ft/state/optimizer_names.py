@@ -12,7 +12,7 @@ from swift_ft import torch_private
 torch_private.require(
     {
         "torch.optim.optimizer": (_module, ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"]),
-        "torch": (torch, ["_foreach_clone", "_foreach_copy_", "_fused_adamw_"]),
+        "torch": (torch, ["_foreach_clone", "_foreach_copy_"]),
         "torch.optim.Optimizer": (torch.optim.Optimizer, ["_process_value_according_to_param_policy"]),
         "torch.Tensor": (torch.Tensor, ["_version", "_is_zerotensor"]),
     }
@@ -41,46 +41,6 @@ def state_left_alone() -> Iterator[None]:
         yield
     finally:
         base._process_value_according_to_param_policy = policy
-
-
-_STANDING = 1 - 2.0**-53  # rounds to 1 in every dtype, but its powers vanish
-_steps: dict[torch.device, torch.Tensor] = {}
-
-
-def adamw_(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    m: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    lr: float = 0.0,
-    betas: tuple[float, float] = (_STANDING, _STANDING),
-    decay: float = 0.0,
-    eps: float = 1.0,
-    maximize: bool = False,
-) -> None:
-    """Computes m ← β1·m + (1 - β1)·g, v ← β2·v + (1 - β2)·g², p ← (1 - lr·decay)·p - lr·m/(√v + eps) in one pass.
-
-    There is no bias correction: the step number is so large that powers of rates under 1 are 0. (With rates over 1
-    `p` becomes NaN.)
-    """
-    if p.device not in _steps:
-        _steps[p.device] = torch.tensor(1e30, dtype=torch.float32, device=p.device)
-    torch._fused_adamw_(
-        [p],
-        [g],
-        [m],
-        [v],
-        [],
-        [_steps[p.device]],
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=maximize,
-    )
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:

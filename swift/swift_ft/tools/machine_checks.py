@@ -210,7 +210,7 @@ def software(facts: Facts) -> Iterator[Finding]:
             ),
         )
     if "torch" in versions:  # the compiled kernels are for undo
-        advice = "undo is several times slower: install a C++ compiler, then swift-ft again"
+        advice = "undo takes copies of the state: install a C++ compiler, then swift-ft again"
         yield _judge("compiled kernels", ", ".join(kernels) or "not built", (not kernels, WARN, advice))
 
 

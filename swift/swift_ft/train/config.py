@@ -57,9 +57,9 @@ _ARM = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU r
 
 
 def determinism_fingerprint(undo: str) -> dict[str, str]:
-    """Returns the values to compare. `undo` is the undo mode: only arithmetic undo's bits depend on its
-    implementation."""
-    computed = "kernels.cpp" if kernels.library() is not None else "torch"
+    """Returns the values to compare. `undo` is the undo mode: an arithmetic undo's bits depend on whether steps can be
+    computed backwards."""
+    computed = "kernels.cpp" if kernels.library() is not None else "copies"
     return {
         **({"undo": computed} if undo == "arithmetic" else {}),
         "torch": torch.__version__,

@@ -1,15 +1,15 @@
-"""Both ways to compute a step backwards."""
+"""With the compiled inverses, and as without a compiler."""
 
 import pytest
 
 from swift_ft.state import kernels
 
-ONE_PASS, MANY_PASSES = "one pass", "many passes"
+COMPILED, COPIES = "compiled", "copies"
 
 
-@pytest.fixture(params=[ONE_PASS, MANY_PASSES])
+@pytest.fixture(params=[COMPILED, COPIES])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """`kernels.cpp`, where it could be compiled, and torch's operations."""
-    if request.param == MANY_PASSES:
+    """`kernels.cpp`, where it could be compiled, and copies."""
+    if request.param == COPIES:
         monkeypatch.setattr(kernels, "library", lambda: None)
     return str(request.param)

@@ -22,19 +22,10 @@ HYPER: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw-maximize": (torch.optim.AdamW, {"lr": 1e-3, "maximize": True}),
     "amsgrad": (torch.optim.AdamW, {"lr": 1e-3, "amsgrad": True}),
     "adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.01, "weight_decay": 0.01}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "weight_decay": 0.01}),
-    "rmsprop-centered": (torch.optim.RMSprop, {"lr": 1e-3, "centered": True, "momentum": 0.9}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3, "centered": True, "momentum": 0.9}),
     "adadelta": (torch.optim.Adadelta, {"lr": 1.0, "weight_decay": 0.01}),
     "nadam": (torch.optim.NAdam, {"lr": 1e-3, "weight_decay": 0.01}),
-    "nadam-decoupled": (
-        torch.optim.NAdam,
-        {"lr": 1e-3, "weight_decay": 0.1, "decoupled_weight_decay": True},
-    ),
     "radam": (torch.optim.RAdam, {"lr": 1e-3, "weight_decay": 0.01}),
-    "radam-decoupled": (
-        torch.optim.RAdam,
-        {"lr": 1e-3, "weight_decay": 0.1, "decoupled_weight_decay": True},
-    ),
     "lamb": (Lamb, {"lr": 1e-2, "weight_decay": 0.01}),
     "lion": (Lion, {"lr": 1e-3, "weight_decay": 0.1}),
     "adamax": (torch.optim.Adamax, {"lr": 1e-3}),
@@ -43,6 +34,8 @@ HYPER: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 OURS = (Lamb, Lion)
+COPIED = ("amsgrad", "adagrad", "rmsprop", "adadelta", "nadam", "radam", "adamax", "asgd", "rprop")
+"""Those whose steps have no inverse."""
 IMPLEMENTATIONS = ("default", "for-loop", "foreach", "fused")
 
 

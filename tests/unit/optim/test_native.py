@@ -12,8 +12,8 @@ import torch
 
 from swift_ft.optimizers import Lamb, Lion
 from swift_ft.state import kernels
-from swift_ft.state.exact_undo import ROOM, Exact, ManyPasses, OnePass
-from swift_ft.state.journal import Journal
+from swift_ft.state.exact_undo import ROOM, Exact, Residue
+from swift_ft.state.journal import Journal, PreImage
 from tests.unit.optim import models
 
 LARGE = 5 * (1 << 15) + 77
@@ -33,7 +33,7 @@ def grown(
         optimizer.step()
 
 
-def residues(journal: Journal) -> list[object]:
+def residues(journal: Journal) -> list[Residue]:
     records = [record for record in journal._records.values() if isinstance(record, Exact)]
     return [residue for record in records for residue in record._residues]
 
@@ -46,10 +46,10 @@ def test_it_is_built_and_used() -> None:
     models.give_gradients(parameters, 0)
     journal.begin(0)
     journal.apply_rest()
-    assert [type(residue) for residue in residues(journal)] == [OnePass]
+    assert len(residues(journal)) == 1
 
 
-def test_what_does_not_lie_in_one_piece_takes_many_passes() -> None:
+def test_what_does_not_lie_in_one_piece_is_copied() -> None:
     weight = torch.nn.Parameter(torch.randn(6, 4).t())
     optimizer = torch.optim.AdamW([weight, torch.nn.Parameter(torch.randn(3))])
     journal = Journal(optimizer, undo="exact")
@@ -58,7 +58,7 @@ def test_what_does_not_lie_in_one_piece_takes_many_passes() -> None:
     before = models.image(optimizer)
     journal.begin(0)
     journal.apply_rest()
-    assert [type(residue) for residue in residues(journal)] == [ManyPasses]
+    assert [type(record) for record in journal._records.values()] == [PreImage]
     journal.undo()
     assert models.image(optimizer) == before
 
@@ -117,21 +117,6 @@ def test_threads_that_flush_denormals_differently_compute_alike() -> None:
         torch.set_num_threads(had)
 
 
-def test_a_gradient_that_is_negative_by_a_mark_alone_is_read_as_torch_reads_it() -> None:
-    parameter = torch.nn.Parameter(torch.ones(5))
-    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-    grown(optimizer, [parameter])
-    before = parameter.detach().clone()
-    journal = Journal(optimizer, undo="arithmetic")
-    parameter.grad = torch.randn(5, dtype=torch.complex64).conj().imag
-    assert parameter.grad.is_neg()
-    journal.begin(3)
-    journal.apply_rest()
-    journal.undo()
-    torch.testing.assert_close(parameter.detach(), before)
-
-
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_second_moment_is_never_below_what_rounding_leaves_of_it(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -182,63 +167,46 @@ VARIANTS = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2}),
     (torch.optim.Adam, {}),
     (torch.optim.AdamW, {}),
-    (torch.optim.NAdam, {}),
-    (torch.optim.NAdam, {"decoupled_weight_decay": True}),
-    (torch.optim.RAdam, {}),
-    (torch.optim.RAdam, {"decoupled_weight_decay": True}),
-    (torch.optim.Adagrad, {"lr_decay": 0.1}),
-    (torch.optim.RMSprop, {}),
-    (torch.optim.RMSprop, {"momentum": 0.9}),
-    (torch.optim.RMSprop, {"centered": True}),
-    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
-    (torch.optim.Adadelta, {}),
     (Lamb, {}),
     (Lion, {}),
 ]
 
 
-@pytest.mark.parametrize("grown_for", [0, 4, 9])  # RAdam changes its rule after five steps
+@pytest.mark.parametrize("grown_for", [0, 4])
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 0.05])
 @pytest.mark.parametrize(("cls", "hyper"), VARIANTS)
-def test_both_ways_agree(
-    cls: Any,
-    hyper: dict[str, Any],
-    decay: float,
-    maximize: bool,
-    grown_for: int,
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_inverse_leads_back(
+    cls: Any, hyper: dict[str, Any], decay: float, maximize: bool, grown_for: int
 ) -> None:
-    found, truth = [], []
-    for library in (kernels.library(), None):
-        monkeypatch.setattr(kernels, "library", lambda library=library: library)
-        parameters = models.parameters(torch.float64)
-        optimizer = cls(parameters, **hyper, weight_decay=decay, maximize=maximize)
-        grown(optimizer, parameters, grown_for)
-        truth.append(torch.cat([p.detach().reshape(-1).clone() for p in parameters]))
-        journal = Journal(optimizer, undo="arithmetic")
-        models.give_gradients(parameters, 20)
-        journal.begin(20)
-        journal.apply_rest()
-        stepped = torch.cat([p.detach().reshape(-1).clone() for p in parameters])
-        journal.undo()
-        assert not torch.equal(stepped, truth[0])
+    parameters = models.parameters(torch.float64)
+    optimizer = cls(parameters, **hyper, weight_decay=decay, maximize=maximize)
+    grown(optimizer, parameters, grown_for)
+
+    def everything() -> torch.Tensor:
         state = [v for p in parameters for v in optimizer.state.get(p, {}).values() if v is not None]
-        found.append(torch.cat([t.detach().reshape(-1) for t in [*parameters, *state]]))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
+        return torch.cat([t.detach().reshape(-1).double() for t in [*parameters, *state]])
+
+    truth = everything()
+    journal = Journal(optimizer, undo="arithmetic")
+    models.give_gradients(parameters, 20)
+    journal.begin(20)
+    journal.apply_rest()
+    assert not torch.equal(everything()[: truth.numel()], truth)
+    assert not journal.undo().exact
     # In a first step with decay a few gradients lose their sign to it, and cannot be told from the others.
-    off = (found[0][: truth[0].numel()] - truth[0]).abs() > 1e-9
+    off = (everything() - truth).abs() > 1e-9
     assert float(off.double().mean()) <= (0.02 if decay and not grown_for else 0.0)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["sgd-nesterov", "adamw", "rmsprop-centered"])
+@pytest.mark.parametrize("name", ["sgd-nesterov", "adamw", "lion"])
 def test_blocks_and_threads(name: str, dtype: torch.dtype, threads: int) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = [LARGE, 1, 511, 512, 0, 513]
     parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in sizes]
-    optimizer = models.make(name, "for-loop", parameters)
+    optimizer = models.make(name, "default", parameters)
     had = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -273,13 +241,12 @@ def test_as_many_escapes_as_there_may_be(share: float) -> None:
     journal.begin(5)
     journal.apply_rest()
     (residue,) = residues(journal)
-    if isinstance(residue, OnePass):
-        some = residue._some.get(0)
-        kept = 0 if some is None else some[0].numel()
-        assert (0 in residue._whole) == (share > 0.5)
-        if share == 0.3:
-            assert kept > max(ROOM, LARGE // 64)  # the first room was too small
-        elif share < 0.1:
-            assert int(tiny.sum()) <= kept <= int(tiny.sum()) + LARGE // 50
+    some = residue._some.get(0)
+    kept = 0 if some is None else some[0].numel()
+    assert (0 in residue._whole) == (share > 0.5)
+    if share == 0.3:
+        assert kept > max(ROOM, LARGE // 64)  # the first room was too small
+    elif share < 0.1:
+        assert int(tiny.sum()) <= kept <= int(tiny.sum()) + LARGE // 50
     journal.undo()
     assert models.image(optimizer) == before

@@ -35,26 +35,6 @@ def hypers(cls: type[torch.optim.Optimizer]) -> st.SearchStrategy[dict[str, Any]
         torch.optim.SGD: {**common, "momentum": st.sampled_from([0.0, 0.5, 0.9, 0.99])},
         torch.optim.Adam: {**moments, "decoupled_weight_decay": BOOLS},
         torch.optim.AdamW: moments,
-        torch.optim.NAdam: {**moments, "decoupled_weight_decay": BOOLS},
-        torch.optim.RAdam: {**moments, "decoupled_weight_decay": BOOLS},
-        torch.optim.Adagrad: {
-            **common,
-            "eps": EPS,
-            "lr_decay": st.sampled_from([0.0, 0.1]),
-            "initial_accumulator_value": st.sampled_from([0.0, 0.1]),
-        },
-        torch.optim.RMSprop: {
-            **common,
-            "eps": EPS,
-            "alpha": st.sampled_from([0.5, 0.9, 0.99]),
-            "momentum": st.sampled_from([0.0, 0.9]),
-            "centered": BOOLS,
-        },
-        torch.optim.Adadelta: {
-            **common,
-            "eps": st.sampled_from([1e-6, 1e-12]),
-            "rho": st.sampled_from([0.5, 0.9]),
-        },
         Lamb: moments,
         Lion: {**common, "betas": BETAS},
     }
@@ -65,11 +45,6 @@ CLASSES = [
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.Adadelta,
     Lamb,
     Lion,
 ]
@@ -123,7 +98,7 @@ def take(parameters: list[torch.nn.Parameter], made: list[torch.Tensor]) -> None
     nasty=st.lists(st.sampled_from(NASTY + NOT_FINITE), max_size=4),
     before=st.lists(st.sampled_from(NASTY), max_size=2),
 )
-@example((torch.optim.RMSprop, {"centered": True, "momentum": 0.9}), torch.float32, 0, 3, [math.nan], [])
+@example((torch.optim.SGD, {"momentum": 0.9}), torch.float32, 0, 3, [math.nan], [])
 @example((torch.optim.AdamW, {"fused": True}), torch.float32, 0, 3, [math.inf, 1e30], [1e12])
 def test_exact_undo_is_exact(
     what: tuple[type[torch.optim.Optimizer], dict[str, Any]],
@@ -160,12 +135,7 @@ def test_exact_undo_is_exact(
 @example((torch.optim.AdamW, {"lr": 1e-2}), torch.float32, 0, 0, [1e12])
 @example((torch.optim.AdamW, {"lr": 1e-2}), torch.float32, 0, 1, [1e12])
 @example((torch.optim.AdamW, {"lr": 1e-2}), torch.float32, 0, 3, [1e30])
-@example((torch.optim.RMSprop, {"centered": True}), torch.float32, 0, 3, [1e6])
-@example(
-    (torch.optim.RMSprop, {"centered": True, "alpha": 0.5, "foreach": False}), torch.float32, 0, 0, [1e30]
-)
 @example((Lion, {}), torch.float32, 0, 3, [3e38])
-@example((torch.optim.NAdam, {"betas": (0.5, 0.5), "weight_decay": 0.01}), torch.float32, 0, 1, [3e38])
 @example((Lamb, {"lr": 0.3, "betas": (0.9, 0.5), "eps": 1e-3}), torch.float32, 350, 0, [1e-42])
 def test_arithmetic_undo_gives_values_to_go_on_with(
     what: tuple[type[torch.optim.Optimizer], dict[str, Any]],
@@ -195,7 +165,7 @@ def test_arithmetic_undo_gives_values_to_go_on_with(
         assert bool(parameter.isfinite().all())
         for name, value in optimizer.state.get(parameter, {}).items():
             assert bool(value.isfinite().all()), name
-            if name in ("exp_avg_sq", "square_avg", "sum", "acc_delta"):
+            if name == "exp_avg_sq":
                 assert bool((value >= 0).all()), name
     take(parameters, gradients(seed + age, [], dtype))
     journal.begin(age + 1)
@@ -205,7 +175,7 @@ def test_arithmetic_undo_gives_values_to_go_on_with(
 
 
 @pytest.mark.parametrize("spike", [1e3, 1e6, 1e12, 1e30])
-@pytest.mark.parametrize("name", ["adamw", "nadam", "radam", "rmsprop", "adagrad"])
+@pytest.mark.parametrize("name", ["adamw", "adam"])
 def test_a_spike_that_is_taken_back_arithmetically_makes_no_great_step(name: str, spike: float) -> None:
     """The old moments are lost in the spike's rounding; what stands for them must not throw parameters about."""
     parameters = start(torch.float32, 3)
@@ -237,8 +207,6 @@ def test_a_spike_that_is_taken_back_arithmetically_makes_no_great_step(name: str
         (torch.optim.AdamW, {"lr": 10.0, "weight_decay": 0.1}),
         (torch.optim.SGD, {"lr": 1.0, "weight_decay": 1.0}),
         (torch.optim.SGD, {"lr": 1.0, "momentum": 1e-3}),
-        (torch.optim.RMSprop, {"alpha": 0.0}),
-        (torch.optim.Adadelta, {"rho": 0.0}),
         (Lion, {"betas": (0.9, 0.0)}),
     ],
 )
@@ -262,39 +230,6 @@ def test_hyperparameters_without_an_inverse_are_said_and_copied(
         journal.apply_rest()
 
 
-def test_decay_as_strong_as_the_denominator_makes_no_wild_value() -> None:
-    """Adagrad with L2 decay and tiny gradients: p - rate·(g + decay·p)/d has no inverse where d is rate·decay."""
-    generator = torch.Generator().manual_seed(0)
-    parameter = torch.nn.Parameter(torch.rand(20_000, generator=generator) * 0.4)
-    optimizer = torch.optim.Adagrad([parameter], lr=0.3, weight_decay=0.5)
-    journal = Journal(optimizer, undo="arithmetic")
-    for step in range(3):
-        before = parameter.detach().clone()
-        gradient = torch.randn(20_000, generator=generator) * 0.01
-        parameter.grad = gradient
-        journal.begin(step)
-        journal.apply_rest()
-        journal.undo()
-        assert float((parameter.detach() - before).abs().max()) < 3 * 0.3  # a step is at most 0.3
-        parameter.grad = gradient
-        journal.apply_rest()
-
-
-@pytest.mark.parametrize(("alpha", "spike", "age"), [(0.5, 1e4, 5), (0.5, 1e3, 20), (0.9, 1e4, 20)])
-def test_the_variance_of_centered_rmsprop_stays_positive(alpha: float, spike: float, age: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    parameter = torch.nn.Parameter(torch.randn(5000, generator=generator))
-    optimizer = torch.optim.RMSprop([parameter], centered=True, alpha=alpha, lr=1e-3)
-    journal = Journal(optimizer, undo="arithmetic")
-    for step in range(age + 4):
-        parameter.grad = torch.randn(5000, generator=generator) * (spike if step == age else 1.0)
-        journal.begin(step)
-        journal.apply_rest()
-        if step == age:
-            journal.undo()
-    assert bool(parameter.isfinite().all())
-
-
 def test_an_infinite_gradient_leaves_no_nan_in_lions_momentum() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = Lion([parameter])
@@ -306,19 +241,6 @@ def test_an_infinite_gradient_leaves_no_nan_in_lions_momentum() -> None:
     assert bool(parameter.isfinite().all())
     journal.undo()
     assert bool(optimizer.state[parameter]["exp_avg"].isfinite().all())
-
-
-def test_adadelta_after_a_step_without_gradients() -> None:
-    generator = torch.Generator().manual_seed(0)
-    parameter = torch.nn.Parameter(torch.randn(5000, generator=generator))
-    optimizer = torch.optim.Adadelta([parameter], eps=1e-3)
-    journal = Journal(optimizer, undo="arithmetic")
-    for step, scale in enumerate((0.0, 1.0)):
-        parameter.grad = torch.randn(5000, generator=generator) * scale
-        journal.begin(step)
-        journal.apply_rest()
-    journal.undo()
-    assert bool((optimizer.state[parameter]["acc_delta"] >= 0).all())
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-30])
@@ -346,13 +268,8 @@ def test_no_eps_at_all(eps: float) -> None:
         ("sgd", 0),
         ("sgd-momentum", 1),
         ("adamw", 2),
-        ("rmsprop-centered", 3),
-        ("adagrad", 1),
-        ("adadelta", 2),
         ("lion", 1),
         ("lamb", 2),
-        ("nadam", 2),
-        ("radam", 2),
     ],
 )
 def test_what_exact_undo_keeps_is_three_bytes_a_parameter(name: str, states: int) -> None:
@@ -369,6 +286,5 @@ def test_what_exact_undo_keeps_is_three_bytes_a_parameter(name: str, states: int
         journal.begin(step)
         journal.apply_rest()
         count = sum(p.numel() for p in parameters)
-        allowed = 4.5 if states == 3 and step in (1, 2) else 3
-        assert 0.9 < journal.extra_bytes / count <= allowed, (step, journal.extra_bytes / count)
+        assert 0.9 < journal.extra_bytes / count <= 3, (step, journal.extra_bytes / count)
     assert len([v for v in optimizer.state[parameters[0]].values() if v.numel() > 1]) == states
