@@ -1,8 +1,8 @@
 """State dicts as named tensors plus JSON, so that a checkpoint carries no pickled values.
 
 `split` takes apart any nesting of containers, numbers, strings, tensors and arrays. `join` restores it with the same
-types, bits and strides. Floats survive bit for bit (JSON carries their shortest round-trip form), NaN and infinity
-included.
+types, bits and strides, and puts what was on an accelerator onto this process's. Floats survive bit for bit (JSON
+carries their shortest round-trip form), NaN and infinity included.
 """
 
 import math
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from swift_ft.device import accelerator_in_use
 from swift_ft.errors import UsageError
 
 _LISTED: dict[str, Callable[[list[Any]], Any]] = {
@@ -59,6 +60,7 @@ def _split(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             "dtype": str(value.dtype).removeprefix("torch."),
             "shape": list(value.shape),
             **({"stride": stride} if (stride := stride_told(value)) else {}),
+            **({"accelerator": True} if value.device.type != "cpu" else {}),
         }
     if isinstance(value, np.ndarray | np.generic):
         return _split_array(value, path, tensors)
@@ -186,7 +188,8 @@ def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if not isinstance(skeleton, dict):
         return skeleton
     if "tensor" in skeleton:
-        return tensors[skeleton["tensor"]]
+        tensor = tensors[skeleton["tensor"]]
+        return placed(tensor) if "accelerator" in skeleton else tensor
     if "array" in skeleton:
         return _array(tensors[skeleton["array"]].numpy().tobytes(), skeleton)
     if "scalar" in skeleton:
@@ -210,6 +213,13 @@ def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if kind == "device":
         return torch.device(items)
     raise ValueError(f"a state with a {kind!r} in it")
+
+
+def placed(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor on the accelerator that this process uses, for one that was on an accelerator when it was
+    saved. Without one it stays on the CPU: a tool may read states of other machines."""
+    accelerator = accelerator_in_use()
+    return tensor if accelerator is None or tensor.device.type != "cpu" else tensor.to(accelerator.torch)
 
 
 def _array(data: bytes, skeleton: dict[str, Any]) -> Any:

@@ -64,7 +64,9 @@ class Whole:
         """Returns the gradient; zeros for a parameter without one, as in a reduction between ranks."""
         gradient = self._gradients.get(parameter)
         return (
-            torch.zeros(parameter.numel(), dtype=parameter.dtype) if gradient is None else gradient.detach()
+            torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            if gradient is None
+            else gradient.detach()
         )
 
 
@@ -140,7 +142,7 @@ class Reducer:
         self._group = group
         self._ordered = ordered
         self._contributions = contributions
-        self._buffers: dict[tuple[torch.dtype, int, int], list[torch.Tensor]] = {}
+        self._buffers: dict[tuple[torch.dtype, torch.device, int, int], list[torch.Tensor]] = {}
         self.seconds = 0.0
         """Seconds that the trainer's thread has spent in reductions."""
 
@@ -149,7 +151,7 @@ class Reducer:
         began = time.monotonic()
         # Unused parameters have no gradient. A parameter that some data-parallel rank has used is averaged with zeros.
         # One that no rank has used keeps no gradient, or the optimizer would decay it.
-        used = torch.tensor([p.grad is not None for p in bucket], dtype=bucket[0].dtype)
+        used = _flags([p.grad is not None for p in bucket], bucket)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         check_dense(grads)
         parts = [grad.detach().reshape(-1) for grad in grads] + [used]
@@ -157,8 +159,8 @@ class Reducer:
         shares = self._shares()
         rows = 1 if shares is None else 1 + len(shares.gradients)
         # New memory of a bucket's size is slow (the kernel clears it page by page), so buffers are reused.
-        kept = self._buffers.get((used.dtype, rows, sum(sizes)))
-        flat = kept.pop() if kept else torch.empty(rows, sum(sizes), dtype=used.dtype)
+        kept = self._buffers.get((used.dtype, used.device, rows, sum(sizes)))
+        flat = kept.pop() if kept else used.new_empty(rows, sum(sizes))
         torch.cat(parts, out=flat[0])
         for row, contribution in enumerate([] if shares is None else shares.gradients, start=1):
             torch.cat(parts_of(bucket, contribution), out=flat[row])
@@ -179,13 +181,13 @@ class Reducer:
 
     def reuse(self, flat: torch.Tensor) -> None:
         """Releases this buffer for later reductions."""
-        self._buffers.setdefault((flat.dtype, *flat.shape), []).append(flat)
+        self._buffers.setdefault((flat.dtype, flat.device, *flat.shape), []).append(flat)
 
     def given(self, bucket: Bucket, average: torch.Tensor | None, source: int) -> torch.Tensor:
         """(all ranks) Broadcasts the averages of this bucket kept by the rank at place `source` and returns them.
         `average`: these averages on that rank, None elsewhere. Raises RuntimeError if a peer is gone."""
         if average is None:
-            average = torch.empty(1, sum(_sizes(bucket)), dtype=bucket[0].dtype)
+            average = torch.empty(1, sum(_sizes(bucket)), dtype=bucket[0].dtype, device=bucket[0].device)
         row = average[0]
         self._group.run(lambda collectives: collectives.broadcast(row, source))
         return average
@@ -248,9 +250,19 @@ def _sizes(bucket: Bucket) -> list[int]:
     return [*(parameter.numel() for parameter in bucket), len(bucket)]
 
 
+def _flags(values: list[bool], bucket: Bucket) -> torch.Tensor:
+    """Returns one flag per parameter of the bucket, in its dtype and on its device."""
+    flags = torch.tensor(values, dtype=bucket[0].dtype)
+    return (
+        flags
+        if bucket[0].device.type == "cpu"
+        else flags.pin_memory().to(bucket[0].device, non_blocking=True)
+    )
+
+
 def parts_of(bucket: Bucket, contribution: Contribution) -> list[torch.Tensor]:
     """Returns a contribution's sections of a flat copy, in the layout of `Reducer.launch`."""
-    used = torch.tensor([contribution.has(p) for p in bucket], dtype=bucket[0].dtype)
+    used = _flags([contribution.has(p) for p in bucket], bucket)
     return [*(contribution.numbers(p).reshape(-1) for p in bucket), used]
 
 
