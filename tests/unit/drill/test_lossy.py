@@ -215,10 +215,6 @@ def _of_rank(events: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     return event
 
 
-def _left_out(events: list[dict[str, Any]]) -> None:
-    events.remove(_of_rank(events, 1))
-
-
 def _otherwise(events: list[dict[str, Any]]) -> None:
     _of_rank(events, 1)["buckets"] = copy.deepcopy(told_buckets())[::-1]
 
@@ -237,7 +233,6 @@ MEANS = f"the buckets of step {CUT} are means of ranks that were there together"
 @pytest.mark.parametrize(
     ("breaks", "name"),
     [
-        (_left_out, "whoever has finished a step that was cut short tells of its buckets"),
         (_otherwise, "all tell the same of these buckets"),
         (lambda events: _of_all(events, lambda b: b[1].update(divisor=3)), MEANS),
         (lambda events: _of_all(events, lambda b: b[1].update(contributors=[0, 2])), MEANS),

@@ -151,7 +151,7 @@ def interrupted(again: bool = False, kept_steps: int = 2) -> Trace:
 
 def cut(trace: Trace) -> dict[str, Any]:
     (recovery,) = timeline.recoveries(trace.events)
-    (one,) = replay_report.interruptions(trace.events, recovery)
+    (one,) = replay_report.interruptions(recovery)
     return one
 
 
@@ -184,4 +184,4 @@ class TestAHelperThatDied:
     def test_a_death_in_another_recovery_or_of_another_rank_is_none(self) -> None:
         evidence = good()
         (recovery,) = timeline.recoveries(evidence.events)
-        assert replay_report.interruptions(evidence.events, recovery) == []
+        assert replay_report.interruptions(recovery) == []

@@ -218,7 +218,7 @@ def grid(rows: Iterable[Sequence[Any]]) -> Table:
 
 def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns (name, value) of the main results; those that do not apply are left out."""
-    log, undo, lacks = result["log"], result["undo"], result["log"].get("unlogged")
+    log, undo = result["log"], result["undo"]
 
     def of_recoveries(name: str, words: Callable[[Mapping[str, Any]], str]) -> list[str]:
         return [words(each) for recovery in result["recoveries"] for each in recovery[name]]
@@ -256,7 +256,6 @@ def fact_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
             [f"{log['records']} records, {_megabytes(log['bytes'])}; {log['verified_sends']} sends verified"],
         ),
         ("as predicted", _predicted(result["prediction"]) if result["prediction"] else []),
-        ("not logged", [_unlogged(lacks)] if lacks else []),
         ("steps per second", [", ".join(pace)]),
         ("final loss", [_lost(result["loss"])] if result["loss"] else []),
         ("a flipped bit in a log", [": ".join(filter(None, [caught, control.get("refused")]))]),
@@ -271,11 +270,6 @@ def _listed(numbers: Iterable[int]) -> str:
 
 def _megabytes(size: int | None) -> str:
     return "?" if size is None else f"{size / 1e6:.1f} MB"
-
-
-def _unlogged(lacks: Mapping[str, Any]) -> str:
-    steps = f"steps {lacks['first_step']} to {lacks['last_step']}"
-    return f"{lacks['records']} records ({_megabytes(lacks['bytes'])}) of {steps}"
 
 
 def _saved(shown: Mapping[str, Any]) -> str:

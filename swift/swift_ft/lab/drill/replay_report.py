@@ -1,7 +1,7 @@
 """The report's part on replays: what limited them, whether they took the predicted time, and what an interruption cost.
 Pure."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -352,45 +352,35 @@ def _why_not(facts: Facts, expected: float, steps: int) -> str:
     return ""
 
 
-def interruptions(events: Sequence[Event], recovery: Recovery) -> list[dict[str, Any]]:
+def interruptions(recovery: Recovery) -> list[dict[str, Any]]:
     """Returns, for each helper that died while helping, the steps its owner kept and repeated, and when the owner
     continued."""
     shown = []
     for fault in recovery.faults:
-        begun = [
-            event
-            for event in events
-            if event["event"] == "help_begin"
-            and event["t"] < fault["t"]
-            and fault["rank"] in event["helpers"]
+        helped = [
+            e for e in recovery.named("help_begin") if fault["rank"] in e["helpers"] and e["t"] < fault["t"]
         ]
-        mine = [event for event in begun if event["generation"] in recovery.generations]
-        if not mine or mine[-1]["generation"] == recovery.generation:
+        if not helped or helped[-1]["generation"] == recovery.generation:
             continue
-        shown.append(_interruption(events, recovery, fault, mine[-1]))
+        owner = helped[-1]["rank"]
+        own = [e for e in recovery.window if e.get("rank") == owner and e["t"] > helped[-1]["t"]]
+        again = [e for e in own if e.get("generation") == recovery.generation]
+        replaying_t = min((e["t"] for e in again if e["event"] == "replay_begin"), default=float("inf"))
+        ended = [e for e in own if e["event"] == "step_end" and e["replay"]]
+        resumed = [e["t"] for e in own if e["event"] == "step_begin" and e["replay"] and e["t"] > replaying_t]
+        shown.append(
+            {
+                "helper": fault["rank"],
+                "owner": owner,
+                "steps_kept": sum(e["t"] < replaying_t for e in ended),
+                "steps_again": len(ended) - len({e["step"] for e in ended}),
+                "helpers_after": next(
+                    (e["helpers"] for e in reversed(again) if e["event"] == "help_begin"), []
+                ),
+                "seconds": round(min(resumed) - fault["t"], 6) if resumed else None,
+            }
+        )
     return shown
-
-
-def _interruption(events: Sequence[Event], recovery: Recovery, fault: Event, begun: Event) -> dict[str, Any]:
-    owner, killed_t = int(begun["rank"]), fault["t"]
-    until = recovery.ended_t if recovery.ended_t is not None else float("inf")
-    own = [e for e in events if e.get("rank") == owner and begun["t"] < e["t"] <= until]
-    anew = [e for e in own if e.get("generation") == recovery.generation]
-    replaying_t = min((e["t"] for e in anew if e["event"] == "replay_begin"), default=until)
-    ended = [e for e in own if e["event"] == "step_end" and e["replay"]]
-    resumed_t = min(
-        (e["t"] for e in own if e["event"] == "step_begin" and e["replay"] and e["t"] > replaying_t),
-        default=None,
-    )
-    helped = [e for e in anew if e["event"] == "help_begin"]
-    return {
-        "helper": int(fault["rank"]),
-        "owner": owner,
-        "steps_kept": sum(e["t"] < replaying_t for e in ended),
-        "steps_again": sum(count - 1 for count in Counter(e["step"] for e in ended).values()),
-        "helpers_after": list(helped[-1]["helpers"]) if helped else [],
-        "seconds": None if resumed_t is None else round(resumed_t - killed_t, 6),
-    }
 
 
 def replay_checks(shown: Sequence[Mapping[str, Any]]) -> list[Check]:

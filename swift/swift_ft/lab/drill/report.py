@@ -69,7 +69,7 @@ def build(facts: Facts) -> dict[str, Any]:
         "versions": versions(),
         "topology": facts.asked.shape(),
         "faults": _faults(facts),
-        **_strategy(facts, facts.recoveries),
+        "strategy": _strategy(facts, facts.recoveries),
         "exact": verdict == PASS and exact,
         "not_exact": named,
         "by_the_loss_curve": facts.asked.promises_no_bits if facts.at_end.inexact else "",
@@ -94,7 +94,7 @@ def build(facts: Facts) -> dict[str, Any]:
         "log": {**_log(facts), **log_places(facts.events)},
         "prediction": predicted,
         "corruption": facts.evidence.corruption,
-        "negative_control": _negative_control(facts),
+        "negative_control": facts.evidence.negative_control or {"caught": None},
         "rehearsals": timeline.rehearsals(facts.events),
         "throughput": timeline.throughput(facts.events, facts.recoveries, facts.asked.topology.ranks),
     }
@@ -252,18 +252,6 @@ def _damaged_checkpoint_check(facts: Facts) -> Check:
     return Check(name, refused and before, "" if refused and before else "the flipped bit was loaded")
 
 
-def _negative_control(facts: Facts) -> dict[str, Any]:
-    """Returns whether a flipped bit in a log was caught, and whether joiners received what replicas sent."""
-    control = dict(facts.evidence.negative_control or {"caught": None})
-    copied = [recovery for recovery in facts.recoveries if report_replicas.copied(recovery)]
-    if copied:
-        control["copies"] = {
-            "received": sum(len(recovery.named("replica_received")) for recovery in copied),
-            "equal_to_source": all_of(report_replicas.copy_equal(recovery) for recovery in copied),
-        }
-    return control
-
-
 def _restores(facts: Facts) -> bool:
     """Returns whether going back to a saved state was requested: by the strategy, or by a single recovery group, which
     logs no tensors."""
@@ -300,22 +288,14 @@ def _faults(facts: Facts) -> list[dict[str, Any]]:
     ]
 
 
-def _strategy(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, Any]:
-    """Returns `strategy` and `strategy_reasons` per stage; over several recoveries the most expensive one."""
-    strategies: dict[str, str] = {}
-    reasons: dict[str, str] = {}
+def _strategy(facts: Facts, recoveries: Sequence[Recovery]) -> dict[str, str]:
+    """Returns `strategy` per stage; over several recoveries the most expensive one."""
+    strategies: dict[int, str] = {}
     for recovery in recoveries:
-        for rank, (name, reason) in recovery.strategies().items():
+        for rank, (name, _) in recovery.strategies().items():
             for stage in facts.asked.topology.stages_of(rank):
-                held = strategies.get(str(stage))
-                if held is None or _cost_of(name) > _cost_of(held):
-                    strategies[str(stage)], reasons[str(stage)] = name, reason
-    ordered = sorted(strategies, key=int)
-    return {
-        "strategy": {stage: strategies[stage] for stage in ordered},
-        "strategy_asked": facts.asked.strategy,
-        "strategy_reasons": {stage: reasons[stage] for stage in ordered},
-    }
+                strategies[stage] = max(strategies.get(stage, name), name, key=_cost_of)
+    return {str(stage): strategies[stage] for stage in sorted(strategies)}
 
 
 def _cost_of(strategy: str) -> int:
@@ -330,7 +310,7 @@ def _recovery(facts: Facts, recovery: Recovery) -> dict[str, Any]:
         "target_version": recovery.target_version,
         "plan_reason": (recovery.plan or {}).get("reason"),
         "plans": len(recovery.planned),
-        **_strategy(facts, [recovery]),
+        "strategy": _strategy(facts, [recovery]),
         "ranks": {
             str(rank): {"strategy": name, "reason": reason}
             for rank, (name, reason) in sorted(recovery.strategies().items())
@@ -340,13 +320,8 @@ def _recovery(facts: Facts, recovery: Recovery) -> dict[str, Any]:
         "undo": report_replicas.undo([recovery]),
         "shared_replays": replay_report.helped_replays([recovery]),
         "replays": replay_report.replays(facts, recovery),
-        "interruptions": replay_report.interruptions(facts.events, recovery),
+        "interruptions": replay_report.interruptions(recovery),
         "verified_sends": recovery.replayed("verified"),
-        "filled_sends": recovery.replayed("filled"),
-        "records_read": recovery.replayed("records"),
-        "log_wait_seconds": round(
-            sum(float(e.get("log_wait_s") or 0.0) for e in recovery.made("replay_end")), 6
-        ),
         "survivors_freed_seconds": recovery.freed_seconds,
     }
 
@@ -379,22 +354,6 @@ def _log(facts: Facts) -> dict[str, Any]:
         "bytes": None,
         **(facts.evidence.log or {}),
         "verified_sends": sum(recovery.replayed("verified") for recovery in facts.recoveries),
-        **_unlogged([event for event in facts.events if event["event"] == "unlogged"]),
-    }
-
-
-def _unlogged(events: Sequence[Event]) -> dict[str, Any]:
-    """Returns the records dropped because the log could not keep up; {} if there were none."""
-    if not events:
-        return {}
-    return {
-        "unlogged": {
-            "first_step": min(event["first_step"] for event in events),
-            "last_step": max(event["last_step"] for event in events),
-            "ranks": sorted({event["rank"] for event in events}),
-            "records": sum(event["records"] for event in events),
-            "bytes": sum(event["bytes"] for event in events),
-        }
     }
 
 
@@ -402,7 +361,7 @@ def _unlogged(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def log_places(events: Sequence[Event]) -> dict[str, Any]:
-    """Returns `placement`: rank -> its log servers at the start; `moved`; `lost`; `copies_changed`, all of `log` of the
+    """Returns `placement`: rank -> its log servers at the start; `moved`; `lost`, all of `log` of the
     report."""
     placed: dict[str, list[str]] = {}
     moved: list[dict[str, Any]] = []
@@ -421,11 +380,6 @@ def log_places(events: Sequence[Event]) -> dict[str, Any]:
         "placement": {rank: placed[rank] for rank in sorted(placed, key=int)},
         "moved": moved,
         "lost": [str(event["reason"]) for event in events if event["event"] == "log_server_lost"],
-        "copies_changed": [
-            {name: event.get(name) for name in ("stream", "instead_of", "address", "reason")}
-            for event in events
-            if event["event"] == "copy_changed"
-        ],
     }
 
 

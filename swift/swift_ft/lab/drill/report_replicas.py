@@ -18,7 +18,6 @@ def checks(facts: Facts) -> list[Check]:
     distrusted = any(isinstance(fault, CorruptCopyFault) for fault in facts.asked.faults)
     return [
         _agree_check(facts),
-        *([_copies_check(facts)] if any(copied(recovery) for recovery in facts.recoveries) else []),
         *([_undo_check(facts)] if undone else []),
         *([_living_check(facts)] if may_copy(facts.asked.strategy) and not distrusted else []),
     ]
@@ -46,48 +45,6 @@ def _same(digests: Sequence[Mapping[str, Any] | None]) -> bool | None:
         return False
     whole = len(known) == len(digests) and all(None not in values for values in known)
     return True if whole else None
-
-
-def copied(recovery: Recovery) -> bool:
-    """Returns whether a copy was planned or done."""
-    return bool(recovery.named("replica_received")) or any(
-        name == "replica" for name, _ in recovery.strategies().values()
-    )
-
-
-def copy_equal(recovery: Recovery) -> bool | None:
-    """Returns whether joiners received the digest that each of their sources reported. None: some copy left no
-    record."""
-    answers: list[bool | None] = []
-    for event in recovery.named("replica_received"):
-        told: list[Any] = [source.get("digest") for source in event.get("sources") or ()] or [None]
-        # Digests that the sources reported in their own traces.
-        told += [
-            sent["digest"]
-            for sent in recovery.named("copy_end")
-            if sent.get("role") == "source" and "digest" in sent
-            if event.get("rank") in sent["peers"] and sent.get("generation") == event.get("generation")
-        ]
-        digest = event.get("digest")
-        if digest is None or None in told:
-            answers.append(None)
-        else:
-            answers.append(all(other == digest for other in told))
-    received = {(event.get("rank"), event.get("generation")) for event in recovery.named("replica_received")}
-    planned = {
-        (entry["rank"], recovery.generation)
-        for entry in (recovery.plan or {}).get("ranks") or []
-        if str(entry["strategy"]).lower() == "replica"
-    }
-    if planned - received:
-        answers.append(None)
-    return all_of(answers)
-
-
-def _copies_check(facts: Facts) -> Check:
-    answer = all_of(copy_equal(recovery) for recovery in facts.recoveries if copied(recovery))
-    detail = {False: "a joiner's state has another digest than its source's", None: "no record of a copy"}
-    return Check("every copied state equals its source's", answer, "" if answer else detail[answer])
 
 
 def _undo_check(facts: Facts) -> Check:

@@ -13,8 +13,7 @@ from swift_ft.fault_grammar import CorruptCopyFault, RankFault
 from swift_ft.lab.drill import shrinking
 from swift_ft.lab.drill.config import DrillConfig
 from swift_ft.lab.drill.facts import Facts
-from swift_ft.lab.drill.faults import SNAPSHOT
-from swift_ft.lab.drill.timeline import Event, Recovery, vacant_at
+from swift_ft.lab.drill.timeline import Event, Recovery
 from swift_ft.lab.drill.verdict_checks import TRAINED_FIELDS, Check, all_of
 from swift_ft.planner import SETTINGS
 
@@ -37,7 +36,7 @@ def _shrink_checks(facts: Facts) -> list[Check]:
     if shrinking.moves(facts.asked):
         return [_moved_check(facts)]
     calculation = [_calculation_check(facts)] if facts.asked.drops else []
-    return [_vacant_check(facts), *_growth_checks(facts), _shares_check(facts), *calculation]
+    return [_vacant_check(facts), *_growth_checks(facts), *calculation]
 
 
 def _vacant_check(facts: Facts) -> Check:
@@ -74,53 +73,9 @@ def _growth_checks(facts: Facts) -> list[Check]:
     if version is None:
         return [Check("they stayed vacant", last == lost, f"vacant at the end: {sorted(last)}")]
     came = {rank: r.target_version for r in facts.recoveries for rank in r.returned}
-    stepped = {e["rank"] for e in facts.events if e["event"] == "step_end" and e["step"] >= version}
     wanted = dict.fromkeys(lost, version)
-    return [
-        Check(
-            "lost ranks came back when they were to", came == wanted, f"rank -> version: {came}, not {wanted}"
-        ),
-        Check(
-            "and took part again",
-            not last and lost <= stepped,
-            f"steps behind were done by {sorted(stepped)}",
-        ),
-    ]
-
-
-def _shares_check(facts: Facts) -> Check:
-    """Checks that another rank computed the batch in every step done without a rank; with "drop", that none did."""
-    name = (
-        "nobody computed a lost batch" if facts.asked.drops else "every lost batch was computed, and no other"
-    )
-    computed: set[tuple[int, int]] = set()
-    shared: dict[tuple[int, int], set[int]] = {}
-    """(step, lost rank) -> microbatches computed, where several ranks share a batch."""
-    needless = []
-    for event in facts.events:
-        if event["event"] == "adopted_step":
-            lost = _computed_for(event, facts)
-            microbatches = shared.setdefault((event["step"], lost), set())
-            microbatches.update(event.get("microbatches", range(facts.asked.topology.microbatches)))
-            if len(microbatches) == facts.asked.topology.microbatches:
-                computed.add((event["step"], lost))
-            # By time, not by version: a step undone when a rank rejoins was done without that rank.
-            before = [r.vacant for r in facts.recoveries if r.ended_t is not None and r.ended_t <= event["t"]]
-            if not before or lost not in before[-1]:
-                needless.append((event["step"], lost))
-    if facts.asked.drops:
-        return Check(name, not computed, f"{len(computed)} were")
-    wanted = {
-        (step, rank)
-        for step in range(facts.asked.topology.steps)
-        for rank in vacant_at(step, facts.recoveries)
-    }
-    if not wanted:
-        return Check(name, None, "no step was done without a rank")
-    without = sorted(wanted - computed)
-    return Check(
-        name, not without and not needless, f"(step, rank) by nobody: {without}; not lost: {needless}"
-    )
+    detail = f"rank -> version: {came}, not {wanted}"
+    return [Check("lost ranks came back when they were to", came == wanted and not last, detail)]
 
 
 def _computed_for(event: dict[str, Any], facts: Facts) -> int:
@@ -169,68 +124,25 @@ def _shrink(facts: Facts) -> dict[str, Any]:
 
 
 # Snapshots: the copies, the ones restored, and their cost.
-#
-# The version that a recovery should reach follows from the copies that ranks reported and from which of their
-# processes live.
 
 
 def may_leave_snapshots(facts: Facts) -> bool:
-    """Returns whether a fallback to a checkpoint is permitted: no snapshot is whole any more, the checkpoint is newer,
-    or a snapshot was refused."""
-    if not facts.asked.snapshot_every:
-        return False
+    """Returns whether a fallback to a checkpoint is permitted: no snapshot is whole any more, the checkpoint is as new
+    as the newest one, or a snapshot was refused."""
+    every = facts.asked.snapshot_every
     corrupt = any(isinstance(fault, CorruptCopyFault) for fault in facts.asked.faults)
-    return corrupt or all(_had_to(facts, recovery) for recovery in facts.recoveries if recovery.fell_back)
-
-
-def _had_to(facts: Facts, recovery: Recovery) -> bool:
-    newest = _newest_whole(facts, recovery)
-    if newest is None:
-        return "no snapshot of rank" in recovery.fell_back
-    return recovery.target_version is not None and recovery.target_version > newest
+    return every > 0 and (
+        corrupt
+        or all(
+            "no snapshot of rank" in r.fell_back or (r.steps_lost is not None and r.steps_lost < every)
+            for r in facts.recoveries
+            if r.fell_back
+        )
+    )
 
 
 def _went_back(recovery: Recovery) -> bool:
     return any(name == "snapshot" for name, _ in recovery.strategies().values())
-
-
-def _newest_whole(facts: Facts, recovery: Recovery) -> int | None:
-    """Returns the newest version on which all ranks agreed, if a copy of each rank's state lives at the end of the
-    recovery; else None."""
-    end = recovery.ended_t if recovery.ended_t is not None else float("inf")
-    dead = {event["pid"] for event in facts.events if event["event"] == "fault" and event["t"] <= end}
-    agreed: dict[int, set[int]] = {}
-    living: dict[int, set[int]] = {}
-    last = None
-    for event in facts.events:
-        if event["event"] != "snapshot_taken" or event["t"] > end:
-            continue
-        version, rank = int(event["version"]), int(event["rank"])
-        agreed.setdefault(version, set()).add(rank)
-        if len(agreed[version]) == facts.asked.topology.ranks:
-            last = version
-        if event["pid"] not in dead:
-            living.setdefault(version, set()).update({rank, *event["kept_for"]})
-    if last is None or len(living.get(last, ())) < facts.asked.topology.ranks:
-        return None
-    return last
-
-
-def _newest_snapshot_check(facts: Facts) -> Check:
-    name = "all went back to the newest whole snapshot"
-    wrong, seen = [], 0
-    for number, recovery in enumerate(facts.recoveries, start=1):
-        newest = _newest_whole(facts, recovery)
-        if not _went_back(recovery):
-            continue
-        seen += 1
-        # A newer target was whole without any rank knowing it.
-        if newest is not None and (recovery.target_version is None or recovery.target_version < newest):
-            wrong.append(f"recovery {number}: to version {recovery.target_version}, and {newest} was whole")
-    if not seen and not any(recovery.fell_back for recovery in facts.recoveries):
-        chosen = facts.asked.strategy != SNAPSHOT  # another strategy was as good
-        return Check(name, True if chosen else None, "no plan went back")
-    return Check(name, not wrong, "; ".join(wrong))
 
 
 def _same_snapshot_check(facts: Facts) -> Check:
@@ -370,20 +282,9 @@ def told(events: Sequence[Event]) -> dict[int, list[Bucket]]:
 def _lossy_checks(facts: Facts) -> list[Check]:
     return [
         _finished_check(facts),
-        _told_check(facts),
         _alike_check(facts),
         *(_possible_check(step, facts) for step in told(facts.events)),
     ]
-
-
-def _finished(facts: Facts) -> set[tuple[int, int]]:
-    """Returns (rank, step) of every interrupted step that a rank finished, according to the plans."""
-    return {
-        (rank, recovery.target_version - 1)
-        for recovery in facts.recoveries
-        for rank, (strategy, _) in recovery.strategies().items()
-        if strategy in ("lossy_forward", "roll_forward") and recovery.target_version is not None
-    }
 
 
 def _finished_check(facts: Facts) -> Check:
@@ -394,19 +295,14 @@ def _finished_check(facts: Facts) -> Check:
         for fault in facts.asked.faults
         if isinstance(fault, RankFault) and fault.phase in ("reduce", "update")
     }
-    dropped = cut - {step for _, step in _finished(facts)}
+    finished = {
+        recovery.target_version - 1
+        for recovery in facts.recoveries
+        for strategy, _ in recovery.strategies().values()
+        if strategy in ("lossy_forward", "roll_forward") and recovery.target_version is not None
+    }
+    dropped = cut - finished
     return Check("steps whose reductions were cut short are finished", not dropped, f"not: {dropped}")
-
-
-def _told_check(facts: Facts) -> Check:
-    """Checks that exactly the ranks that finished an interrupted step reported its buckets."""
-    finished = _finished(facts)
-    have_told = {(int(e["rank"]), int(e["step"])) for e in facts.events if e["event"] == "lossy_step"}
-    return Check(
-        "whoever has finished a step that was cut short tells of its buckets",
-        finished == have_told,
-        f"(rank, step) finished: {sorted(finished)}, told: {sorted(have_told)}",
-    )
 
 
 def _alike_check(facts: Facts) -> Check:
@@ -514,7 +410,7 @@ _PARTS = {
     "shrink": _Part(applies=lambda asked: asked.shrinks, checks=_shrink_checks, section=_shrink),
     "snapshot": _Part(
         applies=lambda asked: asked.snapshot_every > 0,
-        checks=lambda f: [_newest_snapshot_check(f), _same_snapshot_check(f), _steps_lost_check(f)],
+        checks=lambda f: [_same_snapshot_check(f), _steps_lost_check(f)],
         section=_snapshot,
     ),
     "checkpoint": _Part(
