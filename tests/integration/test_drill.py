@@ -192,7 +192,6 @@ def test_bad_input_is_refused_in_one_line(arguments: list[str], word: str) -> No
 def test_a_twin_of_another_seed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "digests").mkdir()
     (tmp_path / "twin.json").write_text(json.dumps({"identity": {"trainer": ["--seed", "1"]}}))
-    (tmp_path / "losses.json").write_text("{}")
     done = drill(*kills("rank=2,step=8"), "--twin", str(tmp_path))
     assert done.exit_code == 2
     assert "made with other settings" in done.stderr

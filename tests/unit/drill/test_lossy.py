@@ -34,8 +34,11 @@ Buckets = list[dict[str, Any]]
             f"{LOSSY} --lost-shard redistribute {KILL}",
             "nobody computes the batches of a lost rank; leave it out",
         ),
-        (f"{LOSSY} --kill rank=1,phase=finish", "nothing is finished unless another --kill"),
-        (f"{COMMAND} --strategy shrink {KILL} --kill rank=1,phase=finish", "add --strategy lossy-forward"),
+        (f"{LOSSY} --kill rank=1,phase=finish", "nothing finishes unless another --kill"),
+        (
+            f"{COMMAND} --strategy shrink {KILL} --kill rank=1,phase=finish",
+            "--strategy shrink finishes nothing",
+        ),
         (
             "--stages 2 --replicas 2 --strategy lossy-forward --allow-inexact --kill rank=1,step=3",
             "give --stages 1",

@@ -26,7 +26,7 @@ Events = list[dict[str, Any]]
             "--snapshot-every 5 needs --strategy snapshot or auto",
         ),
         ("--stages 2 --strategy snapshot --snapshot-every -1 --kill rank=1,step=3", "must be 0 to"),
-        ("--stages 2 --kill rank=1,step=3,phase=snapshot", "--strategy snapshot takes them"),
+        ("--stages 2 --kill rank=1,step=3,phase=snapshot", "there is no phase snapshot"),
         ("--stages 2 --strategy snapshot --kill rank=1,phase=copy", "nothing copies unless another --kill"),
         ("--stages 2 --strategy snapshot --kill rank=1,step=3 --kill rank=0,phase=replay", "replays nothing"),
         (

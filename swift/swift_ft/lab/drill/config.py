@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_ft.errors import UsageError
-from swift_ft.fault_grammar import CorruptFault, Fault
+from swift_ft.fault_grammar import Fault
 from swift_ft.lab.drill import faults as fault_specs
 from swift_ft.lab.drill import options, shrinking
 from swift_ft.lab.drill.options import (
@@ -165,20 +165,10 @@ class DrillConfig:
             there = f"there are {', '.join(versions)}" if versions else "leave out --optimizer-implementation"
             yield f"--optimizer {self.optimizer}: it has no {self.optimizer_implementation} version; {there}"
         yield from self._data_parallel_problems()
-        yield from fault_specs.problems(
-            self.faults,
-            shape,
-            strategy=self.strategy,
-            updates=self.updates,
-            log_servers=self.log_servers,
-            groups=self.groups,
-        )
+        yield from fault_specs.problems(self)
         yield from shrinking.problems(self)
         if self.snapshot_every and Strategy.SNAPSHOT not in SETTINGS[self.strategy].permits:
             yield f"--snapshot-every {self.snapshot_every} needs --strategy snapshot or auto"
-        corrupt = next((f for f in self.faults if isinstance(f, CorruptFault)), None)
-        if corrupt is not None and self.copies > 1:
-            yield f"--kill {corrupt}: with --copies {self.copies} a replay reads another copy: leave --copies out"
 
     def _data_parallel_problems(self) -> Iterator[str]:
         alone, wait_free = self.topology.replicas == 1, self.updates == "wait_free"

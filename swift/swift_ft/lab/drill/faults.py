@@ -9,8 +9,8 @@ of one step die together.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from swift_ft import fault_grammar
 from swift_ft.fault_grammar import (
@@ -30,6 +30,12 @@ from swift_ft.lab.drill.topology import SPLITTING, Topology
 from swift_ft.planner import shrinks
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.planner.strategies import may_copy, may_finish, may_replay
+
+if TYPE_CHECKING:
+    from swift_ft.lab.drill.config import DrillConfig
+
+SNAPSHOT = "snapshot"
+"""Strategy under which a state is copied without a replica."""
 
 # The faults that ranks inject themselves, as passed to them (`swift_ft.fault_grammar`).
 
@@ -72,160 +78,121 @@ def _lost_before(fault: RankFault, faults: Sequence[Fault]) -> set[int]:
     return {rank for rank, step in steps.items() if step is not None and step < (fault.step or 0)}
 
 
-SNAPSHOT = "snapshot"
-"""Strategy under which a state is copied without a replica."""
-
-
-def problems(
-    faults: Sequence[Fault],
-    topology: Topology,
-    *,
-    strategy: str = "auto",
-    updates: str = "after_backward",
-    log_servers: int = 1,
-    groups: RecoveryGroups = RecoveryGroups(),  # noqa: B008  (frozen)
-) -> Iterator[str]:
-    """Yields why this topology cannot have these faults."""
-    drill = _Drill(faults, topology, strategy, updates, log_servers, groups)
-    for fault in faults:
-        for problem in drill.problems(fault):
+def problems(asked: "DrillConfig") -> Iterator[str]:
+    """Yields why this drill cannot have its faults."""
+    for fault in asked.faults:
+        for problem in _problems(fault, asked):
             yield f"--kill {fault}: {problem}"
 
 
-def phases_of(topology: Topology, updates: str, strategy: str = "auto") -> tuple[str, ...]:
+def _problems(fault: Fault, asked: "DrillConfig") -> Iterator[str]:
+    """Yields why the drill cannot have this fault, the coordinates' problems first."""
+    if not _is_kill_or_flip(fault):
+        yield "a drill kills at coordinates; swift-ft run --failures does this (docs/failures.md)"
+    shape, rank, step = asked.topology, getattr(fault, "rank", None), getattr(fault, "step", None)
+    if isinstance(fault, LogLossFault) and fault.server >= asked.log_servers:
+        yield f"log must be 0 to {asked.log_servers - 1} (--log-servers {asked.log_servers})"
+    if rank is not None and rank >= shape.ranks:
+        yield f"rank must be 0 to {shape.ranks - 1}"
+    if step is not None and step >= shape.steps:
+        yield f"step must be 0 to {shape.steps - 1} (--steps {shape.steps})"
+    match fault:
+        case RankFault():
+            yield from _rank(fault, asked)
+        case LogLossFault():
+            lost = {other.server for other in asked.faults if isinstance(other, LogLossFault)}
+            if len(lost) >= asked.log_servers:
+                yield f"no log server would be left: add --log-servers {len(lost) + 1}"
+            if fault.step is None and not _kills(asked):
+                yield "nothing replays unless another --kill makes a rank fail first"
+        case CorruptFault():
+            yield from _corrupt_log(fault, asked)
+        case CorruptCheckpointFault():
+            every = shape.checkpoint_every
+            if asked.strategy != "checkpoint":
+                yield "only with --strategy checkpoint do all ranks load theirs"
+            if victim_of(fault, asked.faults) is None:
+                yield "nobody loads a checkpoint: no rank is killed at that step"
+            if fault.step < every or fault.step % every == 0:
+                yield f"take a step above {every}, no multiple of it: there must be a checkpoint, and one before it"
+        case CorruptCopyFault():
+            if not copies(asked):
+                yield f"nothing is copied with --strategy {asked.strategy} and {shape.replicas} replicas"
+            if all(other.rank != fault.rank for other in _kills(asked)):
+                yield f"rank {fault.rank} is given no state unless another --kill takes its own"
+        case CoordinatorFault(state=state) if state != "running" and not _kills(asked):
+            yield f"state {state} is only reached in a recovery, so kill a rank as well"
+
+
+def copies(asked: "DrillConfig") -> bool:
+    """Returns whether a rank may be given the state of another one."""
+    if asked.strategy == SNAPSHOT:
+        return True
+    return asked.topology.replicas > 1 and may_copy(asked.strategy)
+
+
+def _kills(asked: "DrillConfig") -> list[RankFault]:
+    return [fault for fault in asked.faults if isinstance(fault, RankFault)]
+
+
+def _phases_of(asked: "DrillConfig") -> list[str]:
     """Returns the phases in which a rank can be killed here."""
-    absent = {"reduce", "update", "copy", "finish"} if topology.replicas == 1 else set()
-    if topology.schedule not in SPLITTING:
-        absent |= {"weights"}
-    absent = absent - {"copy"} if strategy == SNAPSHOT else absent | {"snapshot"}
-    if updates != "wait_free":
-        absent |= {"update"}
-    return tuple(phase for phase in PHASES if phase not in absent)
+    alone, snapshots = asked.topology.replicas == 1, asked.strategy == SNAPSHOT
+    absent = {
+        "reduce": alone,
+        "finish": alone,
+        "update": alone or asked.updates != "wait_free",
+        "weights": asked.topology.schedule not in SPLITTING,
+        "copy": alone and not snapshots,
+        "snapshot": not snapshots,
+    }
+    return [phase for phase in PHASES if not absent.get(phase)]
 
 
-_WHY_ABSENT = {
-    "reduce": "nothing is reduced without replicas",
-    "update": "no update begins before the backward pass is over without --updates wait_free",
-    "copy": "there is nothing to copy without replicas",
-    "finish": "no step is finished by others without replicas",
-    "snapshot": "--strategy snapshot takes them",
-}
+def _rank(fault: RankFault, asked: "DrillConfig") -> Iterator[str]:
+    every = asked.topology.checkpoint_every
+    if fault.microbatch >= asked.topology.microbatches:
+        yield f"microbatch must be 0 to {asked.topology.microbatches - 1}"
+    if fault.phase == "save" and fault.step is not None and (fault.step + 1) % every:
+        yield f"no checkpoint is written behind that step; take one before a multiple of {every}, such as {every - 1}"
+    phases = _phases_of(asked)
+    if fault.phase not in phases:
+        yield f"there is no phase {fault.phase} (docs/drills.md says what it needs); phases here: {', '.join(phases)}"
+    if fault.phase not in RECOVERY_PHASES:
+        return
+    may_do, does = {
+        "replay": (may_replay(asked.strategy) and asked.groups.logs, "replays"),
+        "copy": (copies(asked), "copies"),
+        "finish": (may_finish(asked.strategy), "finishes"),
+    }[fault.phase]
+    if not may_do:
+        groups = "" if asked.groups.logs else f" with one group of all (--groups {asked.groups})"
+        yield f"--strategy {asked.strategy}{groups} {does} nothing"
+    if all(other.phase in RECOVERY_PHASES for other in _kills(asked)):
+        yield f"nothing {does} unless another --kill makes a rank fail first"
 
 
-@dataclass(frozen=True, slots=True)
-class _Drill:
-    """What decides whether a fault is possible."""
-
-    faults: Sequence[Fault]
-    topology: Topology
-    strategy: str
-    updates: str
-    log_servers: int
-    groups: RecoveryGroups
-
-    def problems(self, fault: Fault) -> Iterator[str]:
-        """Yields why the drill cannot have this fault, the coordinates' problems first."""
-        if not _is_kill_or_flip(fault):
-            yield "a drill kills at coordinates; swift-ft run --failures does this (docs/failures.md)"
-        shape, rank, step = self.topology, getattr(fault, "rank", None), getattr(fault, "step", None)
-        if isinstance(fault, LogLossFault):
-            yield from self._log_loss(fault)
-        if rank is not None and rank >= shape.ranks:
-            yield f"rank must be 0 to {shape.ranks - 1}"
-        if step is not None and step >= shape.steps:
-            yield f"step must be 0 to {shape.steps - 1} (--steps {shape.steps})"
-        match fault:
-            case RankFault():
-                yield from self._rank(fault)
-                if fault.phase in RECOVERY_PHASES:
-                    yield from self._in_recovery(fault)
-            case CorruptFault():
-                yield from self._corrupt_log(fault)
-            case CorruptCheckpointFault():
-                yield from self._corrupt_checkpoint(fault)
-            case CorruptCopyFault():
-                yield from self._corrupt_copy(fault)
-            case CoordinatorFault(state=state):
-                if state != "running" and not self._kills():
-                    yield f"state {state} is only reached in a recovery, so kill a rank as well"
-
-    def _kills(self) -> list[RankFault]:
-        return [fault for fault in self.faults if isinstance(fault, RankFault)]
-
-    def _rank(self, fault: RankFault) -> Iterator[str]:
-        every = self.topology.checkpoint_every
-        if fault.microbatch >= self.topology.microbatches:
-            yield f"microbatch must be 0 to {self.topology.microbatches - 1}"
-        if fault.phase == "save" and fault.step is not None and (fault.step + 1) % every:
-            yield (
-                f"no checkpoint is written behind that step; take one before a multiple of {every}, such as {every - 1}"
-            )
-        phases = phases_of(self.topology, self.updates, self.strategy)
-        if fault.phase not in phases:
-            yield f"{_WHY_ABSENT[fault.phase]}; phases here: {', '.join(phases)}"
-
-    def _log_loss(self, fault: LogLossFault) -> Iterator[str]:
-        if fault.server >= self.log_servers:
-            yield f"log must be 0 to {self.log_servers - 1} (--log-servers {self.log_servers})"
-        lost = {other.server for other in self.faults if isinstance(other, LogLossFault)}
-        if len(lost) >= self.log_servers:
-            yield f"no log server would be left: add --log-servers {len(lost) + 1}"
-        if fault.step is None and not self._kills():
-            yield "nothing replays unless another --kill makes a rank fail first"
-
-    def _in_recovery(self, fault: RankFault) -> Iterator[str]:
-        may_do, does = {
-            "replay": (may_replay(self.strategy), "replays"),
-            "copy": (self.strategy == SNAPSHOT or may_copy(self.strategy), "copies"),
-            "finish": (may_finish(self.strategy), "is finished"),
-        }[fault.phase]
-        if fault.phase == "finish" and not may_do:
-            yield "nobody finishes a step for others: add --strategy lossy-forward"
-        if not may_do:
-            yield f"--strategy {self.strategy} {does} nothing"
-        if fault.phase == "replay" and not self.groups.logs:
-            yield f"one group of all (--groups {self.groups}) replays nothing"
-        if all(other.phase in RECOVERY_PHASES for other in self._kills()):
-            yield f"nothing {does} unless another --kill makes a rank fail first"
-
-    def _corrupt_log(self, fault: CorruptFault) -> Iterator[str]:
-        every = self.topology.checkpoint_every
-        victim = victim_of(fault, self.faults)
-        if victim is None:
-            yield "nothing reads the log: no rank is killed at that step"
-            return
-        if not may_replay(self.strategy):
-            yield f"--strategy {self.strategy} never reads the log"
-        if self.topology.replicas > 1 and self.strategy != "replay":
-            yield "with replicas nothing reads the log unless it is told to: add --strategy replay"
-        if fault.step % every == 0:
-            yield (
-                "the checkpoint may be of that very step and leave nothing to replay; take a step that is no multiple "
-                f"of {every}"
-            )
-        streams = self.topology.replay_streams(victim.rank, self.groups)
-        if not streams:
-            yield f"a replay of rank {victim.rank} reads no stream: it has no neighbour in another group"
-        if fault.stream and fault.stream not in streams:
-            yield f"a replay of rank {victim.rank} reads only the streams {', '.join(streams)}"
-
-    def _corrupt_copy(self, fault: CorruptCopyFault) -> Iterator[str]:
-        if self.strategy != SNAPSHOT and (self.topology.replicas == 1 or not may_copy(self.strategy)):
-            why = "without replicas" if self.topology.replicas == 1 else f"with --strategy {self.strategy}"
-            yield f"nothing is copied {why}"
-        if all(other.rank != fault.rank for other in self._kills()):
-            yield f"rank {fault.rank} is given no state unless another --kill takes its own"
-
-    def _corrupt_checkpoint(self, fault: CorruptCheckpointFault) -> Iterator[str]:
-        every = self.topology.checkpoint_every
-        if self.strategy != "checkpoint":
-            yield "only with --strategy checkpoint do all ranks load theirs"
-        if victim_of(fault, self.faults) is None:
-            yield "nobody loads a checkpoint: no rank is killed at that step"
-        if fault.step < every or fault.step % every == 0:
-            yield (
-                f"take a step above {every} that is no multiple of it: there must be a checkpoint, and one before it"
-            )
+def _corrupt_log(fault: CorruptFault, asked: "DrillConfig") -> Iterator[str]:
+    shape, victim = asked.topology, victim_of(fault, asked.faults)
+    if victim is None:
+        yield "nothing reads the log: no rank is killed at that step"
+        return
+    if not may_replay(asked.strategy):
+        yield f"--strategy {asked.strategy} never reads the log"
+    if shape.replicas > 1 and asked.strategy != "replay":
+        yield "with replicas nothing reads the log unless it is told to: add --strategy replay"
+    if fault.step % shape.checkpoint_every == 0:
+        yield (
+            "the checkpoint may be of that very step and leave nothing to replay; take a step that is no multiple "
+            f"of {shape.checkpoint_every}"
+        )
+    streams = shape.replay_streams(victim.rank, asked.groups)
+    if not streams:
+        yield f"a replay of rank {victim.rank} reads no stream: it has no neighbour in another group"
+    if fault.stream and fault.stream not in streams:
+        yield f"a replay of rank {victim.rank} reads only the streams {', '.join(streams)}"
+    if asked.copies > 1:
+        yield f"with --copies {asked.copies} a replay reads another copy: leave --copies out"
 
 
 def _is_kill_or_flip(fault: Fault) -> bool:

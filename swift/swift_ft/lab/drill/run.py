@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from swift_ft import events
 from swift_ft.errors import LogError, UsageError
@@ -33,6 +33,7 @@ from swift_ft.files import make_directory, read_given, write_whole
 from swift_ft.lab.drill import faults, loss, replay_report, shrinking, timeline
 from swift_ft.lab.drill.cluster import JOB, POLL_S, Cluster, Security
 from swift_ft.lab.drill.config import DrillConfig, same_identity
+from swift_ft.lab.drill.console import LiveProgress
 from swift_ft.lab.drill.facts import Evidence
 from swift_ft.lab.drill.faults import to_environment
 from swift_ft.lab.drill.report_strategies import told
@@ -114,23 +115,13 @@ TOGETHER_S = 2.0
 ALL_THERE_S = 20.0
 """Seconds that they wait if all of them get there. Finite, because ranks do not wait forever either."""
 _DIGESTS = re.compile(r"rank[0-9]+-v[0-9]+(-g[0-9]+)?\.json")
-TWIN_FILE, LOSSES_FILE = "twin.json", "losses.json"
-# Events that a hanging run may go on emitting.
+TWIN_FILE = "twin.json"
 CALCULATION_S = 600.0
 """Timeout of the independent calculation of a drill that drops batches: one process computes the whole run."""
 LOG_LOST_S = 6.0
 """Seconds after which a log server is given up, in drills that kill one for good."""
+# Events that a hanging run may go on emitting.
 _NO_PROGRESS = ("denied", "heartbeat_unanswered", "suspect", "token_renewed", "trim_failed")
-
-
-class Progress(Protocol):
-    """Interface by which the drill shows its progress to the user."""
-
-    def begin(self, title: str, steps: int) -> None: ...
-
-    def see(self, event: Mapping[str, Any]) -> None: ...
-
-    def tick(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +138,7 @@ class Twin:
 class _Watch:
     """Follows one run to its end and keeps what its trace has shown so far."""
 
-    def __init__(self, cluster: Cluster, progress: Progress) -> None:
+    def __init__(self, cluster: Cluster, progress: LiveProgress) -> None:
         self.cluster = cluster
         self.step = -1
         """The highest step that any rank has begun."""
@@ -196,7 +187,7 @@ class FaultedRun:
     """The run with faults."""
 
     def __init__(
-        self, config: DrillConfig, directory: Path, progress: Progress, check_stop: Callable[[], None]
+        self, config: DrillConfig, directory: Path, progress: LiveProgress, check_stop: Callable[[], None]
     ) -> None:
         self._config = config
         self._progress = progress
@@ -283,23 +274,11 @@ class FaultedRun:
             step: sorted(timeline.vacant_at(step, recoveries)) for step in range(self._config.topology.steps)
         }
         out = self.directory / "calculated.json"
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "swift_ft.lab.drill.calculation",
-            *self._config.trainer_arguments(),
-        ]
+        command = [sys.executable, "-P", "-m", "swift_ft.lab.drill.calculation"]
+        command += [*self._config.trainer_arguments(), "--absent", json.dumps(absent)]
+        command += ["--cut", json.dumps(told(trace)), "--out", str(out)]
         done = subprocess.run(
-            [
-                *command,
-                "--absent",
-                json.dumps(absent),
-                "--cut",
-                json.dumps(told(trace)),
-                "--out",
-                str(out),
-            ],
+            command,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -389,31 +368,26 @@ def stored_twin(config: DrillConfig, directory: Path) -> Twin | None:
     run."""
     path = directory / TWIN_FILE
     if not path.exists():
-        if any(entry.name not in ("digests", LOSSES_FILE) for entry in directory.glob("*")):
+        if any(directory.glob("*")):
             raise UsageError(f"--twin {directory}: neither a finished twin nor empty; give another directory")
         return None
-    stored, losses = (
-        read_given(directory / name, f"--twin {directory}: {name}") for name in (TWIN_FILE, LOSSES_FILE)
-    )
     try:
-        if not same_identity(json.loads(stored)["identity"], config.identity()):
+        stored = json.loads(read_given(path, f"--twin {directory}: {TWIN_FILE}"))
+        if not same_identity(stored["identity"], config.identity()):
             raise UsageError(
                 f"--twin {directory}: made with other settings or versions; give another directory"
             )
-        return Twin(
-            digests=read_digests(directory / "digests"),
-            exit_code=0,
-            losses={
-                int(step): {int(c): value for c, value in by.items()}
-                for step, by in json.loads(losses).items()
-            },
-        )
+        losses = {
+            int(step): {int(dp_rank): float(value) for dp_rank, value in by.items()}
+            for step, by in stored["losses"].items()
+        }
+        return Twin(digests=dict(stored["digests"]), exit_code=0, losses=losses)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"--twin {directory}: it is damaged; give another directory") from None
 
 
 def run_twin(
-    config: DrillConfig, directory: Path, progress: Progress, check_stop: Callable[[], None]
+    config: DrillConfig, directory: Path, progress: LiveProgress, check_stop: Callable[[], None]
 ) -> Twin:
     """Runs the failure-free twin in `directory`; `store_twin` keeps its results."""
     progress.begin("failure-free", config.topology.steps)
@@ -439,11 +413,8 @@ def run_twin(
 
 
 def store_twin(config: DrillConfig, twin: Twin, directory: Path) -> None:
-    """Stores a finished twin for other drills. The file that marks it as finished is written last."""
-    if twin.exit_code != 0 or twin.recoveries:
-        return
-    make_directory(directory / "digests")
-    for name, digest in twin.digests.items():
-        write_whole(directory / "digests" / f"{name}.json", json.dumps(digest))
-    write_whole(directory / LOSSES_FILE, json.dumps(twin.losses))
-    write_whole(directory / TWIN_FILE, json.dumps({"identity": config.identity()}))
+    """Stores a finished twin for other drills."""
+    if twin.exit_code == 0 and not twin.recoveries:
+        stored = {"identity": config.identity(), "digests": twin.digests, "losses": twin.losses}
+        make_directory(directory)
+        write_whole(directory / TWIN_FILE, json.dumps(stored))
