@@ -247,6 +247,7 @@ class Fields:
     def __init__(self, spec: str, flag: str) -> None:
         if len(spec) > SPEC_MAX:
             raise UsageError(f"{flag} {spec[:40]!r}...: a failure has at most {SPEC_MAX} characters")
+        self.spec = spec
         self._said = f"{flag} {spec!r}"
         self._fields: dict[str, str] = {}
         for part in spec.split(","):

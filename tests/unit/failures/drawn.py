@@ -19,7 +19,6 @@ from swift_ft.fault_grammar import (
     LogServerFault,
     RankFault,
 )
-from swift_ft.lab.failures.schedule import Drawn, What
 
 numbers = st.integers(0, 999)
 seconds = st.integers(0, 10**9).map(lambda millionths: millionths / 10**6)
@@ -76,27 +75,25 @@ def any_fault() -> st.SearchStrategy[Fault]:
 
 
 @st.composite
-def any_distribution(draw: st.DrawFn) -> Drawn:
-    law = draw(st.sampled_from(["exponential", "weibull"]))
-    lemons = draw(st.integers(0, 2))
-    kind = draw(st.sampled_from(["kill", "stop", "slow"]))
-    return Drawn(
-        law=law,
-        mtbf=draw(st.integers(5, 500)),
-        shape=draw(st.sampled_from([0.4, 0.7, 1.5])) if law == "weibull" else 1.0,
-        seed=draw(numbers),
-        until=draw(st.none() | st.integers(1, 200)),
-        count=draw(st.integers(1, 40)),
-        lemons=lemons,
-        lemon=draw(st.sampled_from([3.0, 10.0])) if lemons else 10.0,
-        together=draw(st.sampled_from([0.0, 0.5, 1.0])),
-        per_host=draw(st.none() | st.integers(1, 3)),
-        what=What(
-            unit=draw(st.sampled_from(["steps", "seconds"])),
-            kind=kind,
-            for_s=None if kind == "kill" else draw(seconds),
-            factor=4.0 if kind == "slow" else 1.0,
-            phase=draw(st.sampled_from(["idle", "backward", "any"])),
-            microbatches=draw(st.integers(1, 8)),
-        ),
-    )
+def any_distribution(draw: st.DrawFn) -> str:
+    """An entry, as a user writes it."""
+    law = draw(st.sampled_from(["exponential", "weibull,shape=0.4", "weibull,shape=1.5"]))
+    kind = draw(st.sampled_from(["kill", "stop,for=2.5", "slow,factor=4,for=1"]))
+    words = [
+        f"every={law}",
+        f"mtbf={draw(st.integers(5, 500))}",
+        f"count={draw(st.integers(1, 40))}",
+        f"kind={kind}",
+    ]
+    words += draw(st.sampled_from([[], ["lemons=1"], ["lemons=2", "lemon=3"]]))
+    options = {
+        "seed": numbers,
+        "until": st.integers(1, 200),
+        "together": st.sampled_from([0, 0.5, 1]),
+        "per_host": st.integers(1, 3),
+        "unit": st.sampled_from(["steps", "seconds"]),
+        "phase": st.sampled_from(["idle", "backward", "any"]),
+        "microbatches": st.integers(1, 8),
+    }
+    asked = draw(st.lists(st.sampled_from(list(options)), unique=True))
+    return ",".join([*words, *(f"{name}={draw(options[name])}" for name in asked)])

@@ -35,18 +35,18 @@ KILLED = [
 ]
 
 
-def of(trace: list[Event], *specs: str, why: dict[str, str] | None = None) -> list[report.Outcome]:
+def of(trace: list[Event], *specs: str, why: dict[str, str] | None = None) -> list[dict[str, Any]]:
     ordered = sorted(trace, key=lambda event: event["t"])
     return report.outcomes([parse(spec) for spec in specs], ordered, BEGAN, why or {})
 
 
 def test_a_kill_is_noticed_by_the_end_of_that_process() -> None:
     (found,) = of(KILLED, "rank=2,step=5")
-    assert found.injected_s == pytest.approx(3.0)
-    assert found.where == {"pid": 77, "rank": 2, "step": 5, "phase": "idle", "microbatch": 0}
-    assert found.detected == report.Detected(by="child_exit", who="launcher", after_s=pytest.approx(0.02))
-    assert found.generation == 2
-    assert found.running_after_s == pytest.approx(0.6)
+    assert found["injected_s"] == pytest.approx(3.0)
+    assert found["where"] == {"pid": 77, "rank": 2, "step": 5, "phase": "idle", "microbatch": 0}
+    assert found["detected"] == {"by": "child_exit", "who": "launcher", "after_s": pytest.approx(0.02)}
+    assert found["generation"] == 2
+    assert found["running_after_s"] == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("index", range(len(KILLED)))
@@ -60,18 +60,20 @@ def test_every_piece_of_evidence_counts(index: int) -> None:
 
 def test_a_generation_that_was_there_before_is_no_answer() -> None:
     (found,) = of([view(0.5, 2, "RUNNING"), fault(3.0), view(3.1, 2, "RUNNING")], "rank=2,step=5")
-    assert found.generation is None
-    assert found.running_after_s is None
+    assert found["generation"] is None
+    assert found["running_after_s"] is None
 
 
 def test_what_did_not_happen_says_why() -> None:
     never, unable, copy = of(
         [], "rank=2,step=5", "service=logserver,step=3", "corrupt=copy,rank=1", why={"fault1": "it is away"}
     )
-    assert never.why_not == "rank 2 never came to its place (backward)"
-    assert unable.why_not == "it is away"
-    assert copy.why_not == "no replica gave that rank its state"
-    assert report.lines([never])[1].endswith("did not happen: rank 2 never came to its place (backward)")
+    assert never["why_not"] == "rank 2 never came to its place (backward)"
+    assert unable["why_not"] == "it is away"
+    assert copy["why_not"] == "no replica gave that rank its state"
+    assert report.lines(report.as_json([never]))[1].endswith(
+        "did not happen: rank 2 never came to its place (backward)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_only_what_can_come_of_a_failure_is_a_sign_of_it(
     spec: str, injected: dict[str, Any], sign: Event, noticed: bool
 ) -> None:
     (found,) = of([view(1.0, 1, "RUNNING"), fault(3.0, **injected), sign], spec)
-    assert (found.detected is not None) is noticed
+    assert (found["detected"] is not None) is noticed
 
 
 def test_what_is_suspected_long_after_a_failure_was_over_is_of_something_else() -> None:
@@ -113,8 +115,8 @@ def test_what_is_suspected_long_after_a_failure_was_over_is_of_something_else() 
     for at, noticed in ((3.5, True), (5.5, True), (7.0, False)):
         suspicion = event(at, "suspicion_seen", rank=2, told=False)
         (found,) = of([fault(3.0, kind="hang"), over, suspicion], "kind=hang,rank=2,step=5,for=1")
-        assert found.over_s == pytest.approx(4.0)
-        assert (found.detected is not None) is noticed
+        assert found["over_s"] == pytest.approx(4.0)
+        assert (found["detected"] is not None) is noticed
 
 
 def test_the_report_sums_up_and_is_a_schedule() -> None:
@@ -123,7 +125,7 @@ def test_the_report_sums_up_and_is_a_schedule() -> None:
     made = report.as_json(found, job="j")
     assert (made["job"], made["injected"], made["detected"]) == ("j", 2, 1)
     assert [parse(text) for text in made["schedule"]] == list(map(parse, specs))
-    head, first, second, third = report.lines(found)
+    head, first, second, third = report.lines(made)
     assert head == "failures: 3 planned, 2 injected, 1 noticed"
     assert "at 3.000 s, noticed after 0.020 s (launcher: child_exit), generation 2 ran after 0.600 s" in first
     assert "nobody noticed" in second

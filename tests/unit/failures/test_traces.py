@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from swift_ft.errors import UsageError
 from swift_ft.fault_grammar import RankFault
 from swift_ft.lab.failures import schedule
-from swift_ft.lab.failures.schedule import Outage, Traced, parse_entry, schedule_of
+from swift_ft.lab.failures.schedule import Outage, schedule_of
 
 TRACE = """\
 Class, start ,node,end,kind,place
@@ -103,12 +103,6 @@ def _count(spec: str) -> int:
         return len(schedule_of(spec, 4).faults)
     except UsageError:
         return 0
-
-
-@given(st.integers(0, 10**6), st.floats(0.01, 100).map(lambda x: round(x, 3)), st.none() | st.integers(1, 99))
-def test_an_entry_round_trips(seed: int, per: float, nodes: int | None) -> None:
-    entry = Traced(path="/a/b.csv", seed=seed, per=per, nodes=nodes, until=9.5)
-    assert parse_entry(str(entry)) == entry
 
 
 @pytest.mark.parametrize(

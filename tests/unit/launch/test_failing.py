@@ -125,7 +125,8 @@ def test_a_report_that_cannot_be_written_is_one_line_and_the_exit_code(
     with planned(tmp_path, "rank=1,step=3", monkeypatch) as plan:
 
         def run() -> Outcome:
-            (plan.run_dir / "failures.part").mkdir()
+            (plan.run_dir / "failures.json").unlink()
+            (plan.run_dir / "failures.json").mkdir()
             return Outcome(exit_code=0)
 
         assert injector.around(plan, run).exit_code == 2

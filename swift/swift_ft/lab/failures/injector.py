@@ -36,7 +36,7 @@ from swift_ft.fault_grammar import (
     RankFault,
     fault_id,
 )
-from swift_ft.files import make_directory, private
+from swift_ft.files import make_directory, private, write_whole
 from swift_ft.lab.failures import damage, report, schedule, services
 from swift_ft.lab.failures.damage import HeldVictims
 from swift_ft.lab.failures.schedule import Schedule
@@ -628,10 +628,11 @@ def around(plan: Planned, run: Callable[[], Outcome]) -> Outcome:
         with contextlib.suppress(OSError):
             (plan.run_dir / f"{REPORT}.space").unlink()
     found = report.outcomes(plan.schedule.faults, injector.trace(), injector.began, injector.why_not)
-    for line in report.lines(found):
+    content = report.as_json(found, **_about(plan), exit_code=outcome.exit_code)
+    for line in report.lines(content):
         tell(line)
     try:
-        path = _write(plan, report.as_json(found, **_about(plan), exit_code=outcome.exit_code))
+        path = _write(plan, content)
     except OSError as error:
         tell(f"run: {plan.run_dir / REPORT}: {error.strerror}: free space there, or name another --log-dir")
         return replace(outcome, exit_code=outcome.exit_code or UsageError.exit_code)
@@ -648,12 +649,6 @@ def _about(plan: Planned) -> dict[str, object]:
 
 
 def _write(plan: Planned, content: dict[str, object]) -> Path:
-    """Writes the report atomically. Raises OSError."""
     path = plan.run_dir / REPORT
-    aside = path.with_suffix(".part")
-    with open(aside, "w", opener=private) as file:
-        file.write(json.dumps(content, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
     return path

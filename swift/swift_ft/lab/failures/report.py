@@ -6,8 +6,7 @@ kind. The event names the detecting process. The report also has the first View 
 one in which the job runs again.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift_ft.fault_grammar import (
@@ -31,80 +30,52 @@ _ASKED_LATER_S = 2.0
 """Seconds after the end of a lasting failure in which a suspicion from its duration may still be reported."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Detected:
-    """The first detection of a failure."""
-
-    by: str
-    """The event's name."""
-    who: str
-    """Name of the process that wrote the event ("launcher", "rank2")."""
-    after_s: float
-    """Detection latency: seconds since the failure was injected."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """Result of one planned failure. Times are seconds since the first rank was started."""
-
-    id: str
-    failure: str
-    injected_s: float | None
-    """None: the failure was not injected."""
-    why_not: str = ""
-    where: Mapping[str, Any]
-    """Coordinates as far as they are known: rank, process, step, ..."""
-    over_s: float | None = None
-    """End of a failure that lasts for a while."""
-    detected: Detected | None = None
-    """None: the failure was not detected."""
-    generation: int | None = None
-    """First generation created after the failure."""
-    running_after_s: float | None = None
-    """Seconds from the injection until the job ran in a newer generation."""
-
-
 def outcomes(
     faults: Sequence[Fault], trace: Sequence[Event], began: float, why_not: Mapping[str, str]
-) -> list[Outcome]:
-    """Returns the result of every failure, in the order of the schedule.
+) -> list[dict[str, Any]]:
+    """Returns `failures` of the report, in the order of the schedule (docs/failures.md lists the fields).
 
     `trace`: events in order of time. `began`: event clock when the first rank was started. `why_not`: id -> reason why
     a failure was not injected, where it is known."""
-    found = []
-    for index, fault in enumerate(faults):
-        name = fault_id(index)
-        injected = next((e for e in trace if e["event"] in INJECTED and e.get("id") == name), None)
-        if injected is None:
-            why = why_not.get(name) or _never(fault)
-            found.append(Outcome(id=name, failure=str(fault), injected_s=None, why_not=why, where={}))
-            continue
-        at = injected["t"]
-        over = next((e for e in trace if e["event"] == "fault_over" and e.get("id") == name), None)
-        until = (at if over is None else over["t"]) + (
-            _ASKED_LATER_S if _lasts(fault) and over else _WATCHED_S
-        )
-        behind = [event for event in trace if event["t"] >= at]
-        before = max((e["generation"] for e in trace if e["event"] == "view_seen" and e["t"] < at), default=0)
-        newer = [e for e in behind if e["event"] == "view_seen" and e["generation"] > before]
-        signs = (e for e in behind if e["event"] != "view_seen" or e in newer)
-        sign = next((e for e in signs if e["t"] <= until and _is_sign(fault, injected, e)), None)
-        runs = next((e for e in newer if e["state"] in ("RUNNING", "FINISHED")), None)
-        hidden = (*INJECTED, "t", "who", "event", "id", "kind")
-        found.append(
-            Outcome(
-                id=name,
-                failure=str(fault),
-                injected_s=round(at - began, 6),
-                where={key: value for key, value in injected.items() if key not in hidden},
-                over_s=None if over is None else round(over["t"] - began, 6),
-                detected=None
-                if sign is None
-                else Detected(by=sign["event"], who=sign["who"], after_s=round(sign["t"] - at, 6)),
-                generation=newer[0]["generation"] if newer else None,
-                running_after_s=None if runs is None else round(runs["t"] - at, 6),
-            )
-        )
+    return [_outcome(fault, fault_id(index), trace, began, why_not) for index, fault in enumerate(faults)]
+
+
+def _outcome(
+    fault: Fault, name: str, trace: Sequence[Event], began: float, why_not: Mapping[str, str]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "id": name,
+        "failure": str(fault),
+        "injected_s": None,
+        "why_not": "",
+        "where": {},
+        "over_s": None,
+        "detected": None,
+        "generation": None,
+        "running_after_s": None,
+    }
+    injected = next((e for e in trace if e["event"] in INJECTED and e.get("id") == name), None)
+    if injected is None:
+        return found | {"why_not": why_not.get(name) or _never(fault)}
+    at = injected["t"]
+    hidden = (*INJECTED, "t", "who", "event", "id", "kind")
+    found["injected_s"] = round(at - began, 6)
+    found["where"] = {key: value for key, value in injected.items() if key not in hidden}
+    until = at + _WATCHED_S
+    over = next((e["t"] for e in trace if e["event"] == "fault_over" and e.get("id") == name), None)
+    if over is not None:
+        found["over_s"] = round(over - began, 6)
+        until = over + (_ASKED_LATER_S if _lasts(fault) else _WATCHED_S)
+    behind = [event for event in trace if event["t"] >= at]
+    before = max((e["generation"] for e in trace if e["event"] == "view_seen" and e["t"] < at), default=0)
+    newer = [e for e in behind if e["event"] == "view_seen" and e["generation"] > before]
+    if newer:
+        found["generation"] = newer[0]["generation"]
+    signs = (e for e in behind if e["event"] != "view_seen" or e in newer)
+    if sign := next((e for e in signs if e["t"] <= until and _is_sign(fault, injected, e)), None):
+        found["detected"] = {"by": sign["event"], "who": sign["who"], "after_s": round(sign["t"] - at, 6)}
+    if runs := next((e for e in newer if e["state"] in ("RUNNING", "FINISHED")), None):
+        found["running_after_s"] = round(runs["t"] - at, 6)
     return found
 
 
@@ -122,14 +93,10 @@ def _lasts(fault: Fault) -> bool:
     return isinstance(fault, RankFault) and fault.kind != "kill"
 
 
-def _rank_of(injected: Event) -> Callable[[Event], bool]:
-    return lambda event: event.get("rank") == injected.get("rank")
-
-
 def _is_sign(fault: Fault, injected: Event, event: Event) -> bool:
     """Returns whether `event` shows that the failure was detected. The caller passes only Views of newer
     generations."""
-    name, mine = event["event"], _rank_of(injected)(event)
+    name, mine = event["event"], event.get("rank") == injected.get("rank")
     made_anew, reason = name == "view_seen", f"{event.get('reason', '')} "
     match fault:
         case RankFault(kind="kill"):
@@ -158,37 +125,34 @@ _DAMAGE = (" refused ", "corrupt", "damage")
 """Substrings of a generation's reason that show that a process refused damaged data."""
 
 
-def as_json(found: Iterable[Outcome], **about: Any) -> dict[str, Any]:
+def as_json(found: Sequence[Mapping[str, Any]], **about: Any) -> dict[str, Any]:
     """Builds ``failures.json``. `about`: further fields, placed first."""
-    listed = list(found)
     return {
         **about,
-        "schedule": [outcome.failure for outcome in listed],
-        "injected": sum(outcome.injected_s is not None for outcome in listed),
-        "detected": sum(outcome.detected is not None for outcome in listed),
-        "failures": [asdict(outcome) for outcome in listed],
+        "schedule": [outcome["failure"] for outcome in found],
+        "injected": sum(outcome["injected_s"] is not None for outcome in found),
+        "detected": sum(outcome["detected"] is not None for outcome in found),
+        "failures": found,
     }
 
 
-def lines(found: Sequence[Outcome]) -> list[str]:
-    """Formats the results as text: a summary line, then one line for each failure."""
-    injected = [outcome for outcome in found if outcome.injected_s is not None]
-    noticed = sum(outcome.detected is not None for outcome in injected)
-    head = f"failures: {len(found)} planned, {len(injected)} injected, {noticed} noticed"
-    return [head, *(f"  {outcome.failure}: {_words(outcome)}" for outcome in found)]
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """Formats ``failures.json`` as text: a summary line, then one line for each failure."""
+    planned = len(report["failures"])
+    head = f"failures: {planned} planned, {report['injected']} injected, {report['detected']} noticed"
+    return [head, *(f"  {outcome['failure']}: {_words(outcome)}" for outcome in report["failures"])]
 
 
-def _words(outcome: Outcome) -> str:
-    if outcome.injected_s is None:
-        return f"did not happen: {outcome.why_not}"
-    words = [f"at {outcome.injected_s:.3f} s"]
-    if outcome.detected is None:
-        words.append("nobody noticed")
-    else:
-        said = outcome.detected
-        words.append(f"noticed after {said.after_s:.3f} s ({said.who}: {said.by})")
-    if outcome.over_s is not None:
-        words.append(f"over after {outcome.over_s - outcome.injected_s:.3f} s")
-    if outcome.running_after_s is not None:
-        words.append(f"generation {outcome.generation} ran after {outcome.running_after_s:.3f} s")
+def _words(outcome: Mapping[str, Any]) -> str:
+    at, said = outcome["injected_s"], outcome["detected"]
+    if at is None:
+        return f"did not happen: {outcome['why_not']}"
+    noticed = (
+        f"noticed after {said['after_s']:.3f} s ({said['who']}: {said['by']})" if said else "nobody noticed"
+    )
+    words = [f"at {at:.3f} s", noticed]
+    if outcome["over_s"] is not None:
+        words.append(f"over after {outcome['over_s'] - at:.3f} s")
+    if outcome["running_after_s"] is not None:
+        words.append(f"generation {outcome['generation']} ran after {outcome['running_after_s']:.3f} s")
     return ", ".join(words)

@@ -22,8 +22,8 @@ import os
 import random
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ from swift_ft.fault_grammar import (
     Fields,
     RankFault,
     lasting,
-    seconds_text,
 )
 from swift_ft.files import read_given
 from swift_ft.text import WORLD_SIZE_MAX, parse_json, whole_number
@@ -113,21 +112,6 @@ class What:
             microbatches=given.number("microbatches") if "microbatches" in given else 1,
         )
 
-    def words(self) -> list[str]:
-        """Formats the keys as `of` parses them."""
-        words = [f"{name}={value}" for name, value in self._words().items() if value is not None]
-        return words if self.microbatches == 1 else [*words, f"microbatches={self.microbatches}"]
-
-    def _words(self) -> dict[str, str | None]:
-        return {
-            "unit": None if self.unit == "steps" else self.unit,
-            "kind": None if self.kind == "kill" else self.kind,
-            "for": None if self.for_s is None else seconds_text(self.for_s),
-            "factor": None if self.kind != "slow" and self.factor == 1.0 else seconds_text(self.factor),
-            "link": self.link or None,
-            "phase": None if self.phase == "idle" else self.phase,
-        }
-
     def hits(self, ranks: Sequence[int], at: float, generator: random.Random) -> Iterator[RankFault]:
         """Yields the failures of these ranks of one host at time `at`, in steps or seconds."""
         lasts = None if self.kind == "kill" else self.for_s
@@ -146,17 +130,12 @@ class What:
                 yield RankFault(rank=rank, step=int(at), phase=phase, microbatch=microbatch, **fields_)
 
 
-def _said(entry: Any, names: Mapping[str, str]) -> list[str]:
-    """Returns the keys whose values are not the default. `names`: field -> key."""
-    unsaid = {each.name: each.default for each in fields(entry)}
-    values = {name: getattr(entry, name) for name in names}
-    return [f"{names[name]}={seconds_text(v)}" for name, v in values.items() if v != unsaid[name]]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
     """A distribution of failures, as specified."""
 
+    text: str
+    """The entry as it was given."""
     law: str
     mtbf: float
     """Mean time between two failures of one host, in steps or seconds."""
@@ -195,6 +174,7 @@ class Drawn:
         if lemon is not None and not lemons:
             raise given.error("lemon needs lemons=K: so many hosts fail so much more often")
         return cls(
+            text=given.spec,
             law=law,
             mtbf=mtbf,
             shape=given.decimal("shape", 0.05, 20.0) or 1.0,
@@ -209,16 +189,11 @@ class Drawn:
         )
 
     def __str__(self) -> str:
-        words = [f"every={self.law}", f"mtbf={seconds_text(self.mtbf)}"]
-        if self.law == "weibull":
-            words.append(f"shape={seconds_text(self.shape)}")
-        names = ("seed", "until", "count", "lemons", "lemon", "together", "per_host")
-        return ",".join([*words, *_said(self, {name: name for name in names}), *self.what.words()])
+        return self.text
 
     def faults(self, hosts: Hosts, flag: str = "--failures") -> list[Fault]:
         """Returns the failures of a job with these hosts, in order of time. Raises UsageError for too many failures, or
-        for more
-        lemons than hosts."""
+        for more lemons than hosts."""
         if self.lemons > hosts.count:
             raise UsageError(f"{flag} {self}: lemons must be 0 to {hosts.count}, the hosts of this job")
         lemons = random.Random(f"lemons {self.seed}").sample(range(hosts.count), self.lemons)
@@ -383,6 +358,7 @@ def from_infinitehbd(path: Path, without: Sequence[str] = (), flag: str = "conve
 class Traced:
     """A trace file, with the mapping of its times and nodes to those of a job."""
 
+    text: str
     path: str
     per: float = 1.0
     begin: float = 0.0
@@ -401,6 +377,7 @@ class Traced:
         if given.number_or_none("per_host") == 0:
             raise given.error("per_host must be at least 1")
         return cls(
+            text=given.spec,
             path=given.text("trace", _PATH, "a file whose name has no comma or semicolon"),
             per=given.decimal("per", 1e-6, 1e9) or 1.0,
             begin=given.decimal("from", 0.0, 1e9) or 0.0,
@@ -412,8 +389,7 @@ class Traced:
         )
 
     def __str__(self) -> str:
-        names = {"begin": "from"} | {name: name for name in ("per", "until", "seed", "nodes", "per_host")}
-        return ",".join([f"trace={self.path}", *_said(self, names), *self.what.words()])
+        return self.text
 
     def faults(self, hosts: Hosts, flag: str = "--failures") -> list[Fault]:
         """Returns the failures of a job with these hosts, in order of time. Raises UsageError if the file is no trace,
@@ -533,7 +509,7 @@ def read_schedule(given: str, flag: str = "--failures") -> list[Entry]:
 def _of_file(path: Path, flag: str) -> list[Entry]:
     text = text_of(path, flag)
     if is_trace(text):
-        return [Traced(path=str(path))]
+        return [Traced(text=f"trace={path}", path=str(path))]
     if text.lstrip().startswith("["):
         raise UsageError(f"{flag} {path}: JSON of somebody else's: convert it with swift-ft failures convert")
     if text.lstrip().startswith("{"):
