@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from swift_ft.errors import UsageError
-from swift_ft.planner import Assignment
+from swift_ft.planner.assignment import Assignment
 from swift_ft.planner.schedule import ACTIONS_MAX, Costs, Step, Work, owners_of, period, plan_step
 from swift_ft.text import table
 

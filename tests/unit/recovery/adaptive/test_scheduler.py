@@ -60,7 +60,7 @@ def run(work: Work, step: Step, seed: int) -> int:
 
 
 def waited_for(work: Work, action: Action) -> list[Action]:
-    """Written from the description of a pipeline; `checks.needs` is not asked."""
+    """Written from the description of a pipeline; `needs` is not asked."""
     kind, stage, origin, microbatch = action
     if kind == "F":
         return [] if stage == 0 else [Action("F", stage - 1, origin, microbatch)]
