@@ -1,0 +1,205 @@
+"""`torch.device("simulated")`: compiles simulated.cpp once, and makes a device module of it.
+
+`load()` changes torch for the whole process: from then on there is an accelerator. So the tests of this folder run in
+processes of their own (conftest.py), and nothing else may call it.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NAME = "simulated"
+SOURCE = Path(__file__).with_suffix(".cpp")
+KEPT = Path(__file__).with_name(".compiled")
+"""Ignored by git."""
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Werror")
+_TORCH = Path(torch.__file__).parent
+
+# --- compiling ---
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def library() -> Path:
+    """Compiles it if this source was not compiled with this torch before."""
+    name = f"{torch.__version__} {torch.version.git_version} {FLAGS}".encode()
+    target = KEPT / f"{hashlib.sha256(name + SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    KEPT.mkdir(exist_ok=True)
+    with (KEPT / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return target
+        for old in KEPT.glob("*.so"):
+            old.unlink()
+        made = target.with_suffix(".new")
+        include = _TORCH / "include"
+        words = [compiler() or "g++", *FLAGS, f"-I{include}", str(SOURCE), "-o", str(made)]
+        words += [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        made.rename(target)
+    return target
+
+
+# --- waits of the host ---
+
+_waits: Counter[tuple[str, str]] = Counter()
+_refusing = 0
+_HERE = str(Path(__file__))
+
+
+def _line() -> str:
+    """Where the program stands that made torch wait."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(str(_TORCH)) and path != _HERE:
+            return f"{os.path.relpath(path, Path(__file__).parents[2])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "a thread of torch's own"
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)
+def _on_wait(what: bytes) -> int:
+    _waits[what.decode(), _line()] += 1
+    return _refusing
+
+
+def waits() -> dict[tuple[str, str], int]:
+    """(what, "file:line") -> how often the host has waited for a device since the last call."""
+    seen = dict(_waits)
+    _waits.clear()
+    return seen
+
+
+@contextlib.contextmanager
+def no_waits() -> Iterator[None]:
+    """Whatever makes the host wait in here, in any thread, raises RuntimeError instead; and so does the end of this, if
+    somebody has swallowed that."""
+    global _refusing
+    before = _waits.copy()
+    _refusing += 1
+    try:
+        yield
+    finally:
+        _refusing -= 1
+    if _waits != before:
+        raise RuntimeError(f"the host was about to wait for a device: {dict(_waits - before)}")
+
+
+# --- what only a test may do ---
+
+
+@contextlib.contextmanager
+def held(*streams: torch.Stream) -> Iterator[None]:
+    """These streams (the current one) stand still at this place until the end."""
+    ops = torch.ops.simulated
+    holds = [ops.hold(s.device_index, s.stream_id) for s in streams or (torch.accelerator.current_stream(),)]
+    try:
+        yield
+    finally:
+        for hold in holds:
+            ops.release(hold)
+
+
+def engine_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor of the host: what is there now, whatever is still under way."""
+    view: torch.Tensor = torch.ops.simulated.engine_view(tensor.detach())
+    return view
+
+
+# --- the device module ---
+
+
+class _DeviceContext:
+    def __init__(self, device: Any) -> None:
+        self._index = _index(device)
+
+    def __enter__(self) -> None:
+        self._before = torch.accelerator.current_device_index()
+        torch.accelerator.set_device_index(self._index)
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.set_device_index(self._before)
+
+
+def _index(device: Any = None) -> int:
+    index: int | None = device if isinstance(device, int) or device is None else torch.device(device).index
+    return torch.accelerator.current_device_index() if index is None else index
+
+
+@contextlib.contextmanager
+def _stream_context(stream: torch.Stream | None) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    with stream:
+        yield
+
+
+@functools.cache
+def load() -> types.ModuleType:
+    """`torch.simulated`, which is there from now on."""
+    torch.ops.load_library(library())
+    torch.utils.rename_privateuse1_backend(NAME)
+    # For CUDA, `Module.to` keeps parameters and only changes their data, so tied weights stay tied. Not for this kind.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    ops, accelerator = torch.ops.simulated, torch.accelerator
+    generators = tuple(ops.default_generator(index) for index in range(2))
+
+    def seed_all(seed: int) -> None:
+        for generator in generators:
+            generator.manual_seed(seed)
+
+    def seed_current(seed: int) -> None:
+        generators[_index()].manual_seed(seed)
+
+    module: Any = types.ModuleType(f"torch.{NAME}")
+    named: dict[str, Callable[..., Any] | type | object] = {
+        "default_generators": generators,
+        "Stream": torch.Stream,
+        "Event": torch.Event,
+        "device": _DeviceContext,
+        "is_available": lambda: True,
+        "is_initialized": ops.initialized,
+        "_is_in_bad_fork": ops.in_bad_fork,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: len(generators),
+        "current_device": accelerator.current_device_index,
+        "set_device": lambda device: accelerator.set_device_index(_index(device)),
+        "current_stream": accelerator.current_stream,
+        "set_stream": accelerator.set_stream,
+        "stream": _stream_context,
+        "synchronize": accelerator.synchronize,
+        "empty_cache": accelerator.empty_cache,
+        "memory_allocated": accelerator.memory_allocated,
+        "max_memory_allocated": accelerator.max_memory_allocated,
+        "manual_seed": seed_current,
+        "manual_seed_all": seed_all,
+        "get_rng_state": lambda device=None: generators[_index(device)].get_state(),
+        "set_rng_state": lambda state, device=None: generators[_index(device)].set_state(state),
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
+        "pin": ops.pin,
+        "unpin": ops.unpin,
+    }
+    vars(module).update(named)
+    torch._register_device_module(NAME, module)
+    sys.modules[module.__name__] = module
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    ops.on_wait(ctypes.cast(_on_wait, ctypes.c_void_p).value)
+    return module
