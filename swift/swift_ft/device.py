@@ -123,8 +123,8 @@ class Accelerator:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
     def pin(self, address: int, size: int) -> Callable[[], None]:
-        self._module.register_host(address, size)
-        return lambda: self._module.unregister_host(address)
+        self._module.pin(address, size)
+        return lambda: self._module.unpin(address)
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.torch)

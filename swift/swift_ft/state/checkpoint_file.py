@@ -258,7 +258,8 @@ def _described(skeleton: Any) -> dict[str, _Described]:
 
 
 def _tensor(leaf: Mapping[str, Any], name: str) -> _Described:
-    if not {"tensor", "dtype", "shape"} <= leaf.keys() <= {"tensor", "dtype", "shape", "stride"}:
+    required, optional = {"tensor", "dtype", "shape"}, {"stride", "accelerator"}
+    if not required <= leaf.keys() <= required | optional or leaf.get("accelerator", True) is not True:
         raise Damaged(f"tensor {name[:80]!r} is not described")
     dtype = leaf["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPES:

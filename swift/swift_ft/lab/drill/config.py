@@ -104,6 +104,7 @@ class DrillConfig:
     spares: int = option(1, "warm spare processes", "N", bounds=(0, 64))
     helpers: int = of_run(0, "ranks that share a replay", "N", bounds=(0, 64))
     model: str = of_both("default", known=tuple(MODELS))
+    device: str = of_both("cpu", "the stages' device, as torch names it", "DEVICE")
     updates: str = of_both(
         "after_backward", "when buckets of gradients are applied", known=("after_backward", "wait_free")
     )

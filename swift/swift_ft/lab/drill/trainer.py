@@ -82,12 +82,14 @@ def main(argv: list[str] | None = None) -> None:
         last_checkpoint=False,  # the log's content at the end is compared with the prediction
     ) as session:
         indices, num_stages = topology.stages_of(session.pipeline_rank * args.replicas), topology.stages
-        modules: list[torch.nn.Module] = [make_stage(config, i, num_stages, args.seed) for i in indices]
+        modules: list[torch.nn.Module] = [
+            make_stage(config, i, num_stages, args.seed).to(args.device) for i in indices
+        ]
         parameters = [p for module in modules for p in module.parameters()]
         if args.data_parallel == "ddp":
             modules = [session.ddp(module) for module in modules]
         stages = [
-            session.pipeline_stage(module, index, num_stages)
+            session.pipeline_stage(module, index, num_stages, args.device)
             for module, index in zip(modules, indices, strict=True)
         ]
         schedule = make_schedule(args.schedule, stages, args.microbatches)
@@ -99,13 +101,13 @@ def main(argv: list[str] | None = None) -> None:
         text = standard_library()
         loader = session.loader(lambda dp_rank: ByteLoader(text, batch, config.sequence, args.seed, dp_rank))
         session.register(schedule=schedule, scheduler=scheduler)
-        session.help_replay(lambda index: make_stage(config, index, num_stages, args.seed))
+        session.help_replay(lambda index: make_stage(config, index, num_stages, args.seed).to(args.device))
         first, last = 0 in indices, num_stages - 1 in indices
 
         def train_step(step: int) -> None:
             if step == args.steps - 1 and not session.replaying:
                 time.sleep(args.rest_s)
-            inputs, targets = next(loader)
+            inputs, targets = (part.to(args.device) for part in next(loader))
             losses: list[torch.Tensor] = []
             optimizer.zero_grad()
             schedule.step(
