@@ -27,6 +27,7 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -64,8 +65,6 @@ constexpr DeviceIndex DEVICES = 2;
 constexpr size_t MEMORY = size_t(8) << 30;
 constexpr size_t GRAIN = 512;  // bytes: blocks are multiples of it
 
-std::atomic<double> patience_s{20};  // a wait of the host that takes longer is an error: a test must not hang
-
 // --- Failure and waits of the host ---
 
 std::mutex failure_lock;
@@ -91,6 +90,14 @@ void host_waits(const std::string& what) {
   check_failure();
   if (auto call = on_wait.load())
     TORCH_CHECK(!call(what.c_str()), "simulated device: a wait of the host that is refused here: ", what);
+}
+
+std::atomic<double> patience_s{20};  // a wait of the host that takes longer is an error: a test must not hang
+
+template <class Condition>
+void wait_patiently(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, const char* what, Condition condition) {
+  bool done = changed.wait_for(lock, std::chrono::duration<double>(patience_s), condition);
+  TORCH_CHECK(done, "simulated device: the host has waited ", patience_s.load(), " s for ", what);
 }
 
 // --- Events and streams ---
@@ -128,8 +135,7 @@ class Event {
   }
   void host_wait() {
     std::unique_lock lock(mutex_);
-    bool done = changed_.wait_for(lock, std::chrono::duration<double>(patience_s), [&] { return passed_ >= recorded_; });
-    TORCH_CHECK(done, "simulated device: the host has waited ", patience_s.load(), " s for an event");
+    wait_patiently(lock, changed_, "an event", [this, number = recorded_] { return passed_ >= number; });
   }
 
   DeviceIndex device = -1;
@@ -163,11 +169,8 @@ class Queue {
     return tasks_.empty() && !busy_;
   }
   void host_wait() {
-    {
-      std::unique_lock lock(mutex_);
-      bool done = changed_.wait_for(lock, std::chrono::duration<double>(patience_s), [&] { return tasks_.empty() && !busy_; });
-      TORCH_CHECK(done, "simulated device: the host has waited ", patience_s.load(), " s for a stream");
-    }
+    std::unique_lock lock(mutex_);
+    wait_patiently(lock, changed_, "a stream", [this] { return tasks_.empty() && !busy_; });
     check_failure();
   }
 
@@ -582,15 +585,11 @@ at::Tensor& set_storage(at::Tensor& self, Storage storage, int64_t offset, Sizes
   TORCH_CHECK(storage.device() == self.device(), "simulated device: set_ to memory of ", storage.device());
   self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
   self.unsafeGetTensorImpl()->set_storage_offset(offset);
-  self.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  if (strides.empty())
+    self.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  else
+    self.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return self;
-}
-at::Tensor& set_whole_storage(at::Tensor& self, Storage storage) {
-  int64_t numel = int64_t(storage.nbytes() / self.element_size());
-  return set_storage(self, std::move(storage), 0, {numel}, {1});
-}
-at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& from) {
-  return set_storage(self, from.storage(), from.storage_offset(), from.sizes(), from.strides());
 }
 
 // The same elements where streams see them. It keeps nothing alive.
@@ -709,6 +708,8 @@ bool describe(std::string& key, const IValue& value) {
 }
 
 Form learn_form(const OperatorHandle& op, const Stack& args) {
+  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(DispatchKey::CPU), "simulated device: the CPU has no kernel of ",
+                              op.operator_name());
   Form form;
   Stack stack;
   for (const IValue& value : args)
@@ -756,7 +757,7 @@ std::optional<size_t> written_argument(const FunctionSchema& schema, size_t resu
 // Whether the form of the results depends on what tensors hold, so that the host has to wait for them.
 bool needs_values(const OperatorHandle& op, const Stack& args) {
   const auto& name = op.schema().name();
-  if (name == "aten::index" || name == "aten::index_put_" || name == "aten::_index_put_impl_") {
+  if (name == "aten::index" || name == "aten::_index_put_impl_") {
     bool mask = false;
     for_tensors(args[1], [&](const at::Tensor& t) { mask = mask || t.scalar_type() == kBool || t.scalar_type() == kByte; });
     return mask;
@@ -781,19 +782,20 @@ DeviceIndex device_of(const FunctionSchema& schema, const Stack& args) {
   return checked(d);
 }
 
+// (a stream)
 void compute(const OperatorHandle& op, Stack stack, const std::vector<IValue>& into) {
   op.callBoxed(&stack);
+  auto store = [&](at::Tensor to, const at::Tensor& from) {
+    if (!to.defined() || !from.defined() || !from.numel()) return;  // the CPU's leave out what nobody asks for
+    TORCH_CHECK(to.sizes() == from.sizes() && to.dtype() == from.dtype(), op.operator_name(), ": the meta kernel foresaw ",
+                to.toString(), to.sizes(), ", not ", from.toString(), from.sizes());
+    to.copy_(from);
+  };
   for (size_t i = 0; i < into.size(); ++i) {
-    std::vector<at::Tensor> to, from;
-    for_tensors(into[i], [&](const at::Tensor& t) { to.push_back(t); });
-    if (to.empty()) continue;
-    for_tensors(stack[i], [&](const at::Tensor& t) { from.push_back(t); });
-    TORCH_CHECK(to.size() == from.size(), op.schema().operator_name(), ": the meta kernel foresaw another number of results");
-    for (size_t k = 0; k < to.size(); ++k) {
-      TORCH_CHECK(to[k].sizes() == from[k].sizes() && to[k].dtype() == from[k].dtype(), op.schema().operator_name(),
-                  ": the meta kernel foresaw ", to[k].toString(), to[k].sizes(), ", not ", from[k].toString(), from[k].sizes());
-      to[k].copy_(from[k]);
-    }
+    if (into[i].isTensor()) store(into[i].toTensor(), stack[i].toTensor());
+    if (!into[i].isTensorList()) continue;
+    auto to = into[i].toTensorVector(), from = stack[i].toTensorVector();
+    for (size_t k = 0; k < to.size(); ++k) store(to[k], from.at(k));
   }
 }
 
@@ -883,17 +885,20 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", at::native::unfold);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("resize_", resize_);
-  m.impl("set_.source_Storage", set_whole_storage);
+  m.impl("set_.source_Storage", at::native::set_);
   m.impl("set_.source_Storage_storage_offset", set_storage);
-  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("set_.source_Tensor", at::native::set_tensor_);
   m.impl("_copy_from", copy_from);
   m.impl("_local_scalar_dense", read_scalar);
   m.impl("native_dropout", native_dropout);
   // torch has formulas for these, and the CPU kernels of its own.
-  for (auto name : {"native_layer_norm", "native_group_norm"}) m.impl(name, torch::CppFunction::makeFromBoxedFunction<&launch>());
+  for (auto name : {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&launch>());
   m.impl("record_stream", [](at::Tensor& t, Stream s) { device_memory.recordStream(t.storage().data_ptr(), s); });
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&launch>()); }
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
@@ -908,8 +913,8 @@ TORCH_LIBRARY(simulated, m) {
   m.def("initialized", [] { return the_machine != nullptr; });
   m.def("in_bad_fork", [] { return bad_fork; });
   m.def("default_generator", [](int64_t d) { return default_generator(DeviceIndex(d)); });
-  m.def("pin", [](int64_t address, int64_t bytes) { pin((void*)address, size_t(bytes)); });
-  m.def("unpin", [](int64_t address) { unpin((void*)address); });
+  m.def("register_host", [](int64_t address, int64_t bytes) { pin((void*)address, size_t(bytes)); });
+  m.def("unregister_host", [](int64_t address) { unpin((void*)address); });
   m.def("engine_view", engine_view);
   m.def("on_wait", [](int64_t function) { on_wait = reinterpret_cast<OnWait>(function); });
   m.def("set_patience", [](double seconds) { patience_s = seconds; });

@@ -105,16 +105,21 @@ def no_waits() -> Iterator[None]:
 # --- what only a test may do ---
 
 
+def hold(stream: torch.Stream | None = None) -> Callable[[], None]:
+    """Lets a stream (the current one) stand still at this place; returns what lets it go on, in any thread."""
+    stream = stream or torch.accelerator.current_stream()
+    number = torch.ops.simulated.hold(stream.device_index, stream.stream_id)
+    return functools.partial(torch.ops.simulated.release, number)
+
+
 @contextlib.contextmanager
-def held(*streams: torch.Stream) -> Iterator[None]:
-    """These streams (the current one) stand still at this place until the end."""
-    ops = torch.ops.simulated
-    holds = [ops.hold(s.device_index, s.stream_id) for s in streams or (torch.accelerator.current_stream(),)]
+def held(stream: torch.Stream | None = None) -> Iterator[None]:
+    """It stands still at this place until the end."""
+    release = hold(stream)
     try:
         yield
     finally:
-        for hold in holds:
-            ops.release(hold)
+        release()
 
 
 def engine_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -194,8 +199,8 @@ def load() -> types.ModuleType:
         "get_rng_state": lambda device=None: generators[_index(device)].get_state(),
         "set_rng_state": lambda state, device=None: generators[_index(device)].set_state(state),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
-        "pin": ops.pin,
-        "unpin": ops.unpin,
+        "register_host": ops.register_host,
+        "unregister_host": ops.unregister_host,
     }
     vars(module).update(named)
     torch._register_device_module(NAME, module)
