@@ -513,26 +513,22 @@ def digest_of_generator() -> int:
         return xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().data)
 
 
-def before_forward(module: torch.nn.Module, call: Any) -> None:
-    """Registers ``call()`` to run before each forward of this module, but not of its copies."""
-    module.register_forward_pre_hook(_BeforeForward(call), prepend=True)
-
-
-class _BeforeForward:
-    """Hook on the trainer's module, which may be copied, pickled or compiled."""
+class ModuleHook:
+    """A forward hook of a trainer's module, which may be copied, pickled or compiled: a copy's hook does nothing."""
 
     def __init__(self, call: Any = None) -> None:
+        """`call` is called with what torch gives a hook besides the module."""
         self._call = call
 
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+    def __call__(self, module: torch.nn.Module, *given: Any) -> None:
         if self._call is not None and not torch.compiler.is_compiling():
-            self._call()
+            self._call(*given)
 
-    def __deepcopy__(self, memo: Any) -> "_BeforeForward":
-        return _BeforeForward()
+    def __deepcopy__(self, memo: Any) -> "ModuleHook":
+        return ModuleHook()
 
-    def __reduce__(self) -> tuple[type["_BeforeForward"], tuple[()]]:
-        return _BeforeForward, ()
+    def __reduce__(self) -> tuple[type["ModuleHook"], tuple[()]]:
+        return ModuleHook, ()
 
 
 # --- process groups that swift creates ---

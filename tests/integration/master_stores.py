@@ -3,21 +3,17 @@
 import os
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import TCPStore
 
 
-class MasterStores:
-    """For every generation the store at MASTER_ADDR and MASTER_PORT, which must outlive all ranks. Its waits end only
+class MasterStore(TCPStore):
+    """The store at MASTER_ADDR and MASTER_PORT, which must outlive all ranks, for every generation. Its waits end only
     by their timeout."""
 
-    def __init__(self) -> None:
-        self._host, self._port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    def __init__(self, generation: int) -> None:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        super().__init__(address, port, is_master=False, timeout=timedelta(seconds=30))
 
-    def __call__(self, generation: int) -> Store:
-        return TCPStore(self._host, self._port, is_master=False, timeout=timedelta(seconds=30))
+    def built(self) -> None: ...
 
-    def built(self) -> None:
-        """Does nothing: waits for its keys are not combined."""
-
-    def interrupt(self) -> None:
-        """Does nothing: its waits cannot be ended."""
+    def interrupt(self) -> None: ...

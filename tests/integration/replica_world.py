@@ -26,7 +26,7 @@ from swift_ft.planner import Assignment
 from swift_ft.state.tensors import digest
 from swift_ft.state.transfer import DefaultGroup, Transfer, local, receive_state, send_state
 from swift_ft.state.tree import split
-from tests.integration.master_stores import MasterStores
+from tests.integration.master_stores import MasterStore
 
 VERSION = 7
 
@@ -81,7 +81,7 @@ class Rank:
             for name, ranks in kinds.items()
         }
         groups = list(self.groups.values())
-        self.communicator = ProcessGroups(backend, rank, groups, groups[0], stores=MasterStores())
+        self.communicator = ProcessGroups(backend, rank, groups, groups[0], stores=MasterStore)
         if build:
             self.communicator.build(1)
             dist.barrier()

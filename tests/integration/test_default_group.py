@@ -13,13 +13,13 @@ EVERYTHING = textwrap.dedent(
     from swift_ft.comm.gloo import GlooBackend
     from swift_ft.comm.process_groups import ProcessGroups
     from swift_ft.comm.groups import ReconfigurableGroup
-    from tests.integration.master_stores import MasterStores
+    from tests.integration.master_stores import MasterStore
 
     rank, world = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     backend = GlooBackend()
     group = ReconfigurableGroup("default", range(world), rank, backend)
-    comm = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
+    comm = ProcessGroups(backend, rank, [group], group, stores=MasterStore)
     wrong = []
 
     def check(name, got, expected):

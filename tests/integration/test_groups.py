@@ -19,14 +19,14 @@ BROKEN_REDUCTIONS = textwrap.dedent(
     from swift_ft.comm.gloo import GlooBackend
     from swift_ft.comm.process_groups import ProcessGroups
     from swift_ft.comm.groups import ReconfigurableGroup
-    from tests.integration.master_stores import MasterStores
+    from tests.integration.master_stores import MasterStore
     from swift_ft.train.reducer import Reducer
 
     rank, world, ordered, trials = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
     torch.set_num_threads(1)
     backend = GlooBackend()
     group = ReconfigurableGroup("data", range(world), rank, backend)
-    comm = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
+    comm = ProcessGroups(backend, rank, [group], group, stores=MasterStore)
     reducer = Reducer(group, lambda: world, ordered=ordered, shares=lambda: None)
     parameters = [torch.nn.Parameter(torch.zeros(1 << 20)) for _ in range(4)]
     sums = [torch.full((1 << 20,), sum(r + 1.0 + n for r in range(world)) / world) for n in range(4)]
@@ -80,13 +80,13 @@ DDP_LIVES_ON = textwrap.dedent(
     from swift_ft.comm.gloo import GlooBackend
     from swift_ft.comm.process_groups import ProcessGroups
     from swift_ft.comm.groups import ReconfigurableGroup
-    from tests.integration.master_stores import MasterStores
+    from tests.integration.master_stores import MasterStore
 
     rank, generation = int(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     backend = GlooBackend()
     group = ReconfigurableGroup("data", [0, 1], rank, backend, swallow=True)
-    comm = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
+    comm = ProcessGroups(backend, rank, [group], group, stores=MasterStore)
     torch.manual_seed(7)
     module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
     ddp = DistributedDataParallel(

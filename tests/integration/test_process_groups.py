@@ -21,12 +21,12 @@ WORKER = textwrap.dedent(
     from swift_ft.comm.gloo import GlooBackend
     from swift_ft.comm.process_groups import ProcessGroups
     from swift_ft.comm.groups import ReconfigurableGroup
-    from tests.integration.master_stores import MasterStores
+    from tests.integration.master_stores import MasterStore
 
     rank, shared, operation = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     backend = GlooBackend()
     group = ReconfigurableGroup("world", range(4), rank, backend)
-    comm = ProcessGroups(backend, rank, [group], group, stores=MasterStores())
+    comm = ProcessGroups(backend, rank, [group], group, stores=MasterStore)
     entered = 1
 
     def say(name, **fields):

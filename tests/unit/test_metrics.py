@@ -289,8 +289,8 @@ def test_a_checkpoints_age_begins_when_it_is_complete(coordinator: CoordinatorMe
 def test_a_rank_counts_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("swift_ft.train.metrics.events.now", clock)
-    counts = {"generation": 3, "version": 7, "records": 5, "something_new": 1}
-    metrics = trainer.TrainerMetrics("a", 2, lambda: trainer.Progress.of(counts))
+    done = counts() | {"version": 7, "records": 5, "something_new": 1}
+    metrics = trainer.TrainerMetrics("a", 2, lambda: done)
 
     def step(seconds: float, replay: bool) -> None:
         events.emit("step_begin", rank=2, step=0, replay=replay)
@@ -337,6 +337,10 @@ def free_behind_a_taken_port() -> Iterator[int]:
             return
 
 
+def counts() -> dict[str, float]:
+    return dict.fromkeys(trainer._COUNTED.values(), 0.0)
+
+
 def test_ranks_of_one_machine_take_ports_side_by_side_and_a_taken_one_stops_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,8 +348,8 @@ def test_ranks_of_one_machine_take_ports_side_by_side_and_a_taken_one_stops_nobo
     heard: list[tuple[str, Any]] = []
     end = events.listen(lambda event, fields: heard.append((event, fields)))
     with free_behind_a_taken_port() as port:
-        close_0 = trainer.serve_metrics(f"127.0.0.1:{port}", "a", 0, 0, trainer.Progress)
-        close_1 = trainer.serve_metrics(f"127.0.0.1:{port}", "a", 1, 1, trainer.Progress)
+        close_0 = trainer.serve_metrics(f"127.0.0.1:{port}", "a", 0, 0, counts)
+        close_1 = trainer.serve_metrics(f"127.0.0.1:{port}", "a", 1, 1, counts)
     end()
     assert heard[0][0] == "metrics_not_shown"
     assert not (tmp_path / "a-rank0.json").exists()

@@ -338,6 +338,13 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         self.run_into(parts, lambda collectives: collectives.all_gather(parts, own))
         return parts
 
+    def gathered_texts(self, text: str) -> list[str]:
+        """Returns the texts of all its ranks in this generation, in their order."""
+        data = text.encode()
+        room = int(max(self.gathered(torch.tensor([len(data)]))))
+        own = torch.frombuffer(bytearray(data.ljust(room)), dtype=torch.uint8)
+        return [bytes(each.numpy()).rstrip().decode() for each in self.gathered(own)]
+
     def gathering(self, tensor: torch.Tensor) -> tuple[Task, list[torch.Tensor]]:
         """Starts a `gathered` without waiting: the parts are filled once the task is done."""
         own = tensor.detach().contiguous().clone()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,18 +63,6 @@ class _Circuit:
 _ABORT_INTERVAL_S = 0.02
 
 
-class Stores(Protocol):
-    """Stores with which the groups of each generation are built: all ranks of a generation see the same store."""
-
-    def __call__(self, generation: int) -> Store: ...
-
-    def built(self) -> None:
-        """Marks the groups of the newest store as built: from now on its keys are the trainer's."""
-
-    def interrupt(self) -> None:
-        """(watcher thread) Ends all waits in the newest store with an error."""
-
-
 class Interrupted(Exception):
     """A newer generation was published: the current step is dropped."""
 
@@ -94,11 +82,12 @@ class ProcessGroups:
         groups: Sequence[ReconfigurableGroup],
         default: ReconfigurableGroup,
         *,
-        stores: Stores,
+        stores: Callable[[int], Any],
         build_timeout_s: float = 30.0,
     ):
         """`groups`: all groups that are built in a generation. `default`: the one of them that torch and the trainer
-        use as the default group. `stores`: creates the store of each generation.
+        use as the default group. `stores`: creates the store of each generation, the same for all its ranks, with the
+        methods `built` and `interrupt` of a `CoordinatorStore`.
         """
         self._backend = backend
         self._rank = rank
@@ -107,7 +96,7 @@ class ProcessGroups:
         # All ranks of a generation are known to be alive when it is built, so building has a tight timeout.
         self._build_timeout = timedelta(seconds=build_timeout_s)
         self._stores = stores
-        self._generations_store: Store | None = None
+        self._generations_store: Any = None
         self._fabric: Fabric | None = None
         self._lock = threading.Lock()
         self._newest = 0
@@ -163,7 +152,7 @@ class ProcessGroups:
             # wait for a connection to it.
             store.set(f"built-{self._rank}", "")
             store.wait([f"built-{rank}" for rank in present], self._build_timeout)
-            self._stores.built()
+            self._generations_store.built()
         except (RuntimeError, ValueError):
             self._check()
             raise
@@ -244,7 +233,8 @@ class ProcessGroups:
                 fabric = self._fabric if self.generation < generation else None
             if fabric is None:
                 return
-            self._stores.interrupt()
+            if self._generations_store is not None:
+                self._generations_store.interrupt()
             fabric.abort()
             if acknowledged():
                 return

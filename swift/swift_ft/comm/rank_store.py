@@ -51,6 +51,7 @@ class CoordinatorStore(Store):
         _told(self._shared.flush)
 
     def interrupt(self) -> None:
+        """(watcher thread) Ends all waits with an error."""
         self._shared.interrupt()
 
     # --- methods that torch calls, under its names ---
@@ -131,27 +132,10 @@ class ListeningStore(CoordinatorStore):
     deleteKey = delete_key  # noqa: N815
 
 
-class CoordinatorStores:
-    """The stores of one rank, one per generation."""
-
-    def __init__(self, client: CoordinatorClient) -> None:
-        self._client = client
-        self._known = Known()
-        self._newest: CoordinatorStore | None = None
-
-    def __call__(self, generation: int) -> CoordinatorStore:
-        self._newest = CoordinatorStore(SharedKeys(self._client, generation, self._known))
-        return self._newest
-
-    def built(self) -> None:
-        """Marks the groups as built (`Stores.built`)."""
-        assert self._newest is not None
-        self._newest.built()
-
-    def interrupt(self) -> None:
-        """Ends waits (`Stores.interrupt`). Does nothing before the first store."""
-        if self._newest is not None:
-            self._newest.interrupt()
+def stores_of(client: CoordinatorClient) -> Callable[[int], CoordinatorStore]:
+    """Returns a function that creates the stores of one rank, one per generation."""
+    known = Known()
+    return lambda generation: CoordinatorStore(SharedKeys(client, generation, known))
 
 
 def _told(call: Callable[..., Any], *arguments: Any) -> Any:

@@ -45,7 +45,7 @@ class WholeModule:
         backward (`torch.utils.checkpoint` of the whole module) gets the same ones again. It is recognized by torch's
         generator state, which torch restores to its value at the checkpoint."""
 
-        def before_forward() -> None:
+        def before_forward(_args: Any) -> None:
             key = torch_private.digest_of_generator()
             if torch_private.is_in_backward():
                 if key in self._numbers:
@@ -55,7 +55,7 @@ class WholeModule:
             randomness.whole(number, self._forwards)
             self._forwards += 1
 
-        torch_private.before_forward(self.submod, before_forward)
+        self.submod.register_forward_pre_hook(torch_private.ModuleHook(before_forward), prepend=True)
 
     def begin_step(self) -> None:
         self._forwards, self._numbers = 0, {}

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from swift_ft import torch_private
 from swift_ft.comm.process_groups import Interrupted
 from swift_ft.device import Device, Event, accelerator_in_use
 from swift_ft.errors import LogInterrupted, RecordMissing, ReplayRefused, ServiceError, UsageError
@@ -291,34 +292,17 @@ def watch(module: torch.nn.Module, name: str, reached: Callable[[str], None]) ->
     the gradient of its output is known, before its own backward. Has no effect if the module has no such submodule:
     another stage of the rank may have it. Does not change the bits of any result."""
     layer = dict(module.named_modules()).get(name)
-    if layer is not None:
-        layer.register_forward_hook(_Reached(reached))
+    if layer is None:
+        return
 
-
-class _Reached:
-    """A forward hook of `watch`. If the trainer copies or pickles the module, the copy's hook is inactive."""
-
-    def __init__(self, reached: Callable[[str], None] | None) -> None:
-        self._reached = reached
-
-    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._reached is None:
-            return
+    def forward(_args: Any, output: Any) -> None:
         for tensor in output if isinstance(output, tuple | list) else [output]:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._backward)  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _gradient: reached("backward"))  # type: ignore[no-untyped-call]
                 break
-        self._reached("forward")
+        reached("forward")
 
-    def _backward(self, gradient: torch.Tensor) -> None:
-        if self._reached is not None:
-            self._reached("backward")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Reached":
-        return _Reached(None)
-
-    def __reduce__(self) -> tuple[type["_Reached"], tuple[None]]:
-        return _Reached, (None,)
+    layer.register_forward_hook(torch_private.ModuleHook(forward))
 
 
 # Shapes of the tensors between the stages of a pipeline, exchanged through the job's store.

@@ -32,11 +32,10 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm import default_backend
 from swift_ft.comm.backend import Fabric
 from swift_ft.comm.groups import ReconfigurableGroup
-from swift_ft.comm.rank_store import CoordinatorStore, CoordinatorStores
+from swift_ft.comm.rank_store import CoordinatorStore, stores_of
 from swift_ft.errors import Fenced, JobFailed, MembersLost, ServiceError, SwiftError, UsageError
-from swift_ft.planner import RankMeasured
 from swift_ft.train.config import Place, place_from_environment
-from swift_ft.train.coordinator_session import RESAY_S, Member
+from swift_ft.train.coordinator_session import RESAY_S, Holder, Member
 
 _BUILD_TIMEOUT = timedelta(seconds=30)
 _ABORT_INTERVAL_S = 0.02
@@ -73,7 +72,7 @@ class Communicator:
         """The number that this process was started with (`RANK`)."""
         self._member = Member(place.coordinator, place.job, place.rank, place.incarnation)
         self._backend = default_backend(self._service_ports)
-        self._stores = CoordinatorStores(self._member.client)
+        self._stores = stores_of(self._member.client)
         self._lock = threading.Lock()
         self._generation = 0
         self._slots: tuple[int, ...] = ()
@@ -302,7 +301,7 @@ class Communicator:
         if decision is None or not decision.value:
             return False
         assert self._store is not None
-        self._stores.built()
+        self._store.built()
         events.emit("group_built", rank=self.slot, generation=self._generation)
         return True
 
@@ -396,16 +395,11 @@ class Communicator:
         return [int(self._member.client.address.rpartition(":")[2])]
 
 
-class _Notices(NamedTuple):
-    """The `Holder` of a communicator's rank: it takes notices only."""
+class _Notices(Holder):
+    """A communicator's rank: it takes notices only."""
 
-    interrupt: Callable[[int], None]
-
-    def measured(self) -> RankMeasured | None:
-        return None
-
-    def unsaved(self) -> pb.UnsavedCheckpoint | None:
-        return None
+    def __init__(self, interrupt: Callable[[int], None]) -> None:
+        self.interrupt = interrupt  # type: ignore[assignment, method-assign]
 
 
 class _Group:

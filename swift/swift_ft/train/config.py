@@ -97,13 +97,29 @@ def _halves(line: str) -> tuple[str, str, str]:
 
 # Settings of a session, and the subset that must be equal on all ranks of a job.
 
-UPDATES = ("after_backward", "wait_free")
-UNDOS = ("exact", "arithmetic", "preimage")
-REDUCTIONS = ("auto", "ordered", "fast")
-NON_FINITE = ("warn", "fail", "ignore")
-REHEARSE = ("start", "always", "off")
-
-
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "checkpoint_mode": CHECKPOINT_MODES,
+    "strategy": tuple(SETTINGS),
+    "lost_shard": ("", *LOST_SHARDS, QUICKEST),
+    "updates": ("after_backward", "wait_free"),
+    "undo": ("exact", "arithmetic", "preimage"),
+    "reduction": ("auto", "ordered", "fast"),
+    "codec": tuple(CODECS),
+    "log_fsync": ("", *Fsync),
+    "log_when_full": WHEN_FULL,
+    "rehearse": ("start", "always", "off"),
+    "non_finite_loss": ("warn", "fail", "ignore"),
+}
+_LEAST = {
+    "checkpoint_every": 1,
+    "adaptive_memory": 1,
+    "snapshot_every": 0,
+    "replicas": 1,
+    "shards": 1,
+    "bucket_bytes": 1,
+    "log_queue_bytes": 1 << 20,
+    "helpers": 0,
+}
 _ADAPTIVE = {
     "exact_gradients": True,
     "split_backward": True,
@@ -221,12 +237,13 @@ class SessionConfig:
     something that the session does not know.)"""
 
     def __post_init__(self) -> None:
-        if self.checkpoint_every < 1:
-            raise UsageError(f"checkpoint_every={self.checkpoint_every}; give at least 1")
-        if self.snapshot_every < 0:
-            raise UsageError(f"snapshot_every={self.snapshot_every}; give 0 or more")
-        if self.strategy not in SETTINGS:
-            raise UsageError(f"strategy={self.strategy!r}; give one of {', '.join(SETTINGS)}")
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise UsageError(f"{name}={value!r}; give one of {', '.join(filter(None, allowed))}")
+        for name, least in _LEAST.items():
+            if not getattr(self, name) >= least:
+                raise UsageError(f"{name}={getattr(self, name)}; give at least {least}")
         if self.snapshot_every and Strategy.SNAPSHOT not in self.setting.permits:
             raise UsageError(
                 f"snapshot_every={self.snapshot_every} with strategy={self.strategy!r}: nobody goes back to snapshots; "
@@ -236,33 +253,11 @@ class SessionConfig:
             object.__setattr__(self, "groups", str(RecoveryGroups.parse(self.groups)))
         except ValueError as error:
             raise UsageError(str(error)) from None
-        if self.codec not in CODECS:
-            raise UsageError(f"codec={self.codec!r}; give one of {', '.join(CODECS)}")
-        if self.log_fsync not in ("", *Fsync):
-            raise UsageError(f"log_fsync={self.log_fsync!r}; give one of {', '.join(Fsync)}")
-        if self.log_when_full not in WHEN_FULL:
-            raise UsageError(f"log_when_full={self.log_when_full!r}; give one of {', '.join(WHEN_FULL)}")
-        for name, count in (("replicas", self.replicas), ("shards", self.shards)):
-            if count < 1:
-                raise UsageError(f"{name}={count}; give at least 1")
-        for name, value, allowed in (
-            ("checkpoint_mode", self.checkpoint_mode, CHECKPOINT_MODES),
-            ("updates", self.updates, UPDATES),
-            ("undo", self.undo, UNDOS),
-            ("reduction", self.reduction, REDUCTIONS),
-            ("non_finite_loss", self.non_finite_loss, NON_FINITE),
-            ("rehearse", self.rehearse, REHEARSE),
-            ("lost_shard", self.lost_shard or "redistribute", (*LOST_SHARDS, QUICKEST)),
-        ):
-            if value not in allowed:
-                raise UsageError(f"{name}={value!r}; give one of {', '.join(allowed)}")
         if self.updates == "wait_free" and self.replicas * self.shards == 1:
             raise UsageError(
                 "updates='wait_free' needs replicas: without them nothing is reduced; leave it out"
             )
         self._check_shrink()
-        if not self.adaptive_memory >= 1:
-            raise UsageError(f"adaptive_memory={self.adaptive_memory}; give at least 1")
         for name, usual in _ADAPTIVE.items():
             if getattr(self, name) != usual and not self.reroutes and self.lost_shard != QUICKEST:
                 raise UsageError(
@@ -274,17 +269,10 @@ class SessionConfig:
                 f"staggered=True with strategy={self.strategy!r}: only strategy='adaptive' takes whole steps back; "
                 "leave it out"
             )
-        if self.helpers < 0:
-            raise UsageError(f"helpers={self.helpers}; give 0 or more")
-        if self.bucket_bytes < 1:
-            raise UsageError(f"bucket_bytes={self.bucket_bytes}; give at least 1")
-        if self.log_queue_bytes < 1 << 20:
-            raise UsageError(f"log_queue_bytes={self.log_queue_bytes}; give at least {1 << 20}")
         metrics_address(self.metrics_listen, insecure=False, flag="metrics_listen")
-        if self.suspicion_timeout_s <= 0:
-            raise UsageError(f"suspicion_timeout_s={self.suspicion_timeout_s}; give more than 0")
-        if self.replay_stall_s <= 0:
-            raise UsageError(f"replay_stall_s={self.replay_stall_s}; give more than 0")
+        for name in ("suspicion_timeout_s", "replay_stall_s"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name}={getattr(self, name)}; give more than 0")
 
     def _check_shrink(self) -> None:
         if problem := lost_shard_problem(self.strategy, self.lost_shard):
@@ -414,19 +402,6 @@ class Place:
     incarnation: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launched:
-    """A rank's part in the job of a session."""
-
-    place: Place
-    assignment: Assignment
-    """Assignment of the full world: no slot is vacant."""
-    config: SessionConfig
-    """Settings, with choices that depend on the number of ranks resolved."""
-    checkpoint_dir: str
-    """The job's own folder in the directory of `--checkpoint-dir`, which jobs may share."""
-
-
 def place_from_environment() -> Place:
     """Reads the environment. Raises UsageError if this process was not started by ``swift-ft run``."""
     try:
@@ -443,22 +418,26 @@ def place_from_environment() -> Place:
     return place
 
 
-def from_environment(config: SessionConfig) -> Launched:
-    """Reads the environment. Raises UsageError if this process was not started by ``swift-ft run``, or if `config` does
-    not fit the number of ranks."""
-    place = place_from_environment()
+def checkpoint_directory(job: str) -> str:
+    """Returns the job's own folder in the directory of `--checkpoint-dir`, which jobs may share. Raises UsageError."""
     checkpoints = os.environ.get(ENV_CHECKPOINT_DIR, "")
     if not checkpoints:
         raise UsageError(
             "the job has no directory for checkpoints: name it with `swift-ft run --checkpoint-dir DIR`"
         )
+    return os.path.join(checkpoints, job)
+
+
+def fitted(config: SessionConfig, world_size: int) -> tuple[SessionConfig, Assignment]:
+    """Returns the settings, with choices that depend on the number of ranks resolved, and the assignment of the full
+    world. Raises UsageError if `config` does not fit the number of ranks."""
     try:
-        assignment = Assignment.grid(place.world_size, replicas=config.replicas, shards=config.shards)
+        assignment = Assignment.grid(world_size, replicas=config.replicas, shards=config.shards)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if config.lost_shard == QUICKEST:
         config = replace(config, lost_shard=quickest(assignment.stage_groups, config.replicas))
-    if config.shrinks and place.world_size == 1:
+    if config.shrinks and world_size == 1:
         raise UsageError(f"strategy={config.strategy!r} with one rank: nobody is left to go on without it")
     if config.finishes_cut_steps and assignment.stage_groups > 1:
         raise UsageError(
@@ -470,15 +449,10 @@ def from_environment(config: SessionConfig) -> Launched:
             f"lost_shard='drop' with {assignment.stage_groups} pipeline ranks: the other ranks of a lost one's "
             "pipeline would have nothing to do; use lost_shard='redistribute'"
         )
-    if config.steps_to_snapshot and place.world_size == 1:
+    if config.steps_to_snapshot and world_size == 1:
         raise UsageError(
             f"strategy={config.strategy!r} with snapshots and one rank: no other one can keep a copy of its state; "
             "start more ranks, or use "
             "strategy='checkpoint'"
         )
-    return Launched(
-        place=place,
-        assignment=assignment,
-        config=config,
-        checkpoint_dir=os.path.join(checkpoints, place.job),
-    )
+    return config, assignment

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
@@ -34,29 +34,19 @@ RESAY_S = 0.5
 """Seconds after which a report to the coordinator is repeated; the heartbeat interval if that is longer."""
 
 
-class Holder(Protocol):
-    """User of this session (the engine). Called by the lease thread and the watcher thread."""
+class Holder:
+    """User of this session. Called by the lease thread and the watcher thread. The methods here do nothing: so between
+    two sessions of this process."""
 
     def interrupt(self, generation: int) -> None:
         """Interrupts the trainer's thread in any wait, because a newer generation is published."""
 
     def measured(self) -> RankMeasured | None:
         """Returns this rank's step measurements, or None if there are none yet."""
+        return None
 
     def unsaved(self) -> pb.UnsavedCheckpoint | None:
         """Returns the checkpoint that this rank could not write yet, or None."""
-
-
-class _Nobody:
-    """Null `Holder` that stands in between two sessions of this process."""
-
-    def interrupt(self, generation: int) -> None:
-        pass
-
-    def measured(self) -> None:
-        return None
-
-    def unsaved(self) -> None:
         return None
 
 
@@ -142,7 +132,7 @@ class Member:
 
     def let_go(self) -> None:
         """Detaches the holder. Until the next `join`, no thread is interrupted and no measurement is sent."""
-        self._holder, self.replay = _Nobody(), None
+        self._holder, self.replay = Holder(), None
         if self._freeing is not None:
             self._freeing.join(_FREEING_S)  # it refers to the old holder until its interrupt ends
 

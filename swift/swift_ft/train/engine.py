@@ -19,6 +19,7 @@ This module has the loop and the vote, which may have to recover from within a s
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from swift_ft import events, reinitialization
 from swift_ft._pb import coordinator_pb2 as pb
@@ -27,10 +28,10 @@ from swift_ft.planner import RankMeasured
 from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.train.checkpointing import Saving
+from swift_ft.train.coordinator_session import Holder
 from swift_ft.train.failures import Failures, Retries
 from swift_ft.train.generation import Membership
 from swift_ft.train.log_session import OwnLog
-from swift_ft.train.measures import Measures, progress
 from swift_ft.train.participants import Participant, TrainStep
 from swift_ft.train.recording import Recording
 from swift_ft.train.replay import Restorer
@@ -211,7 +212,7 @@ class StepDropped(Exception):
     """Raised if the plan drops the step that waited in the vote. The new generation's groups are built already."""
 
 
-class Engine:
+class Engine(Holder):
     """One rank's life cycle, from join to the end of the run."""
 
     def __init__(
@@ -245,7 +246,8 @@ class Engine:
         self._num_steps = 0
         self._reinits = config.setting.calls_again
         self.vote_seconds = 0.0
-        self._measures = Measures(site.channel, site.store)
+        self._held_up = (0.0, 0)  # by the log, when `measured` was called last
+        self._gradient_bytes: dict[int, int] = {}
         retries = Retries(site.rank)
         self._failures = Failures(
             site.rank, site.member, site.communicator, retries, config.suspicion_timeout_s
@@ -282,15 +284,25 @@ class Engine:
         """Lets this rank replay stages for others: `make_module` builds any stage."""
         self._restorer.make_module = make_module
 
-    # --- called by the lease and watcher threads, and by metrics (`swift_ft.train.coordinator_session.Holder`) ---
+    # --- called by the lease and watcher threads, and by metrics ---
 
     def progress(self) -> dict[str, float]:
-        """(any thread) Returns this rank's progress so far, by the field names of `metrics.Progress`."""
-        return progress(self.membership.generation, self._state.version, self.vote_seconds, self.log)
+        """(any thread) Returns this rank's counts so far, for its metrics."""
+        return {
+            "generation": self.membership.generation,
+            "version": self._state.version,
+            "vote_seconds": self.vote_seconds,
+            **asdict(self.log.stats),
+            "queued_bytes": self.log.queued_bytes,
+        }
 
     def measured(self) -> RankMeasured | None:
         """(lease thread) Returns the rank's current measurements for the planner, or None if there are none."""
-        return self._measures.now(self.log.stats)
+        stats = self.log.stats
+        held_up = (stats.blocked_seconds, stats.dropped_records)
+        log_full, self._held_up = held_up > self._held_up, held_up
+        profile, pace = self._site.channel.profile, stats.pace_bytes_per_s or None
+        return profile.measured(self._gradient_bytes, self._store.saved, pace, log_full=log_full)
 
     def unsaved(self) -> pb.UnsavedCheckpoint | None:
         """(lease thread) Returns the checkpoint that could not be written yet, or None."""
@@ -344,7 +356,7 @@ class Engine:
         self._steps.rolled_forward = False
         view, published = self.membership.view, self.membership.plan
         self._recovery.rejoin(view, published, lambda: self._steps.run(train_step))
-        self._measures.gradient_bytes = self._state.gradient_bytes()
+        self._gradient_bytes = self._state.gradient_bytes()
         for participant in self._participants:
             participant.resume(at_start=view.state == pb.FORMING)
 

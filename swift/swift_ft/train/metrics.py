@@ -7,9 +7,8 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from swift_ft import events
 from swift_ft.cli_parser import metrics_address, write_address
@@ -73,32 +72,26 @@ FAMILIES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """Counters kept by the engine and the log writer."""
-
-    generation: float = 0
-    version: float = 0
-    vote_seconds: float = 0.0
-    records: float = 0
-    bytes: float = 0
-    verified: float = 0
-    resent: float = 0
-    blocked_seconds: float = 0.0
-    dropped_records: float = 0
-    dropped_bytes: float = 0
-    queued_bytes: float = 0
-
-    @classmethod
-    def of(cls, counts: Mapping[str, float]) -> Self:
-        """Returns the counts that are fields of this class, and ignores others."""
-        return cls(**{known.name: counts[known.name] for known in fields(cls) if known.name in counts})
+_COUNTED = {
+    "generation": "generation",
+    "version": "version",
+    "commit_vote_seconds_total": "vote_seconds",
+    "logged_records_total": "records",
+    "logged_bytes_total": "bytes",
+    "verified_records_total": "verified",
+    "resent_records_total": "resent",
+    "log_blocked_seconds_total": "blocked_seconds",
+    "log_dropped_records_total": "dropped_records",
+    "log_dropped_bytes_total": "dropped_bytes",
+    "log_queued_bytes": "queued_bytes",
+}
+"""Metrics that the engine and the log's writer count -> the names of their counts (`Engine.progress`)."""
 
 
 class TrainerMetrics:
     """Metrics of one rank, for `swift_ft.metrics.Exposition`."""
 
-    def __init__(self, job: str, rank: int, progress: Callable[[], Progress]) -> None:
+    def __init__(self, job: str, rank: int, progress: Callable[[], Mapping[str, float]]) -> None:
         self._info = {"job": job, "rank": str(rank)}
         self._progress = progress
         self._lock = threading.Lock()
@@ -143,8 +136,7 @@ class TrainerMetrics:
         with self._lock:
             return {
                 "swift_trainer_info": plain(self._info),
-                "swift_trainer_generation": plain(done.generation),
-                "swift_trainer_version": plain(done.version),
+                **{f"swift_trainer_{name}": plain(done[count]) for name, count in _COUNTED.items()},
                 "swift_trainer_steps_total": plain(self._steps),
                 "swift_trainer_step_seconds": plain(self._step_s),
                 "swift_trainer_replayed_steps_total": plain(self._replayed),
@@ -157,20 +149,11 @@ class TrainerMetrics:
                 "swift_trainer_recoveries_total": plain(self._recoveries),
                 "swift_trainer_recovery_seconds": plain(self._recovery_s),
                 "swift_trainer_checkpoint_failures_total": plain(self._unsaved),
-                "swift_trainer_commit_vote_seconds_total": plain(done.vote_seconds),
-                "swift_trainer_logged_records_total": plain(done.records),
-                "swift_trainer_logged_bytes_total": plain(done.bytes),
-                "swift_trainer_verified_records_total": plain(done.verified),
-                "swift_trainer_resent_records_total": plain(done.resent),
-                "swift_trainer_log_blocked_seconds_total": plain(done.blocked_seconds),
-                "swift_trainer_log_dropped_records_total": plain(done.dropped_records),
-                "swift_trainer_log_dropped_bytes_total": plain(done.dropped_bytes),
-                "swift_trainer_log_queued_bytes": plain(done.queued_bytes),
             }
 
 
 def serve_metrics(
-    listen: str, job: str, rank: int, local_rank: int, progress: Callable[[], Progress]
+    listen: str, job: str, rank: int, local_rank: int, progress: Callable[[], Mapping[str, float]]
 ) -> Callable[[], None]:
     """Serves this rank's metrics on port + local_rank (0: any free port). Returns a function that stops the server.
 

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,8 +152,19 @@ class ThoroughWatch:
             (ENTERS, module.register_forward_pre_hook),
             (LEAVES, module.register_forward_hook),
         ):
-            hook = _ModuleHook(self._witness, self.calls, stage, kind, name)
+            hook = torch_private.ModuleHook(partial(self._passes, stage, kind, name))
             self._hooks.append(register(hook, with_kwargs=True))
+
+    def _passes(self, stage: Any, kind: str, name: str, args: Any, kwargs: Any, outputs: Any = None) -> None:
+        if kind == ENTERS:
+            self.calls.enters()
+        else:
+            self.calls.leaves()
+        if not self._witness.thorough or getattr(stage, "inferring", False):
+            return
+        number = self._witness.count(kind, name)
+        for slot, tensor in enumerate(tensors_of((args, kwargs) if kind == ENTERS else outputs)):
+            self._witness.saw(kind, 0, number, slot, tensor, name)
 
     def end(self) -> None:
         self._witness.thorough = False
@@ -174,35 +186,6 @@ class ThoroughWatch:
             if parameter.grad is not None and name is not None:
                 number = self._witness.count(GRADIENT, name)
                 self._witness.saw(GRADIENT, 0, number, 0, local(parameter.grad), name)
-
-
-class _ModuleHook:
-    """Module hook for one step; see `ThoroughWatch`. It is inactive in copies of the module that a trainer creates
-    meanwhile."""
-
-    def __init__(
-        self, witness: Witness | None, calls: ScriptCalls | None, stage: Any, kind: str, name: str
-    ) -> None:
-        self._witness, self._calls, self._stage, self._kind, self._name = witness, calls, stage, kind, name
-
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any = None) -> None:
-        if torch.compiler.is_compiling() or self._witness is None or self._calls is None:
-            return
-        if self._kind == ENTERS:
-            self._calls.enters()
-        else:
-            self._calls.leaves()
-        if not self._witness.thorough or getattr(self._stage, "inferring", False):
-            return
-        number = self._witness.count(self._kind, self._name)
-        for slot, tensor in enumerate(tensors_of((args, kwargs) if self._kind == ENTERS else outputs)):
-            self._witness.saw(self._kind, 0, number, slot, tensor, self._name)
-
-    def __deepcopy__(self, memo: Any) -> "_ModuleHook":
-        return _ModuleHook(None, None, None, self._kind, self._name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _ModuleHook, (None, None, None, self._kind, self._name)
 
 
 def _plain_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:

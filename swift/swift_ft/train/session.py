@@ -7,8 +7,7 @@ schedule, optimizer with it → ``run(train_step, num_steps)``. Launched by ``sw
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -19,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swift_ft import events, reinitialization, torch_private, warm_up
 from swift_ft.comm import default_backend
-from swift_ft.comm.backend import Backend
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.process_groups import ProcessGroups
-from swift_ft.comm.rank_store import CoordinatorStores
+from swift_ft.comm.rank_store import stores_of
 from swift_ft.errors import UsageError
 from swift_ft.log.ring import Memory
 from swift_ft.planner import Assignment
@@ -38,7 +36,13 @@ from swift_ft.train.batch_redistribution import Adoption
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.checkpointing import Saving, UnloggedSteps
 from swift_ft.train.collective_policy import Gate, groups_behind
-from swift_ft.train.config import SessionConfig, determinism_fingerprint, from_environment
+from swift_ft.train.config import (
+    SessionConfig,
+    checkpoint_directory,
+    determinism_fingerprint,
+    fitted,
+    place_from_environment,
+)
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.engine import Engine
 from swift_ft.train.fault_points import FaultInjector
@@ -62,448 +66,6 @@ from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Losses, Updates
 from swift_ft.train.verification import Audit
 
-# Registers the trainer's stages, whole modules and schedules with a session.
-#
-# Refuses anything whose state a recovery could not restore. The rest is passed on to the parts that need it: the
-# channel logs its boundaries, the updates average its gradients, the state keeps its contents.
-
-
-class ModelParts:
-    """Registry of one rank's stages, modules and schedules; implements the calls of `Session` of the same names."""
-
-    def __init__(
-        self,
-        rank: int,
-        assignment: Assignment,
-        gate: Gate,
-        groups: Mapping[str, ReconfigurableGroup],
-        channel: Channel,
-        updates: Updates,
-        state: TrainerState,
-        reroute: Callable[..., object] | None,
-    ) -> None:
-        """`reroute`: runs calls of a schedule in which ranks are missing; None without rerouting."""
-        self._rank = rank
-        self._assignment = assignment
-        self._gate = gate
-        self._groups = groups
-        self._channel = channel
-        self._updates = updates
-        self._state = state
-        self._reroute = reroute
-
-    def pipeline_stage(
-        self,
-        module: torch.nn.Module,
-        stage_index: int,
-        num_stages: int,
-        device: torch.device,
-        options: dict[str, Any],
-    ) -> LoggedPipelineStage:
-        """Creates and registers a logged stage. `options` go to torch's PipelineStage. Raises UsageError."""
-        options.setdefault("group", self._groups["pipeline"])
-        stage = LoggedPipelineStage(module, stage_index, num_stages, device, **options)
-        stage._attach(self._channel, self._updates)
-        self._add(stage)
-        return stage
-
-    def adopt(self, stage: Any) -> Any:
-        """Turns an existing stage into a logged one. Raises UsageError for a wrong group."""
-        if stage.group is None and self._assignment.dp_size == 1:
-            stage.group = self._groups["pipeline"]
-        if stage.group is not self._groups["pipeline"]:
-            raise UsageError(
-                "the stage communicates over a group that is not rebuilt after a failure; "
-                'build it with group=session.groups["pipeline"]'
-            )
-        self._add(adopt(stage, self._channel, self._updates))
-        return stage
-
-    def module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Registers a whole module. Raises UsageError if there are several pipeline ranks."""
-        ranks = self._assignment.stage_groups
-        if ranks > 1:
-            raise UsageError(
-                f"session.module with {ranks} pipeline ranks; give replicas={len(self._assignment.slots)}, or use "
-                "session.pipeline_stage"
-            )
-        whole = WholeModule(module)
-        self._add(whole)
-        watch_forwards(module, self._channel)
-        whole.seeded_by(self._channel.randomness, len(self._state.stages))
-        return module
-
-    def whole_modules(self) -> list[WholeModule]:
-        return [stage for stage in self._state.stages if isinstance(stage, WholeModule)]
-
-    def ddp(self, module: torch.nn.Module, options: dict[str, Any]) -> DistributedDataParallel:
-        """Wraps `module`; `options` go to torch's DistributedDataParallel. Raises UsageError without replicas."""
-        if self._assignment.replicas == 1:
-            raise UsageError("session.ddp needs replicas: Session.from_env(replicas=...), or leave DDP out")
-        wrapped = DistributedDataParallel(
-            module,
-            process_group=self._groups["data"],
-            **{"init_sync": False, "find_unused_parameters": True, **options},
-        )
-        torch_private.keep_reference(wrapped)
-        self._state.wrapped.append(wrapped)
-        return wrapped
-
-    def add_schedule(self, schedule: Any) -> None:
-        """Registers a schedule. Raises UsageError for another type, an unlogged stage, or DDP with split backward."""
-        if not isinstance(schedule, torch_private.Schedule):
-            raise UsageError(
-                f"register(schedule=...) was given a {type(schedule).__name__}; give a schedule of "
-                "torch.distributed.pipelining"
-            )
-        stages = torch_private.schedule_stages(schedule)
-        if not all(stage in self._state.stages for stage in stages):
-            raise UsageError(
-                "the schedule runs a stage that is not logged; use session.pipeline_stage or adopt"
-            )
-        for stage in stages:
-            if isinstance(stage.submod, DistributedDataParallel) and torch_private.splits_backward(schedule):
-                raise UsageError(
-                    f"{type(schedule).__name__} computes weight gradients apart, where DistributedDataParallel "
-                    "does not see them; give the stage a plain module, the session averages its gradients"
-                )
-        torch_private.wrap_loss(schedule, logged_loss(stages, self._channel))
-        if self._reroute is not None:
-            rerouted_call.instead_of_calls(schedule, self._reroute)
-        number = len(self._state.schedules)
-        torch_private.around_calls(schedule, lambda: self._around_call(number))
-        self._state.schedules.append(schedule)
-
-    @contextmanager
-    def _around_call(self, number: int) -> Iterator[None]:
-        """Wraps each call of the schedule with this number."""
-        self._gate.scheduled()
-        self._channel.shapes.schedule = number
-        schedule = self._state.schedules[number]
-        for stage in torch_private.schedule_stages(schedule):
-            stage.grad_scale = torch_private.schedule_grad_scale(schedule)
-        self._updates.communicates()
-        with inferred_whole(schedule), self._updates.spoiling(), self._gate.passing():
-            yield
-        self._channel.randomness.outside()
-
-    def _add(self, stage: Any) -> None:
-        for name, part in stage.submod.named_modules():
-            if isinstance(part, torch.jit.ScriptModule):
-                raise UsageError(
-                    f"{name or 'the module'} is TorchScript (torch.jit.script or trace): what it keeps besides "
-                    "parameters and buffers cannot be looked at; give the Python module, or torch.compile of it"
-                )
-        self._state.add_stage(stage)
-        mine = {self._rank: sorted({each.stage_index for each in self._state.stages})}
-        if problem := self._channel.groups.problem(stage.num_stages, mine):
-            raise UsageError(problem)
-        stage.groups = list(self._groups.values())
-        stage.called_too = lambda: (torch_private.loss_functions(self._state.schedules), self._state.objects)
-        self._channel.fails_at_layers(stage.submod)
-        self._updates.reduced_elsewhere(fsdp.sharded_parameters(stage.submod, self._groups))
-        if isinstance(stage.submod, DistributedDataParallel):
-            if stage.submod.process_group is not self._groups["data"]:
-                raise UsageError(
-                    "DistributedDataParallel over a group that is not made again after a failure; use "
-                    "session.ddp(module) in its place"
-                )
-            if self._updates.shrinks_by:
-                raise UsageError(
-                    f"strategy={self._updates.shrinks_by!r} with DistributedDataParallel, which divides by the "
-                    "ranks of a full world: give the plain module to the session, which averages its gradients"
-                )
-            # DDP ignores parameters that are frozen at its construction. If a later step trains them, the session
-            # averages their gradients.
-            self._updates.reduced_elsewhere(p for p in stage.submod.parameters() if p.requires_grad)
-        elif self._updates.wait_free:
-            self._updates.awaited.add(stage)
-
-
-# Creates the parts of a session in the order of their dependencies.
-#
-# Two parts may depend on each other: the updates call the vote, which belongs to the engine, and the engine is created
-# from the state that has the updates. Then one part has a `Hook` (`swift_ft.train.hook`), or looks the value up at
-# each call: a generation's store and assignment exist only once there is a generation.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
-    """The parts to which a session delegates its calls."""
-
-    gate: Gate
-    groups: dict[str, ReconfigurableGroup]
-    """Process groups that the trainer communicates over, by name."""
-    channel: Channel
-    updates: Updates
-    state: TrainerState
-    loaders: OriginLoaders
-    crossing: Crossing
-    losses: Losses
-    lines: Lines
-    model_parts: ModelParts
-    engine: Engine
-    shadow: Shadow | None
-    """Run of a process that holds no rank (a warm-up or a rehearsal); None in a rank."""
-
-    @classmethod
-    def wired(
-        cls, rank: int, assignment: Assignment, member: Member, checkpoint_dir: str, config: SessionConfig
-    ) -> Self:
-        """Creates all parts. `assignment`: the full world's. Raises UsageError if `checkpoint_dir` is not writable."""
-        logs: list[OwnLog] = []  # the groups hold the backend, and must not keep the engine alive
-
-        def assigned() -> Assignment:
-            """Returns the assignment of the current generation."""
-            return engine.membership.assignment
-
-        def shares() -> Shares | None:
-            return None if adoption is None else adoption.shares()
-
-        def world_now() -> World:
-            return World.of(engine.membership.generation, assigned(), rank)
-
-        backend, gate = default_backend(lambda: _service_ports(member, logs)), Gate()
-        groups = groups_behind(gate, rank, assignment.process_groups(rank), backend)
-        world = _own_world(groups["world"].ranks, rank, backend)
-        faults = FaultInjector(rank)
-        store = _checked_store(checkpoint_dir, rank, member, _twins(assignment, config, rank), faults)
-        all_groups = (*groups.values(), world)
-        stores = CoordinatorStores(member.client)
-        communicator = ProcessGroups(backend, rank, all_groups, default=groups["world"], stores=stores)
-        channel = _channel_of(rank, assignment, config, faults, communicator, member)
-        losses = Losses(rank, config.non_finite_loss, channel)
-        witness = Witness(member.say_differs, lambda: communicator.broken is not None, losses.check)
-        channel.watch(witness)
-        tape = Tape(witness)
-        for group in groups.values():
-            group.tape = tape
-        reducer = _reducer_of(assignment, config, groups["data"], lambda: world_now().divisor, shares)
-        cut_step = CutStep(config.finishes_cut_steps, rank, reducer, world_now)
-        updates = _updates_of(config, reducer, faults, channel, groups, cut_step, member, communicator)
-        state = TrainerState(channel.randomness, updates, groups.get("replicate"))
-        state.iterators.install()
-        watch = ThoroughWatch(witness, state.stages, state.parameter_names)
-        recording = Recording(
-            rank, config, witness, watch, tape, channel.note, lambda: updates.held, state.begun_with
-        )
-        site = Site(
-            rank=rank,
-            config=config,
-            assignment=assignment,
-            member=member,
-            communicator=communicator,
-            world=world,
-            channel=channel,
-            state=state,
-            store=store,
-            faults=faults,
-        )
-        loaders, log = OriginLoaders(), OwnLog(rank, config, member, channel)
-        logs.append(log)
-
-        saving = Saving(rank, member, state, store, recording, sync=config.checkpoint_mode == "sync")
-        ending = Ending(rank, member, state, store, saving, saves=config.last_checkpoint)
-        lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
-        audit = _audit_of(assignment, config, groups, state)
-        adoption = (
-            _adopts(config)(
-                config, rank, channel, state, assigned, groups, world, witness, member.say_differs, loaders
-            )
-            if config.redistributes
-            else None
-        )
-        if config.staggered:
-            site.staggering = Staggering(rank, member, state, world, assigned, channel)
-        if config.steps_to_snapshot:
-            site.snapshots = Snapshots(
-                rank,
-                config.steps_to_snapshot,
-                member,
-                state,
-                world,
-                faults,
-                RecoveryGroups.parse(config.groups),
-                lambda: engine.membership,
-            )
-        # In this order: recordings begin before other parts change the state; a version is compared before it is saved;
-        # snapshots come last, because a rank that is lost in one must not cost a checkpoint. (No job has both snapshots
-        # and batches of lost ranks.)
-        participants: list[Participant] = [
-            participant
-            for participant in (
-                adoption,
-                recording,
-                ending,
-                site.staggering,
-                verification.Observers(state, rank),
-                lines,
-                audit,
-                saving,
-                UnloggedSteps(member, lambda: log.writer),
-                site.snapshots,
-            )
-            if participant is not None
-        ]
-        engine = Engine(
-            site,
-            participants,
-            log=log,
-            saving=saving,
-            ending=ending,
-            lines=lines,
-            recording=recording,
-            witness=witness,
-        )
-
-        def before_update() -> None:
-            tape.check_seeing()
-            verification.before_update(state)
-
-        def before_reduction() -> None:
-            for participant in participants:
-                participant.before_reduction()
-
-        updates.unreduced.bind(watch.gradients)
-        updates.before_update.bind(before_update)
-        updates.before_reduction.bind(before_reduction)
-        updates.reduced.bind(engine.wait_vote)
-        cut_step.held_over.bind(engine.held_over)
-        gate.bind(channel, updates, participants)
-        torch_private.before_pickling(gate.pickles)
-        reroute = None if adoption is None else adoption.reroute
-        parts = ModelParts(rank, assignment, gate, groups, channel, updates, state, reroute)
-        return cls(
-            gate=gate,
-            groups=groups,
-            channel=channel,
-            updates=updates,
-            state=state,
-            loaders=loaders,
-            crossing=Crossing(channel, updates, groups, site.staggering, state.objects),
-            losses=losses,
-            lines=lines,
-            model_parts=parts,
-            engine=engine,
-            shadow=_shadow_of(
-                config, watch, tape, rank, member.client, communicator, channel, state, store, witness
-            ),
-        )
-
-
-def _shadow_of(config: SessionConfig, watch: ThoroughWatch, tape: Tape, *parts: Any) -> Shadow | None:
-    if not warm_up.is_warming_up():
-        return None
-    if warm_up.this_run().rehearses:
-        return Rehearsal(*parts, watch=watch, tape=tape, seed=config.seed, stall_s=config.replay_stall_s)
-    return Warming(*parts)
-
-
-def _adopts(config: SessionConfig) -> type[Adoption]:
-    return Rerouting if config.reroutes else Adoption
-
-
-def _service_ports(member: Member, logs: Sequence[OwnLog]) -> list[int]:
-    addresses = [member.client.address, *(address for log in logs for address in log.servers_of_job)]
-    return [int(address.rpartition(":")[2]) for address in addresses]
-
-
-def _updates_of(
-    config: SessionConfig,
-    reducer: Reducer | None,
-    faults: FaultInjector,
-    channel: Channel,
-    groups: Mapping[str, ReconfigurableGroup],
-    cut_step: CutStep,
-    member: Member,
-    communicator: ProcessGroups,
-) -> Updates:
-    return Updates(
-        config,
-        reducer,
-        faults,
-        ties=Ties(channel, groups["pipeline"]),
-        cut_step=cut_step,
-        channel=channel,
-        check=member.check,
-        groups_whole=communicator.check_whole,
-    )
-
-
-def _own_world(ranks: Sequence[int], rank: int, backend: Backend) -> ReconfigurableGroup:
-    """Returns the group of all ranks for the session's own votes and copies. It bypasses the gate."""
-    return ReconfigurableGroup("all", ranks, rank, backend)
-
-
-def _channel_of(
-    rank: int,
-    assignment: Assignment,
-    config: SessionConfig,
-    faults: FaultInjector,
-    communicator: ProcessGroups,
-    member: Member,
-) -> Channel:
-    channel = Channel(
-        rank,
-        assignment,
-        config.seed,
-        faults,
-        lambda: communicator.store,
-        member.check,
-        communicator.check_whole,
-        RecoveryGroups.parse(config.groups),
-    )
-    channel.finishes_cut_steps = config.finishes_cut_steps
-    return channel
-
-
-def _reducer_of(
-    assignment: Assignment,
-    config: SessionConfig,
-    data: ReconfigurableGroup,
-    contributions: Callable[[], int],
-    shares: Callable[[], Shares | None],
-) -> Reducer | None:
-    """Returns the gradient reducer, or None if no other rank has gradients of this stage."""
-    if assignment.dp_size == 1:
-        return None
-    ordered = is_ordered(config.reduction, assignment.dp_size)
-    return Reducer(data, contributions, ordered=ordered, shares=shares)
-
-
-def _audit_of(
-    assignment: Assignment,
-    config: SessionConfig,
-    groups: Mapping[str, ReconfigurableGroup],
-    state: TrainerState,
-) -> Audit | None:
-    """Returns the comparison of replicas, or None if there are no replicas or the strategy never copies from them."""
-    if assignment.replicas == 1 or not may_copy(config.strategy):
-        return None
-    return Audit(groups.get("replicate", groups["data"]), state)
-
-
-def _twins(assignment: Assignment, config: SessionConfig, rank: int) -> Sequence[int]:
-    """Returns the replicas whose checkpoints this rank may load too, if the strategy can shrink the world."""
-    return assignment.peers(rank) if config.shrinks else ()
-
-
-def _checked_store(
-    checkpoint_dir: str, rank: int, member: Member, twins: Sequence[int], faults: FaultInjector
-) -> CheckpointStore:
-    """Returns the store. Raises UsageError if the directory is not writable; a replacement of a lost rank goes on
-    without it."""
-    store = CheckpointStore(
-        checkpoint_dir, rank, member, twins, lambda version: faults.at("save", version - 1)
-    )
-    try:
-        store.check()
-    except UsageError:
-        if not member.replaces_another():
-            raise
-    return store
-
-
 ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
 ENV_METRICS_LISTEN = "SWIFT_METRICS_LISTEN"
 ENV_LOCAL_PLACE = "SWIFT_LOCAL_PLACE"
@@ -522,25 +84,15 @@ class Session:
         """This process's number among all ranks, from 0. A process that replaces a lost rank has the same number."""
         self.world_size = len(assignment.slots)
         """The number of ranks in the job."""
-        parts = Parts.wired(rank, assignment, member, checkpoint_dir, config)
-        self.groups = parts.groups
+        self.groups: dict[str, ReconfigurableGroup]
         """Process groups that survive failures: ``world`` (all ranks), ``pipeline`` (this rank's pipeline), ``data``
         (the data-parallel ranks of this stage), and with shards ``replicate`` and ``shard``."""
         self._config = config
         self._member = member
         self._assignment, self._slot = assignment, assignment.slots[rank]  # of the full world
-        self._gate = parts.gate
-        self._channel, self._updates = parts.channel, parts.updates
-        self._state = parts.state
-        self._origin_loaders = parts.loaders
-        self._crossing = parts.crossing
-        self._model_parts = parts.model_parts
-        self._losses = parts.losses
-        self._lines = parts.lines
-        self._engine = parts.engine
+        self._wire(rank, assignment, member, checkpoint_dir, config)
         self._end_metrics = self._show_metrics(member.client.job)
         self._closed, self._process = False, os.getpid()
-        self._shadow = parts.shadow
         if self._shadow is not None:
             reinitialization.begin_session(self)
             self._shadow.stand_in()
@@ -569,8 +121,9 @@ class Session:
         settings |= _launchers(settings)
         settings.setdefault("rehearse", "start" if os.environ.get(ENV_SPARES, "0") != "0" else "off")
         config = SessionConfig(seed=seed, checkpoint_every=checkpoint_every, codec=codec, **settings)
-        here = from_environment(config)
-        place, config = here.place, here.config
+        place = place_from_environment()
+        checkpoint_dir = checkpoint_directory(place.job)
+        config, assignment = fitted(config, place.world_size)
         alone = not (reinitialization.is_called_again() or warm_up.is_warming_up())
         if config.setting.calls_again and alone:
             raise UsageError(
@@ -583,9 +136,9 @@ class Session:
         events.configure(f"rank{place.rank}")
         return cls(
             rank=place.rank,
-            assignment=here.assignment,
+            assignment=assignment,
             member=member,
-            checkpoint_dir=here.checkpoint_dir,
+            checkpoint_dir=checkpoint_dir,
             config=config,
         )
 
@@ -659,11 +212,13 @@ class Session:
 
         The stage's group is this rank's pipeline. With replicas, the session averages the gradients of `module` over
         them before the optimizer's step, unless `module` averages them itself (`session.ddp`, FSDP2 on
-        `session.mesh`). Raises UsageError if the device is not the backend's or the stage does not fit the groups.
+        `session.mesh`). Raises UsageError if the stage does not fit the groups.
         """
-        return self._model_parts.pipeline_stage(
-            module, stage_index, num_stages, torch.device(device), options
-        )
+        options.setdefault("group", self.groups["pipeline"])
+        stage = LoggedPipelineStage(module, stage_index, num_stages, torch.device(device), **options)
+        stage._attach(self._channel, self._updates)
+        self._add(stage)
+        return stage
 
     def module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Registers a whole model that is trained without a pipeline, and returns the same module. There may be several
@@ -671,15 +226,26 @@ class Session:
 
         The session averages the gradients of `module` over the replicas before the optimizer's step; with
         updates='wait_free', while backward goes on. It does not if `module` averages them itself (`session.ddp`, FSDP2
-        on `session.mesh`). No schedule is needed.
+        on `session.mesh`). No schedule is needed. Raises UsageError if there are several pipeline ranks.
         """
-        return self._model_parts.module(module)
+        ranks = self._assignment.stage_groups
+        if ranks > 1:
+            raise UsageError(
+                f"session.module with {ranks} pipeline ranks; give replicas={len(self._assignment.slots)}, or use "
+                "session.pipeline_stage"
+            )
+        whole = WholeModule(module)
+        self._add(whole)
+        channel = self._channel  # what a trainer may keep must not keep the session
+        watch_forwards(module, lambda: channel.witness)
+        whole.seeded_by(self._channel.randomness, len(self._state.stages))
+        return module
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Accumulates gradients: backward passes inside of this context only add to the gradients of `session.module`.
         Run the last backward pass of a step outside of it."""
-        with accumulating(self._model_parts.whole_modules()):
+        with accumulating([stage for stage in self._state.stages if isinstance(stage, WholeModule)]):
             yield
 
     def ddp(self, module: torch.nn.Module, **options: Any) -> DistributedDataParallel:
@@ -687,14 +253,31 @@ class Session:
 
         It differs from a DistributedDataParallel that a trainer creates itself in two ways. Its group is rebuilt after
         a failure. And its buckets are never rearranged after the first step, because a replacement would rearrange them
-        in another step.
+        in another step. Raises UsageError without replicas.
         """
-        return self._model_parts.ddp(module, options)
+        if self._assignment.replicas == 1:
+            raise UsageError("session.ddp needs replicas: Session.from_env(replicas=...), or leave DDP out")
+        wrapped = DistributedDataParallel(
+            module,
+            process_group=self.groups["data"],
+            **{"init_sync": False, "find_unused_parameters": True, **options},
+        )
+        torch_private.keep_reference(wrapped)
+        self._state.wrapped.append(wrapped)
+        return wrapped
 
     def adopt(self, stage: Any) -> Any:
         """Turns an existing stage (for example one that `pipeline().build_stage` has built) into a logged one, and
-        returns it."""
-        return self._model_parts.adopt(stage)
+        returns it. Raises UsageError for a wrong group, or a stage that is logged already."""
+        if stage.group is None and self._assignment.dp_size == 1:
+            stage.group = self.groups["pipeline"]
+        if stage.group is not self.groups["pipeline"]:
+            raise UsageError(
+                "the stage communicates over a group that is not rebuilt after a failure; "
+                'build it with group=session.groups["pipeline"]'
+            )
+        self._add(adopt(stage, self._channel, self._updates))
+        return stage
 
     def optimizer(self, optimizer: OptimizerT) -> OptimizerT:
         """Registers an optimizer with the session, and returns the same object. It must hold parameters of stages only.
@@ -734,7 +317,7 @@ class Session:
         object without state_dict and load_state_dict.
         """
         if schedule is not None:
-            self._model_parts.add_schedule(schedule)
+            self._add_schedule(schedule)
         for name, value in objects.items():
             self._state.add_object(name, value)
 
@@ -870,6 +453,245 @@ class Session:
 
     # --- inside ---
 
+    def _wire(
+        self, rank: int, assignment: Assignment, member: Member, checkpoint_dir: str, config: SessionConfig
+    ) -> None:
+        """Creates all parts in the order of their dependencies. `assignment`: the full world's. Raises UsageError if
+        `checkpoint_dir` is not writable.
+
+        Two parts may depend on each other: the updates call the vote, which belongs to the engine, and the engine is
+        created from the state that has the updates. Then one part has a `Hook` (`swift_ft.train.hook`), or looks the
+        value up at each call: a generation's store and assignment exist only once there is a generation.
+        """
+        logs: list[OwnLog] = []  # the groups hold the backend, and must not keep the engine alive
+
+        def assigned() -> Assignment:
+            """Returns the assignment of the current generation."""
+            return engine.membership.assignment
+
+        def shares() -> Shares | None:
+            return None if adoption is None else adoption.shares()
+
+        def world_now() -> World:
+            return World.of(engine.membership.generation, assigned(), rank)
+
+        backend, gate = default_backend(lambda: _service_ports(member, logs)), Gate()
+        groups = groups_behind(gate, rank, assignment.process_groups(rank), backend)
+        # The session's own votes and copies bypass the gate.
+        world = ReconfigurableGroup("all", groups["world"].ranks, rank, backend)
+        faults = FaultInjector(rank)
+        # With a strategy that can shrink the world a rank may load its replicas' checkpoints too.
+        twins = assignment.peers(rank) if config.shrinks else ()
+        store = CheckpointStore(
+            checkpoint_dir, rank, member, twins, lambda version: faults.at("save", version - 1)
+        )
+        try:
+            store.check()
+        except UsageError:
+            if not member.replaces_another():  # a replacement of a lost rank goes on without it
+                raise
+        all_groups = (*groups.values(), world)
+        communicator = ProcessGroups(
+            backend, rank, all_groups, default=groups["world"], stores=stores_of(member.client)
+        )
+        channel = Channel(
+            rank,
+            assignment,
+            config.seed,
+            faults,
+            lambda: communicator.store,
+            member.check,
+            communicator.check_whole,
+            RecoveryGroups.parse(config.groups),
+        )
+        channel.finishes_cut_steps = config.finishes_cut_steps
+        losses = Losses(rank, config.non_finite_loss, channel)
+        witness = Witness(member.say_differs, lambda: communicator.broken is not None, losses.check)
+        channel.watch(witness)
+        tape = Tape(witness)
+        for group in groups.values():
+            group.tape = tape
+        reducer = None  # no other rank has gradients of this stage
+        if assignment.dp_size > 1:
+            ordered = is_ordered(config.reduction, assignment.dp_size)
+            reducer = Reducer(groups["data"], lambda: world_now().divisor, ordered=ordered, shares=shares)
+        cut_step = CutStep(config.finishes_cut_steps, rank, reducer, world_now)
+        updates = Updates(
+            config,
+            reducer,
+            faults,
+            ties=Ties(channel, groups["pipeline"]),
+            cut_step=cut_step,
+            channel=channel,
+            check=member.check,
+            groups_whole=communicator.check_whole,
+        )
+        state = TrainerState(channel.randomness, updates, groups.get("replicate"))
+        state.iterators.install()
+        watch = ThoroughWatch(witness, state.stages, state.parameter_names)
+        recording = Recording(
+            rank, config, witness, watch, tape, channel.note, lambda: updates.held, state.begun_with
+        )
+        site = Site(
+            rank=rank,
+            config=config,
+            assignment=assignment,
+            member=member,
+            communicator=communicator,
+            world=world,
+            channel=channel,
+            state=state,
+            store=store,
+            faults=faults,
+        )
+        loaders, log = OriginLoaders(), OwnLog(rank, config, member, channel)
+        logs.append(log)
+
+        saving = Saving(rank, member, state, store, recording, sync=config.checkpoint_mode == "sync")
+        ending = Ending(rank, member, state, store, saving, saves=config.last_checkpoint)
+        lines = Lines(Path(checkpoint_dir, "metrics", f"rank{rank}.jsonl"))
+        audit = None
+        if assignment.replicas > 1 and may_copy(config.strategy):
+            audit = Audit(groups.get("replicate", groups["data"]), state)
+        adoption = None
+        if config.redistributes:
+            kind = Rerouting if config.reroutes else Adoption
+            adoption = kind(
+                config, rank, channel, state, assigned, groups, world, witness, member.say_differs, loaders
+            )
+        if config.staggered:
+            site.staggering = Staggering(rank, member, state, world, assigned, channel)
+        if config.steps_to_snapshot:
+            site.snapshots = Snapshots(
+                rank,
+                config.steps_to_snapshot,
+                member,
+                state,
+                world,
+                faults,
+                RecoveryGroups.parse(config.groups),
+                lambda: engine.membership,
+            )
+        # In this order: recordings begin before other parts change the state; a version is compared before it is saved;
+        # snapshots come last, because a rank that is lost in one must not cost a checkpoint. (No job has both snapshots
+        # and batches of lost ranks.)
+        participants: list[Participant] = [
+            participant
+            for participant in (
+                adoption,
+                recording,
+                ending,
+                site.staggering,
+                verification.Observers(state, rank),
+                lines,
+                audit,
+                saving,
+                UnloggedSteps(member, lambda: log.writer),
+                site.snapshots,
+            )
+            if participant is not None
+        ]
+        engine = Engine(
+            site,
+            participants,
+            log=log,
+            saving=saving,
+            ending=ending,
+            lines=lines,
+            recording=recording,
+            witness=witness,
+        )
+
+        def before_update() -> None:
+            tape.check_seeing()
+            verification.before_update(state)
+
+        def before_reduction() -> None:
+            for participant in participants:
+                participant.before_reduction()
+
+        updates.unreduced.bind(watch.gradients)
+        updates.before_update.bind(before_update)
+        updates.before_reduction.bind(before_reduction)
+        updates.reduced.bind(engine.wait_vote)
+        cut_step.held_over.bind(engine.held_over)
+        gate.bind(channel, updates, participants)
+        torch_private.before_pickling(gate.pickles)
+        shadow = (rank, member.client, communicator, channel, state, store, witness)
+        self._shadow: Shadow | None = None
+        """Run of a process that holds no rank (a warm-up or a rehearsal); None in a rank."""
+        if warm_up.is_warming_up():
+            self._shadow = Warming(*shadow)
+            if warm_up.this_run().rehearses:
+                self._shadow = Rehearsal(
+                    *shadow, watch=watch, tape=tape, seed=config.seed, stall_s=config.replay_stall_s
+                )
+        self._gate, self.groups = gate, groups
+        self._channel, self._updates, self._state = channel, updates, state
+        self._origin_loaders, self._losses, self._lines, self._engine = loaders, losses, lines, engine
+        self._crossing = Crossing(channel, updates, groups, site.staggering, state.objects)
+        self._reroute: Callable[..., object] | None = None if adoption is None else adoption.reroute
+        """Runs calls of a schedule in which ranks are missing."""
+
+    def _add_schedule(self, schedule: Any) -> None:
+        """Registers a schedule. Raises UsageError for another type, an unlogged stage, or DDP with split backward."""
+        if not isinstance(schedule, torch_private.Schedule):
+            raise UsageError(
+                f"register(schedule=...) was given a {type(schedule).__name__}; give a schedule of "
+                "torch.distributed.pipelining"
+            )
+        stages = torch_private.schedule_stages(schedule)
+        if not all(stage in self._state.stages for stage in stages):
+            raise UsageError(
+                "the schedule runs a stage that is not logged; use session.pipeline_stage or adopt"
+            )
+        for stage in stages:
+            if isinstance(stage.submod, DistributedDataParallel) and torch_private.splits_backward(schedule):
+                raise UsageError(
+                    f"{type(schedule).__name__} computes weight gradients apart, where DistributedDataParallel "
+                    "does not see them; give the stage a plain module, the session averages its gradients"
+                )
+        torch_private.wrap_loss(schedule, logged_loss(stages, self._channel))
+        if self._reroute is not None:
+            rerouted_call.instead_of_calls(schedule, self._reroute)
+        number = len(self._state.schedules)
+        around = partial(_around_call, schedule, number, self._gate, self._channel, self._updates)
+        torch_private.around_calls(schedule, around)
+        self._state.schedules.append(schedule)
+
+    def _add(self, stage: Any) -> None:
+        for name, part in stage.submod.named_modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise UsageError(
+                    f"{name or 'the module'} is TorchScript (torch.jit.script or trace): what it keeps besides "
+                    "parameters and buffers cannot be looked at; give the Python module, or torch.compile of it"
+                )
+        self._state.add_stage(stage)
+        mine = {self.rank: sorted({each.stage_index for each in self._state.stages})}
+        if problem := self._channel.groups.problem(stage.num_stages, mine):
+            raise UsageError(problem)
+        stage.groups = list(self.groups.values())
+        state = self._state
+        stage.called_too = lambda: (torch_private.loss_functions(state.schedules), state.objects)
+        self._channel.fails_at_layers(stage.submod)
+        self._updates.reduced_elsewhere(fsdp.sharded_parameters(stage.submod, self.groups))
+        if isinstance(stage.submod, DistributedDataParallel):
+            if stage.submod.process_group is not self.groups["data"]:
+                raise UsageError(
+                    "DistributedDataParallel over a group that is not made again after a failure; use "
+                    "session.ddp(module) in its place"
+                )
+            if self._updates.shrinks_by:
+                raise UsageError(
+                    f"strategy={self._updates.shrinks_by!r} with DistributedDataParallel, which divides by the "
+                    "ranks of a full world: give the plain module to the session, which averages its gradients"
+                )
+            # DDP ignores parameters that are frozen at its construction. If a later step trains them, the session
+            # averages their gradients.
+            self._updates.reduced_elsewhere(p for p in stage.submod.parameters() if p.requires_grad)
+        elif self._updates.wait_free:
+            self._updates.awaited.add(stage)
+
     def _show_metrics(self, job: str) -> Callable[[], None]:
         listen = self._config.metrics_listen or os.environ.get(ENV_METRICS_LISTEN, "")
         if not listen or warm_up.is_warming_up():
@@ -877,10 +699,27 @@ class Session:
         from swift_ft.train import metrics
 
         local_rank = int(os.environ.get(ENV_LOCAL_PLACE) or os.environ.get("LOCAL_RANK", "0"))
-        progress = self._engine.progress
-        return metrics.serve_metrics(
-            listen, job, self.rank, local_rank, lambda: metrics.Progress.of(progress())
-        )
+        return metrics.serve_metrics(listen, job, self.rank, local_rank, self._engine.progress)
+
+
+@contextmanager
+def _around_call(
+    schedule: Any, number: int, gate: Gate, channel: Channel, updates: Updates
+) -> Iterator[None]:
+    """Wraps each call of the schedule with this number."""
+    gate.scheduled()
+    channel.shapes.schedule = number
+    for stage in torch_private.schedule_stages(schedule):
+        stage.grad_scale = torch_private.schedule_grad_scale(schedule)
+    updates.communicates()
+    with inferred_whole(schedule), updates.spoiling(), gate.passing():
+        yield
+    channel.randomness.outside()
+
+
+def _service_ports(member: Member, logs: Sequence[OwnLog]) -> list[int]:
+    addresses = [member.client.address, *(address for log in logs for address in log.servers_of_job)]
+    return [int(address.rpartition(":")[2]) for address in addresses]
 
 
 _USUAL = SessionConfig()

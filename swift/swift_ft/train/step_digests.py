@@ -18,7 +18,7 @@ rehearsal compares with it (``expect``), and so reports the first difference and
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
@@ -163,51 +163,19 @@ def _ignored(_: Seen) -> None:
     """Default of `Witness.passing`."""
 
 
-def _nobody() -> None:
-    """Returns the witness of a module's copy: None."""
-
-
-class _ForwardHook:
-    """Torch forward hook of a trainer's module, which may be copied, pickled or compiled. Copies are not observed."""
-
-    def __init__(self, witness: Callable[[], Witness | None], *, after: bool) -> None:
-        self._witness = witness
-        self._after = after
-
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any = None) -> None:
-        if torch.compiler.is_compiling():
-            return
-        witness = self._witness()
-        if witness is None:
-            return
-        if self._after:
-            witness.returned(outputs)
-        else:
-            witness.called((args, kwargs))
-
-    def __deepcopy__(self, memo: Any) -> "_ForwardHook":
-        return _unwatched(self._after)
-
-    def __reduce__(self) -> tuple[Callable[[bool], "_ForwardHook"], tuple[bool]]:
-        return _unwatched, (self._after,)
-
-
-def _unwatched(after: bool) -> _ForwardHook:
-    return _ForwardHook(_nobody, after=after)
-
-
-def watch_forwards(module: torch.nn.Module, holder: "HasWitness") -> None:
+def watch_forwards(module: torch.nn.Module, witness: Callable[[], Witness | None]) -> None:
     """Registers hooks on a whole module's forward, since it has no stage boundary at which its inputs are seen."""
-    module.register_forward_pre_hook(_ForwardHook(lambda: holder.witness, after=False), with_kwargs=True)
-    module.register_forward_hook(_ForwardHook(lambda: holder.witness, after=True), with_kwargs=True)
 
+    def called(args: Any, kwargs: Any) -> None:
+        if (now := witness()) is not None:
+            now.called((args, kwargs))
 
-class HasWitness(Protocol):
-    """Object with the current witness (the channel)."""
+    def returned(_args: Any, _kwargs: Any, outputs: Any) -> None:
+        if (now := witness()) is not None:
+            now.returned(outputs)
 
-    @property
-    def witness(self) -> Witness | None:
-        """Returns the witness, or None if there is none."""
+    module.register_forward_pre_hook(torch_private.ModuleHook(called), with_kwargs=True)
+    module.register_forward_hook(torch_private.ModuleHook(returned), with_kwargs=True)
 
 
 def tensors_of(values: Any) -> Iterable[torch.Tensor]:

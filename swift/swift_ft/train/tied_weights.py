@@ -70,7 +70,7 @@ class Ties:
 
     def align(self) -> None:
         """Gives all ranks the first one's value. Raises UsageError if ranks tie different weights."""
-        words_of_all = [json.loads(text) for text in self._told_by_all(json.dumps(self._words()))]
+        words_of_all = [json.loads(text) for text in self._pipeline.gathered_texts(json.dumps(self._words()))]
         ranks = self._pipeline.ranks
         for tie in self._ties:
             members = list(tie.group.ranks)
@@ -89,13 +89,6 @@ class Ties:
         return [
             [list(tie.group.ranks), str(tie.parameter.dtype), list(tie.parameter.shape)] for tie in self._ties
         ]
-
-    def _told_by_all(self, text: str) -> list[str]:
-        size = torch.tensor([len(text.encode())])
-        sizes = self._pipeline.gathered(size)
-        room = int(max(sizes))
-        data = torch.frombuffer(bytearray(text.encode().ljust(room)), dtype=torch.uint8)
-        return [bytes(each.numpy()).decode() for each in self._pipeline.gathered(data)]
 
     def begin_step(self) -> None:
         for tie in self._ties:

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,42 +100,28 @@ def load_object(name: str, thing: Any, state: Any) -> None:
 # those parameters.
 
 
-class FirstParameters:
-    """One rank's parameters at `session.run`, by their names in states."""
+_Forms = dict[str, tuple[torch.dtype, torch.Size]]
 
-    def __init__(self) -> None:
-        self._remembered = False
-        self._parameters: list[torch.nn.Parameter] = []
-        self._names: list[str] = []
-        self._forms: list[tuple[torch.dtype, torch.Size]] = []
 
-    def remember(self, parameters: list[torch.nn.Parameter], names: list[str]) -> None:
-        self._remembered = True
-        self._parameters, self._names, self._forms = parameters, names, _forms(parameters)
+def _forms(named: Mapping[str, torch.nn.Parameter]) -> _Forms:
+    return {name: (parameter.dtype, parameter.shape) for name, parameter in named.items()}
 
-    def check(self, parameters: list[torch.nn.Parameter], names: list[str]) -> None:
-        """Raises UsageError if a step has created or removed parameters, or changed a type or shape. A step may put
-        another object in a parameter's place, if it has the name, type and shape of the first."""
-        if not self._remembered:
-            return
-        forms = _forms(parameters)
-        same = len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
-        if same and forms == self._forms:
-            return
-        if other := set(self._names) ^ set(names):
-            raise UsageError(
-                f"train_step has made or removed parameters ({', '.join(sorted(other)[:3])}): a process that "
-                "replaces a lost rank makes the modules as they are before session.run, and cannot load them; make all "
-                "parameters there, frozen (requires_grad_(False)) and out of use until a step wants them"
-            )
-        first = dict(zip(self._names, self._forms, strict=True))
-        if changed := [name for name, form in zip(names, forms, strict=True) if form != first[name]]:
-            raise UsageError(
-                f"train_step has changed the type or the shape of parameters ({', '.join(changed[:3])}): a process "
-                "that replaces a lost rank makes the modules as they are before session.run, and cannot load them; "
-                "make them so there"
-            )
-        self.remember(parameters, names)
+
+def _check_first(first: _Forms, now: _Forms) -> None:
+    """Raises UsageError if a step has created or removed parameters, or changed a type or shape. A step may put another
+    object in a parameter's place, if it has the name, type and shape of the first."""
+    if other := first.keys() ^ now.keys():
+        raise UsageError(
+            f"train_step has made or removed parameters ({', '.join(sorted(other)[:3])}): a process that "
+            "replaces a lost rank makes the modules as they are before session.run, and cannot load them; make all "
+            "parameters there, frozen (requires_grad_(False)) and out of use until a step wants them"
+        )
+    if changed := [name for name, form in now.items() if form != first[name]]:
+        raise UsageError(
+            f"train_step has changed the type or the shape of parameters ({', '.join(changed[:3])}): a process "
+            "that replaces a lost rank makes the modules as they are before session.run, and cannot load them; "
+            "make them so there"
+        )
 
 
 def check_ready(module: torch.nn.Module) -> None:
@@ -148,10 +133,6 @@ def check_ready(module: torch.nn.Module) -> None:
                 f"{name} of a lazy module has no shape yet; call the module once (under torch.no_grad()) before you "
                 "pass it to the session, and make the optimizer after that"
             )
-
-
-def _forms(parameters: list[torch.nn.Parameter]) -> list[tuple[torch.dtype, torch.Size]]:
-    return [(parameter.dtype, parameter.shape) for parameter in parameters]
 
 
 # Membership of parameters in the groups of their optimizers, by name, and the groups' hyperparameters.
@@ -381,7 +362,8 @@ class TrainerState:
         self._digests: dict[int, bytes] = {}
         self.modules = ModuleState()
         self.settings = Settings()
-        self._first = FirstParameters()
+        self._first: _Forms | None = None
+        """The parameters at `session.run`."""
         self.iterators = Iterators(self.randomness, lambda: self.objects)
         self.stopped: Stopped | None = None
         """Set if the trainer ends the run with this version."""
@@ -493,7 +475,7 @@ class TrainerState:
         self.modules.remember({key: stage.submod for key, stage in self.keyed().items()})
         self.settings.remember()
         named = self._named_parameters(sharded_too=True)
-        self._first.remember(self._parameters(), list(named))
+        self._first = _forms(named)
         self._begun = begun(named, self.optimizers)
 
     # --- one step ---
@@ -539,7 +521,8 @@ class TrainerState:
 
     def end_step(self) -> None:
         """Ends the step: drops the state that was kept for a restore, and raises the version by one."""
-        self._first.check(self._parameters(), list(self._named_parameters(sharded_too=True)))
+        if self._first is not None:
+            _check_first(self._first, _forms(self._named_parameters(sharded_too=True)))
         self._before, self._groups = None, []
         self.settings.end_step()
         self._learn_changing()

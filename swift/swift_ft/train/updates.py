@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ from swift_ft.comm.backend import Rehearsed
 from swift_ft.errors import NonFiniteLoss, UsageError
 from swift_ft.state.carried_gradients import LeftGradients
 from swift_ft.state.journal import Journal, UndoResult
+from swift_ft.train.boundary_log import Channel
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.hook import Hook
@@ -66,17 +67,10 @@ _ELEMENTS_MAX = 1 << 16
 """Elements up to which a loss is checked; a loss with one element per token may be larger."""
 
 
-class Replays(Protocol):
-    """The part of the channel that tells whether a step is replayed."""
-
-    @property
-    def replaying(self) -> bool: ...
-
-
 class Losses:
     """One rank's check for losses that are not finite. Used by the trainer's thread only."""
 
-    def __init__(self, rank: int, choice: str, channel: Replays) -> None:
+    def __init__(self, rank: int, choice: str, channel: Channel) -> None:
         self._rank = rank
         self._choice = choice
         self._channel = channel
@@ -237,13 +231,6 @@ def no_second_backward() -> UsageError:
 _IN_FLIGHT = 4
 
 
-class Lends(Replays, Protocol):
-    """The part of the channel that updates need."""
-
-    def wait_copied(self) -> None:
-        """Waits until all sent tensors are copied; their memory may be reused after that."""
-
-
 class Updates:
     """The optimizers of one rank.
 
@@ -260,7 +247,7 @@ class Updates:
         *,
         ties: Ties,
         cut_step: CutStep,
-        channel: Lends,
+        channel: Channel,
         check: Callable[[], None],
         groups_whole: Callable[[], None],
     ):

@@ -147,16 +147,11 @@ class Audit(Participant):
 
     def _apart(self, own: dict[str, str]) -> list[str]:
         """(all replicas) Returns the names whose digests are not the same on all replicas."""
-        data = json.dumps(own, sort_keys=True).encode()
-        gathered = self._group.gathered(
-            _tensor(xxhash.xxh3_128_digest(data) + len(data).to_bytes(8, "little"))
-        )
-        told = [bytes(each.numpy()) for each in gathered]
-        if len(set(told)) == 1:
+        text = json.dumps(own, sort_keys=True)
+        digests = self._group.gathered(_tensor(xxhash.xxh3_128_digest(text.encode())))
+        if all(torch.equal(each, digests[0]) for each in digests):
             return []
-        room = max(int.from_bytes(each[_DIGEST_BYTES:], "little") for each in told)
-        texts = [bytes(each.numpy()).rstrip() for each in self._group.gathered(_tensor(data.ljust(room)))]
-        all_of = [json.loads(text) for text in texts]
+        all_of = [json.loads(each) for each in self._group.gathered_texts(text)]
         names = {path for each in all_of for path in each}
         return sorted(path for path in names if len({each.get(path) for each in all_of}) > 1)
 

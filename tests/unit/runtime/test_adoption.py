@@ -13,7 +13,7 @@ from swift_ft.errors import UsageError
 from swift_ft.planner import Assignment
 from swift_ft.state.loaders import OriginLoader
 from swift_ft.train.batch_redistribution import Adoption
-from swift_ft.train.config import SessionConfig, from_environment
+from swift_ft.train.config import SessionConfig, fitted
 from swift_ft.train.reducer import Row, sum_by_origin
 from tests.unit.recovery.test_assignment import dropped_origins
 from tests.unit.runtime.test_ordered import on_all, values
@@ -291,21 +291,9 @@ def test_of_two_the_sum_has_one_order() -> None:
     assert "lost_shard" not in SessionConfig(replicas=2).agreed(), "of no job that does not shrink"
 
 
-@pytest.mark.parametrize(("world_size", "lost_shard"), [("4", "reroute"), ("2", "redistribute")])
-def test_the_number_of_ranks_decides_what_is_quickest(
-    world_size: str, lost_shard: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = {
-        "RANK": "1",
-        "WORLD_SIZE": world_size,
-        "SWIFT_COORDINATOR": "127.0.0.1:1",
-        "SWIFT_JOB": "j",
-        "SWIFT_INCARNATION": "i",
-        "SWIFT_CHECKPOINT_DIR": "/nowhere",
-    }
-    for name, value in told.items():
-        monkeypatch.setenv(name, value)
-    config = from_environment(SessionConfig(replicas=2, lost_shard="quickest")).config
+@pytest.mark.parametrize(("world_size", "lost_shard"), [(4, "reroute"), (2, "redistribute")])
+def test_the_number_of_ranks_decides_what_is_quickest(world_size: int, lost_shard: str) -> None:
+    config, _ = fitted(SessionConfig(replicas=2, lost_shard="quickest"), world_size)
     assert config.agreed()["lost_shard"] == lost_shard
     assert config.reroutes == (lost_shard == "reroute")
 

@@ -12,7 +12,7 @@ import pytest
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.backend import is_communication
 from swift_ft.comm.gloo import GlooBackend
-from swift_ft.comm.rank_store import CoordinatorStores
+from swift_ft.comm.rank_store import stores_of
 from swift_ft.errors import Divergence, Fenced
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.failures import Failures, Retries
@@ -114,5 +114,5 @@ def test_groups_that_cannot_be_built_while_it_is_away_are_no_error_of_the_traine
     world.served.stop()
     world.member.client.patience_s = 0.1
     with pytest.raises(RuntimeError, match=r"^process group: no answer from the coordinator") as raised:
-        CoordinatorStores(world.member.client)(1).check(["built-1"])
+        stores_of(world.member.client)(1).check(["built-1"])
     assert is_communication(raised.value, GlooBackend().is_lost_peer)

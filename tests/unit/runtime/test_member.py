@@ -8,8 +8,7 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import Fenced, ServiceError, SwiftError, UnknownJob
-from swift_ft.train.coordinator_session import ENV_HAS_RUN, Member
-from tests.unit.runtime.wired import Nobody
+from swift_ft.train.coordinator_session import ENV_HAS_RUN, Holder, Member
 
 
 class Asked:
@@ -46,7 +45,7 @@ def asking(rank: int, *answers: SwiftError | None) -> tuple[Member, Asked]:
     asked: Any = Asked(member, *answers)
     member.client = asked
     member._measured_at = float("inf")
-    member._holder = Nobody()
+    member._holder = Holder()
     watcher: Any = None
     member.watcher = watcher
     member._say_wanted = lambda: None  # type: ignore[method-assign]
@@ -95,7 +94,7 @@ def test_a_job_that_has_run_does_not_begin_anew_because_it_was_forgotten(
     monkeypatch.setenv(ENV_HAS_RUN, has_run)
     member, asked = asking(1, answer)
     with pytest.raises(error, match="any more" if error is UnknownJob else "no answer"):
-        member.join(2, {}, {}, Nobody())
+        member.join(2, {}, {}, Holder())
     assert asked.calls == calls
 
 

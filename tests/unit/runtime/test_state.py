@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import ReplicaDiffers, ServiceError, UsageError
 from swift_ft.state.carried_gradients import WholeModule
 from swift_ft.train.training_state import TrainerState
@@ -384,6 +385,8 @@ class Others:
 
     def gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
         return [own, self._change(own.clone())]
+
+    gathered_texts = ReconfigurableGroup.gathered_texts
 
 
 class Position:

@@ -16,12 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from swift_ft import torch_private
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import UsageError
-from swift_ft.planner import Assignment
 from swift_ft.state.carried_gradients import WholeModule
-from swift_ft.train.collective_policy import Gate
-from swift_ft.train.session import ModelParts
 from tests.local_backend import LocalBackend
-from tests.unit.runtime.wired import state_of
+from tests.unit.runtime.wired import session_of_nothing, state_of
 
 
 @pytest.fixture
@@ -72,11 +69,9 @@ def _scripted() -> torch.nn.Module:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_torchscript_is_refused(inside: bool) -> None:
-    nothing: Any = None
-    parts = ModelParts(0, Assignment.grid(1), Gate(), {}, nothing, nothing, nothing, nothing)
     module = torch.nn.Sequential(_scripted()) if inside else _scripted()
     with pytest.raises(UsageError, match=r"^(0|the module) is TorchScript .*give the Python module"):
-        parts.module(module)
+        session_of_nothing().module(module)
 
 
 class _Stage:

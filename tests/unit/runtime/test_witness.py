@@ -96,7 +96,7 @@ def test_every_bit_type_and_shape_counts_and_of_large_tensors_a_sample() -> None
 def test_forwards_of_a_whole_module_are_seen_unless_they_only_look() -> None:
     said = Said()
     module = nn.Linear(2, 2)
-    watch_forwards(module, said)
+    watch_forwards(module, lambda: said.witness)
     for scale in (1.0, 2.0):
         said.witness.begin(0)
         module(torch.ones(1, 2))
@@ -111,7 +111,7 @@ def test_forwards_of_a_whole_module_are_seen_unless_they_only_look() -> None:
 def test_a_module_that_is_watched_can_be_copied_and_pickled() -> None:
     said = Said()
     module = nn.Linear(2, 2)
-    watch_forwards(module, said)
+    watch_forwards(module, lambda: said.witness)
     said.witness.begin(0)
     module(torch.ones(1, 2))
     said.witness.begin(0)

@@ -13,12 +13,13 @@ from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.log_session import OwnLog
 from swift_ft.train.lossy import CutStep
 from swift_ft.train.participants import Participant, Step
+from swift_ft.train.session import Session
 from swift_ft.train.step import Ending, Lines
 from swift_ft.train.step_digests import Witness
 from swift_ft.train.strategies import Site
 from swift_ft.train.tied_weights import Ties
 from swift_ft.train.training_state import TrainerState
-from swift_ft.train.updates import Lends, Updates
+from swift_ft.train.updates import Updates
 
 
 class Still:
@@ -39,7 +40,7 @@ def updates_of(
     rank: int = 0,
     ties: Ties | None = None,
     cut_step: CutStep | None = None,
-    channel: Lends | None = None,
+    channel: Any = None,
     vote: Any = ignored,
     before_update: Any = ignored,
     before_reduction: Any = ignored,
@@ -71,6 +72,13 @@ def updates_of(
     return updates
 
 
+def session_of_nothing() -> Session:
+    """A session of one rank without parts."""
+    session = Session.__new__(Session)
+    session.rank, session._assignment = 0, Assignment.grid(1)
+    return session
+
+
 def state_of(seed: int = 1, updates: Updates | None = None) -> TrainerState:
     return TrainerState(Randomness(seed, 0), updates or updates_of(), None)
 
@@ -84,16 +92,6 @@ class Unrecorded(Participant):
 
     def begins_at(self, _version: int, _view: Any, _generation: int) -> bool:
         return False
-
-
-class Nobody:
-    """Who holds a rank by a line to the coordinator, and has nothing to say."""
-
-    def interrupt(self, generation: int) -> None: ...
-
-    def measured(self) -> None: ...
-
-    def unsaved(self) -> None: ...
 
 
 def step_of(number: int = 0, *, replaying: bool = False, due: bool = False, by_all: bool = True) -> Step:

@@ -28,7 +28,7 @@ from swift_ft.lab.drill.topology import ModelConfig
 from swift_ft.lab.drill.trainer import make_scheduler
 from swift_ft.state.rng import Randomness
 from swift_ft.train.boundary_log import Channel
-from swift_ft.train.recording import Recording, ThoroughWatch, _ModuleHook
+from swift_ft.train.recording import Recording, ThoroughWatch
 from swift_ft.train.stage import LoggedPipelineStage
 from swift_ft.train.step import StepRunner
 from swift_ft.train.step_digests import Witness
@@ -60,8 +60,7 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("randomness by counter", Randomness, "_set"),
     ("state kept for a step that is dropped", TrainerState, "begin_step end_step"),
     (RECORDED, Recording, "begin_step step_begun end_step"),
-    (RECORDED, ThoroughWatch, "gradients"),
-    (RECORDED, _ModuleHook, "__call__"),
+    (RECORDED, ThoroughWatch, "gradients _passes"),
     ("loop of the session", StepRunner, "run"),
     (
         "stages that are logged",
