@@ -913,8 +913,8 @@ TORCH_LIBRARY(simulated, m) {
   m.def("initialized", [] { return the_machine != nullptr; });
   m.def("in_bad_fork", [] { return bad_fork; });
   m.def("default_generator", [](int64_t d) { return default_generator(DeviceIndex(d)); });
-  m.def("register_host", [](int64_t address, int64_t bytes) { pin((void*)address, size_t(bytes)); });
-  m.def("unregister_host", [](int64_t address) { unpin((void*)address); });
+  m.def("pin", [](int64_t address, int64_t bytes) { pin((void*)address, size_t(bytes)); });
+  m.def("unpin", [](int64_t address) { unpin((void*)address); });
   m.def("engine_view", engine_view);
   m.def("on_wait", [](int64_t function) { on_wait = reinterpret_cast<OnWait>(function); });
   m.def("set_patience", [](double seconds) { patience_s = seconds; });

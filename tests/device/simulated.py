@@ -199,8 +199,8 @@ def load() -> types.ModuleType:
         "get_rng_state": lambda device=None: generators[_index(device)].get_state(),
         "set_rng_state": lambda state, device=None: generators[_index(device)].set_state(state),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
-        "register_host": ops.register_host,
-        "unregister_host": ops.unregister_host,
+        "pin": ops.pin,
+        "unpin": ops.unpin,
     }
     vars(module).update(named)
     torch._register_device_module(NAME, module)

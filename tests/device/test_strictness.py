@@ -232,12 +232,12 @@ def test_a_copy_of_pageable_memory_makes_the_host_wait() -> None:
         host = pinned()
         host.copy_(x, non_blocking=True)
         x.copy_(host, non_blocking=True)
-    torch.get_device_module().register_host(pageable.data_ptr(), pageable.nbytes)
+    torch.get_device_module().pin(pageable.data_ptr(), pageable.nbytes)
     with no_waits():
         pageable.copy_(x, non_blocking=True)
     accelerator.synchronize()
     assert torch.equal(pageable, torch.arange(float(N)))
-    torch.get_device_module().unregister_host(pageable.data_ptr())
+    torch.get_device_module().unpin(pageable.data_ptr())
     assert not pageable.is_pinned()
 
 
