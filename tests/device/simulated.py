@@ -157,13 +157,28 @@ def _stream_context(stream: torch.Stream | None) -> Iterator[None]:
         yield
 
 
+def _keep_parameters() -> None:
+    """For CUDA, `Module.to` keeps the parameters and only changes their data, so tied weights stay tied. For this kind
+    of device torch makes others, unless it swaps what they are; and then `load_state_dict` would swap as well."""
+    apply = torch.nn.Module._apply
+
+    def swapping(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return apply(module, *args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(before)
+
+    torch.nn.Module._apply = swapping  # type: ignore[method-assign]
+
+
 @functools.cache
 def load() -> types.ModuleType:
     """`torch.simulated`, which is there from now on."""
     torch.ops.load_library(library())
     torch.utils.rename_privateuse1_backend(NAME)
-    # For CUDA, `Module.to` keeps parameters and only changes their data, so tied weights stay tied. Not for this kind.
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    _keep_parameters()
     ops, accelerator = torch.ops.simulated, torch.accelerator
     generators = tuple(ops.default_generator(index) for index in range(2))
 

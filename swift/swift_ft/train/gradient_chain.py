@@ -68,8 +68,8 @@ def module_modes(module: torch.nn.Module) -> dict[str, Any]:
         "frozen": [index for index, p in enumerate(module.parameters()) if not p.requires_grad],
         "evaluating": [index for index, part in enumerate(module.modules()) if not part.training],
         "autocast": [
-            torch.is_autocast_enabled("cpu"),
-            _dtype_name(torch.get_autocast_dtype("cpu")),
+            torch.is_autocast_enabled(kind := _device_type(module)),
+            _dtype_name(torch.get_autocast_dtype(kind)),
             torch.is_autocast_cache_enabled(),
         ],
     }
@@ -83,7 +83,14 @@ def set_module_modes(module: torch.nn.Module, as_there: dict[str, Any]) -> torch
     for index, part in enumerate(module.modules()):
         part.training = index not in evaluating
     enabled, dtype, cached = as_there["autocast"]
-    return torch.autocast("cpu", dtype=torch_dtype(dtype), enabled=enabled, cache_enabled=cached)
+    return torch.autocast(
+        _device_type(module), dtype=torch_dtype(dtype), enabled=enabled, cache_enabled=cached
+    )
+
+
+def _device_type(module: torch.nn.Module) -> str:
+    parameter = next(module.parameters(), None)
+    return "cpu" if parameter is None else parameter.device.type
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -412,12 +419,12 @@ class GradientChain:
 
 def _room(tensors: Sequence[torch.Tensor], run: Sequence[int]) -> torch.Tensor:
     numel = sum(tensors[index].numel() for index in run)
-    return torch.empty(numel, dtype=tensors[run[0]].dtype if run else torch.uint8)
+    return tensors[run[0]].new_empty(numel) if run else torch.empty(0, dtype=torch.uint8)
 
 
 def _packed(tensors: Sequence[torch.Tensor], run: Sequence[int]) -> torch.Tensor:
     """Returns one flat tensor of a run's tensors. Joins them as bytes, because `cat` does not support every dtype."""
-    return torch.cat([as_bytes(tensors[index]) for index in run]).view(tensors[run[0]].dtype)
+    return torch.cat([_flat(tensors[index]).view(torch.uint8) for index in run]).view(tensors[run[0]].dtype)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
