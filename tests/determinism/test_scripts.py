@@ -48,7 +48,7 @@ SESSIONS = [(script, strategy) for script in scripts() if script.session for str
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("script", "strategy"), SESSIONS, ids=name)
 def test_a_script_with_a_session(script: Script, strategy: str, tmp_path: Path) -> None:
-    judge(verify(SessionRuns(asked(script, strategy=strategy), tmp_path, lambda: None)), script)
+    judge(verify(SessionRuns(asked(script, strategy=strategy), tmp_path)), script)
 
 
 # --- the command, as it is called ---

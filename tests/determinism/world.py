@@ -126,4 +126,4 @@ def asked(script: Script, **fields: object) -> Config:
 def verified(script: Script, place: Path, forks: Forks, **fields: object) -> Verdict:
     """Of a script with checkpoints of its own."""
     start = Process if script.interpreters else forking(forks)
-    return verify(ScriptRuns(asked(script, **fields), place, lambda: None, start))
+    return verify(ScriptRuns(asked(script, **fields), place, start))

@@ -35,6 +35,22 @@ class Trace:
         self.events: list[dict[str, Any]] = []
         self.pids = dict(PIDS)
 
+    @classmethod
+    def begun(cls, steps: int) -> "Trace":
+        """A run that has done so many steps."""
+        trace = cls()
+        trace.state("FORMING", 1)
+        trace.state("RUNNING", 1)
+        for step in range(steps):
+            trace.step(step)
+        return trace
+
+    def end(self, first: int) -> None:
+        """The steps from this one to the last."""
+        for step in range(first, STEPS):
+            self.step(step)
+        self.finish()
+
     def add(self, who: str, event: str, after: float = 0.01, pid: int = 1, **fields: Any) -> None:
         self.t += after
         self.events.append({"t": round(self.t, 6), "who": who, "pid": pid, "event": event, **fields})
@@ -103,11 +119,7 @@ def kept(target: int = KILL_STEP, victim: int = 2) -> dict[int, tuple[str, int]]
 
 
 def good_trace() -> Trace:
-    trace = Trace()
-    trace.state("FORMING", 1)
-    trace.state("RUNNING", 1)
-    for step in range(KILL_STEP):
-        trace.step(step)
+    trace = Trace.begun(KILL_STEP)
     trace.kill(2, KILL_STEP)
     trace.state("FENCING", 2, 0.02, "rank 2 was killed by signal 9")
     for rank in (0, 1, 3):
@@ -122,9 +134,7 @@ def good_trace() -> Trace:
         trace.rank(rank, "group_built", generation=2)
     trace.replay(2, 2, CHECKPOINT, KILL_STEP)
     trace.state("RUNNING", 2, 0.02)
-    for step in range(KILL_STEP, STEPS):
-        trace.step(step)
-    trace.finish()
+    trace.end(KILL_STEP)
     return trace
 
 

@@ -43,9 +43,7 @@ def ends(trace: Trace, generation: int, target: int) -> Trace:
     for rank in range(RANKS):
         trace.rank(rank, "restore_end", generation=generation)
     trace.state("RUNNING", generation)
-    for step in range(target, STEPS):
-        trace.step(step)
-    trace.finish()
+    trace.end(target)
     return trace
 
 
@@ -108,10 +106,7 @@ def test_one_that_was_given_up_does_not_count_later() -> None:
     ids=["none was lost", "lost"],
 )
 def test_where_nobody_went_back(spec: str, verdict: str) -> None:
-    trace = Trace()
-    trace.state("RUNNING", 1)
-    for step in range(STEPS):
-        trace.step(step)
+    trace = Trace.begun(STEPS)
     trace.finish()
     found = good(trace, digests=digests((STEPS, 1)))
     result = report.build(Facts.of(config(spec, strategy="checkpoint"), found))

@@ -6,7 +6,7 @@ from typing import Any
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.facts import Facts
 from swift_ft.lab.drill.report import FAIL, PASS
-from tests.unit.drill.evidence import KILL_STEP, RANKS, STEPS, Trace, config, digests, good
+from tests.unit.drill.evidence import KILL_STEP, RANKS, Trace, config, digests, good
 
 TARGET, VICTIM = 5, 2
 SURVIVORS = [rank for rank in range(RANKS) if rank != VICTIM]
@@ -30,9 +30,7 @@ def trace_of(again: Sequence[int]) -> Trace:
         trace.rank(rank, "restore_begin", generation=2)
         trace.rank(rank, "restore_end", generation=2, version=TARGET)
     trace.state("RUNNING", 2)
-    for step in range(TARGET, STEPS):
-        trace.step(step)
-    trace.finish()
+    trace.end(TARGET)
     return trace
 
 

@@ -8,7 +8,7 @@ import pytest
 from swift_ft.lab.drill import replay_report, report, timeline
 from swift_ft.lab.drill.config import DrillConfig
 from swift_ft.lab.drill.facts import Evidence, Facts
-from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, NEW_PID, RANKS, STEPS, Trace, config, good, kept
+from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, NEW_PID, RANKS, Trace, config, good, kept
 
 SPLIT = {"compute": 0.2, "log": 0.05, "neighbour": 0.0, "line": 0.05}
 STEPS_REPLAYED = KILL_STEP - CHECKPOINT
@@ -111,11 +111,7 @@ def test_only_the_one_that_was_to_take_longest_is_judged() -> None:
 
 def interrupted(again: bool = False, kept_steps: int = 2) -> Trace:
     """Rank 1 helps rank 2, and is killed in it."""
-    trace = Trace()
-    trace.state("FORMING", 1)
-    trace.state("RUNNING", 1)
-    for step in range(KILL_STEP):
-        trace.step(step)
+    trace = Trace.begun(KILL_STEP)
     trace.kill(2, KILL_STEP)
     trace.state("FENCING", 2, 0.02, "rank 2 was killed")
     trace.state("PLANNING", 2)
@@ -143,9 +139,7 @@ def interrupted(again: bool = False, kept_steps: int = 2) -> Trace:
         2, "replay_end", generation=3, steps=1, records=1, microbatches=4, verified=1, filled=0, **told()
     )
     trace.state("RUNNING", 3, 0.1)
-    for step in range(KILL_STEP, STEPS):
-        trace.step(step)
-    trace.finish()
+    trace.end(KILL_STEP)
     return trace
 
 

@@ -223,10 +223,7 @@ def test_a_replay_that_verified_nothing_is_inconclusive() -> None:
 
 def fallen_back(reason: str) -> Trace:
     """The replacement refuses to replay; everybody goes back to the checkpoint."""
-    trace = Trace()
-    trace.state("RUNNING", 1)
-    for step in range(KILL_STEP):
-        trace.step(step)
+    trace = Trace.begun(KILL_STEP)
     trace.kill(2, KILL_STEP)
     trace.state("FENCING", 2, reason="rank 2 died")
     trace.state("PLANNING", 2)
@@ -242,9 +239,7 @@ def fallen_back(reason: str) -> Trace:
         trace.rank(rank, "restore_begin", generation=3)
         trace.rank(rank, "restore_end", generation=3)
     trace.state("RUNNING", 3)
-    for step in range(CHECKPOINT, STEPS):
-        trace.step(step)
-    trace.finish()
+    trace.end(CHECKPOINT)
     return trace
 
 
@@ -333,10 +328,7 @@ def test_two_victims_one_after_the_other() -> None:
 
 def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
     """Rank 1 dies before it has begun a step after the first recovery: that one lasts until it really does."""
-    trace = Trace()
-    trace.state("RUNNING", 1)
-    for step in range(KILL_STEP):
-        trace.step(step)
+    trace = Trace.begun(KILL_STEP)
     for generation, victim in ((2, 2), (3, 1)):
         trace.rank(victim, "fault", id=f"fault{generation - 2}", phase="idle", step=KILL_STEP, microbatch=0)
         trace.pids[victim] = NEW_PID + victim
@@ -349,9 +341,7 @@ def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
         if generation == 2:
             for rank in (0, 2, 3):
                 trace.rank(rank, "step_begin", step=KILL_STEP)
-    for step in range(KILL_STEP, STEPS):
-        trace.step(step)
-    trace.finish()
+    trace.end(KILL_STEP)
     planned = config(*(f"rank={rank},step={KILL_STEP},phase=idle" for rank in (2, 1)))
     result = report.build(
         Facts.of(
@@ -368,10 +358,7 @@ def test_a_replay_is_no_step_after_the_recovery_before_it() -> None:
 
 def test_a_rank_that_dies_as_a_recovery_ends_is_for_the_next_one() -> None:
     """Rank 1 has said that it is ready; it is seen to be gone only after RUNNING."""
-    trace = Trace()
-    trace.state("RUNNING", 1)
-    for step in range(KILL_STEP):
-        trace.step(step)
+    trace = Trace.begun(KILL_STEP)
     trace.kill(2, KILL_STEP)
     for generation, victim in ((2, 2), (3, 1)):
         for state in ("FENCING", "PLANNING"):
@@ -385,9 +372,7 @@ def test_a_rank_that_dies_as_a_recovery_ends_is_for_the_next_one() -> None:
         if generation == 2:
             trace.add("launcher", "child_exit", rank=1, pid=trace.pids[1], code=-9)
             trace.pids[1] = NEW_PID + 1
-    for step in range(KILL_STEP, STEPS):
-        trace.step(step)
-    trace.finish()
+    trace.end(KILL_STEP)
     planned = config(f"rank=2,step={KILL_STEP},microbatch=3", "rank=1,phase=replay")
     found = good(
         trace, fired=frozenset({"fault0", "fault1"}), digests=digests((KILL_STEP, 2), (KILL_STEP, 3))
@@ -398,10 +383,7 @@ def test_a_rank_that_dies_as_a_recovery_ends_is_for_the_next_one() -> None:
 
 
 def test_a_drill_on_services_alone_needs_no_recovery() -> None:
-    trace = Trace()
-    trace.state("RUNNING", 1)
-    for step in range(STEPS):
-        trace.step(step)
+    trace = Trace.begun(STEPS)
     trace.finish()
     result = report.build(Facts.of(config("service=logserver,step=4"), good(trace, digests=digests())))
     assert result["verdict"] == PASS, result["reason"]

@@ -7,15 +7,11 @@ import pytest
 
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.facts import Evidence, Facts
-from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, STEPS, Trace, config, digests, good, kept
+from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, Trace, config, digests, good, kept
 
 
 def trace_of(change: Callable[[Trace], None] = lambda trace: None) -> Trace:
-    trace = Trace()
-    trace.state("FORMING", 1)
-    trace.state("RUNNING", 1)
-    for step in range(KILL_STEP):
-        trace.step(step)
+    trace = Trace.begun(KILL_STEP)
     trace.kill(2, KILL_STEP)
     trace.state("FENCING", 2, 0.02, "rank 2 was killed by signal 9")
     trace.state("PLANNING", 2, 0.03)
@@ -31,9 +27,7 @@ def trace_of(change: Callable[[Trace], None] = lambda trace: None) -> Trace:
     anew(trace, 3, "the checkpoint is complete")
     change(trace)
     trace.state("RUNNING", 3, 0.02)
-    for step in range(KILL_STEP, STEPS):
-        trace.step(step)
-    trace.finish()
+    trace.end(KILL_STEP)
     return trace
 
 

@@ -6,7 +6,7 @@ from swift_ft.errors import UsageError
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.facts import Facts
 from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
-from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, STEPS, Trace, config, digests, good, kept
+from tests.unit.drill.evidence import CHECKPOINT, KILL_STEP, RANKS, Trace, config, digests, good, kept
 
 LOST = "log server h:1 is lost: it has not answered for 6.0 s"
 BOTH = (f"rank=2,step={KILL_STEP},microbatch=3", f"log=0,step={KILL_STEP}")
@@ -34,18 +34,12 @@ def lost_alone(*, given_up: bool = True) -> Trace:
     for rank in range(RANKS):
         trace.rank(rank, "group_built", generation=2)
     trace.state("RUNNING", 2)
-    for step in range(KILL_STEP, STEPS):
-        trace.step(step)
-    trace.finish()
+    trace.end(KILL_STEP)
     return trace
 
 
 def lost_with_a_rank(reason: str) -> Trace:
-    trace = Trace()
-    trace.state("FORMING", 1)
-    trace.state("RUNNING", 1)
-    for step in range(KILL_STEP):
-        trace.step(step)
+    trace = Trace.begun(KILL_STEP)
     trace.add("drill", "service_killed", service="logserver0", id="fault1", lost=True, number=0)
     trace.kill(2, KILL_STEP)
     trace.state("FENCING", 2, 0.02, "rank 2 was killed by signal 9")
@@ -70,9 +64,7 @@ def lost_with_a_rank(reason: str) -> Trace:
     else:
         trace.replay(2, 3, CHECKPOINT, KILL_STEP)
     trace.state("RUNNING", 3, 0.02)
-    for step in range(CHECKPOINT if reason else KILL_STEP, STEPS):
-        trace.step(step)
-    trace.finish()
+    trace.end(CHECKPOINT if reason else KILL_STEP)
     return trace
 
 

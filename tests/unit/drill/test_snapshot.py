@@ -2,7 +2,7 @@
 
 import copy
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from swift_ft.errors import UsageError
 from swift_ft.lab.drill import report
 from swift_ft.lab.drill.command import parse
 from swift_ft.lab.drill.facts import Evidence, Facts
-from swift_ft.lab.drill.report import FAIL, INCONCLUSIVE, PASS
+from swift_ft.lab.drill.report import FAIL, PASS
 from tests.unit.drill.evidence import KILL_STEP, RANKS, STEPS, Trace, config, digests, good
 
 EVERY, TARGET, VICTIM = 3, 6, 2
@@ -122,7 +122,7 @@ def test_all_went_back_to_the_newest_one() -> None:
     assert shown["partners"] == {str(rank): [(rank + 1) % RANKS] for rank in range(RANKS)}
     assert (shown["bytes_own"], shown["bytes_held_max"]) == (100, 420)
     assert {entry["rank"]: entry["source"] for entry in shown["restored"]} == {0: 0, 1: 1, 2: 3, 3: 3}
-    assert (shown["seconds_median"], shown["restore_seconds_max"]) == (0.3, 0.1)
+    assert (shown["copy_s_median"], shown["restore_seconds_max"]) == (0.1, 0.1)
 
 
 def test_an_older_one_is_not_enough() -> None:
@@ -156,28 +156,6 @@ def test_a_checkpoint_stands_behind_if_its_keeper_is_lost_too() -> None:
     result = built(evidence(events, target=5))
     answers = {check["name"]: check["answer"] for check in result["checks"]}
     assert answers["the strategy was the one asked for"] is True
-
-
-@pytest.mark.parametrize(
-    ("change", "verdict", "word"),
-    [
-        (lambda event: event.update(digest="another"), FAIL, "rank 2 at version 6"),
-        (lambda event: event.update(version=7), INCONCLUSIVE, "no record"),
-    ],
-)
-def test_what_is_restored_is_what_was_taken(change: Callable[[Any], None], verdict: str, word: str) -> None:
-    events = copy.deepcopy(trace_of().events)
-    for event in events:
-        if event["event"] == "snapshot_restored" and event["rank"] == VICTIM:
-            change(event)
-    result = built(evidence(events))
-    assert result["verdict"] == verdict
-    assert word in result["reason"]
-
-
-def test_without_a_record_of_going_back_there_is_no_verdict() -> None:
-    events = [event for event in trace_of().events if event["event"] != "snapshot_restored"]
-    assert built(evidence(events))["verdict"] == INCONCLUSIVE
 
 
 def test_other_strategies_have_no_section() -> None:

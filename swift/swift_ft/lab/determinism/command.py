@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -165,12 +165,12 @@ def _kill(spec: str, *, own: bool) -> fault_grammar.RankFault:
     return fault
 
 
-def run(config: Config, check_stop: Callable[[], None]) -> int:
+def run(config: Config) -> int:
     """Executes the verification. Returns the exit code."""
     made = ScriptRuns if config.own_checkpoints else SessionRuns
     with work_directory(config.directory, keep=config.keep, name="verification") as (place, keep):
         try:
-            verdict = verify(made(config, place, check_stop))
+            verdict = verify(made(config, place))
         except ServiceError:
             keep()
             raise
@@ -184,7 +184,7 @@ def run(config: Config, check_stop: Callable[[], None]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
-    return until_stopped("verification", lambda check_stop: run(parse(given), check_stop))
+    return until_stopped("verification", lambda: run(parse(given)))
 
 
 if __name__ == "__main__":

@@ -82,11 +82,9 @@ class _Runs(ABC):
     no_steps = ""
     """Error message for a script whose steps were not seen."""
 
-    def __init__(self, config: Config, directory: Path, check_stop: Callable[[], None]) -> None:
-        """`check_stop` is called while waiting; it raises to end the run."""
+    def __init__(self, config: Config, directory: Path) -> None:
         self._config = config
         self._directory = directory.resolve()
-        self._check_stop = check_stop
 
     def uninterrupted(self, name: str) -> Run:
         """Executes a run without interruption. Raises ServiceError if it fails, UsageError if no step was seen."""
@@ -174,7 +172,6 @@ class SessionRuns(_Runs):
             faults=faults,
             settings={**settings, **threads, ENV_RECORDS: str(directory / "records")},
             launcher_flags=["--preload", "swift_ft.lab.determinism.in_session"],
-            check_stop=self._check_stop,
         )
         with cluster:
             heard = time.monotonic()
@@ -199,11 +196,10 @@ class ScriptRuns(_Runs):
         self,
         config: Config,
         directory: Path,
-        check_stop: Callable[[], None],
         start_rank: Callable[..., Process] = Process,
     ) -> None:
         """`start_rank`: creates a `Process`, with its arguments."""
-        super().__init__(config, directory, check_stop)
+        super().__init__(config, directory)
         self._start_rank = start_rank
 
     def _start(self, directory: Path) -> None:
@@ -256,7 +252,6 @@ class ScriptRuns(_Runs):
                 return failed[0].poll() or 0, failed[0].tail()
             if None not in codes:
                 return 0, ""
-            self._check_stop()
             files = [*records.glob("*.jsonl"), *(process.output for process in ranks)]
             if (now := sum(path.stat().st_size for path in files)) != size:
                 heard, size = time.monotonic(), now

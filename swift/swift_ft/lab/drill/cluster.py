@@ -246,14 +246,11 @@ class Cluster:
         log_servers: int = 1,
         copies: int = 1,
         log_lost_s: float | None = None,
-        check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory = directory
         """`faults`: ``SWIFT_FAULTS``. `die_at`: (fault id, state) pairs at which the coordinator kills itself, in
         order. `settings`: additional environment. `security`: keys and certificates of this run; None: plain text.
         `log_servers`: their number, each as if on a machine of its own.
-
-        `check_stop` is called while waiting and raises to end the run.
         """
         self._ranks = ranks
         self._spares = spares
@@ -271,7 +268,6 @@ class Cluster:
         """Log servers that were killed and are not restarted."""
         self._gone: set[str] = set()
         """Members of `_lost` that have been reaped."""
-        self._check_stop = check_stop
         self._processes: dict[str, Process] = {}
         self._addresses: dict[str, str] = {}
         self._to_be_killed: set[str] = set()
@@ -373,7 +369,7 @@ class Cluster:
         deadline = time.monotonic() + SERVE_TIMEOUT_S
         path = self.directory / f"{name}.address"
         while not path.exists():
-            self._look_around()
+            self._renew_tokens()
             code = self._processes[name].poll()
             if code is not None:
                 raise ServiceError(
@@ -393,7 +389,7 @@ class Cluster:
     def poll(self) -> int | None:
         """Restarts killed services. Returns the launcher's exit code once it has exited, else None. Raises ServiceError
         if a service has exited by itself."""
-        self._look_around()
+        self._renew_tokens()
         for name in (*self._log_servers, COORDINATOR):
             if name in self._gone:
                 continue
@@ -414,8 +410,7 @@ class Cluster:
             self._start_service(name)
         return self._processes[LAUNCHER].poll()
 
-    def _look_around(self) -> None:
-        self._check_stop()
+    def _renew_tokens(self) -> None:
         for name in self._security.renew() if self._security is not None else ():
             self.trace("token_renewed", service=name)
 

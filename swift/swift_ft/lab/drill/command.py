@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def check_paths(config: DrillConfig) -> None:
         run.stored_twin(config, config.twin)
 
 
-def drill(config: DrillConfig, check_stop: Callable[[], None]) -> int:
+def drill(config: DrillConfig) -> int:
     """Runs the drill, shows the report and returns the exit code."""
     with (
         work_directory(config.directory, keep=config.keep, name="drill") as (place, keep),
@@ -128,16 +128,16 @@ def drill(config: DrillConfig, check_stop: Callable[[], None]) -> int:
             stored = run.stored_twin(config, config.twin) if config.twin is not None else None
             if stored is not None:
                 return stored
-            made = run.run_twin(config, place / "twin", progress, check_stop)
+            made = run.run_twin(config, place / "twin", progress)
             outputs.append(made.output)
             if config.twin is not None:
                 run.store_twin(config, made, config.twin)
             return made
 
-        faulted = run.FaultedRun(config, place / "run", progress, check_stop)
+        faulted = run.FaultedRun(config, place / "run", progress)
         evidence = faulted.run(twin)
         result = report.build(Facts.of(config, evidence))
-        progress.close()
+        progress.stop()
         write(config, result)
         show(result)
         if result["verdict"] != report.PASS:
@@ -161,10 +161,10 @@ def write(config: DrillConfig, result: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
 
-    def run_it(check_stop: Callable[[], None]) -> int:
+    def run_it() -> int:
         config = parse(given)
         check_paths(config)
-        return drill(config, check_stop)
+        return drill(config)
 
     return until_stopped("drill", run_it)
 

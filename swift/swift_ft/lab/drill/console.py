@@ -5,8 +5,7 @@ import io
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -34,13 +33,13 @@ _MERGED = ("notice", "freed", "group_built", "ready", "restore_begin", "restore_
 """Events that every rank emits at about the same time: one line for all ranks."""
 
 
-class LiveProgress:
+class LiveProgress(Progress):
     """Progress bar for each run on a terminal; no output elsewhere. Never starts a thread: children die with the thread
     that started them."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
-        self._progress = Progress(
+        super().__init__(
             TextColumn("{task.description:<13}"),
             BarColumn(30),
             MofNCompleteColumn(),
@@ -54,37 +53,25 @@ class LiveProgress:
         self._task: Any = None
         self._drawn = 0.0
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._progress.stop()
-
     def begin(self, title: str, steps: int) -> None:
         if self._task is not None:
-            self._progress.update(self._task, note="done")
-        self._task = self._progress.add_task(title, total=steps, note="starting")
-        self._progress.refresh()
+            self.update(self._task, note="done")
+        self._task = self.add_task(title, total=steps, note="starting")
+        self.refresh()
 
     def tick(self) -> None:
         """(called in each iteration of the run's loop) Redraws at most ten times per second."""
         if time.monotonic() - self._drawn > 0.1:
             self._drawn = time.monotonic()
-            self._progress.refresh()
+            self.refresh()
 
     def see(self, event: Mapping[str, Any]) -> None:
         """Shows one event of the trace."""
         name = event["event"]
         if name == "step_end" and not event.get("replay"):
-            self._progress.update(self._task, completed=event["step"] + 1, note="")
+            self.update(self._task, completed=event["step"] + 1, note="")
         elif name in ("fault", "state", "replay_progress", "service_killed"):
-            self._progress.update(self._task, note=describe(event))
+            self.update(self._task, note=describe(event))
 
 
 def seconds(value: float | None) -> str:

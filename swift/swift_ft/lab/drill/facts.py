@@ -123,37 +123,26 @@ def _as_calculated(theirs: Digest, evidence: Evidence, version: int) -> Digest:
     return {**others, **evidence.calculated.get(version, {})}
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class Stopped(BaseException):
-    """Raised after a signal that asks the command to end."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
+    """Raised by the first signal that asks the command to end. Later ones are ignored while it ends its processes."""
 
 
-class Signals:
-    """Records SIGINT, SIGTERM and SIGHUP; `check` raises where the caller can stop safely."""
-
-    def __init__(self) -> None:
-        self.signum = 0
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.signum = number
-
-    def check(self) -> None:
-        """Raises Stopped if a signal has arrived."""
-        if self.signum:
-            raise Stopped(self.signum)
+def _stop(number: int, _frame: FrameType | None) -> None:
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise Stopped(number)
 
 
-def until_stopped(name: str, run: Callable[[Callable[[], None]], int]) -> int:
-    """Returns the exit code of a command. `run` gets a call that raises Stopped after a signal, and returns the code.
-    Errors that it raises are printed and turned into exit codes."""
-    signals = Signals()
+def until_stopped(name: str, run: Callable[[], int]) -> int:
+    """Returns the exit code of a command, which `run` returns. A signal raises Stopped in it. Errors that it raises are
+    printed and turned into exit codes."""
+    for number in _SIGNALS:
+        signal.signal(number, _stop)
     try:
-        return run(signals.check)
+        return run()
     except SwiftError as error:
         first, *rest = str(error).splitlines()
         tell(first)
@@ -163,9 +152,9 @@ def until_stopped(name: str, run: Callable[[Callable[[], None]], int]) -> int:
         tell(f"{error.filename or f'the {name}'}: {error.strerror or error}")
         return ServiceError.exit_code
     except Stopped as stopped:
-        word = signal.Signals(stopped.signum).name
-        tell(f"{word}: the {name} was ended, nothing of it is left running")
-        return 128 + stopped.signum
+        (number,) = stopped.args
+        tell(f"{signal.Signals(number).name}: the {name} was ended, nothing of it is left running")
+        return 128 + int(number)
 
 
 @contextlib.contextmanager

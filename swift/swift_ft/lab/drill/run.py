@@ -186,9 +186,7 @@ class _Watch:
 class FaultedRun:
     """The run with faults."""
 
-    def __init__(
-        self, config: DrillConfig, directory: Path, progress: LiveProgress, check_stop: Callable[[], None]
-    ) -> None:
+    def __init__(self, config: DrillConfig, directory: Path, progress: LiveProgress) -> None:
         self._config = config
         self._progress = progress
         self._done: set[int] = set()
@@ -224,7 +222,6 @@ class FaultedRun:
                 **({"SWIFT_PROFILE": "1"} if config.groups.starts else {}),
             },
             security=Security(directory / "security", JOB) if config.secure else None,
-            check_stop=check_stop,
             log_servers=config.log_servers,
             copies=config.copies,
             log_lost_s=LOG_LOST_S if any(isinstance(f, LogLossFault) for f in config.faults) else None,
@@ -386,9 +383,7 @@ def stored_twin(config: DrillConfig, directory: Path) -> Twin | None:
         raise UsageError(f"--twin {directory}: it is damaged; give another directory") from None
 
 
-def run_twin(
-    config: DrillConfig, directory: Path, progress: LiveProgress, check_stop: Callable[[], None]
-) -> Twin:
+def run_twin(config: DrillConfig, directory: Path, progress: LiveProgress) -> Twin:
     """Runs the failure-free twin in `directory`; `store_twin` keeps its results."""
     progress.begin("failure-free", config.topology.steps)
     cluster = Cluster(
@@ -397,7 +392,6 @@ def run_twin(
         spares=0,
         trainer_arguments=config.trainer_arguments(),
         digests_every=True,
-        check_stop=check_stop,
     )
     with cluster:
         code = _Watch(cluster, progress).follow()
