@@ -61,6 +61,7 @@ using torch::jit::Stack;
 using Clock = std::chrono::steady_clock;
 
 constexpr auto KIND = DeviceType::PrivateUse1;
+constexpr DispatchKeySet KEYS(DispatchKey::PrivateUse1);
 constexpr DeviceIndex DEVICES = 2;
 constexpr size_t MEMORY = size_t(8) << 30;
 constexpr size_t GRAIN = 512;  // bytes: blocks are multiples of it
@@ -95,7 +96,8 @@ void host_waits(const std::string& what) {
 std::atomic<double> patience_s{20};  // a wait of the host that takes longer is an error: a test must not hang
 
 template <class Condition>
-void wait_patiently(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, const char* what, Condition condition) {
+void wait_patiently(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, const char* what,
+                    Condition condition) {
   bool done = changed.wait_for(lock, std::chrono::duration<double>(patience_s), condition);
   TORCH_CHECK(done, "simulated device: the host has waited ", patience_s.load(), " s for ", what);
 }
@@ -301,7 +303,8 @@ void hand_back(void* address) {
   std::lock_guard lock(memory_lock);
   auto& block = blocks.at(address);
   // Before the next owner's first kernel, behind all that its stream has been given.
-  queue_of(block.device, block.stream).push([to = on_engine(address).second, bytes = block.bytes] { memset(to, 0xFF, bytes); });
+  auto poison = [to = on_engine(address).second, bytes = block.bytes] { memset(to, 0xFF, bytes); };
+  queue_of(block.device, block.stream).push(poison);
   free_blocks[{block.device, block.stream, block.bytes}].push_back(address);
 }
 
@@ -339,7 +342,7 @@ struct DeviceMemory final : DeviceAllocator {
       address = free.back();
       free.pop_back();
     } else {
-      TORCH_CHECK_WITH(OutOfMemoryError, m.used[d] + bytes <= MEMORY, "simulated device: out of memory: ", bytes, " bytes");
+      TORCH_CHECK_WITH(OutOfMemoryError, m.used[d] + bytes <= MEMORY, "simulated device: no memory of ", bytes);
       address = m.host[d] + m.used[d];
       memset(m.engine[d] + m.used[d], 0xFF, bytes);
       m.used[d] += bytes;
@@ -416,7 +419,7 @@ struct PinnedMemory final : Allocator {
 
 struct Generator final : GeneratorImpl {
   static constexpr uint64_t PLACES = 4;  // as Philox: offsets are multiples of 4
-  explicit Generator(DeviceIndex d) : GeneratorImpl(Device(KIND, d), DispatchKeySet(DispatchKey::PrivateUse1)) {}
+  explicit Generator(DeviceIndex d) : GeneratorImpl(Device(KIND, d), KEYS) {}
   void set_current_seed(uint64_t seed) override { state_ = {seed, 0}; }
   void set_offset(uint64_t offset) override { state_[1] = offset; }
   uint64_t get_offset() const override { return state_[1]; }
@@ -451,8 +454,9 @@ struct Generator final : GeneratorImpl {
 };
 
 const at::Generator& default_generator(DeviceIndex d) {
-  static auto& all = *new std::array{at::make_generator<Generator>(DeviceIndex(0)), at::make_generator<Generator>(DeviceIndex(1))};
-  return all.at(checked(d));
+  static auto& first = *new at::Generator(at::make_generator<Generator>(DeviceIndex(0)));
+  static auto& second = *new at::Generator(at::make_generator<Generator>(DeviceIndex(1)));
+  return checked(d) ? second : first;
 }
 
 at::Generator draw(const IValue& given, DeviceIndex d) {
@@ -509,7 +513,7 @@ struct Guard final : impl::DeviceGuardImplInterface {
       *e = new SharedEvent(std::make_shared<Event>());
       event(*e)->device = s.device_index();
     }
-    TORCH_CHECK(event(*e)->device == s.device_index(), "simulated device: an event of another device than the stream's");
+    TORCH_CHECK(event(*e)->device == s.device_index(), "simulated device: an event of another device");
     queue_of(s).record(event(*e));
   }
   void block(void* e, const Stream& s) const override {
@@ -529,7 +533,9 @@ struct Guard final : impl::DeviceGuardImplInterface {
   double elapsedTime(void* first, void* last, DeviceIndex) const override {
     return std::chrono::duration<double, std::milli>(event(last)->passed_at() - event(first)->passed_at()).count();
   }
-  void recordDataPtrOnStream(const DataPtr& data, const Stream& s) const override { device_memory.recordStream(data, s); }
+  void recordDataPtrOnStream(const DataPtr& data, const Stream& s) const override {
+    device_memory.recordStream(data, s);
+  }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -562,13 +568,12 @@ using Sizes = IntArrayRef;
 
 at::Tensor make(Sizes sizes, Sizes strides, ScalarType dtype, DeviceIndex d) {
   DeviceGuard guard(Device(KIND, d));
-  return at::detail::empty_strided_generic(sizes, strides, &device_memory, DispatchKeySet(DispatchKey::PrivateUse1), dtype);
+  return at::detail::empty_strided_generic(sizes, strides, &device_memory, KEYS, dtype);
 }
 at::Tensor empty(Sizes sizes, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device> device,
                  std::optional<bool>, std::optional<MemoryFormat> format) {
   DeviceGuard guard(device.value_or(Device(KIND)));
-  return at::detail::empty_generic(sizes, &device_memory, DispatchKeySet(DispatchKey::PrivateUse1),
-                                   dtype_or_default(dtype), format);
+  return at::detail::empty_generic(sizes, &device_memory, KEYS, dtype_or_default(dtype), format);
 }
 at::Tensor empty_strided(Sizes sizes, Sizes strides, std::optional<ScalarType> dtype, std::optional<Layout>,
                          std::optional<Device> device, std::optional<bool>) {
@@ -614,18 +619,19 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (from.is_privateuseone() && to.is_privateuseone()) {
     auto &queue = current_queue(source), &other = current_queue(target);
     auto event = std::make_shared<Event>();
-    if (&queue != &other) other.record(event), queue.wait_for(event);  // as CUDA: in the source's stream, behind both
+    // As CUDA: in the source's stream, behind both.
+    if (&queue != &other) other.record(event), queue.wait_for(event);
     push_copy(queue, engine_view(to), engine_view(from));
     if (&queue != &other) queue.record(event), other.wait_for(event);
     return to;
   }
   auto& host = from.is_privateuseone() ? to : from;
   auto& queue = current_queue(from.is_privateuseone() ? source : target);
-  bool late = non_blocking && is_pinned(host.data_ptr());
+  bool out = from.is_privateuseone(), fit = is_pinned(host.data_ptr()), late = non_blocking && fit;
   if (!late)
-    host_waits(std::string(non_blocking ? "non_blocking copy " : "copy ") + (from.is_privateuseone() ? "to " : "from ") +
-               (is_pinned(host.data_ptr()) ? "pinned" : "pageable") + " memory");
-  if (from.is_privateuseone())
+    host_waits(std::string(non_blocking ? "non_blocking copy " : "copy ") + (out ? "to " : "from ") +
+               (fit ? "pinned memory" : "pageable memory"));
+  if (out)
     push_copy(queue, to.detach(), engine_view(from));
   else  // torch, too, keeps pinned memory until a copy is through
     push_copy(queue, engine_view(to), from.detach());
@@ -682,11 +688,12 @@ at::Tensor meta_of(const at::Tensor& t) {
 // Everything that a form depends on. False: something that it does not know.
 bool describe(std::string& key, const IValue& value) {
   auto put = [&](auto x) { key.append(reinterpret_cast<const char*>(&x), sizeof x); };
-  key += char(value.isTensor() ? 'T' : value.isDouble() ? 'd' : value.isInt() ? 'i' : value.isBool() ? 'b' : value.isList() ? 'L' : '-');
+  key += value.tagKind();
   if (value.isTensor()) {
     const auto& t = value.toTensor();
     if (!t.defined()) return true;
-    put(t.scalar_type()), put(t.is_privateuseone()), put(t.unsafeGetTensorImpl()->is_wrapped_number()), put(t.dim());
+    put(t.scalar_type()), put(t.is_privateuseone()), put(t.dim());
+    put(t.unsafeGetTensorImpl()->is_wrapped_number());
     for (auto size : t.sizes()) put(size);
     for (auto stride : t.strides()) put(stride);
   } else if (value.isDouble()) {
@@ -708,12 +715,16 @@ bool describe(std::string& key, const IValue& value) {
 }
 
 Form learn_form(const OperatorHandle& op, const Stack& args) {
-  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(DispatchKey::CPU), "simulated device: the CPU has no kernel of ",
-                              op.operator_name());
+  TORCH_CHECK_NOT_IMPLEMENTED(op.hasComputedKernelForDispatchKey(DispatchKey::CPU),
+                              "simulated device: the CPU has no kernel of ", op.operator_name());
   Form form;
   Stack stack;
-  for (const IValue& value : args)
-    stack.push_back(value.isDevice() ? IValue(Device(kMeta)) : value.isGenerator() ? IValue() : map_tensors(value, meta_of));
+  for (const IValue& value : args) {
+    if (value.isDevice())
+      stack.push_back(Device(kMeta));
+    else
+      stack.push_back(value.isGenerator() ? IValue() : map_tensors(value, meta_of));
+  }
   Stack given = stack;
   try {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -724,7 +735,8 @@ Form learn_form(const OperatorHandle& op, const Stack& args) {
   }
   form.results = std::move(stack);
   for (size_t i = 0; i < args.size(); ++i)
-    if (op.schema().arguments()[i].is_out() && given[i].isTensor()) form.outs.emplace_back(i, given[i].toTensor().sizes().vec());
+    if (op.schema().arguments()[i].is_out() && given[i].isTensor())
+      form.outs.emplace_back(i, given[i].toTensor().sizes().vec());
   return form;
 }
 
@@ -759,7 +771,7 @@ bool needs_values(const OperatorHandle& op, const Stack& args) {
   const auto& name = op.schema().name();
   if (name == "aten::index" || name == "aten::_index_put_impl_") {
     bool mask = false;
-    for_tensors(args[1], [&](const at::Tensor& t) { mask = mask || t.scalar_type() == kBool || t.scalar_type() == kByte; });
+    for_tensors(args[1], [&](const at::Tensor& t) { mask |= t.scalar_type() == kBool || t.scalar_type() == kByte; });
     return mask;
   }
   return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
@@ -771,10 +783,12 @@ DeviceIndex device_of(const FunctionSchema& schema, const Stack& args) {
   for (const IValue& value : args)
     for_tensors(value, [&](const at::Tensor& t) {
       if (!t.is_privateuseone()) {
-        TORCH_CHECK(t.is_cpu() && t.dim() == 0, "simulated device: ", schema.operator_name(), " of a tensor of ", t.device());
+        bool number = t.is_cpu() && t.dim() == 0;
+        TORCH_CHECK(number, "simulated device: ", schema.operator_name(), " of a tensor of ", t.device());
         return;
       }
-      TORCH_CHECK(d < 0 || d == t.device().index(), "simulated device: ", schema.operator_name(), " of tensors of two devices");
+      bool same = d < 0 || d == t.device().index();
+      TORCH_CHECK(same, "simulated device: ", schema.operator_name(), " of tensors of two devices");
       d = t.device().index();
     });
   for (const IValue& value : args)
@@ -787,8 +801,8 @@ void compute(const OperatorHandle& op, Stack stack, const std::vector<IValue>& i
   op.callBoxed(&stack);
   auto store = [&](at::Tensor to, const at::Tensor& from) {
     if (!to.defined() || !from.defined() || !from.numel()) return;  // the CPU's leave out what nobody asks for
-    TORCH_CHECK(to.sizes() == from.sizes() && to.dtype() == from.dtype(), op.operator_name(), ": the meta kernel foresaw ",
-                to.toString(), to.sizes(), ", not ", from.toString(), from.sizes());
+    TORCH_CHECK(to.sizes() == from.sizes() && to.dtype() == from.dtype(), op.operator_name(), " made ",
+                from.toString(), from.sizes(), ", its meta kernel ", to.toString(), to.sizes());
     to.copy_(from);
   };
   for (size_t i = 0; i < into.size(); ++i) {
@@ -808,7 +822,7 @@ void launch(const OperatorHandle& op, Stack* stack) {
   DeviceIndex d = device_of(schema, args);
   DeviceGuard guard(Device(KIND, d));
 
-  bool at_once = needs_values(op, args), random = false;
+  bool at_once = needs_values(op, args), drawn = !op.hasTag(at::Tag::nondeterministic_seeded);
   std::shared_ptr<const Form> form;
   if (!at_once) {
     form = form_of(op, args);
@@ -818,15 +832,17 @@ void launch(const OperatorHandle& op, Stack* stack) {
   Stack inner;  // what the kernel gets
   for (size_t i = 0; i < args.size(); ++i) {
     if (schema.arguments()[i].name() == "generator") {
-      random = true;
+      drawn = true;
       inner.push_back(draw(args[i], d));
     } else if (args[i].isDevice()) {
       inner.push_back(Device(kCPU));
     } else {
-      inner.push_back(map_tensors(args[i], [](const at::Tensor& t) { return t.is_privateuseone() ? engine_view(t) : t.clone(); }));
+      inner.push_back(map_tensors(args[i], [](const at::Tensor& t) {
+        return t.is_privateuseone() ? engine_view(t) : t.clone();
+      }));
     }
   }
-  TORCH_CHECK(random || !op.hasTag(at::Tag::nondeterministic_seeded), "simulated device: ", schema.operator_name(), " takes no generator");
+  TORCH_CHECK(drawn, "simulated device: ", schema.operator_name(), " takes no generator");
 
   if (at_once) {
     host_waits(toString(schema.operator_name()));
@@ -866,14 +882,17 @@ void autocast(const OperatorHandle& op, Stack* stack) {
   impl::ExcludeDispatchKeyGuard once(DispatchKey::AutocastPrivateUse1);
   auto dtype = lower ? at::autocast::get_autocast_dtype(KIND) : kFloat;
   for (auto& value : torch::jit::last(*stack, op.schema().arguments().size()))
-    const_cast<IValue&>(value) = map_tensors(value, [&](const at::Tensor& t) { return at::autocast::cached_cast(dtype, t, KIND); });
+    const_cast<IValue&>(value) =
+        map_tensors(value, [&](const at::Tensor& t) { return at::autocast::cached_cast(dtype, t, KIND); });
   op.callBoxed(stack);
 }
-constexpr const char* LOWER[] = {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "addr", "conv1d",
-                                 "conv2d", "conv3d", "prelu", "chain_matmul", "linalg_multi_dot", "scaled_dot_product_attention"};
-constexpr const char* SINGLE[] = {"layer_norm", "group_norm", "rms_norm", "mse_loss", "l1_loss", "smooth_l1_loss", "nll_loss", "kl_div",
-                                  "cosine_similarity", "softmax.int", "log_softmax.int", "exp", "log", "rsqrt", "softplus", "cumsum",
-                                  "norm.Scalar", "dist", "pow.Tensor_Scalar", "pow.Tensor_Tensor"};
+constexpr const char* LOWER[] = {
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "addr", "conv1d", "conv2d", "conv3d",
+    "prelu", "chain_matmul", "linalg_multi_dot", "scaled_dot_product_attention"};
+constexpr const char* SINGLE[] = {
+    "layer_norm", "group_norm", "rms_norm", "mse_loss", "l1_loss", "smooth_l1_loss", "nll_loss", "kl_div", "exp", "log",
+    "cosine_similarity", "softmax.int", "log_softmax.int", "rsqrt", "softplus", "cumsum", "norm.Scalar", "dist",
+    "pow.Tensor_Scalar", "pow.Tensor_Tensor"};
 
 }  // namespace
 
