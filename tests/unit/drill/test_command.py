@@ -110,14 +110,6 @@ def test_the_twin_does_not_depend_on_how_a_failure_is_met() -> None:
     assert parse([*words, "--updates", "after_backward"]).identity() != plain.identity()
 
 
-def test_no_space_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = parse(["--model", "tiny", "--directory", str(tmp_path)])
-    command.check_paths(config)
-    monkeypatch.setitem(command.SPACE_NEEDED_MB, "tiny", 1 << 40)
-    with pytest.raises(UsageError, match="make room"):
-        command.check_paths(config)
-
-
 def test_paths_are_checked_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--json"):
         command.check_paths(parse(["--json", str(tmp_path)]))

@@ -89,16 +89,8 @@ class Security:
 
     def server_flags(self) -> list[str]:
         """Returns the flags with which a service accepts only callers with a certificate and a token."""
-        return [
-            "--tls-cert",
-            str(self._server.certificate),
-            "--tls-key",
-            str(self._server.key),
-            "--tls-client-ca",
-            str(self._ca),
-            "--token-keys",
-            str(self._verifying),
-        ]
+        tls = ["--tls-cert", self._server.certificate, "--tls-key", self._server.key]
+        return list(map(str, [*tls, "--tls-client-ca", self._ca, "--token-keys", self._verifying]))
 
     def environment(self, name: str) -> dict[str, str]:
         """Returns the credential variables of a process and its children."""
@@ -432,16 +424,8 @@ class Cluster:
         """Runs `swift-ft plan` on the job, one machine per rank, and saves the profile to `path`. Returns the error, or
         "" if it succeeded."""
         env = self._env | (self._security.environment(LAUNCHER) if self._security is not None else {})
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "swift_ft.cli",
-            "plan",
-            "--coordinator",
-            self._addresses[COORDINATOR],
-        ]
-        command += ["--job", JOB, "--machine-per-rank", "--save-profile", str(path)]
+        command = [sys.executable, "-P", "-m", "swift_ft.cli", "plan", "--machine-per-rank"]
+        command += ["--coordinator", self._addresses[COORDINATOR], "--job", JOB, "--save-profile", str(path)]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
         return "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
 

@@ -2,11 +2,8 @@
 
 import argparse
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from swift_ft import fault_grammar
@@ -50,7 +47,6 @@ pipeline rank * replicas + replica.
 
 exit codes: 0 PASS, 1 FAIL, 2 usage, 3 INCONCLUSIVE or an error of the environment, 130 interrupted
 """
-SPACE_NEEDED_MB = {"tiny": 64, "default": 512, "paced": 64}
 
 
 def make_parser() -> Parser:
@@ -99,19 +95,11 @@ def default_kill(topology: Topology) -> fault_grammar.RankFault:
 
 
 def check_paths(config: DrillConfig) -> None:
-    """Checks before the run that all results can be written. Raises UsageError for a path that cannot be written or has
-    too little space."""
+    """Checks before the run that all results can be written. Raises UsageError for a path that cannot be written."""
     check_file("--json", config.json_path)
     check_file("--html", config.html_path)
     check_directory("--directory", config.directory, empty=True)
     check_directory("--twin", config.twin, empty=False)
-    place = config.directory or Path(tempfile.gettempdir())
-    free_mb = shutil.disk_usage(place).free >> 20
-    if free_mb < SPACE_NEEDED_MB[config.model]:
-        raise UsageError(
-            f"{place}: {free_mb} MB free, the drill needs {SPACE_NEEDED_MB[config.model]}; "
-            "make room, or give another --directory"
-        )
     if config.twin is not None:
         run.stored_twin(config, config.twin)
 

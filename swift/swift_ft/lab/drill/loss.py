@@ -40,12 +40,11 @@ def curves(
             rows.append((step, *means))
     if not rows:
         return None
-    window = max(1, steps // 10)
-    last = [row for row in rows if row[0] >= steps - window]
-    final = {
-        "recovered": _mean([row[1] for row in last]),
-        "failure_free": _mean([row[2] for row in last]),
-    }
+    last = [row for row in rows if row[0] >= steps - max(1, steps // 10)]
+    recovered, failure_free = (_mean([row[n] for row in last]) for n in (1, 2))
+    apart = None
+    if recovered is not None and failure_free:
+        apart = abs(recovered - failure_free) / abs(failure_free)
     relative = [abs(row[1] - row[2]) / abs(row[2]) if row[2] else math.inf for row in rows]
     fewest = {id(ours): 1 if vacancies else dp_size, id(twin): dp_size}
     whole = all(len(run.get(step, {})) >= fewest[id(run)] for run in (ours, twin) for step in range(steps))
@@ -56,12 +55,8 @@ def curves(
         "whole": whole,
         # NaN counts as the largest difference.
         "largest_relative_difference": None if any(map(math.isnan, relative)) else _finite(max(relative)),
-        "final_window_steps": window,
-        "final": {
-            **final,
-            "difference": _difference(final, relative=False),
-            "relative_difference": _difference(final, relative=True),
-        },
+        # Over the last tenth of the steps.
+        "final": {"recovered": recovered, "failure_free": failure_free, "relative_difference": apart},
         "tolerance": TOLERANCE,
     }
 
@@ -87,10 +82,3 @@ def _mean(values: Sequence[float]) -> float | None:
 def _finite(value: float) -> float | None:
     """Returns None for NaN and infinities, which JSON cannot express."""
     return value if math.isfinite(value) else None
-
-
-def _difference(final: Mapping[str, float | None], *, relative: bool) -> float | None:
-    ours, twin = final["recovered"], final["failure_free"]
-    if ours is None or twin is None:
-        return None
-    return abs(ours - twin) / abs(twin) if relative else abs(ours - twin)
