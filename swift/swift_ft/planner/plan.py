@@ -302,8 +302,6 @@ class Reach:
 # keeps it. All copies of one version are from the same step, so any of them serves. If the newest complete checkpoint
 # is newer, the checkpoint is used.
 
-_NAMED_MAX = 64
-
 
 def go_back(
     reports: Sequence[Report], checkpoints: Checkpoints, why: str, *, snapshots: bool
@@ -394,9 +392,7 @@ def _lacking(reports: Sequence[Report], copies: Mapping[int, Mapping[int, object
     lost = [r.rank for r in reports if r.rank not in held]
     if not lost:
         return "no version of the snapshots is left of all ranks"
-    more = len(lost) - _NAMED_MAX
-    named = ", ".join(map(str, lost[:_NAMED_MAX])) + (f" and {more} more" if more > 0 else "")
-    return f"no snapshot of rank{'s' if len(lost) > 1 else ''} {named} is left"
+    return f"no snapshot of {_ranks(lost)} is left"
 
 
 # Selection of the ranks that help a replay: those that would only wait for it.

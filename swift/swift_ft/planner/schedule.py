@@ -525,10 +525,8 @@ def _soon(times: list[float], now: float, within: float) -> bool:
 STEPS_MAX = 64
 
 
-def period(work: Work, step: Step, *, staggered: bool, reduction: float = 0.0) -> float:
+def period(work: Work, step: Step, *, staggered: bool) -> float:
     """Returns the time from one step's end to the next one's, in the steady state; every worker keeps its order.
-    `reduction`: the time to reduce a stage's gradients and to update.
-
     Raises ValueError if the orders deadlock.
     """
     walk = _Walk(work, step)
@@ -537,8 +535,7 @@ def period(work: Work, step: Step, *, staggered: bool, reduction: float = 0.0) -
     ends = [0.0]
     for _ in range(STEPS_MAX if staggered else 1):
         before, clocks_before = begin, clocks
-        clocks, stepped = walk.once(begin, clocks)
-        begin = [end + reduction for end in stepped]
+        clocks, begin = walk.once(begin, clocks)
         ends.append(max(begin))
         if not staggered:
             return ends[-1]
@@ -549,9 +546,9 @@ def period(work: Work, step: Step, *, staggered: bool, reduction: float = 0.0) -
     return (ends[-1] - ends[-1 - half]) / half
 
 
-def shortest_period(work: Work, *, staggered: bool, reduction: float = 0.0) -> float:
+def shortest_period(work: Work, *, staggered: bool) -> float:
     """Returns the shortest period of the steps that the rules find."""
-    return min(period(work, step, staggered=staggered, reduction=reduction) for step in found_steps(work))
+    return min(period(work, step, staggered=staggered) for step in found_steps(work))
 
 
 class _Part(NamedTuple):

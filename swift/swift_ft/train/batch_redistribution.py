@@ -292,21 +292,18 @@ class Adoption(Participant):
         self._gradients = []
         self._answers.reduced = False
         if not step.replaying:
-            self._compute_adopted(step.train, step.number, step.drop)
+            self._compute_adopted(step)
 
-    def _compute_adopted(
-        self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
-    ) -> None:
-        """`drop` rolls a step back."""
+    def _compute_adopted(self, step: Step) -> None:
         if self._begins:
             self._agree_on_shapes()
             if self._try_due():
-                self._try_out(train_step, step, drop)
+                self._try_out(step)
             self._begins = False
         for origin in self._assignment().adopted_by(self._slot):
             with self._pipeline.on_route(origin):
-                self._gradients.append(self._computed(origin, train_step, step, drop))
-            events.emit("adopted_step", rank=self._slot, step=step, origin=origin)
+                self._gradients.append(self._computed(origin, step))
+            events.emit("adopted_step", rank=self._slot, step=step.number, origin=origin)
 
     def end_step(self, step: Step) -> None:
         """Raises UsageError if the step could not have been run for another rank."""
@@ -348,12 +345,10 @@ class Adoption(Participant):
             raise Computed
         self._answers.reduced = True
 
-    def _computed(
-        self, origin: int, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
-    ) -> Gradients:
+    def _computed(self, origin: int, step: Step) -> Gradients:
         """Returns parameter -> gradient for this origin's batch, for the parameters that have one."""
 
-        return self._carried_out(origin, train_step, step, drop, self._gradients_now)
+        return self._carried_out(origin, step, self._gradients_now)
 
     def _gradients_now(self) -> Gradients:
         parameters = chain.from_iterable(stage.submod.parameters() for stage in self._state.stages)
@@ -361,34 +356,27 @@ class Adoption(Participant):
         check_dense(given.values())
         return {parameter: gradient.clone() for parameter, gradient in given.items()}
 
-    def _carried_out(
-        self,
-        origin: int,
-        train_step: Callable[[int], object],
-        step: int,
-        drop: Callable[[], None],
-        result: Callable[[], Result],
-    ) -> Result:
+    def _carried_out(self, origin: int, step: Step, result: Callable[[], Result]) -> Result:
         """Runs the trainer's step for this origin up to `Computed`, takes `result()` and rolls the step back."""
         own, quiet, self._witness.quiet = self._channel.origin, self._witness.quiet, True
         self._channel.rehearsing = self.under_way = True
         try:
             with self._channel.as_origin(origin):
                 self._answers.early = self.reroute is not None
-                self._channel.begin_step(step)
+                self._channel.begin_step(step.number)
                 self._state.begin_step()
                 self._loaders.begin(origin)
                 if origin != own:
                     self._state.draw_as_other(self._loaders.names)
                 try:
-                    train_step(step)
+                    step.train(step.number)
                 except Computed:
                     pass
                 given = result()
         finally:
             self._witness.quiet = quiet
             self._channel.rehearsing = self.under_way = self._answers.early = False
-        drop()
+        step.drop()
         return given
 
     def _agree_on_shapes(self) -> None:
@@ -412,22 +400,20 @@ class Adoption(Participant):
         self._world.run(lambda collectives: collectives.barrier(untried))
         return bool(untried)
 
-    def _try_out(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
+    def _try_out(self, step: Step) -> None:
         """Checks, before it is needed, that each rank computes the next data-parallel rank's gradients bitwise."""
         assignment = self._assignment()
         own, origins = self._channel.origin, assignment.whole_origins()
         if len(origins) == 1 and own in origins:
             if not self._tried:
                 self._differs(
-                    step, "nobody was left to try out whether one rank can compute another's batches"
+                    step.number, "nobody was left to try out whether one rank can compute another's batches"
                 )
             self._tried = True
         next_to = dict(zip(origins, [*origins[1:], *origins[:1]], strict=True))
         takes_part = len(origins) > 1 and own in origins
         told = (
-            b"".join(
-                self._digest(self._computed(origin, train_step, step, drop)) for origin in (own, next_to[own])
-            )
+            b"".join(self._digest(self._computed(origin, step)) for origin in (own, next_to[own]))
             if takes_part
             else bytes(2 * _DIGEST_BYTES)
         )
@@ -438,7 +424,7 @@ class Adoption(Participant):
         for rank, other in next_to.items():
             if not torch.equal(gathered[rank][_DIGEST_BYTES:], gathered[other][:_DIGEST_BYTES]):
                 self._refuse(
-                    step,
+                    step.number,
                     f"was tried out: data-parallel rank {rank} has computed other gradients for the batch of rank "
                     f"{other} than rank {other} itself",
                     "ask session.dp_rank inside of train_step, make loaders with session.loader(lambda dp_rank: ...), "

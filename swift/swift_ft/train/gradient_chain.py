@@ -8,7 +8,7 @@ bytes in buckets of b, (G + (d - 2) b) / B each way, B being the bandwidth betwe
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -110,15 +110,19 @@ Strides = list[list[int] | None]
 
 
 class Addends:
-    """Addends of the gradients of `parameters`, in order, from construction to `close`. `.grad` stays None."""
+    """(a rank of the line, each step) Addends of its microbatches' gradients, from construction to `taken` or `close`.
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]):
+    Until then `.grad` stays None, except on the `first` rank of the line: its additions come first, so autograd's own
+    sum has the right bits and is used."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, first: bool = False):
         self.of: list[list[torch.Tensor]] = [[] for _ in parameters]
+        self._parameters, self._first = parameters, first
         self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._taker(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(parameters)
-            if parameter.requires_grad
+            if parameter.requires_grad and not first
         ]
 
     def _taker(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -129,10 +133,22 @@ class Addends:
 
         return take
 
+    def taken(self) -> list[list[torch.Tensor]]:
+        """Returns the addends of each parameter, in order, and resets `.grad` to None."""
+        self.close()
+        if self._first:
+            for addends, parameter in zip(self.of, self._parameters, strict=True):
+                addends += [] if parameter.grad is None else [parameter.grad]
+                parameter.grad = None
+        return self.of
+
     @contextmanager
     def weighing(self) -> Iterator[None]:
         """Returns the context for the weights' part of a split backward. Raises ReplayRefused at its end if two
         parameters share a gradient."""
+        if self._first:
+            yield
+            return
         before = [len(addends) for addends in self.of]
         with _Setting(self._index, self.of):
             yield
@@ -149,33 +165,6 @@ class Addends:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-class OwnGradients:
-    """(a rank of the line, each step) Addends of its microbatches' gradients, from construction to `taken`."""
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, first: bool):
-        """`first` in the line: its additions come first, so autograd's own sum has the right bits and is used."""
-        self._parameters = parameters
-        self._apart = None if first else Addends(parameters)
-
-    def taken(self) -> list[list[torch.Tensor]]:
-        """Returns the addends of each parameter, in order, and resets `.grad` to None."""
-        self.close()
-        if self._apart is not None:
-            return self._apart.of
-        sums = [[] if parameter.grad is None else [parameter.grad] for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        return sums
-
-    def weighing(self) -> AbstractContextManager[None]:
-        """Returns the context for the weights' part of a split backward."""
-        return nullcontext() if self._apart is None else self._apart.weighing()
-
-    def close(self) -> None:
-        if self._apart is not None:
-            self._apart.close()
 
 
 class _Setting(TorchFunctionMode):

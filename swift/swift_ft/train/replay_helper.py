@@ -5,6 +5,7 @@ an optimizer. If memory does not suffice for both, this rank does not help. A di
 and after, verifies that it did not change.
 """
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from swift_ft.errors import Divergence, RecordMissing, ReplayRefused, SwiftError
 from swift_ft.log.reader import LogReader, ReadFilter
 from swift_ft.log.record import RecordKey, digest_of
 from swift_ft.log.sender import differs_words
+from swift_ft.planner.schedule import BACKWARD_WEIGHT
 from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.state.rng import kept
 from swift_ft.state.tensors import byte_view, dtype_name, plain
@@ -30,8 +32,8 @@ from swift_ft.state.transfer import available_memory
 from swift_ft.state.tree import split
 from swift_ft.train.boundary_log import BACKWARD, FORWARD, Channel
 from swift_ft.train.gradient_chain import (
+    Addends,
     GradientChain,
-    OwnGradients,
     Post,
     Strides,
     first_strides,
@@ -42,7 +44,6 @@ from swift_ft.train.gradient_chain import (
     together,
 )
 from swift_ft.train.shared_replay import (
-    BACKWARD_WEIGHT,
     StepAction,
     Together,
     check_buffers,
@@ -85,17 +86,18 @@ class ActionExecutor(torch_private.Schedule):
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        outside = Once(inputs, target)
+        # Each is read once, also those of which shapes are inferred.
+        inputs, target = functools.cache(inputs), functools.cache(target)
         if not self._inferred:
-            self._infer(actions[0].microbatch, outside)
+            self._infer(actions[0].microbatch, inputs, target)
         self._begin(actions)
         losses: dict[int, Any] = {}
         for index, kind, mb in actions:
             stage = self._by_index[index]
             if kind == FORWARD:
-                output = self._forward(stage, mb, outside)
+                output = self._forward(stage, mb, inputs)
                 if stage.is_last:
-                    losses[mb] = self._compute_loss(output, outside.target(mb))  # type: ignore[no-untyped-call]
+                    losses[mb] = self._compute_loss(output, target(mb))  # type: ignore[no-untyped-call]
             elif kind == BACKWARD_WEIGHT:
                 with weighing():
                     stage.backward_weight_one_chunk(mb)
@@ -110,17 +112,17 @@ class ActionExecutor(torch_private.Schedule):
     def _end(self) -> None:
         """Hook after the last action."""
 
-    def _infer(self, mb: int, outside: "Once") -> None:
+    def _infer(self, mb: int, inputs: Inputs, target: Target) -> None:
         """Infers shapes, as every process does before its first forward."""
-        of = {stage.stage_index: outside.ahead(stage.stage_index, mb) for stage in self._stages}
+        of = {stage.stage_index: inputs(stage.stage_index, mb) for stage in self._stages}
         args = next((of[stage.stage_index][0] for stage in self._stages if stage.is_first), ())
         _, kwargs = of[self._stages[0].stage_index]
-        goal = outside.target_ahead(mb) if any(stage.is_last for stage in self._stages) else None
+        goal = target(mb) if any(stage.is_last for stage in self._stages) else None
         self._initialize_pp_stages(self._stages, args, kwargs, goal, False, False)
         self._inferred = True
 
-    def _forward(self, stage: Any, mb: int, outside: "Once") -> Any:
-        args, kwargs = outside.inputs(stage.stage_index, mb)
+    def _forward(self, stage: Any, mb: int, inputs: Inputs) -> Any:
+        args, kwargs = inputs(stage.stage_index, mb)
         before, behind = self._beside(stage)
         if before is None:
             stage.get_fwd_recv_ops(mb)
@@ -149,30 +151,6 @@ class ActionExecutor(torch_private.Schedule):
         raise AssertionError("actions are given: call run")
 
     _step_microbatches = step
-
-
-class Once:
-    """Cache of external inputs and targets: each is read once, also those of which shapes are inferred ahead of use."""
-
-    def __init__(self, inputs: Inputs, target: Target):
-        self._inputs, self._target = inputs, target
-        self._ahead: dict[tuple[int, int], tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self._targets: dict[int, torch.Tensor] = {}
-
-    def ahead(self, stage: int, mb: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._ahead[stage, mb] = self._inputs(stage, mb)
-        return self._ahead[stage, mb]
-
-    def target_ahead(self, mb: int) -> torch.Tensor:
-        self._targets[mb] = self._target(mb)
-        return self._targets[mb]
-
-    def inputs(self, stage: int, mb: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._ahead.pop((stage, mb), None) or self._inputs(stage, mb)
-
-    def target(self, mb: int) -> torch.Tensor:
-        target = self._targets.pop(mb, None)
-        return self._target(mb) if target is None else target
 
 
 # Sends of a helper's stage: compared with the log if it has them already, otherwise passed to the owner.
@@ -230,8 +208,6 @@ class CopyPipeline:
         self._together = Together(rank, ranks, wire)
         self._before = ranks[place - 1] if place else None
         self._behind = ranks[place + 1] if place + 1 < len(ranks) else None
-        self.alone = len(ranks) == 1
-        """The copy has one helper only."""
 
     def receive(self, ops: Sequence[dist.P2POp], *, forward: bool) -> list[Pending]:
         """Posts receives from the neighbouring helper. `ops`: torch's receives, whose tensors are the buffers; their
@@ -262,7 +238,7 @@ def _way(peer: int | None, forward: bool) -> tuple[int, int]:
 
 
 class InCopy(ActionExecutor):
-    """An executor of a stage whose neighbours run on other helpers of the copy (if `inner.alone`: a plain executor)."""
+    """An executor of a stage whose neighbours run on other helpers of the copy."""
 
     def __init__(self, stages: Sequence[Any], microbatches: int, loss_fn: Any, inner: CopyPipeline):
         super().__init__(stages, microbatches, loss_fn)
@@ -271,8 +247,6 @@ class InCopy(ActionExecutor):
         self._gradients: dict[int, list[Pending]] = {}
 
     def _begin(self, actions: Sequence[StepAction]) -> None:
-        if self._inner.alone:
-            return
         (stage,) = self._stages
         for mb in dict.fromkeys(action.microbatch for action in actions):
             self._activations[mb] = self._inner.receive(stage.get_fwd_recv_ops(mb), forward=True)
@@ -281,19 +255,14 @@ class InCopy(ActionExecutor):
     def _end(self) -> None:
         self._inner.wait_sent()
 
-    def _forward(self, stage: Any, mb: int, outside: Once) -> Any:
-        if self._inner.alone:
-            return super()._forward(stage, mb, outside)
-        args, kwargs = outside.inputs(stage.stage_index, mb)
+    def _forward(self, stage: Any, mb: int, inputs: Inputs) -> Any:
+        args, kwargs = inputs(stage.stage_index, mb)
         wait_for(self._activations.pop(mb))
         output = stage.forward_one_chunk(mb, args, kwargs, save_forward_output=False)
         self._inner.send(stage.get_fwd_send_ops(mb), forward=True)
         return output
 
     def _backward(self, stage: Any, mb: int, loss: Any, whole: bool) -> None:
-        if self._inner.alone:
-            super()._backward(stage, mb, loss, whole)
-            return
         wait_for(self._gradients.pop(mb))
         stage.backward_one_chunk(mb, loss=loss, full_backward=whole, last_backward=False)
         self._inner.send(stage.get_bwd_send_ops(mb), forward=False)
@@ -352,12 +321,14 @@ class Helper:
             )
         if modules and begin is not None:
             reader = LogReader(published.sources, job)
-            inner = CopyPipeline(self._wire, self._rank, copy_of(self._rank, published.plan.help))
+            ranks = copy_of(self._rank, published.plan.help)
+            inner = CopyPipeline(self._wire, self._rank, ranks) if len(ranks) > 1 else None
             work = _Work(
                 self._rank, asked, begin, modules, self._post, self._channel, self._state, self._check, inner
             )
             try:
-                inner.compare([begin["from"], begin["first"], begin["behind"]])
+                if inner is not None:
+                    inner.compare([begin["from"], begin["first"], begin["behind"]])
                 work.run(owner, reader)
             finally:
                 work.close()
@@ -412,8 +383,9 @@ class _Work:
         channel: Channel,
         state: TrainerState,
         check: Callable[[], None],
-        inner: CopyPipeline,
+        inner: CopyPipeline | None,
     ):
+        """`inner`: None for a copy of one stage."""
         (schedule,) = state.schedules
         self._post = post
         self._check = check
@@ -433,7 +405,12 @@ class _Work:
             for module, index in zip(modules, asked["stages"], strict=True)
         ]
         self._module = together(self._stages)
-        self._walk = InCopy(self._stages, asked["microbatches"], torch_private.loss_function(schedule), inner)
+        loss_fn = torch_private.loss_function(schedule)
+        self._walk = (
+            ActionExecutor(self._stages, asked["microbatches"], loss_fn)
+            if inner is None
+            else InCopy(self._stages, asked["microbatches"], loss_fn, inner)
+        )
         torch_private.wrap_loss(self._walk, logged_loss(self._stages, self._channel))
         self._steps = self._verified = self._told = 0
 
@@ -499,7 +476,7 @@ class _Work:
         error of the module's."""
         parameters = list(self._module.parameters())
         ambient = set_module_modes(self._module, note)
-        gradients = OwnGradients(parameters, first=self._first)
+        gradients = Addends(parameters, first=self._first)
         try:
             with ambient:
                 losses = self._walk.run(

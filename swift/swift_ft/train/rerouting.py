@@ -501,32 +501,24 @@ class Rerouting(Adoption):
         self._call, self._inputs, self._calls, self._made = None, {}, 0, None
         super().before_step(step)
 
-    def _compute_adopted(
-        self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
-    ) -> None:
+    def _compute_adopted(self, step: Step) -> None:
         """Gets the schedule's external inputs for the origins that this rank adopts."""
         if self._begins:
-            self._begin(train_step, step, drop)
-        elif measures(step) and not self._assignment().vacant:
+            self._begin(step)
+        elif measures(step.number) and not self._assignment().vacant:
             self._measure_transfers()
             self._prepare(self._told_seconds())
         else:
             self._plans.go_on()
-        self._inputs = self._inputs_of(self._assignment(), train_step, step, drop)
+        self._inputs = self._inputs_of(self._assignment(), step)
 
-    def _inputs_of(
-        self,
-        assignment: Assignment,
-        train_step: Callable[[int], object],
-        step: int,
-        drop: Callable[[], None],
-    ) -> dict[int, Inputs]:
+    def _inputs_of(self, assignment: Assignment, step: Step) -> dict[int, Inputs]:
         """Returns the inputs of each other origin of which this rank computes microbatches."""
         group, inputs = assignment.slots[self._slot].stage_group, dict[int, Inputs]()
         self._capturing = True
         try:
             for origin in assignment.adopted_by(self._slot):
-                taken = self._carried_out(origin, train_step, step, drop, self._taken)
+                taken = self._carried_out(origin, step, self._taken)
                 # Gradients from before the call count as a part of the first microbatch's.
                 begins = assignment.owner(group, origin, 0) == self._slot
                 inputs[origin] = taken if begins else taken._replace(gradients={})
@@ -557,21 +549,23 @@ class Rerouting(Adoption):
             self._looks_again = False
             self._check_hooks(step.number)
 
-    def _begin(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
+    def _begin(self, step: Step) -> None:
         """(first step of a generation) Runs trials if due, and agrees on stage times and plans."""
         self._begins, self._seconds = False, None
         self._plans.begin()
         self._agree_on_shapes()
-        self._check_hooks(step)
+        self._check_hooks(step.number)
         if not self._assignment().adopted:
             if self._try_due():
-                self._try_all(train_step, step, drop)
+                self._try_all(step)
             self._prepare(self._told_seconds())
             return
         # A process that joins a degraded world cannot run the trial. Its peers, with the same stages, have run it.
         own = torch.tensor([self._tried], dtype=torch.uint8)
         if not any(map(bool, self._data.gathered(own))):
-            self._differs(step, "nobody was left to try out whether one rank can compute another's batches")
+            self._differs(
+                step.number, "nobody was left to try out whether one rank can compute another's batches"
+            )
         # A process that has joined since the trial does not know its result.
         (whole, split) = (_WHOLE, _SPLIT) if self._splits is not None else (0, 0)
         known = torch.tensor([split if self._splits else whole], dtype=torch.uint8)
@@ -581,7 +575,7 @@ class Rerouting(Adoption):
         events.emit(
             "planned_by",
             rank=self._slot,
-            step=step,
+            step=step.number,
             splits=self._splits,
             seconds=self._seconds.stages,
             transfer=self._seconds.transfer,
@@ -589,15 +583,15 @@ class Rerouting(Adoption):
         )
         self._prepare(self._seconds)
 
-    def _try_all(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> None:
+    def _try_all(self, step: Step) -> None:
         """(all ranks of a full world) Runs all trials. If a loss interrupts them, `_tried` keeps its value."""
         tried, self._tried = self._tried, False
         passed = tried
         try:
-            self._try_out(train_step, step, drop)
-            in_torchs_way = self._left_by_call(train_step, step, drop)
-            self._try_to_split(in_torchs_way, train_step, step, drop)
-            self._try_vacancies(in_torchs_way, train_step, step, drop)
+            self._try_out(step)
+            in_torchs_way = self._left_by_call(step)
+            self._try_to_split(in_torchs_way, step)
+            self._try_vacancies(in_torchs_way, step)
             passed = True
         finally:
             self._tried = passed
@@ -647,9 +641,7 @@ class Rerouting(Adoption):
         """Starts planning for the next loss, while the ranks train."""
         self._plans.prepare(self._assignment(), self._calls_of, seconds)
 
-    def _try_to_split(
-        self, in_torchs_way: Left, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
-    ) -> None:
+    def _try_to_split(self, in_torchs_way: Left, step: Step) -> None:
         """Checks that split backwards give each rank the same bits as the schedule; degraded steps then use them.
 
         They usually do. Exceptions are parameters that are used in a sum or twice (`x @ (a + b)`), for which torch 2.13
@@ -659,7 +651,7 @@ class Rerouting(Adoption):
         if self._config.split_backward or must is not None:
             self._trying = True
             try:
-                left = self._left_by_call(train_step, step, drop)
+                left = self._left_by_call(step)
             finally:
                 self._trying, self._call = False, None
             taken = self._channel.profile.backwards()  # times of this call only
@@ -674,9 +666,7 @@ class Rerouting(Adoption):
             )
         events.emit("splits_backward", rank=self._slot, own=equal, all=self._splits)
 
-    def _try_vacancies(
-        self, in_torchs_way: Left, train_step: Callable[[int], object], step: int, drop: Callable[[], None]
-    ) -> None:
+    def _try_vacancies(self, in_torchs_way: Left, step: Step) -> None:
         """Checks that a degraded step would have the same bits. Refuses the trainer if not."""
         assignment, stages = self._assignment(), self._state.stages
         if assignment.vacant:
@@ -699,50 +689,49 @@ class Rerouting(Adoption):
         left, mine, held = in_torchs_way, list[Contribution](), 0
         if here:
             mine_of = rows[group.index(self._slot)]
-            left, mine, held = self._left_in(pretended, mine_of, train_step, step, drop)
+            left, mine, held = self._left_in(pretended, mine_of, step)
         theirs = summed(self._data, stages, rows, mine, torch_private.schedule_grad_scale(self._schedule))
         if not here:
             left = in_torchs_way._replace(gradients=theirs)
         told = all_told(self._world, trial_difference(stages, in_torchs_way, left))
         events.emit(
-            "vacancies_tried", rank=self._slot, step=step, vacant=list(pretended.vacant), gradient_bytes=held
+            "vacancies_tried",
+            rank=self._slot,
+            step=step.number,
+            vacant=list(pretended.vacant),
+            gradient_bytes=held,
         )
         slot, what = next((pair for pair in zip(assignment.occupied, told, strict=True) if pair[1]), (0, ""))
         if what:
             lost = " and ".join(map(str, pretended.vacant)) if len(pretended.vacant) < 3 else "of all stages"
             self._refuse(
-                step,
+                step.number,
                 f"was tried out as if ranks {lost} were lost, and {what} for the batch of rank {slot} has other bits: "
                 "what belongs to a batch must reach stages and loss as an argument of schedule.step, and a forward "
                 "must not depend on earlier ones",
             )
 
     def _left_in(
-        self,
-        pretended: Assignment,
-        rows: Sequence[Row],
-        train_step: Callable[[int], object],
-        step: int,
-        drop: Callable[[], None],
+        self, pretended: Assignment, rows: Sequence[Row], step: Step
     ) -> tuple[Left, list[Contribution], int]:
         """Runs a call in the pretended world. Returns its results, this rank's contribution to each of `rows`, and the
         maximum bytes of other origins' gradients that it held."""
-        self._inputs = self._inputs_of(pretended, train_step, step, drop)
+        self._inputs = self._inputs_of(pretended, step)
         self._pretended = pretended
         try:
-            left = self._left_by_call(train_step, step, drop)
+            left = self._left_by_call(step)
         finally:
             self._pretended, self._inputs = None, {}
         call, self._call = self._call, None
         assert call is not None
         return left, call.contributions(rows), call.bytes_max
 
-    def _left_by_call(self, train_step: Callable[[int], object], step: int, drop: Callable[[], None]) -> Left:
+    def _left_by_call(self, step: Step) -> Left:
         """Runs a step of this rank's own batch up to the end of the schedule's call, takes it back, and returns the
         results of the call."""
         self._stops, self._evaluates = True, False
         try:
-            return self._carried_out(self._channel.origin, train_step, step, drop, self._what_is_left)
+            return self._carried_out(self._channel.origin, step, self._what_is_left)
         finally:
             self._stops = False
 

@@ -21,12 +21,13 @@ from swift_ft.errors import ReplayRefused
 from swift_ft.log.reader import ReadFilter
 from swift_ft.log.record import RecordKey
 from swift_ft.planner import Help
+from swift_ft.planner.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from swift_ft.state.tensors import same_bits
 from swift_ft.state.transfer import available_memory, torch_dtype
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.gradient_chain import (
+    Addends,
     GradientChain,
-    OwnGradients,
     Post,
     Strides,
     first_strides,
@@ -164,8 +165,6 @@ def decline(wire: Wire, rank: int, help: Help, why: str) -> dict[str, str]:
 # The schedule's own list decides. torch does not promise that a backward split into input and weight gradients has the
 # bits of a whole one, so a helper splits each microbatch's backward exactly if the rank that ran it did.
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
-"""A forward; a whole backward; the two parts of a split one."""
 _WAYS = ([FORWARD, BACKWARD], [FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT])
 
 
@@ -349,7 +348,7 @@ class Owner:
         """Latest step for which it is decided whether it is shared."""
         self._reduced: list[tuple[Any, int]] = []
         """(stage, scale) of stages whose share of the step is computed here."""
-        self._gradients: OwnGradients | None = None
+        self._gradients: Addends | None = None
         self._losses: dict[int, torch.Tensor] = {}
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.helped = Helped()
@@ -471,7 +470,7 @@ class Owner:
             self._line.pass_down([tensor for _, tensor in parameters_and_buffers(self._module)])
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         parameters = list(self._module.parameters())
-        self._gradients = OwnGradients(parameters, first=False)
+        self._gradients = Addends(parameters)
         self._losses = {}
         self._reduced = []
         self._sharing = True
@@ -503,7 +502,7 @@ class Owner:
         self.helped.steps += 1
         return self._reduced
 
-    def _combine(self, gradients: OwnGradients, line: GradientChain) -> None:
+    def _combine(self, gradients: Addends, line: GradientChain) -> None:
         parameters = list(self._module.parameters())
         own = gradients.taken()
         strides = first_strides(own)

@@ -17,7 +17,7 @@ its partner's, two versions each.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from swift_ft import events
 from swift_ft.comm.groups import ReconfigurableGroup
@@ -26,6 +26,7 @@ from swift_ft.planner import Assignment, HeldSnapshot, RecoveryGroups
 from swift_ft.state.checkpoint_file import Snapshot
 from swift_ft.state.transfer import Transfer, digest_of, receive_state, send_state
 from swift_ft.state.tree import split
+from swift_ft.train.coordinator_session import Member
 from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.generation import Membership
 from swift_ft.train.participants import Participant, Step
@@ -77,13 +78,6 @@ def in_order(chosen: Mapping[int, int]) -> list[CopyOfSnapshot]:
     return ordered
 
 
-class Checks(Protocol):
-    """Membership check of this process."""
-
-    def check(self) -> None:
-        """Raises if a newer generation is published."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotCopy:
     """Copy of a state at one version, in separate memory."""
@@ -110,7 +104,7 @@ class Snapshots(Participant):
         self,
         rank: int,
         every: int,
-        member: Checks,
+        member: Member,
         state: TrainerState,
         world: ReconfigurableGroup,
         faults: FaultInjector,

@@ -26,7 +26,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -39,6 +39,7 @@ from swift_ft.planner import Assignment
 from swift_ft.state.checkpoint_file import Snapshot
 from swift_ft.state.tree import split
 from swift_ft.train.boundary_log import Channel
+from swift_ft.train.coordinator_session import Member
 from swift_ft.train.hook import Hook
 from swift_ft.train.participants import Participant, Step
 from swift_ft.train.training_state import TrainerState
@@ -140,12 +141,6 @@ class _Pending(NamedTuple):
         return all(norm.known_not_to_clip for norm in self.norms)
 
 
-class Holder(Protocol):
-    """This process as a member of the job: holds its committed version."""
-
-    version: int
-
-
 class Staggering(Participant):
     """Staggered steps of one rank. Used on the trainer's thread.
 
@@ -157,7 +152,7 @@ class Staggering(Participant):
     def __init__(
         self,
         rank: int,
-        member: Holder,
+        member: Member,
         state: TrainerState,
         world: ReconfigurableGroup,
         assignment: Callable[[], Assignment],

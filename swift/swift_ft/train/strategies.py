@@ -4,7 +4,8 @@ The planner's side, and the recipe for another strategy, are in `swift_ft.planne
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -102,14 +103,21 @@ def load_checkpoint(
 ) -> None:
     """Loads a checkpoint into `state`. `in_common_only`: without the state specific to each replica, as in a copy.
     Raises ReplayRefused for any error, also of the trainer's own objects: the coordinator may have another plan."""
-    try:
+    with _loading(f"the checkpoint of version {version}"):
         saved = store.load(version)
         state.load_state_dict(in_common(saved) if in_common_only else saved)
+
+
+@contextmanager
+def _loading(what: str) -> Iterator[None]:
+    """Raises ReplayRefused for any error, because the coordinator may have another plan."""
+    try:
+        yield
     except ServiceError as error:
         raise ReplayRefused(str(error)) from None
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        raise ReplayRefused(f"the checkpoint of version {version} cannot be loaded: {why}") from error
+        raise ReplayRefused(f"{what} cannot be loaded: {why}") from error
 
 
 # REPLICA: the state is transferred from the ranks that hold it to the one that needs it.
@@ -265,13 +273,8 @@ def _snapshots(site: Site) -> Snapshots:
 def _load(site: Site, copy: SnapshotCopy, mine: RankPlan, began: float) -> None:
     version = mine.from_version
     loaded = copy.apart()
-    try:
+    with _loading(f"the snapshot of version {version}"):
         site.state.load_state_dict(loaded)
-    except ServiceError as error:
-        raise ReplayRefused(str(error)) from None
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ReplayRefused(f"the snapshot of version {version} cannot be loaded: {why}") from error
     site.state.present = True
     where: dict[str, Any] = {"rank": site.rank, "generation": site.generation, "version": version}
     events.emit(

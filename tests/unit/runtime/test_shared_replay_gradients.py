@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from swift_ft.state.tensors import same_bits
-from swift_ft.train.gradient_chain import Addends, OwnGradients, added_in_order
+from swift_ft.train.gradient_chain import Addends, added_in_order
 
 MICROBATCHES = 5
 
@@ -61,7 +61,7 @@ def test_the_bits_of_one_process(dtype: torch.dtype, reentrant: bool | None, fir
     xs = microbatches(dtype)
     sums: list[torch.Tensor | None] = [None] * len(parameters)
     for share in (range(first_share), range(first_share, MICROBATCHES)):
-        own = OwnGradients(parameters, first=share.start == 0)
+        own = Addends(parameters, first=share.start == 0)
         for mb in share:
             module(xs[mb], mb).backward()
         sums = [added_in_order(total, mine) for total, mine in zip(sums, own.taken(), strict=True)]

@@ -40,13 +40,6 @@ def test_with_1f1b_s_memory_it_gains_nothing() -> None:
     assert shortest_period(work, staggered=True) == shortest_period(work, staggered=False)
 
 
-def test_a_reduction_is_waited_for_before_the_next_step() -> None:
-    work = one_each(2, 1, 3)
-    step = plan_step(work)
-    assert period(work, step, staggered=False, reduction=2.0) == 9 + 2
-    assert period(work, step, staggered=True, reduction=2.0) == 9 + 2
-
-
 def test_a_stage_of_which_one_replica_is_late_waits_for_it() -> None:
     work = one_each(2, 1, 4, lost=[])
     work = replace(work, owners={(0, 0): (0, 0, 0, 0), (0, 1): (0, 1, 1, 1)}, cap=None)
