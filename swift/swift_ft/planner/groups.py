@@ -110,7 +110,6 @@ class RecoveryGroups:
         return bisect_right(self.starts, stage) - 1
 
     def _ends(self, start: int) -> tuple[int, int]:
-        """Returns the first and the last stage of the group that begins at `start`."""
         following = self.starts.index(start) + 1
         return start, (self.starts[following] if following < len(self.starts) else self.num_stages) - 1
 

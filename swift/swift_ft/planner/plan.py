@@ -387,7 +387,6 @@ def _nearest(report: Report, holders: Sequence[int], reports: Sequence[Report]) 
 
 
 def _lacking(reports: Sequence[Report], copies: Mapping[int, Mapping[int, object]]) -> str:
-    """Returns why no version has copies of all ranks' states."""
     held = {rank for of_ranks in copies.values() for rank in of_ranks}
     lost = [r.rank for r in reports if r.rank not in held]
     if not lost:
@@ -599,8 +598,6 @@ def plan(
 
 
 class _Situation:
-    """The inputs of `plan()`, and the two kinds of plan for them."""
-
     def __init__(
         self,
         reports: Sequence[Report],
@@ -655,9 +652,8 @@ class _Situation:
         predictor = Predictor(ranks, target, self._assignment, self._costs)
         groups = self._recovery_groups
         sharing = helps(ranks, target, self._assignment, reports, at_most, groups, predictor)
-        possible = {help.owner for help in helps(ranks, target, self._assignment, reports, at_most, groups)}
         helped = replace(alone, help=sharing, predictions=predictor.of(sharing))
-        reasons = [alone.reason, *words(sharing), *predicted_words(helped, possible)]
+        reasons = [alone.reason, *words(sharing), *predicted_words(helped)]
         return replace(helped, reason="; ".join(reasons))
 
     def disagreement(self, reach: Reach) -> str:
@@ -774,7 +770,6 @@ class _Situation:
         return "; ".join(named) + (f"; and {more} more" if more else "")
 
     def _name(self, members: Sequence[tuple[int, ...]]) -> str:
-        """Names the stage groups that recover together, or one."""
         stages = sorted(stage for group in members for stage in self._assignment.stages[group[0]])
         if not stages:
             return _ranks(members[0])

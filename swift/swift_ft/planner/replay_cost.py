@@ -208,15 +208,13 @@ class Predictor:
         return together if all(self._assignment.stages[rank] for rank in together) else []
 
 
-def predicted_words(plan: Plan, possible: Iterable[int]) -> list[str]:
-    """Describes the predictions in words. `possible`: the ranks that could have been helped."""
+def predicted_words(plan: Plan) -> list[str]:
+    """Describes the predictions in words."""
     lines = []
     for prediction in plan.predictions:
         steps = f"{prediction.steps} step{'' if prediction.steps == 1 else 's'}"
         line = f"rank {prediction.rank} replays {steps} in {prediction.seconds:.3g} s"
         if prediction.workers > 1:
             line += f", {prediction.workers} ranks; alone in {prediction.alone_s:.3g} s"
-        elif prediction.rank in possible:
-            line += ": with help nobody would be back sooner"
         lines.append(line)
     return lines

@@ -296,8 +296,6 @@ def found_steps(work: Work) -> Iterator[Step]:
 
 
 class _Found(NamedTuple):
-    """The result of one rule."""
-
     begins: list[list[float]]
     """By the worker's index, in its order."""
     ends: list[list[float]]
@@ -480,7 +478,6 @@ class _Scheduler:
         return found
 
     def _rows(self) -> list[list[Any]]:
-        """Returns an empty list for each worker."""
         return [[] for _ in self._room]
 
 
@@ -499,7 +496,6 @@ def _allowed(lanes: list[int], forwards: list[list[int]], held: list[int], room:
 
 
 def _enter(calendar: dict[float, list[int]], moments: list[float], when: float, event: int) -> None:
-    """Schedules the event."""
     if when in calendar:
         calendar[when].append(event)
     else:

@@ -34,8 +34,6 @@ from typing import ClassVar
 from swift_ft.planner.settings import SETTINGS
 from swift_ft.planner.types import Report, Strategy
 
-# The planner's interface to a strategy.
-
 
 class Begins(enum.Enum):
     """The origin of the state with which a rank goes on."""
@@ -119,9 +117,6 @@ def held(report: Report) -> str:
     return "holds no state" if report.newest is None else "is between two versions"
 
 
-# REPLAY: from the checkpoint, by replay.
-
-
 class Replay(Policy):
     """Holds no usable state: loads the newest checkpoint that is not newer than the target, and replays from there.
 
@@ -137,9 +132,6 @@ class Replay(Policy):
         return f"{held(report)}{way.note}; the newest complete checkpoint is of version {way.version}"
 
 
-# CATCH_UP: from an older version, which the rank holds, by replay.
-
-
 class CatchUp(Policy):
     """Holds an older version than the target completely, and replays from there. (Planned as KEEP's `behind`.)"""
 
@@ -149,9 +141,6 @@ class CatchUp(Policy):
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
         version = ways[report.rank].version
         return f"holds version {version}, {target - version} behind"
-
-
-# KEEP: the rank holds the target already.
 
 
 class Keep(Policy):
@@ -172,9 +161,6 @@ class Keep(Policy):
         return f"holds version {target}"
 
 
-# CHECKPOINT: all ranks go back to one.
-
-
 class Checkpoint(Policy):
     """Loads the checkpoint of the target; no step is replayed. The planner supplies the reason
     (`swift_ft.planner.plan`)."""
@@ -182,9 +168,6 @@ class Checkpoint(Policy):
     strategy = Strategy.CHECKPOINT
     begins = Begins.CHECKPOINT
     goes_back = True
-
-
-# LOSSY_FORWARD: the step under way is finished with the gradients of the remaining ranks.
 
 
 class LossyForward(Policy):
@@ -205,9 +188,6 @@ class LossyForward(Policy):
 
     def reason(self, report: Report, ways: Mapping[int, Way], target: int) -> str:
         return f"{held(report)}, and finishes step {target - 1} with the gradients of those that are left"
-
-
-# REPLICA: a copy of the state that other ranks hold.
 
 
 class Replica(Policy):
@@ -248,9 +228,6 @@ class Replica(Policy):
         return f"{held(report)}; {given}"
 
 
-# ROLL_FORWARD: the step under way is finished.
-
-
 class RollForward(Policy):
     """Finishes the step under way, whose gradients are all reduced. Transfers no bytes."""
 
@@ -266,18 +243,12 @@ class RollForward(Policy):
         return f"{held(report)}, and has all gradients of step {ways[report.rank].version - 1} reduced"
 
 
-# SNAPSHOT: all ranks go back to copies in host memory.
-
-
 class Snapshot(Policy):
     """Takes the rank's own copy, or receives the one that another rank keeps of it; no step is replayed."""
 
     strategy = Strategy.SNAPSHOT
     begins = Begins.SNAPSHOT
     goes_back = True
-
-
-# UNDO: the step under way is reverted.
 
 
 class Undo(Policy):

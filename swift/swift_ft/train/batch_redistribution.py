@@ -346,8 +346,6 @@ class Adoption(Participant):
         self._answers.reduced = True
 
     def _computed(self, origin: int, step: Step) -> Gradients:
-        """Returns parameter -> gradient for this origin's batch, for the parameters that have one."""
-
         return self._carried_out(origin, step, self._gradients_now)
 
     def _gradients_now(self) -> Gradients:

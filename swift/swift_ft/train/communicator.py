@@ -403,8 +403,6 @@ class _Notices(Holder):
 
 
 class _Group:
-    """A group and its connections."""
-
     def __init__(self, fabric: Fabric, group: ReconfigurableGroup, slots: tuple[int, ...]) -> None:
         self.group = group
         self.slots = slots

@@ -421,6 +421,5 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(room: torch.Tensor, tensors: Sequence[torch.Tensor], run: Sequence[int]) -> list[torch.Tensor]:
-    """Returns views of `room` with the shapes of the run's tensors."""
     pieces = torch.split(room, [tensors[index].numel() for index in run]) if run else ()
     return [piece.view(tensors[index].shape) for piece, index in zip(pieces, run, strict=True)]

@@ -181,7 +181,6 @@ class SharedSums:
             self._add(*arriving.popleft())
 
     def _exchanged(self, turn: Turn, collectives: Collectives) -> "list[_Exchange]":
-        """Starts the exchange of a turn; one per dtype."""
         mine = self._taken(turn) if turn.owner == self._place else None
         exchanges = []
         for number, row in enumerate(self._numbers[turn.stage]):
@@ -224,8 +223,6 @@ class SharedSums:
 
 
 class _Exchange(NamedTuple):
-    """Exchange in progress, of one turn and dtype."""
-
     pending: Pending
     mine: torch.Tensor
     sent: list[torch.Tensor]

@@ -28,8 +28,6 @@ FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
 
 class _Stopwatch:
-    """Context manager that times a stage's computation of one microbatch in one direction."""
-
     __slots__ = ("_began", "_busy", "_profile", "seconds", "times")
 
     def __init__(self, profile: "StepProfile") -> None:
@@ -54,8 +52,6 @@ class _Stopwatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """Measurements of one completed step."""
-
     step: int
     step_s: float
     update_s: float

@@ -100,8 +100,6 @@ def _lacking(stream: str, copy: Keys, replicas: "_Replicas", steps: Steps) -> It
 
 
 class _Stream:
-    """The keys of one stream, by step."""
-
     def __init__(self, keys: Keys) -> None:
         self.keys: defaultdict[int, set[RecordKey]] = defaultdict(set)
         self._marked: list[Steps] = []
@@ -306,7 +304,6 @@ class OwnStreams:
         return self._streams_of(self._rank)
 
     def _streams_of(self, rank: int) -> list[str]:
-        """Returns the streams that a rank of the same stages writes."""
         boundaries = [
             self._channel.stream(index, kind, rank)
             for index in dict.fromkeys(stage.stage_index for stage in self._state.stages)

@@ -113,7 +113,6 @@ class ActionExecutor(torch_private.Schedule):
         """Hook after the last action."""
 
     def _infer(self, mb: int, inputs: Inputs, target: Target) -> None:
-        """Infers shapes, as every process does before its first forward."""
         of = {stage.stage_index: inputs(stage.stage_index, mb) for stage in self._stages}
         args = next((of[stage.stage_index][0] for stage in self._stages if stage.is_first), ())
         _, kwargs = of[self._stages[0].stage_index]
@@ -447,7 +446,6 @@ class _Work:
         return told
 
     def _streams(self) -> Iterator[str]:
-        """Yields the streams of what the stages send to other ranks."""
         here = {stage.stage_index for stage in self._stages}
         for index in sorted(here):
             for kind, beside in ((FORWARD, index + 1), (BACKWARD, index - 1)):

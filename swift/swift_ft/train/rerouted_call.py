@@ -557,7 +557,6 @@ class ReroutedCall:
         return tag
 
     def _receive(self, stage: Any, action: Action) -> list[Any]:
-        """Posts the receives that the action needs from another rank, and returns them."""
         forward = action.kind == FORWARD
         if action.kind == BACKWARD_WEIGHT or (stage.is_first if forward else stage.is_last):
             return []

@@ -230,7 +230,6 @@ class PlansAhead:
     # --- ---
 
     def _plan(self, lost: int, calls: Sequence[Call], seconds: Seconds) -> None:
-        """(the planning thread) Plans each call and queues the plans."""
         for call in calls:
             began = time.thread_time()
             self._made.put((call, seconds, planned(call, seconds).orders))
@@ -502,7 +501,6 @@ class Rerouting(Adoption):
         super().before_step(step)
 
     def _compute_adopted(self, step: Step) -> None:
-        """Gets the schedule's external inputs for the origins that this rank adopts."""
         if self._begins:
             self._begin(step)
         elif measures(step.number) and not self._assignment().vacant:
@@ -513,7 +511,6 @@ class Rerouting(Adoption):
         self._inputs = self._inputs_of(self._assignment(), step)
 
     def _inputs_of(self, assignment: Assignment, step: Step) -> dict[int, Inputs]:
-        """Returns the inputs of each other origin of which this rank computes microbatches."""
         group, inputs = assignment.slots[self._slot].stage_group, dict[int, Inputs]()
         self._capturing = True
         try:
@@ -629,7 +626,6 @@ class Rerouting(Adoption):
         return seconds_of([rows[:-1] for rows in told], [float(rows[-1, 0]) for rows in told])
 
     def _measure_transfers(self) -> None:
-        """(all ranks of a full world) Measures the time of a message to the next stage's rank."""
         assignment = self._assignment()
         own = torch.tensor([self._channel.profile.message_bytes()], dtype=torch.int64)
         told = dict(zip(assignment.occupied, map(int, self._world.gathered(own)), strict=True))
@@ -638,7 +634,6 @@ class Rerouting(Adoption):
         self._transfer = transfer_s(self._world, assignment, self._slot, known)
 
     def _prepare(self, seconds: Seconds) -> None:
-        """Starts planning for the next loss, while the ranks train."""
         self._plans.prepare(self._assignment(), self._calls_of, seconds)
 
     def _try_to_split(self, in_torchs_way: Left, step: Step) -> None:
@@ -827,7 +822,6 @@ class Rerouting(Adoption):
         return self._plans.routes(self._call_of(assignment, schedule), seconds)
 
     def _calls_of(self, assignment: Assignment) -> list[Call]:
-        """Returns the call of each schedule that trains."""
         return [
             self._call_of(assignment, schedule)
             for schedule in self._state.schedules
@@ -844,7 +838,6 @@ class Rerouting(Adoption):
         )
 
     def _in_torchs_way(self, schedule: Any, inner: Callable[[], Any]) -> Any:
-        """Runs the call as torch does, in a world where no batch is adopted."""
         given = inner()
         if any(rerouted_call.skips_stages(stage) for stage in torch_private.schedule_stages(schedule)):
             raise self._config.not_shared(

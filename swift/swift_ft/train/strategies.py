@@ -83,9 +83,6 @@ class Restore:
         Takes part in the copy if this rank is the joiner or a source."""
 
 
-# REPLAY and CHECKPOINT: the rank loads its own checkpoint.
-
-
 class Load(Restore):
     """Loads this rank's checkpoint. Discards later steps and the record of where the state came from."""
 
@@ -118,9 +115,6 @@ def _loading(what: str) -> Iterator[None]:
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise ReplayRefused(f"{what} cannot be loaded: {why}") from error
-
-
-# REPLICA: the state is transferred from the ranks that hold it to the one that needs it.
 
 
 class Replica(Restore):
@@ -230,9 +224,6 @@ class _Arriving:
         return result
 
 
-# SNAPSHOT: the rank goes back to its own copy in host memory, or to the copy that another rank keeps of it.
-
-
 class Snapshot(Restore):
     """Restores a snapshot, this rank's own or its partner's. Discards the steps since."""
 
@@ -286,9 +277,6 @@ def _load(site: Site, copy: SnapshotCopy, mine: RankPlan, began: float) -> None:
         seconds=time.monotonic() - began,
     )
     events.emit("restore_end", **where)
-
-
-# UNDO: the rank reverts the applied part of a step.
 
 
 class Undo(Restore):

@@ -93,20 +93,6 @@ def test_how_torch_splits_backwards() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "rank", "wanted"),
-    [
-        ("1f1b", 0, "0F0 0F1 0B0 0F2 0B1 0B2"),
-        ("1f1b", 1, "1F0 1B0 1F1 1B1 1F2 1B2"),
-        ("gpipe", 1, "1F0 1F1 1F2 1B0 1B1 1B2"),
-    ],
-)
-def test_schedules_of_one_stage(name: str, rank: int, wanted: str) -> None:
-    with ranks(rank, 2):
-        found = actions_of(make_schedule(name, stages([rank], 2), 3))
-    assert list(map(str, found)) == wanted.split()
-
-
 class TestNobodyShares:
     def test_gradients_in_another_order(self) -> None:
         with ranks(0, 2):
