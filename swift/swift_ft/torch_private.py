@@ -182,7 +182,6 @@ BackwardMeta = _utils._StageBackwardMeta
 
 
 def schedule_stages(schedule: Any) -> list[Any]:
-    """Returns the stages of a single-stage or looped schedule."""
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
@@ -191,7 +190,6 @@ def schedule_microbatches(schedule: Any) -> int:
 
 
 def trains(schedule: Any) -> bool:
-    """Returns whether the schedule's calls compute gradients, except for those of `eval`."""
     return schedule._loss_fn is not None
 
 
@@ -206,7 +204,6 @@ def started(ops: Sequence[Any]) -> list[Any]:
 
 
 def splits_backward(schedule: Any) -> bool:
-    """Returns whether the schedule computes input and weight gradients separately."""
     return isinstance(
         schedule,
         _schedules.ScheduleInterleavedZeroBubble
@@ -461,7 +458,6 @@ _iterator_begins = dataloader._BaseDataLoaderIter.__init__
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Returns whether the module's forward is not run by Python: torch.compile or TorchScript."""
     return (
         type(module).__name__ == "OptimizedModule"
         or getattr(module, "_compiled_call_impl", None) is not None
@@ -470,14 +466,12 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def has_compiled() -> bool:
-    """Returns whether torch.compile was called in this process."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     backends = getattr(dynamo, "cached_backends", {})
     return any(backend is not None for backend in backends.values())
 
 
 def push_mode(mode: Any) -> None:
-    """Enters a `TorchFunctionMode` in this thread."""
     overrides._push_mode(mode)  # type: ignore[no-untyped-call]
 
 

@@ -123,7 +123,6 @@ def group_number(label: str) -> int:
 
 
 def first_tag(number: int) -> int:
-    """Returns the first tag of the collectives of the group with this number (0 to 2 `GROUPS` - 1)."""
     return (1 + number) * COLLECTIVES
 
 
@@ -132,8 +131,6 @@ Op = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Pending(Protocol):
-    """A message in flight."""
-
     def wait(self) -> Any:
         """Returns when the tensor may be used again. Raises RuntimeError if the message is lost."""
 

@@ -52,8 +52,6 @@ _WORDS = ("gloo", "connection", "peer", "timed out", "timeout", "socket")
 
 
 class GlooBackend:
-    """The `Backend` over gloo."""
-
     name = "gloo"
 
     def __init__(self, service_ports: Callable[[], Iterable[int]] = tuple) -> None:
@@ -75,8 +73,6 @@ class GlooBackend:
 
 
 class GlooFabric:
-    """The `Fabric` over gloo."""
-
     def __init__(self, sockets: "Sockets") -> None:
         self._sockets = sockets
         self._lock = threading.Lock()
@@ -139,8 +135,6 @@ class GlooFabric:
 
 
 class _Connections:
-    """The `Connections` of one gloo group."""
-
     def __init__(self, fabric: GlooFabric, group: Any, own: int) -> None:
         self._fabric = fabric
         self._group = group

@@ -57,25 +57,6 @@ class MessageWork(torch_private.Work):
         return True
 
 
-class FinishedWork(torch_private.Work):
-    """A collective that is finished: its result is available, or will not be used."""
-
-    def __init__(self, result: list[torch.Tensor]):
-        super().__init__()
-        self._result = result
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> Any:
-        future: Any = torch.futures.Future()
-        future.set_result(self._result)
-        return future
-
-
 class CollectiveWork(torch_private.Work):
     """A collective. `broke` is called with its error; with `swallow`, torch does not see the error."""
 
@@ -122,6 +103,13 @@ class CollectiveWork(torch_private.Work):
         return future
 
 
+def _finished(result: list[torch.Tensor]) -> CollectiveWork:
+    """Returns a collective that is finished: its result is available, or will not be used."""
+    task = Task(lambda: None)
+    task.carry_out()
+    return CollectiveWork(task, result, lambda _error: None, swallow=False)
+
+
 ONE_PART_EACH = frozenset(
     {
         "all_gather",
@@ -138,8 +126,6 @@ ONE_PART_EACH = frozenset(
 
 
 class _Route(NamedTuple):
-    """The circuit and connections that a group communicates over."""
-
     circuit: Circuit | None
     connections: Connections | None
     present: tuple[int, ...]
@@ -204,7 +190,6 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Returns the ranks in this generation, ascending."""
         return tuple(self.ranks[index] for index in self._present)
 
     def attach(self, connections: Connections, present: Sequence[int]) -> None:
@@ -262,7 +247,6 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         self.broken = None
 
     def register(self) -> None:
-        """Registers the group with torch. Ending the default group makes torch forget it."""
         for group in (self, *self._some.values()):
             torch_private.register_group(group, group.label, group.ranks, self.backend)
 
@@ -352,7 +336,6 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         return self.submit(lambda collectives: collectives.all_gather(parts, own)), parts
 
     def run_into(self, results: Sequence[torch.Tensor], run: Collective) -> None:
-        """Runs a collective that leaves its result in `results`."""
         if self.answers is None:
             self.run(run)
         else:
@@ -416,7 +399,7 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
         """Starts `run` unless the gate has run it. `name`: torch's function. `alike`: all ranks get the same result."""
         if self._quiet:
             run(Alone(self._own, len(self.ranks)))
-            return FinishedWork(result)
+            return _finished(result)
         if self._circuit is not None and len(self._present) < len(self.ranks) and name in ONE_PART_EACH:
             raise UsageError(
                 f"process group {self.label}: {name} has a part for ranks that are not there now"
@@ -425,17 +408,17 @@ class ReconfigurableGroup(torch_private.ProcessGroup):  # type: ignore[misc]
             self.gate.used(self)
             checked = self.checked and len(self.ranks) > 1
             if checked and self.gate.collective(self, name, result, run, alike=alike):
-                return FinishedWork(result)
+                return _finished(result)
         broke = self._breaker()
         if self.broken is not None and self._swallow:
-            return FinishedWork(result)
+            return _finished(result)
         try:
             task = self.submit(run)
         except RuntimeError as error:
             self.broken = error
             if not self._swallow:
                 raise
-            return FinishedWork(result)
+            return _finished(result)
         return CollectiveWork(task, result, broke, swallow=self._swallow)
 
     def _breaker(self) -> Callable[[Exception], None]:

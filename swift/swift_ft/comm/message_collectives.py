@@ -116,7 +116,6 @@ class Messages:
             raise
 
     def all_reduce(self, tensor: torch.Tensor, op: Op) -> None:
-        """Reduces in place, in rank order: op(op(x0, x1), x2) ... for every element."""
         if self._n == 1 or not tensor.numel():
             return
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1).clone()
@@ -149,15 +148,12 @@ class Messages:
         output.copy_(_in_order(incoming, op).view_as(output))
 
     def all_gather(self, outputs: list[torch.Tensor], own: torch.Tensor) -> None:
-        """Fills `outputs` with `own` of every rank, by rank."""
         self.all_to_all(outputs, [own] * self._n)
 
     def all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> None:
-        """Sends `outgoing[r]` to rank r and receives `incoming[r]`. Contiguous tensors; empty ones are not sent."""
         self.begin_all_to_all(incoming, outgoing).wait()
 
     def begin_all_to_all(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor]) -> Pending:
-        """Starts an `all_to_all` without waiting."""
         tag = self._next_tag()
         if incoming[self._own].data_ptr() != outgoing[self._own].data_ptr():
             incoming[self._own].copy_(outgoing[self._own])
@@ -170,7 +166,6 @@ class Messages:
         return _All(works)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Broadcasts `tensor` of index `root` to all, in place."""
         tag = self._next_tag()
         whole = tensor.contiguous()
         if self._own == root:
@@ -216,8 +211,6 @@ class Messages:
 
 
 class _All:
-    """Messages in flight."""
-
     def __init__(self, works: list[Message]) -> None:
         self._works = works
 
@@ -264,7 +257,6 @@ class _Nobody:
 
 
 def _in_order(parts: list[torch.Tensor], op: Op) -> torch.Tensor:
-    """Combines the parts from the first to the last; overwrites the first."""
     total = parts[0]
     for part in parts[1:]:
         total = op(total, part)

@@ -29,14 +29,11 @@ from swift_ft.text import LASTING_KEYS
 
 
 class StandIn:
-    """`Connections` without peers."""
-
     def __init__(self, own: int) -> None:
         """`own`: this process's place among the members."""
         self._own = own
 
     def circuit(self, places: Sequence[int], number: int, label: str) -> "_Circuit":
-        """Returns a circuit as `Connections.circuit` does."""
         return _Circuit(places.index(self._own), len(places), label)
 
 

@@ -133,7 +133,6 @@ class ListeningStore(CoordinatorStore):
 
 
 def stores_of(client: CoordinatorClient) -> Callable[[int], CoordinatorStore]:
-    """Returns a function that creates the stores of one rank, one per generation."""
     known = Known()
     return lambda generation: CoordinatorStore(SharedKeys(client, generation, known))
 

@@ -131,8 +131,6 @@ class Capture(Protocol):
 
 
 class _Lent(NamedTuple):
-    """A recorded tensor that may not have been copied yet."""
-
     end: int
     """Ring position of the record's end: the tensor has been copied once the ring's copier has reached it."""
     tensor: torch.Tensor
@@ -161,8 +159,6 @@ class NoCapture:
 
 
 class HostCapture:
-    """A capture that lends CPU tensors to the ring's copier."""
-
     def __init__(self, writer: SidecarWriter) -> None:
         self._writer = writer
         self.lent: deque[_Lent] = deque()
@@ -279,7 +275,6 @@ class DeviceCapture:
 
 
 def capture_for(writer: SidecarWriter) -> Capture:
-    """Returns the capture for tensors of the CPU and of the accelerator that this process uses, if any."""
     accelerator = accelerator_in_use()
     return HostCapture(writer) if accelerator is None else DeviceCapture(writer, accelerator)
 
@@ -373,7 +368,6 @@ class Shapes:
                 self._wait(f"the first stage has inferred no shapes in call {call} of step {step}", deadline)
 
     def put(self, kind: str, one: int, other: int, value: Any) -> None:
-        """Publishes `value` from stage `one` to its neighbour `other`."""
         key, link = self._key(kind, one, other), f"{kind}/{one}-{other}"
         self._store().set(key, json.dumps(value))
         filed = self._filed.setdefault(link, deque())
@@ -517,7 +511,6 @@ class Channel:
 
     @property
     def step(self) -> int:
-        """The step under way."""
         return self._step
 
     @property
@@ -527,7 +520,6 @@ class Channel:
 
     @contextmanager
     def as_origin(self, origin: int) -> Iterator[None]:
-        """Returns a context in which computation is for the batch of data-parallel rank `origin`."""
         own = self._origin
         self._be(origin)
         try:
@@ -539,12 +531,10 @@ class Channel:
         self._origin = self.randomness.dp_rank = self.shapes.dp_rank = origin
 
     def stream(self, stage: int, kind: str, rank: int | None = None) -> str:
-        """Returns the name of a boundary's stream in this rank's pipeline, or in the pipeline of `rank`."""
         origin = self._origin if rank is None else self._assignment.slots[rank].dp_rank
         return streams.boundary(stage, kind, origin, self._assignment.dp_size)
 
     def rank_at(self, pipeline_rank: int) -> int:
-        """Returns the rank at that place in this rank's pipeline."""
         return self._assignment.at(pipeline_rank, self._origin)
 
     def watch(self, witness: Witness | None) -> None:
@@ -705,7 +695,6 @@ class Channel:
     # --- called by the stages ---
 
     def logs(self, source: int, destination: int) -> bool:
-        """Returns whether sends from stage `source` to stage `destination` are logged."""
         return self.groups.crosses(source, destination)
 
     def entered(self, stage: int, microbatch: int, external: list[torch.Tensor]) -> None:

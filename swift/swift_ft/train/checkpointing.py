@@ -33,7 +33,6 @@ class EarlyCheckpoint:
         self._settled: int | None = None  # agreed version that was saved or reported as too early
 
     def due(self, version: int) -> bool:
-        """Returns whether all ranks save this version."""
         view = self._member.watcher.latest
         if view is None or not view.HasField("checkpoint_at"):
             return False
@@ -151,7 +150,6 @@ class Saving(Participant):
         self.prune()
 
     def save(self) -> None:
-        """Saves this version in the background."""
         view = self._member.watcher.wait_for(lambda _view: True, None)
         if self._state.version in view.checkpoints:
             return  # complete on all ranks: another write could only damage it

@@ -45,7 +45,6 @@ class Gate:
         """Set once `session.run` has returned."""
 
     def bind(self, channel: Channel, updates: Updates, participants: Sequence[Participant]) -> None:
-        """Binds the parts that record results and that are notified of a step's communication."""
         if self._bound is not None:
             raise AssertionError("Gate.bind was called before")
         self._bound = channel, updates, participants
@@ -132,7 +131,6 @@ class Gate:
                 participant.communicated(channel.step, of_pipeline=group.is_pipeline)
 
     def messaged(self) -> None:
-        """Notifies the updates that torch sends or receives."""
         self._parts()[1].communicates()
 
     def scheduled(self) -> None:
@@ -141,7 +139,6 @@ class Gate:
             participant.scheduled()
 
     def reducing(self) -> None:
-        """Notifies the updates that torch has started a reduction."""
         self._parts()[1].reducing()
 
     def message(self, name: str) -> None:

@@ -194,8 +194,6 @@ class SessionConfig:
     ranks on)."""
     bucket_bytes: int = 25 << 20
     """Bytes of gradients that are reduced and applied together."""
-    measure_undo: bool = False
-    """Keeps copies that show the true error of an arithmetic undo (for drills)."""
     codec: str = "none"
     """Codec of this rank's log streams: "none", "lz4" (for zeros after ReLU) or "bitshuffle" (for floats)."""
     log_fsync: str = ""

@@ -271,7 +271,6 @@ class Member:
 
     @property
     def entered(self) -> int:
-        """Returns the generation that this rank acts in."""
         return self._entered
 
     @property
@@ -329,5 +328,4 @@ def own_servers(view: pb.View, rank: int) -> dict[str, int]:
 
 
 def is_filled(view: pb.View) -> bool:
-    """Returns whether every slot has a member or is vacant."""
     return len(view.members) + len(view.vacant) == view.world_size

@@ -213,8 +213,6 @@ class StepDropped(Exception):
 
 
 class Engine(Holder):
-    """One rank's life cycle, from join to the end of the run."""
-
     def __init__(
         self,
         site: Site,
@@ -277,17 +275,14 @@ class Engine(Holder):
         return early or version % every == 0 or version >= self.ending.last(self._num_steps)
 
     def wait_vote(self) -> None:
-        """Waits for a vote that is still under way. Raises the error that takes its step back."""
         self._steps.wait_vote()
 
     def help_replay(self, make_module: MakeModule) -> None:
-        """Lets this rank replay stages for others: `make_module` builds any stage."""
         self._restorer.make_module = make_module
 
     # --- called by the lease and watcher threads, and by metrics ---
 
     def progress(self) -> dict[str, float]:
-        """(any thread) Returns this rank's counts so far, for its metrics."""
         return {
             "generation": self.membership.generation,
             "version": self._state.version,
@@ -305,7 +300,6 @@ class Engine(Holder):
         return profile.measured(self._gradient_bytes, self._store.saved, pace, log_full=log_full)
 
     def unsaved(self) -> pb.UnsavedCheckpoint | None:
-        """(lease thread) Returns the checkpoint that could not be written yet, or None."""
         return self._saving.unsaved()
 
     def interrupt(self, generation: int) -> None:

@@ -29,8 +29,6 @@ ENV_RETRIES = "SWIFT_RETRY_EXCEPTIONS"
 
 
 class Retries:
-    """Exceptions that the steps of one process have raised, and their retries."""
-
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._allowed = int(os.environ.get(ENV_RETRIES) or 0)
@@ -75,8 +73,6 @@ _FAIL_S = 5.0
 
 
 class Failures:
-    """Error handling of one rank. Used by the trainer's thread."""
-
     def __init__(
         self,
         rank: int,

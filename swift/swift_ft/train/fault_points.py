@@ -20,6 +20,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +39,6 @@ _BESIDE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One item of ``SWIFT_FAULTS``; see the module's docstring."""
-
     id: str
     rank: int
     phase: str
@@ -50,7 +49,7 @@ class Fault:
     kind: str = "kill"
     for_s: float | None = None
     hold: bool = False
-    beside: frozenset[int] = frozenset()
+    beside: Collection[int] = ()
 
 
 class FaultInjector:
@@ -61,20 +60,7 @@ class FaultInjector:
         self._directory = Path(os.environ.get(ENV_FAULTS_DIR, "."))
         items = json.loads(os.environ.get(ENV_FAULTS) or "[]")
         self._faults = [
-            Fault(
-                id=str(item["id"]),
-                rank=int(item["rank"]),
-                phase=str(item["phase"]),
-                step=item.get("step"),
-                microbatch=int(item.get("microbatch") or 0),
-                layer=str(item.get("layer") or ""),
-                bucket=item.get("bucket"),
-                kind=str(item.get("kind") or "kill"),
-                for_s=item.get("for_s"),
-                hold=bool(item.get("hold", False)),
-                beside=frozenset(item.get("beside") or ()),
-            )
-            for item in items
+            Fault(**{name: value for name, value in item.items() if value is not None}) for item in items
         ]
         self._mine = [fault for fault in self._faults if fault.rank == rank]
         self._beside = [fault for fault in self._faults if rank in fault.beside]

@@ -24,8 +24,6 @@ _ANY = -1
 
 
 class Membership:
-    """Membership of one rank in successive generations."""
-
     def __init__(
         self,
         rank: int,
@@ -71,7 +69,6 @@ class Membership:
 
     @property
     def hosts(self) -> dict[int, str]:
-        """Returns rank -> host as reported by its member; "" if unknown."""
         return {member.rank: member.host for member in self.view.members}
 
     def form(self) -> None:

@@ -44,13 +44,11 @@ class OwnLog:
 
     @property
     def writer(self) -> SidecarWriter:
-        """Returns the writer of an opened log."""
         assert self._writer is not None, "the log is opened with the first generation's groups"
         return self._writer
 
     @property
     def servers(self) -> list[str]:
-        """Returns the servers that store this rank's records."""
         return list(self._servers)
 
     @property
@@ -66,7 +64,6 @@ class OwnLog:
         return 0 if writer is None else writer.queued_bytes
 
     def open(self, view: pb.View) -> None:
-        """Opens the log, before this generation's first step; an open one only follows the View in FORMING."""
         self.servers_of_job = list(view.log_servers)
         if self._writer is None:
             self._place(view)

@@ -89,8 +89,6 @@ _COUNTED = {
 
 
 class TrainerMetrics:
-    """Metrics of one rank, for `swift_ft.metrics.Exposition`."""
-
     def __init__(self, job: str, rank: int, progress: Callable[[], Mapping[str, float]]) -> None:
         self._info = {"job": job, "rank": str(rank)}
         self._progress = progress
@@ -105,7 +103,6 @@ class TrainerMetrics:
         self.stop = events.listen(self.heard)
 
     def heard(self, event: str, values: Mapping[str, Any]) -> None:
-        """(any thread of the rank) Updates the metrics with an event."""
         now = events.now()
         with self._lock:
             if event in ("replay_end", "notice"):

@@ -20,8 +20,6 @@ from swift_ft.train.updates import Updates
 
 
 class Crossing:
-    """Pipeline collectives: run in a step over the session's groups, and answered from the log in a replay."""
-
     def __init__(
         self,
         channel: Channel,
@@ -38,7 +36,6 @@ class Crossing:
         self._groups = groups
 
     def all_reduce(self, tensor: torch.Tensor, name: str, ranks: Sequence[int] | None) -> torch.Tensor:
-        """See `Session.all_reduce`."""
         group = self._groups["pipeline"]
         if ranks is not None:
             group = group.part(ranks)
@@ -52,7 +49,6 @@ class Crossing:
             return laid_like(total, tensor)
 
     def reduce_gradients(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `Session.reduce_gradients`."""
         self._updates.check_whole()
         if optimizer is None and len(self._updates.optimizers) > 1:
             raise UsageError(
@@ -63,7 +59,6 @@ class Crossing:
         self._updates.reduce(optimizer)
 
     def unscale_(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """See `Session.unscale_`."""
         if self._updates.wait_free:
             raise wait_free.no_scaler()
         if not any(scaler is value for value in self._registered.values()):
@@ -109,7 +104,6 @@ class Crossing:
         norm_type: float,
         uncounted: Iterable[torch.nn.Parameter],
     ) -> torch.Tensor:
-        """See `Session.clip_grad_norm_`."""
         self._updates.check_whole()
         self._updates.communicates()
         if self._updates.wait_free:

@@ -199,8 +199,6 @@ def _plain_modules(module: torch.nn.Module, name: str = "") -> Iterator[tuple[st
 
 
 class Recording(Participant):
-    """Recorder of one rank's steps. Used by the trainer's thread only."""
-
     def __init__(
         self,
         rank: int,
@@ -246,11 +244,9 @@ class Recording(Participant):
 
     @property
     def under_way(self) -> bool:
-        """Returns whether the step under way is recorded."""
         return self._under_way
 
     def begin_step(self, step: Step) -> None:
-        """(after `Witness.begin`) Begins recording, if the step is one to record."""
         if step.replaying:
             return
         self._under_way = self._from is not None and self._from <= step.number <= self._from + STEPS
@@ -259,7 +255,6 @@ class Recording(Participant):
             self._tape.record(all_of_it=step.number == self._from)
 
     def step_begun(self, step: Step) -> None:
-        """Notes the initial state."""
         if not self._under_way:
             return
         self._watch.state(self._begun_with())
@@ -267,7 +262,6 @@ class Recording(Participant):
             self._write(step.number)  # only the state of this step is compared
 
     def end_step(self, step: Step) -> None:
-        """Writes the step's observations to the log."""
         if self._under_way:
             self._write(step.number)
 
@@ -280,7 +274,6 @@ class Recording(Participant):
             self._record(results(self._rank), RecordKey(step, self._generation, slot), tensor)
 
     def drop_step(self) -> None:
-        """Drops the recording of a step that is taken back."""
         if self._under_way:
             self._stop()
 

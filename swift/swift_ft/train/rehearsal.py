@@ -37,7 +37,7 @@ from swift_ft.train.coordinator_session import own_servers
 from swift_ft.train.participants import TrainStep
 from swift_ft.train.recording import STEPS, ThoroughWatch, decoded
 from swift_ft.train.replay import Standstill
-from swift_ft.train.step_digests import Witness
+from swift_ft.train.step_digests import Witness, let_pass
 from swift_ft.train.strategies import load_checkpoint
 from swift_ft.train.tape import Results, Tape
 from swift_ft.train.training_state import TrainerState
@@ -143,8 +143,6 @@ class Shadow(ABC):
 
 
 class Warming(Shadow):
-    """A spare's warm-up: one step of the rank, from its newest checkpoint."""
-
     def run(self, train_step: TrainStep, num_steps: int) -> NoReturn:
         run = warm_up.this_run()
         run.script_seconds = warm_up.script_seconds()
@@ -204,8 +202,6 @@ class Warming(Shadow):
 
 
 class Rehearsal(Shadow):
-    """A rehearsal: replays up to `STEPS` steps of the rank and compares them with its recordings."""
-
     def __init__(self, *shadow: Any, watch: ThoroughWatch, tape: Tape, seed: int, stall_s: float) -> None:
         """`seed`: the job's seed. `stall_s`: seconds without progress after which a step is abandoned."""
         super().__init__(*shadow)
@@ -297,7 +293,7 @@ class Rehearsal(Shadow):
             if not self._cut:
                 raise
         finally:
-            self._witness.passing = _let_pass
+            self._witness.passing = let_pass
             self._end_step()
         begun = self._state.updates.begun
         partial = self._state.updates.partial
@@ -348,7 +344,3 @@ class Rehearsal(Shadow):
             self._begin_step(last, *self._recorded(last))
             self._end_step()
         return last - first
-
-
-def _let_pass(_: Seen) -> None:
-    """Default of `Witness.passing`: does not interrupt the step."""

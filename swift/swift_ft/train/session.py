@@ -66,7 +66,6 @@ from swift_ft.train.training_state import TrainerState
 from swift_ft.train.updates import Losses, Updates
 from swift_ft.train.verification import Audit
 
-ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
 ENV_METRICS_LISTEN = "SWIFT_METRICS_LISTEN"
 ENV_LOCAL_PLACE = "SWIFT_LOCAL_PLACE"
 """Local rank, for the metrics port. LOCAL_RANK does not serve: it names the device, which two ranks may share."""
@@ -117,7 +116,6 @@ class Session:
         Raises UsageError (not started by ``swift-ft run``, a wrong setting, or a machine without shared memory for the
         log's queue) and JoinRefused (another rank has different settings, another machine or another world size).
         """
-        settings.setdefault("measure_undo", bool(os.environ.get(ENV_MEASURE_UNDO)))
         settings |= _launchers(settings)
         settings.setdefault("rehearse", "start" if os.environ.get(ENV_SPARES, "0") != "0" else "off")
         config = SessionConfig(seed=seed, checkpoint_every=checkpoint_every, codec=codec, **settings)

@@ -9,7 +9,6 @@ Legend: `stage` index in the pipeline, `mb` the schedule's microbatch index.
 
 import copy
 import json
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
@@ -69,7 +68,6 @@ class Inference:
 
     @property
     def changed(self) -> bool:
-        """Returns whether the forward has changed the module."""
         return self._module.changed
 
     def end(self) -> None:
@@ -81,7 +79,6 @@ class Inference:
 
 @contextmanager
 def _objects_kept(objects: Mapping[str, Any]) -> Iterator[None]:
-    """Restores the states of registered objects afterwards. Data sources are left out: no forward advances them."""
     asked = {
         name: each
         for name, each in objects.items()
@@ -105,8 +102,51 @@ def _digest(state: Any) -> str:
     return digest(tensors, json.dumps(rest))
 
 
-class LearnsShapesAlone(_Base):
-    """A stage whose neighbours need not be present when it learns its shapes. Mixed in before the torch class."""
+@contextmanager
+def inferred_whole(schedule: Any) -> Iterator[None]:
+    """Wraps a call of the schedule. If it fails in an inference, the schedule forgets its shapes. A schedule records
+    that shapes are known once all of its stages have agreed on them; after a failure before that, buffers could be
+    those of training and the record that of evaluation, or the other way round."""
+    try:
+        yield
+    except BaseException:
+        given_up = [stage.give_up_inference() for stage in torch_private.schedule_stages(schedule)]
+        if any(given_up):
+            torch_private.forget_shapes(schedule)
+        raise
+
+
+# Slots per destination, so that several destinations of a stage differ: slot = destination * _SLOTS + tensor position.
+_SLOTS = 256
+
+
+class Share(Protocol):
+    """(a replay that others help with) The part of a step that this rank computes."""
+
+    def begin(self, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves_output: bool) -> None:
+        """Called at a forward of a stage, with its external inputs. A step begins with the first of these calls."""
+
+    def begun(self, stage: Any) -> bool:
+        """Returns whether the schedule's current call is distributed over the ranks already."""
+
+    def skips(self, mb: int) -> bool:
+        """Returns whether another rank computes the microbatch."""
+
+    def loss(self, mb: int) -> torch.Tensor:
+        """Returns the loss of a skipped microbatch. `combine` fills in its value."""
+
+    def weighing(self) -> AbstractContextManager[None]:
+        """Wraps the second part of a split backward, which adds to gradients without calling autograd's hooks."""
+
+    def combine(self, stage: Any, scale: int) -> Sequence[tuple[Any, int]]:
+        """Called once this rank's microbatches of the stage are computed; its gradients are to be divided by `scale`.
+        After the rank's last stage, all gradients become those of all microbatches. Returns the stages, each with its
+        scale, that are complete now."""
+
+
+class _Logged(_Base):
+    """The differences of a logged stage from torch's. Mixed in before the torch class. Its neighbours need not be
+    present when it learns its shapes."""
 
     _channel: Channel
     groups: Sequence[ReconfigurableGroup] = ()
@@ -118,17 +158,65 @@ class LearnsShapesAlone(_Base):
     called_too: Callable[[], tuple[Iterable[Any], Mapping[str, Any]]]
     """Returns the loss functions and registered objects, which a forward may change too."""
     _before_inference: Inference | None
+    _calls: int
+    _awaiting_forward: set[int]
+    _awaiting_backward: set[int]
+    _updates: Updates
+    last_backward: bool
+    grad_scale: int
+    """Divisor of gradients under the running schedule."""
+    share: Share | None = None
+    """Set while others help with a replay."""
+    loss_like: Any = None
+    """(last stage) Result of the loss function in the inference."""
+    adopted: Mapping[int, int] = MappingProxyType({})
+    """Microbatch number -> number in keys, for another origin's microbatches computed here
+    (`swift_ft.train.rerouting`)."""
+    skipped: int | None = None
+    """Microbatch of the last requested forward, if it is not computed here."""
+    _withheld: dict[int, list[dist.P2POp]]
+    """Receives of microbatches that another rank may turn out to compute, until the step's first forward begins."""
+    _arriving: dict[int, list[dist.Work]]
+    """Receives that were withheld and are posted now."""
 
-    def _attach_shapes(self, channel: Channel) -> None:
+    def _attach(self, channel: Channel, updates: Updates) -> None:
         self._channel = channel
         self.called_too = lambda: ((), {})
         self.inferring = False
         self._before_inference = None
+        self._updates = updates
+        self.last_backward = False
+        self.grad_scale = 1
+        self._calls = -1
+        self._awaiting_forward = set()
+        self._awaiting_backward = set()
+        self._withheld, self._arriving = {}, {}
+
+    # --- one call of schedule.step() ---
+
+    def clear_runtime_states(self) -> None:
+        """Counts the calls, so that keys differ when a trainer runs its schedule several times in one optimizer step
+        (accumulation, evaluation). Every schedule calls this first in a call."""
+        self._channel.wait_copied()  # receive buffers are reused
+        self._calls += 1
+        self._awaiting_forward.clear()
+        self._awaiting_backward.clear()
+        self._withheld.clear()
+        self._arriving.clear()
+        super().clear_runtime_states()
+
+    def begin_step(self) -> None:
+        self._calls = -1
 
     @property
-    @abstractmethod
     def call(self) -> int:
         """Number of the schedule's current call in this step, from 0."""
+        return max(self._calls, 0)
+
+    def _microbatch(self, mb: int) -> int:
+        return self.call * 65536 + self.adopted.get(mb, mb)
+
+    # --- shapes ---
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         metas = meta.forward_metas if isinstance(meta, torch_private.ForwardMeta) else meta.backward_metas
@@ -193,110 +281,6 @@ class LearnsShapesAlone(_Base):
         if inferring:
             self._end_inference()
         return inferring
-
-
-torch_private.learn_shapes_alone(LearnsShapesAlone)
-
-
-@contextmanager
-def inferred_whole(schedule: Any) -> Iterator[None]:
-    """Wraps a call of the schedule. If it fails in an inference, the schedule forgets its shapes. A schedule records
-    that shapes are known once all of its stages have agreed on them; after a failure before that, buffers could be
-    those of training and the record that of evaluation, or the other way round."""
-    try:
-        yield
-    except BaseException:
-        given_up = [stage.give_up_inference() for stage in torch_private.schedule_stages(schedule)]
-        if any(given_up):
-            torch_private.forget_shapes(schedule)
-        raise
-
-
-# Slots per destination, so that several destinations of a stage differ: slot = destination * _SLOTS + tensor position.
-_SLOTS = 256
-
-
-class Share(Protocol):
-    """(a replay that others help with) The part of a step that this rank computes."""
-
-    def begin(self, stage: Any, args: tuple[Any, ...], kwargs: dict[str, Any], saves_output: bool) -> None:
-        """Called at a forward of a stage, with its external inputs. A step begins with the first of these calls."""
-
-    def begun(self, stage: Any) -> bool:
-        """Returns whether the schedule's current call is distributed over the ranks already."""
-
-    def skips(self, mb: int) -> bool:
-        """Returns whether another rank computes the microbatch."""
-
-    def loss(self, mb: int) -> torch.Tensor:
-        """Returns the loss of a skipped microbatch. `combine` fills in its value."""
-
-    def weighing(self) -> AbstractContextManager[None]:
-        """Wraps the second part of a split backward, which adds to gradients without calling autograd's hooks."""
-
-    def combine(self, stage: Any, scale: int) -> Sequence[tuple[Any, int]]:
-        """Called once this rank's microbatches of the stage are computed; its gradients are to be divided by `scale`.
-        After the rank's last stage, all gradients become those of all microbatches. Returns the stages, each with its
-        scale, that are complete now."""
-
-
-class _Logged(LearnsShapesAlone):
-    """The differences of a logged stage from torch's. Mixed in before the torch class."""
-
-    _calls: int
-    _awaiting_forward: set[int]
-    _awaiting_backward: set[int]
-    _updates: Updates
-    last_backward: bool
-    grad_scale: int
-    """Divisor of gradients under the running schedule."""
-    share: Share | None = None
-    """Set while others help with a replay."""
-    loss_like: Any = None
-    """(last stage) Result of the loss function in the inference."""
-    adopted: Mapping[int, int] = MappingProxyType({})
-    """Microbatch number -> number in keys, for another origin's microbatches computed here
-    (`swift_ft.train.rerouting`)."""
-    skipped: int | None = None
-    """Microbatch of the last requested forward, if it is not computed here."""
-    _withheld: dict[int, list[dist.P2POp]]
-    """Receives of microbatches that another rank may turn out to compute, until the step's first forward begins."""
-    _arriving: dict[int, list[dist.Work]]
-    """Receives that were withheld and are posted now."""
-
-    def _attach(self, channel: Channel, updates: Updates) -> None:
-        self._attach_shapes(channel)
-        self._updates = updates
-        self.last_backward = False
-        self.grad_scale = 1
-        self._calls = -1
-        self._awaiting_forward = set()
-        self._awaiting_backward = set()
-        self._withheld, self._arriving = {}, {}
-
-    # --- one call of schedule.step() ---
-
-    def clear_runtime_states(self) -> None:
-        """Counts the calls, so that keys differ when a trainer runs its schedule several times in one optimizer step
-        (accumulation, evaluation). Every schedule calls this first in a call."""
-        self._channel.wait_copied()  # receive buffers are reused
-        self._calls += 1
-        self._awaiting_forward.clear()
-        self._awaiting_backward.clear()
-        self._withheld.clear()
-        self._arriving.clear()
-        super().clear_runtime_states()
-
-    def begin_step(self) -> None:
-        self._calls = -1
-
-    @property
-    def call(self) -> int:
-        """Number of the schedule's current call in this step, from 0."""
-        return max(self._calls, 0)
-
-    def _microbatch(self, mb: int) -> int:
-        return self.call * 65536 + self.adopted.get(mb, mb)
 
     # --- sends and receives ---
 
@@ -382,7 +366,6 @@ class _Logged(LearnsShapesAlone):
         )
 
     def streams_read(self) -> list[str]:
-        """(replay) Returns the log streams that the stage receives from."""
         beside = ((self.stage_index - 1, FORWARD), (self.stage_index + 1, BACKWARD))
         return [
             self._channel.stream(source, direction)
@@ -512,6 +495,9 @@ class _Logged(LearnsShapesAlone):
             self._updates.stage_ready(self)  # applied gradients were scaled before they were reduced
         else:
             super().scale_grads(grad_scale_factor)
+
+
+torch_private.learn_shapes_alone(_Logged)
 
 
 def _arriving(infos: tuple[Any, ...]) -> list[Any]:

@@ -44,8 +44,6 @@ Value = float | int | str | bool | None
 
 
 class Lines(Participant):
-    """One rank's metrics file, created lazily with the first line."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
@@ -58,7 +56,6 @@ class Lines(Participant):
 
     @property
     def in_use(self) -> bool:
-        """Returns whether steps of this job have lines, as far as this rank knows."""
         return bool(self._values) or self._file is not None or self._are_there
 
     def add(self, values: dict[str, object]) -> None:
@@ -203,14 +200,12 @@ class Ending(Participant):
         self._num_steps = 0
 
     def begin(self, num_steps: int) -> None:
-        """(before anything is replayed) Sets the number of steps of the run."""
         self._num_steps = num_steps
 
     def begin_step(self, step: Step) -> None:
         self._reason = None
 
     def call(self, reason: str) -> None:
-        """(in a step) Makes this step the last one of the run."""
         self._reason = reason
 
     def after_step(self, step: Step) -> None:
@@ -344,12 +339,10 @@ class StepRunner:
         return version
 
     def wait_vote(self) -> None:
-        """Waits for a vote that is still under way. Raises the error that takes its step back."""
         for participant in self._participants:
             participant.wait_vote()
 
     def drop(self) -> None:
-        """Restores the state from before the step."""
         for participant in self._participants:
             participant.drop_step()
         self._channel.end_replay()

@@ -60,7 +60,7 @@ class Witness:
         self._counted: Counter[tuple[str, str]] = Counter()
         self._digests: dict[int, tuple[weakref.ref[torch.Tensor], int, bytes]] = {}
         """id of a tensor digested in this step -> the tensor, its version and its digest."""
-        self.passing: Callable[[Seen], None] = _ignored
+        self.passing: Callable[[Seen], None] = let_pass
         """(rehearsal) Called before each digest is compared."""
         self.thorough = False
         """Set while the current step is observed thoroughly."""
@@ -159,8 +159,8 @@ class Witness:
         self._calls += 1
 
 
-def _ignored(_: Seen) -> None:
-    """Default of `Witness.passing`."""
+def let_pass(_: Seen) -> None:
+    """Default of `Witness.passing`: does not interrupt the step."""
 
 
 def watch_forwards(module: torch.nn.Module, witness: Callable[[], Witness | None]) -> None:

@@ -79,7 +79,6 @@ class Tape:
             raise Rehearsed
 
     def stop(self) -> None:
-        """Ends recording or answering, when the step is over or dropped."""
         self._kept = self._results = None
 
     def around(self, group: str, run: Collective) -> Collective:

@@ -24,8 +24,6 @@ from swift_ft.train.boundary_log import Channel
 
 @dataclass(eq=False, slots=True)
 class Tie:
-    """Tie of one parameter of this rank."""
-
     parameter: torch.nn.Parameter
     name: str
     group: ReconfigurableGroup
@@ -106,14 +104,12 @@ class Ties:
             tie.summed = False
 
     def check_closure(self, parameters: Iterable[torch.Tensor]) -> None:
-        """(an optimizer that computes gradients in its step) Raises UsageError if a parameter is tied."""
         if self._of(parameters):
             raise UsageError(
                 "session.tie with an optimizer whose step takes a closure and calls it again (LBFGS); use another one"
             )
 
     def uncounted(self) -> list[torch.nn.Parameter]:
-        """Returns the tied parameters that another rank counts in a norm."""
         return [tie.parameter for tie in self._ties if not tie.counted]
 
     def _of(self, parameters: Iterable[torch.Tensor]) -> list[Tie]:

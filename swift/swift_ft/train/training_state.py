@@ -229,7 +229,6 @@ def agree_on_groups(
 
 
 def _places(groups: Groups, forms: dict[str, str]) -> dict[str, list[Any]]:
-    """Returns each parameter's form (dtype and shape), followed by its groups."""
     places: dict[str, list[Any]] = {name: [form] for name, form in forms.items()}
     for number, of_one in enumerate(groups):
         for index, names in enumerate(of_one):
@@ -312,8 +311,6 @@ class _BeforeStep:
 
 
 class Stopped(NamedTuple):
-    """Arguments of a trainer's `session.stop`."""
-
     reason: str
     num_steps: int
     """Number of steps of the run that it ends. A run with more steps goes on."""
@@ -331,8 +328,6 @@ def _version(parameter: torch.nn.Parameter) -> tuple[int, int]:
 
 
 class TrainerState:
-    """The stages, optimizers and registered objects of one rank."""
-
     def __init__(
         self, randomness: Randomness, updates: Updates, replicate: ReconfigurableGroup | None
     ) -> None:
@@ -643,7 +638,6 @@ class TrainerState:
         return tensors
 
     def shared_dict(self) -> dict[str, Any]:
-        """Returns the state that replicas have in common."""
         return in_common(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
@@ -711,7 +705,6 @@ class TrainerState:
         return told | parameters | updated
 
     def parameter_names(self) -> dict[torch.nn.Parameter, str]:
-        """Returns each parameter's name in states."""
         return {parameter: name for name, parameter in self._named_parameters(sharded_too=True).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -758,7 +751,6 @@ class TrainerState:
         return [parameter for stage in self.stages for parameter in stage.submod.parameters()]
 
     def _named_parameters(self, *, sharded_too: bool = False) -> dict[str, torch.nn.Parameter]:
-        """Returns the parameters by their names in states; sharded ones only if `sharded_too`."""
         return {
             f"{key}.{name}": parameter
             for key, stage in self.keyed().items()
@@ -767,7 +759,6 @@ class TrainerState:
         }
 
     def gradient_bytes(self) -> dict[int, int]:
-        """Returns the bytes of trained parameters of each stage, by stage index."""
         bytes_of: dict[int, int] = {}
         for stage in self.stages:
             own = sum(p.nbytes for p in stage.submod.parameters() if p.requires_grad)

@@ -43,8 +43,6 @@ _ADVICE = {
 
 
 class Seen(NamedTuple):
-    """Identity of a tensor in its step."""
-
     kind: str
     stage: int
     microbatch: int
@@ -60,8 +58,6 @@ Transcript = Mapping[Seen, bytes]
 
 
 class Difference(NamedTuple):
-    """Difference of one tensor between two runs of a step."""
-
     seen: Seen
     before: bytes | None
     """Digest in the first run; None if the tensor was absent."""

@@ -17,6 +17,7 @@ from the next one on.
 """
 
 import math
+import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,8 +45,6 @@ from swift_ft.train.tied_weights import Ties
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """A rank's recovery offer to the planner."""
-
     version: int | None
     undo_to: int | None = None
     undo_exact: bool = False
@@ -68,8 +67,6 @@ _ELEMENTS_MAX = 1 << 16
 
 
 class Losses:
-    """One rank's check for losses that are not finite. Used by the trainer's thread only."""
-
     def __init__(self, rank: int, choice: str, channel: Channel) -> None:
         self._rank = rank
         self._choice = choice
@@ -122,8 +119,6 @@ def _worst(loss: torch.Tensor) -> float:
 
 
 class Outcome(NamedTuple):
-    """Result of a vote, equal on all ranks."""
-
     hold_next: bool
     lines: bool
     waits_next: bool
@@ -230,6 +225,9 @@ def no_second_backward() -> UsageError:
 # Reductions of buckets in flight at once: more would hide no more latency, and each holds its buffers.
 _IN_FLIGHT = 4
 
+ENV_MEASURE_UNDO = "SWIFT_UNDO_MEASURE"
+"""Environment variable (of drills): keeps copies that show the true error of an arithmetic undo."""
+
 
 class Updates:
     """The optimizers of one rank.
@@ -308,10 +306,9 @@ class Updates:
     # --- registration ---
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replaces `optimizer.step`. Raises UsageError for an optimizer that must be undoable and is not."""
         undo = self._config.undo if self.wait_free else "none"
         journal = Journal(optimizer, undo=undo, bucket_bytes=self._config.bucket_bytes)
-        journal.measure = self._config.measure_undo
+        journal.measure = bool(os.environ.get(ENV_MEASURE_UNDO))
         if self.wait_free:
             events.emit("undo_mode", mode=journal.mode, reason=journal.why)
             if journal.why:
@@ -328,7 +325,6 @@ class Updates:
         self._cut(journal)
 
     def _cut(self, journal: Journal) -> None:
-        """Replaces the journal's buckets with its current ones."""
         others = [bucket for bucket in self._buckets if bucket.journal is not journal]
         averaged = {p for bucket in self._buckets for p in bucket.averaged if bucket.journal is journal}
         self._buckets = [
@@ -350,7 +346,6 @@ class Updates:
                 self._cut(journal)
 
     def tie(self, parameter: torch.nn.Parameter, pipeline_ranks: Sequence[int]) -> None:
-        """Ties a weight to those of other pipeline ranks; see `Session.tie`."""
         if self.wait_free:
             raise no_tie()
         self.ties.add(parameter, pipeline_ranks)
@@ -407,7 +402,6 @@ class Updates:
         return [bucket for bucket in self._buckets if optimizer is None or bucket.journal.of(optimizer)]
 
     def reduce_of(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Calls `reduce` for each optimizer that holds any of these parameters."""
         given = set(parameters)
         for optimizer in self.optimizers:
             if any(not given.isdisjoint(group["params"]) for group in optimizer.param_groups):
@@ -470,7 +464,6 @@ class Updates:
         self._fault("update", self._finished - 1, (len(self._buckets) + 1) // 2 - 1)
 
     def _step(self, journal: Journal, closure: Any) -> Any:
-        """Carries out `optimizer.step()` as the trainer calls it."""
         with self.spoiling():
             return self._update(journal, closure)
 
@@ -671,7 +664,6 @@ class Updates:
             self._reducer.broadcast(tensors)
 
     def totals(self) -> dict[str, float]:
-        """Returns the cost of reductions on this rank, for the trace."""
         seconds = self._reducer.seconds if self._reducer is not None else 0.0
         return {"reduce_seconds": seconds, "buckets": len(self._buckets)}
 

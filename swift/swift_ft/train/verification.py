@@ -53,7 +53,6 @@ _watchers: list[Watcher] = []
 
 
 def watch(watcher: Watcher) -> None:
-    """Registers an observer of every further step of this process."""
     _watchers.append(watcher)
 
 
@@ -99,8 +98,6 @@ _DIGEST_BYTES = 16
 
 
 class Audit(Participant):
-    """Comparison of replicas."""
-
     def __init__(self, group: ReconfigurableGroup, state: TrainerState):
         self._group = group
         self._state = state

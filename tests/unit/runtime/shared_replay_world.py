@@ -20,20 +20,18 @@ from swift_ft import torch_private
 from swift_ft.errors import RecordMissing
 from swift_ft.log.reader import ReadFilter
 from swift_ft.log.record import Record, RecordKey, digest_of
-from swift_ft.planner import Assignment, Help, Plan
-from swift_ft.planner.groups import RecoveryGroups
+from swift_ft.planner import Help, Plan
 from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.state.tensors import same_bits
 from swift_ft.train import replay_helper
 from swift_ft.train.boundary_log import Channel, Shapes
-from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.replay_helper import Helper
 from swift_ft.train.shared_replay import Owner
 from swift_ft.train.stage import LoggedPipelineStage, logged_loss
 from tests.local_backend import LocalWire, Network
 from tests.log_client import owned_bytes
 from tests.unit.runtime.test_gradient_chain import in_parallel
-from tests.unit.runtime.wired import state_of, updates_of
+from tests.unit.runtime.wired import channel_of, state_of, updates_of
 
 RANKS, WIDTH, ROWS = 3, 8, 4
 STEPS = range(5, 8)
@@ -133,16 +131,7 @@ class Rank:
         self, rank: int, store: Any, make: Callable[[int], nn.Module], schedule: Any, microbatches: int
     ) -> None:
         self.rank, self.microbatches = rank, microbatches
-        self.channel = Channel(
-            rank,
-            Assignment.grid(RANKS),
-            3,
-            FaultInjector(rank),
-            lambda: store,
-            lambda: None,
-            lambda: None,
-            RecoveryGroups(),
-        )
+        self.channel = channel_of(rank, RANKS, store=lambda: store)
         self.captured = Captured()
         self.channel._opened = self.captured
         self.channel.watch(None)

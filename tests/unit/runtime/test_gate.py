@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from swift_ft import torch_private
 from swift_ft.comm.backend import Collective
@@ -15,15 +14,11 @@ from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.message_collectives import Alone
 from swift_ft.errors import Divergence, ReplayRefused, UsageError
 from swift_ft.log.record import Record, RecordKey, digest_of
-from swift_ft.planner import Assignment
-from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.state.tensors import byte_view, dtype_name
-from swift_ft.train.boundary_log import Channel
 from swift_ft.train.collective_policy import Gate
-from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.tied_weights import Ties
 from tests.local_backend import LocalBackend
-from tests.unit.runtime.wired import updates_of
+from tests.unit.runtime.wired import channel_of, updates_of
 
 RANKS = (0, 1, 2, 3)
 
@@ -83,16 +78,7 @@ class Rank:
         pipeline: ReconfigurableGroup | None = None,
     ) -> None:
         """`sources`: it replays."""
-        self.channel = Channel(
-            rank,
-            Assignment.grid(4),
-            3,
-            FaultInjector(rank),
-            HashStore(),
-            lambda: None,
-            lambda: None,
-            RecoveryGroups(),
-        )
+        self.channel = channel_of(rank)
         self.channel._opened = log  # type: ignore[assignment]
         self.channel.watch(None)
         self.gate = Gate()

@@ -7,9 +7,8 @@ import torch
 
 from swift_ft.errors import UsageError
 from swift_ft.log.record import RecordKey
-from swift_ft.planner import Assignment
-from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.train.boundary_log import BACKWARD, FORWARD, Channel
+from tests.unit.runtime.wired import channel_of
 
 
 class Ring:
@@ -52,16 +51,7 @@ def ring() -> Ring:
 
 @pytest.fixture
 def channel(ring: Ring) -> Channel:
-    channel = Channel(
-        1,
-        Assignment.grid(4),
-        0,
-        cast(Any, None),
-        cast(Any, None),
-        lambda: None,
-        lambda: None,
-        RecoveryGroups(),
-    )
+    channel = channel_of(1)
     channel.open(cast(Any, ring))
     channel.watch(None)
     channel.begin_step(7)

@@ -11,14 +11,12 @@ from torch._C._distributed_c10d import HashStore
 
 from swift_ft.log.reader import LogReader, ReadFilter
 from swift_ft.log.record import RecordKey
-from swift_ft.planner import Assignment
-from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.train.boundary_log import Channel
-from swift_ft.train.fault_points import FaultInjector
 from swift_ft_services.logserver.storage_interface import Place
 from tests.log_client import LogWriter
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
+from tests.unit.runtime.wired import channel_of
 
 TIMEOUT_S = 10.0
 STEPS, MICROBATCHES, SIZE = 6, 4, 1000
@@ -59,16 +57,7 @@ def servers() -> Iterator[dict[str, InProcess]]:
 
 def replaying(reader: LogReader) -> Channel:
     """Rank 2 of four, from the first step on."""
-    found = Channel(
-        2,
-        Assignment.grid(4),
-        3,
-        FaultInjector(2),
-        HashStore,
-        lambda: None,
-        lambda: None,
-        RecoveryGroups(),
-    )
+    found = channel_of(2, store=HashStore)
     found.watch(None)
     found.begin_replay(reader, 0, ())
     return found

@@ -15,19 +15,17 @@ from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import UsageError
 from swift_ft.planner import Assignment
-from swift_ft.planner.groups import RecoveryGroups
-from swift_ft.train.boundary_log import FORWARD, Channel
+from swift_ft.train.boundary_log import FORWARD
 from swift_ft.train.collective_policy import Gate
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.coordinator_session import Member
-from swift_ft.train.fault_points import FaultInjector
 from swift_ft.train.hook import Hook
 from swift_ft.train.session import Session
 from swift_ft.train.updates import Updates
 from tests.integration.logserver_world import REPOSITORY
 from tests.local_backend import LocalBackend
 from tests.unit.runtime.test_updates import HalvingReducer
-from tests.unit.runtime.wired import engine_of, ignored, state_of, updates_of
+from tests.unit.runtime.wired import channel_of, engine_of, ignored, state_of, updates_of
 
 TIMEOUT_S = 60.0
 
@@ -98,17 +96,7 @@ def test_nothing_passes_a_gate_that_knows_of_no_step() -> None:
 
 
 def test_a_channel_that_nobody_has_opened_logs_nothing_in_silence() -> None:
-    store: Any = None
-    channel = Channel(
-        0,
-        Assignment.grid(2),
-        3,
-        FaultInjector(0),
-        store,
-        ignored,
-        ignored,
-        RecoveryGroups(),
-    )
+    channel = channel_of(ranks=2)
     channel.begin_step(0)
     with pytest.raises(AssertionError, match=r"Channel\.watch was not called"):
         channel.sends(0, FORWARD, 0, 0, torch.ones(1))

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from swift_ft.planner import Assignment
+from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.state.rng import Randomness
+from swift_ft.train.boundary_log import Channel
 from swift_ft.train.checkpointing import Saving, UnloggedSteps
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.engine import Engine
@@ -70,6 +72,12 @@ def updates_of(
     if unreduced is not None:
         updates.unreduced.bind(unreduced)
     return updates
+
+
+def channel_of(rank: int = 0, ranks: int = 4, seed: int = 3, store: Any = None) -> Channel:
+    """A channel of a pipeline of `ranks`. `store`: returns the store for shapes."""
+    faults = FaultInjector(rank)
+    return Channel(rank, Assignment.grid(ranks), seed, faults, store, ignored, ignored, RecoveryGroups())
 
 
 def session_of_nothing() -> Session:
