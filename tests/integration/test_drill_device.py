@@ -1,0 +1,92 @@
+"""Drills whose stages are on the simulated device, over staged gloo: the digests equal those of the device's own run
+without a failure.
+
+The programs get the device as torch loads those of other packages: by the entry point `torch.backends` of the folder
+`tests/device/plugin`, which stands on their path.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.device import simulated
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        simulated.compiler() is None, reason="no C++ compiler: g++ makes the simulated device"
+    ),
+]
+
+ROOT = Path(__file__).parents[2]
+PLUGIN = ROOT / "tests" / "device" / "plugin"
+SHAPE = ["--model", "tiny", "--steps", "8", "--microbatches", "4"]
+
+
+def drill(at: Path, *words: str) -> dict[str, Any]:
+    simulated.library()  # the ranks find it compiled
+    path = os.pathsep.join([str(PLUGIN), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "swift_ft.cli", "drill", "--device", simulated.NAME, *SHAPE, *words]
+    done = subprocess.run(
+        [*command, "--json", str(at / "report.json")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = json.loads((at / "report.json").read_text())
+    assert (report["verdict"], report["exact"], report["bitwise_equal"]) == ("PASS", True, True)
+    assert report["negative_control"]["caught"]
+    return report
+
+
+REPLAYS = {
+    "1f1b": "rank=1,step=4,microbatch=1,phase=backward",
+    "interleaved1f1b": "rank=1,step=4,microbatch=2,phase=forward",
+    "zbv": "rank=1,step=4,microbatch=1,phase=backward",
+    "dualpipev": "rank=0,step=4,microbatch=1,phase=backward",
+}
+MATRIX = pytest.mark.matrix
+
+
+@pytest.mark.parametrize(
+    "schedule", [name if name == "1f1b" else pytest.param(name, marks=MATRIX) for name in REPLAYS]
+)
+def test_a_lost_stage_is_replayed(schedule: str, tmp_path: Path) -> None:
+    words = ["--stages", "2", "--schedule", schedule, "--kill", REPLAYS[schedule]]
+    report = drill(tmp_path, *words)
+    assert "replay" in report["strategy"].values()
+    assert report["log"]["verified_sends"] > 0
+
+
+def test_a_half_applied_step_is_taken_back_and_the_replica_copied(tmp_path: Path) -> None:
+    words = ["--stages", "1", "--replicas", "2", "--updates", "wait_free"]
+    report = drill(tmp_path, *words, "--kill", "rank=1,step=4,phase=update")
+    assert set(report["strategy"].values()) == {"replica"}
+    assert report["undo"]["exact"] is True
+    assert report["undo"]["buckets"] > 0
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("words", "phase"),
+    [
+        ("--strategy checkpoint --checkpoint-every 3", "backward"),
+        ("--helpers 2 --stages 4", "backward"),
+        ("--replicas 2 --data-parallel ddp", "reduce"),
+        ("--replicas 2 --strategy shrink", "backward"),
+        ("--replicas 2 --strategy adaptive", "backward"),
+        ("--replicas 2 --strategy adaptive --staggered on", "backward"),
+        ("--replicas 2 --strategy snapshot", "backward"),
+        ("--replicas 2 --strategy rollback", "backward"),
+        ("--replicas 2 --strategy reinit", "backward"),
+    ],
+)
+def test_each_strategy(words: str, phase: str, tmp_path: Path) -> None:
+    drill(tmp_path, "--stages", "2", *words.split(), "--kill", f"rank=1,step=6,phase={phase}")
