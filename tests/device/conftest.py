@@ -9,7 +9,7 @@ import pytest
 from tests.device import simulated
 from tests.integration.forked import Forks
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 100.0
 
 
 @pytest.fixture(scope="session")

@@ -93,7 +93,7 @@ void host_waits(const std::string& what) {
     TORCH_CHECK(!call(what.c_str()), "simulated device: a wait of the host that is refused here: ", what);
 }
 
-std::atomic<double> patience_s{20};  // a wait of the host that takes longer is an error: a test must not hang
+std::atomic<double> patience_s{60};  // a wait of the host that takes longer is an error: a test must not hang
 
 template <class Condition>
 void wait_patiently(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, const char* what,

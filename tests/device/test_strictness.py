@@ -330,6 +330,13 @@ def test_results_have_their_form_before_they_are_there() -> None:
     assert indices.eq(99).all()
 
 
+def test_what_it_does_not_know_is_refused_by_the_call() -> None:
+    with pytest.raises(NotImplementedError, match="the CPU has no kernel"):
+        torch.nn.LSTM(4, 4).to(DEVICE)(torch.ones(2, 1, 4, device=DEVICE))
+    with pytest.raises(RuntimeError, match="a view that it does not know"):
+        torch.view_as_real(torch.ones(4, dtype=torch.complex64, device=DEVICE))
+
+
 def test_an_error_in_a_kernel_shows_late_and_for_good() -> None:
     def fail() -> None:
         x = numbers()
