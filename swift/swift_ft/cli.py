@@ -37,7 +37,7 @@ OTHERS = {
     ),
     "bench": (
         "lab.bench.command",
-        "measure one part against the limit of the machine: log, replay, undo, ...; soak the log",
+        "measure one part against the limit of the machine: log, overhead, checkpoint, recovery, ...",
     ),
     "token": ("tools.token", "make signing keys, and job tokens signed with them"),
     "inspect": ("tools.inspect", "show, verify and export what is in the log; drop a job's log"),

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.integration import on_tmpfs
-
 RESULT: dict[str, Any] = {"fewer": [], "digests": [], "measured": 0.0, "injected": 0, "batches_dropped": 0}
 FEW = ("--task", "bytes", "--strategy", "auto,shrink-drop", "--rates", "2", "--seeds", "1", "--steps", "40")
 
@@ -95,26 +93,3 @@ def test_what_is_refused_in_one_line(words: tuple[str, ...], told: str, tmp_path
     assert run.returncode == 2
     assert told in run.stderr
     assert len(run.stderr.splitlines()) == 1
-
-
-@pytest.mark.timeout(200)
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    out = tmp_path / "study"
-    out.mkdir()
-    on_tmpfs.skip_where_impossible(str(out))
-    words = [
-        sys.executable,
-        "-m",
-        "tests.integration.on_tmpfs",
-        "256k",
-        str(out),
-        "-m",
-        "swift_ft.cli",
-        "study",
-    ]
-    run = subprocess.run(
-        [*words, "--out", str(out), *FEW], check=False, capture_output=True, text=True, timeout=60
-    )
-    assert run.returncode == 3
-    (line,) = run.stderr.splitlines()
-    assert "0 MiB of space, a run needs 64 MiB: make space, and start the study again" in line

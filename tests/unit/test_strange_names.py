@@ -5,7 +5,6 @@
 
 import json
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import torch
 from swift_ft import events
 from swift_ft.lab.drill.run import read_digests
 from swift_ft.lab.failures import damage
-from swift_ft.lab.study.command import Store
 from swift_ft.log.directory import DROPPED, forget_job, owned, remove_forgotten
 from swift_ft.log.manifest import GRANTED
 from swift_ft.state import export
@@ -243,11 +241,3 @@ def test_keys_are_read_beside_strange_names(tmp_path: Path) -> None:
     authority = Authority(verifying.parent)
     authority._refresh(0.0)
     assert authority._keys.keys() == {"linked"}
-
-
-def test_only_a_studys_own_runs_are_removed(tmp_path: Path) -> None:
-    strange = planted(tmp_path, "run-")
-    (tmp_path / f"run-{random.randbytes(4).hex()}").mkdir()
-    with Store(tmp_path).place() as place:
-        assert [path for path in tmp_path.glob("run-*") if path not in strange] == [place]
-    assert left_alone(strange)

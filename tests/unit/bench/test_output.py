@@ -42,3 +42,21 @@ def test_a_directory_that_cannot_be_worked_in_is_refused_in_one_line(tmp_path: P
     for bad in (tmp_path / "nowhere", tmp_path / "file"):
         with pytest.raises(UsageError, match=f"^--directory {bad}: .*; give one that can be written$"):
             output.place(bad)
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    rounds = output.Rounds()
+    for plain, other in ((1.0, 2.0), (10.0, 10.0), (100.0, 90.0)):
+        rounds.note("plain", plain)
+        rounds.note("other", other)
+    assert (rounds.ratio("other", "plain"), rounds.median("plain")) == (1.0, 10.0)
+    assert rounds.summary_ms("other") == {"median": 10_000.0, "max": 90_000.0}
+    with rounds.timed("block"):
+        pass
+    assert 0 <= rounds.values["block"][0] < 1
+
+
+def test_an_end_that_does_not_come_is_said() -> None:
+    assert output.await_end(lambda: 3, 0.0) == 3
+    with pytest.raises(ServiceError, match="not at its end after 0 s"):
+        output.await_end(lambda: None, 0.0)

@@ -1,6 +1,7 @@
 """Figures, words and pages of a study, from cells that are made up."""
 
 import statistics
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree
@@ -41,7 +42,6 @@ def result(cell: Cell) -> dict[str, Any]:
         "steps_lost": 12 * failures if cell.strategy == "checkpoint" else 0,
         "batches_dropped": 8 * dropped,
         "fewer": [[step, [0]] for step in range(8 * dropped)],
-        "losses": [[0.5, 5.0], [2.5, 4.0 + cell.seed]],
     }
 
 
@@ -50,7 +50,7 @@ def made(**changed: dict[str, Any]) -> dict[str, Any]:
     for cell in results:
         results[cell] |= changed.get(cell.name.replace("-", "_"), {})
     checks = [{**CHECK, "cell": "bytes-auto-4-0"}]
-    return figures.build(SETTINGS, results, "a machine", {}, checks)
+    return figures.build(SETTINGS, results, "a machine", checks)
 
 
 def row(found: dict[str, Any], task: str, strategy: str, rate: float) -> dict[str, Any]:
@@ -78,7 +78,6 @@ def test_what_a_failure_costs(task: str) -> None:
     calm = row(found, task, "auto", 0.0)
     assert mean(calm, "step_overhead") == pytest.approx(0.1)
     assert (mean(calm, "memory_mib"), calm["lost_s"]) == (51.0, None)
-    assert calm["losses"] == [[0.5, 5.0], [2.5, 5.0]]
 
 
 def test_the_front_has_those_that_nothing_beats() -> None:
@@ -97,9 +96,7 @@ def test_exact_ones_with_other_bits_are_named() -> None:
 
 def test_a_check_that_finds_other_bits_is_named() -> None:
     checks = [{**CHECK, "cell": "x", "same_bits": False}]
-    found = figures.build(
-        SETTINGS, {cell: result(cell) for cell in SETTINGS.cells()}, "a machine", {}, checks
-    )
+    found = figures.build(SETTINGS, {cell: result(cell) for cell in SETTINGS.cells()}, "a machine", checks)
     assert found["differ"] == ["x, by one process"]
 
 
@@ -112,23 +109,17 @@ def test_failed_runs_are_left_out_and_named() -> None:
 
 def test_nothing_came_to_its_end() -> None:
     results = {cell: {"failed": "no"} for cell in SETTINGS.cells()}
-    found = figures.build(SETTINGS, results, "a machine", {}, [])
+    found = figures.build(SETTINGS, results, "a machine", [])
     assert "No run came to its end." in page.build(found)
-    assert figures.conclusions(found) == []
     assert figures.lines(found)
 
 
-def test_conclusions() -> None:
-    words = figures.conclusions(made())
-    assert words[0].endswith("in 12 of 12 runs with failures (30 failures).")
-    exact = next(each for each in words if "4 failures per 100" in each and "exact ones" in each)
-    assert exact.index("auto 50 ± 1 %") < exact.index("checkpoint 168 ± 4 %")
-    worse = next(each for each in words if "4 failures per 100" in each and "shrink-drop" in each)
-    assert "worse by 0.400 ± 0.000 bits per byte: worse" in worse
-    one = Settings(**{**SETTINGS.as_json(), "seeds": 1, "tasks": ("bytes",)})
-    found = figures.build(one, {cell: result(cell) for cell in one.cells()}, "a machine", {}, [])
-    assert any("one seed does not say whether that is chance" in each for each in figures.conclusions(found))
-    assert "±" not in "".join(figures.lines(found))
+def test_one_seed_has_no_interval() -> None:
+    one = replace(SETTINGS, seeds=1)
+    found = figures.build(one, {cell: result(cell) for cell in one.cells()}, "a machine", [])
+    text = "\n".join(figures.lines(found))
+    assert "±" not in text
+    assert "0.400" in text
 
 
 class Balanced(HTMLParser):
@@ -150,15 +141,14 @@ def test_the_page_is_whole() -> None:
     parser.feed(text)
     assert parser.open == []
     assert "src=" not in text
-    assert text.count("<svg") == 6, "of each task one for each rate, and its curves"
+    assert text.count("<svg") == 4, "of each task one for each rate"
     for strategy in SETTINGS.strategies:
         assert strategy in text
 
 
 def test_drawings_name_each_strategy() -> None:
     rows = [r for r in made()["tasks"]["bytes"]["rows"] if r["rate"] == 4.0]
-    for drawn in (page.tradeoff(rows, "bits & bytes"), page.curves(rows)):
-        texts = {text.text for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")}
-        assert set(SETTINGS.strategies) <= texts
-    assert set(page.COLOURS) == {PLAIN, *STRATEGIES}
+    drawn = ElementTree.fromstring(page.tradeoff(rows, "bits & bytes"))
+    assert set(SETTINGS.strategies) <= {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
+    assert set(page.COLOURS) == set(STRATEGIES)
     assert len(set(page.COLOURS.values())) == len(page.COLOURS)

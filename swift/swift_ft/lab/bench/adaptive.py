@@ -19,7 +19,6 @@ most of other replicas' gradients, in copies of its stage's.
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,11 +105,9 @@ def measure(shape: Shape, modes: Sequence[str]) -> dict[str, Any]:
             "bound": bound,
         }
     pipelines = {replica for _, replica in shape.lost}
-    exact = (
-        found["memory"]["less_s"] / found["inexact"]["less_s"]
-        if {"memory", "inexact"} <= found.keys()
-        else None
-    )
+    exact = None
+    if {"memory", "inexact"} <= found.keys():
+        exact = found["memory"]["less_s"] / found["inexact"]["less_s"]
     met = all(each["time"] <= PLAN_MAX * each["plan"] for each in found.values())
     met = met and (exact is None or exact <= EXACT_MAX)
     return {
@@ -130,16 +127,13 @@ def _run(shape: Shape, settings: dict[str, Any]) -> Measured:
     with tempfile.TemporaryDirectory(prefix="swift-bench-") as place:
         out = Path(place, "out")
         out.mkdir()
-        told = {
+        told: dict[str, Any] = {
             "stages": stages,
             "replicas": replicas,
             "microbatches": microbatches,
-            "numbers": _NUMBERS,
             "unit_s": unit_s,
-            "steps": _BEFORE + _AFTER,
-            "settings": settings,
-            "out": str(out),
         }
+        told |= {"numbers": _NUMBERS, "steps": _BEFORE + _AFTER, "settings": settings, "out": str(out)}
         faults = [{"id": f"f{rank}", "rank": rank, "step": _BEFORE, "phase": "idle"} for rank in killed]
         with Cluster(
             Path(place, "job"),
@@ -150,12 +144,10 @@ def _run(shape: Shape, settings: dict[str, Any]) -> Measured:
             trainer_arguments=[json.dumps(told)],
             faults=json.dumps(faults),
         ) as cluster:
-            deadline = time.monotonic() + 120 + 30 * unit_s * (_BEFORE + _AFTER) * microbatches
-            while (code := cluster.poll()) is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            if code != 0:
-                how = "did not come to its end" if code is None else f"ended with code {code}"
-                raise ServiceError(f"bench adaptive: the job {how}: {cluster.output_tail()}")
+            limit_s = 120 + 30 * unit_s * (_BEFORE + _AFTER) * microbatches
+            if code := output.await_end(cluster.poll, limit_s):
+                said = cluster.output_tail()
+                raise ServiceError(f"bench adaptive: the job ended with code {code}: {said}")
             held = [e["gradient_bytes"] for e in cluster.tail.read() if e["event"] == "adopted_step"]
         left = min(set(range(stages * replicas)) - set(killed))
         over = {int(step): t for step, t in json.loads((out / f"{left}.json").read_text()).items()}

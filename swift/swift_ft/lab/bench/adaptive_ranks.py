@@ -17,22 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
 import swift_ft
+from swift_ft.lab.drill.model import paced
 
 WIDTH = 8
-
-
-class _Takes(torch.autograd.Function):
-    """Identity in forward. Backward sleeps `seconds`."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
 
 
 class Paced(nn.Module):
@@ -48,8 +35,8 @@ class Paced(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self._unit_s)
         if not self._first:
-            x = _Takes.apply(x, self._unit_s)  # type: ignore[no-untyped-call]
-        weight: Tensor = _Takes.apply(self.weight, self._unit_s * (1 + self._first))  # type: ignore[no-untyped-call]
+            x = paced(x, 0.0, self._unit_s)
+        weight = paced(self.weight, 0.0, self._unit_s * (1 + self._first))
         return x * weight.view(WIDTH, -1).mean(1)
 
 

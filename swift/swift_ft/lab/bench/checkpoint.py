@@ -11,26 +11,25 @@ limits     the same bytes copied in memory; the same bytes written to one file a
 ``--formats`` measures the cost and the losses of each checkpoint format instead (`swift_ft.lab.bench.formats`).
 """
 
-import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from swift_ft.cli_parser import Parser
-from swift_ft.errors import ServiceError, UsageError
+from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.lab.bench import output
 from swift_ft.lab.bench.formats import command as formats
+from swift_ft.lab.bench.formats.kinds import FORMATS
+from swift_ft.lab.bench.formats.states import write_tensors
+from swift_ft.lab.bench.output import Rounds
 from swift_ft.state import MODES
-from swift_ft.state.checkpoint_store import CheckpointStore
-from swift_ft.state.export import Reading, alone
+from swift_ft.state.export import alone
 from swift_ft.state.tree import split
 from swift_ft.text import show, table
 
@@ -40,10 +39,12 @@ STEPS_PLAIN = 5
 """Steps without a save in each round, as the baseline."""
 STALL_GOAL = 3.0
 """Upper limit of the stall in mode "async" over a copy in memory."""
-WAYS = (*MODES, "dcp", "dcp async")
+WAYS = {mode: FORMATS[f"swift {mode}"] for mode in MODES} | {
+    name: FORMATS[name] for name in ("dcp", "dcp async")
+}
+BLOCKING = ("sync", "dcp")
 
 State = dict[str, Any]
-Over = Callable[[], None]
 
 
 class Trainer:
@@ -72,135 +73,78 @@ class Trainer:
         return list(split(self.state())[0].values())
 
 
-class Saves:
-    """The ways to save, each in its own folder. ``begin`` returns when training may continue; ``end`` comes last."""
-
-    def __init__(self, place: Path) -> None:
-        self._place = place
-        self._version = 0
-        self._stores = {mode: CheckpointStore(place / mode, 0, Reading()) for mode in MODES}
-        self._failed = ""
-
-    def begin(self, way: str, state: State, over: Over) -> None:
-        """Begins a save. `over` is called once it is durable or has failed. Raises ServiceError if "dcp" fails."""
-        self._version += 1
-        if way in MODES:
-            self._begin_ours(way, state, over)
-            return
-        writer = FileSystemWriter(self._place / way / str(self._version), sync_files=True)
-        if way == "dcp":
-            try:
-                save(state, storage_writer=writer, no_dist=True)
-            except (OSError, CheckpointException) as error:
-                raise ServiceError(f"torch cannot save in {self._place}: {error}") from error
-            over()
-        else:
-            future: Any = async_save(state, storage_writer=writer, no_dist=True)
-            future.add_done_callback(lambda done: self._over(str(done.exception() or ""), over))
-
-    def _begin_ours(self, mode: str, state: State, over: Over) -> None:
-        self._stores[mode].save(
-            self._version,
-            state,
-            lambda _version: self._over("", over),
-            lambda unsaved: self._over(unsaved.reason, over),
-            sync=mode == "sync",
-        )
-
-    def _over(self, failed: str, over: Over) -> None:
-        self._failed = failed
-        over()
-
-    def end(self, way: str) -> None:
-        """Removes the saved files; swift's are loaded before. Raises ServiceError if the save failed."""
-        if self._failed:
-            if way in MODES:
-                self._stores[way].close()  # without another attempt
-            raise ServiceError(f"nothing can be saved in {self._place}: {self._failed}")
-        if way in MODES:
-            self._stores[way].wait()
-            self._stores[way].load(self._version)
-        shutil.rmtree(self._place / way)
-
-
 class Bench:
     """Rounds with the same trainer."""
 
     def __init__(self, place: Path, elements: int) -> None:
         self.trainer = Trainer(elements)
-        self._saves = Saves(place)
+        self.rounds = Rounds()
+        """Seconds, such as "async stall"."""
         self._place = place
-        self.seconds: dict[str, list[float]] = {}
-        """Seconds of each round by measurement, such as "async stall"."""
 
     def round(self) -> None:
         plain = statistics.median(self.trainer.step() for _ in range(STEPS_PLAIN))
-        self._note("step", plain)
+        self.rounds.note("step", plain)
         self._limits()
         for way in WAYS:
-            self._save(way, plain)
+            self.save(way, plain)
 
-    def forget(self) -> None:
-        """Discards the times of the warm-up round."""
-        self.seconds.clear()
+    def save(self, way: str, plain: float) -> None:
+        """Saves in one way, with steps until the save is durable. `plain`: seconds of a step without a save."""
+        folder, form = self._place / way, WAYS[way]
+        try:
+            folder.mkdir()
+            with alone():
+                began = time.monotonic()
+                wait = form.save(self.trainer.state(), folder, fsync=True, together=False)
+                if way in BLOCKING:
+                    wait()
+                stall = durable = time.monotonic() - began
+                longer = 0.0
+                if way not in BLOCKING:
 
-    def _save(self, way: str, plain: float) -> None:
-        ended: list[float] = []
-        began = time.monotonic()
-        with alone():
-            self._saves.begin(way, self.trainer.state(), lambda: ended.append(time.monotonic()))
-            stall = time.monotonic() - began
-            longer = 0.0
-            while not ended:
-                longer += self.trainer.step() - plain
-        self._note(f"{way} stall", stall)
-        self._note(f"{way} durable", ended[0] - began)
-        self._note(f"{way} cost", stall + longer)
-        self._saves.end(way)
+                    def end() -> float:
+                        wait()
+                        return time.monotonic() - began
+
+                    with ThreadPoolExecutor(1) as pool:
+                        ending = pool.submit(end)
+                        while not ending.done():
+                            longer += self.trainer.step() - plain
+                        durable = ending.result()
+            form.load(folder, self.trainer.state())
+        except (OSError, SwiftError, CheckpointException) as error:
+            raise ServiceError(f"nothing can be saved in {folder}: {error}") from error
+        self.rounds.note(f"{way} stall", stall)
+        self.rounds.note(f"{way} durable", durable)
+        self.rounds.note(f"{way} cost", stall + longer)
+        shutil.rmtree(folder)
 
     def _limits(self) -> None:
-        tensors = self.trainer.tensors()
-        began = time.monotonic()
-        copies = [tensor.clone() for tensor in tensors]
-        self._note("copy", time.monotonic() - began)
+        with self.rounds.timed("copy"):
+            copies = [tensor.clone() for tensor in self.trainer.tensors()]
         path = self._place / "limit"
-        began = time.monotonic()
-        with path.open("wb", buffering=0) as file:
-            for tensor in copies:
-                left = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-                while left:
-                    left = left[file.write(left) :]
-            os.fsync(file)
-        self._note("write", time.monotonic() - began)
+        with self.rounds.timed("write"):
+            write_tensors(path, copies, fsync=True)
         path.unlink()
-
-    def _note(self, what: str, seconds: float) -> None:
-        self.seconds.setdefault(what, []).append(seconds)
 
     def result(self) -> dict[str, Any]:
         """Returns medians in seconds, and their ratios, each the median of the rounds' ratios."""
-        sizes = [tensor.nbytes for tensor in self.trainer.tensors()]
+        rounds = self.rounds
         return {
             "parameters": self.trainer.parameters,
-            "state_bytes": sum(sizes),
-            **{f"{name}_s": statistics.median(self.seconds[name]) for name in ("step", "copy", "write")},
+            "state_bytes": sum(tensor.nbytes for tensor in self.trainer.tensors()),
+            **{f"{name}_s": rounds.median(name) for name in ("step", "copy", "write")},
             "ways": {
                 way: {
-                    **{
-                        f"{what}_s": statistics.median(self.seconds[f"{way} {what}"])
-                        for what in ("stall", "durable", "cost")
-                    },
-                    "stall_over_copy": self._ratio(f"{way} stall", "copy"),
-                    "durable_over_write": self._ratio(f"{way} durable", "write"),
-                    "cost_in_steps": self._ratio(f"{way} cost", "step"),
+                    **{f"{what}_s": rounds.median(f"{way} {what}") for what in ("stall", "durable", "cost")},
+                    "stall_over_copy": rounds.ratio(f"{way} stall", "copy"),
+                    "durable_over_write": rounds.ratio(f"{way} durable", "write"),
+                    "cost_in_steps": rounds.ratio(f"{way} cost", "step"),
                 }
                 for way in WAYS
             },
         }
-
-    def _ratio(self, one: str, other: str) -> float:
-        pairs = zip(self.seconds[one], self.seconds[other], strict=True)
-        return statistics.median(mine / base for mine, base in pairs)
 
 
 def text(result: dict[str, Any], rounds: int) -> list[str]:
@@ -222,31 +166,25 @@ def text(result: dict[str, Any], rounds: int) -> list[str]:
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--parameters", type=int, metavar="N", help=f"elements of the model ({PARAMETERS:,})")
-    parser.add_argument(
-        "--rounds", type=int, default=ROUNDS, metavar="N", help="that are timed (%(default)s)"
-    )
-    parser.add_argument(
-        "--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)"
-    )
+    add = parser.add_argument
+    add("--parameters", type=int, default=PARAMETERS, metavar="N", help="elements of the model (%(default)s)")
+    add("--rounds", type=int, default=ROUNDS, metavar="N", help="that are timed (%(default)s)")
+    add("--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)")
     formats.add_arguments(parser)
 
 
 def run(arguments: Any) -> dict[str, Any]:
-    if any(number is not None and number < 1 for number in (arguments.parameters, arguments.rounds)):
+    if arguments.parameters < 1 or arguments.rounds < 1:
         raise UsageError("--parameters and --rounds must be positive")
     if arguments.formats is not None:
-        if arguments.parameters is not None:
-            raise UsageError("--parameters is not for --formats; give --sizes")
         return formats.run(arguments)
-    formats.check_unused(arguments)
     on = f"{output.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     print(on, flush=True)
     with output.place(arguments.directory) as place:
-        bench = Bench(Path(place), arguments.parameters or PARAMETERS)
-        for index in range(arguments.rounds + 1):
-            if index == 1:
-                bench.forget()
+        bench = Bench(Path(place), arguments.parameters)
+        bench.round()
+        bench.rounds = Rounds()  # the first one was a warm-up
+        for _ in range(arguments.rounds):
             bench.round()
     result = {"machine": on, **bench.result()}
     goal = output.goal(result["ways"]["async"]["stall_over_copy"], at_most=STALL_GOAL)

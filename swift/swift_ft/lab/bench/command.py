@@ -1,6 +1,7 @@
 """`swift-ft bench NAME`: runs the benchmark of that name, and writes what it has found."""
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -9,11 +10,10 @@ from swift_ft.errors import SwiftError, UsageError
 from swift_ft.lab.bench import output
 
 BENCHMARKS = {
-    "log": "the log's appends and reads: bytes per second over the wire's and the disk's, CPU seconds per GB",
-    "overhead": "a session against the same pipeline in plain torch, and what its overhead is made of",
+    "log": "the log's appends and reads: bytes per second over the disk's, CPU seconds per GB",
+    "overhead": "a session against the same pipeline in plain torch: wall time and CPU time",
     "checkpoint": "a save in both modes, beside torch's DCP: how long training waits, what it costs the steps",
     "coordinator": "the coordinator's processor time for jobs of many members: join, checkpoint, recovery",
-    "replay": "a replayed step over the step as it was, alone and with helpers, beside the bound",
     "adaptive": "a pipeline with replicas without some of its ranks: its steps over those of all, beside the plan",
     "shrink": "a killed member, until the others have shrunk and agreed, beside Open MPI with ULFM",
     "recovery": "what it costs that one of two ranks dies: torchrun with checkpoints, torchft, NVRx and swift",
@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises, so that child processes are ended
     try:
         if not arguments or arguments[0] not in BENCHMARKS:
             what = f"there is no benchmark {arguments[0]!r}" if arguments else "name a benchmark"

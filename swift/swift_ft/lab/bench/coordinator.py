@@ -48,18 +48,13 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(arguments: Any) -> dict[str, Any]:
-    cases = [measure(members) for members in checked_members(arguments.members)]
+    sizes = [whole_number(word) or 0 for word in arguments.members.split(",")]
+    if any(members < REPLICAS or members % REPLICAS for members in sizes):
+        raise UsageError(f"--members {arguments.members}: give multiples of {REPLICAS}, such as 64,256,1024")
+    cases = [measure(members) for members in sizes]
     document = {"machine": output.machine(), "replicas": REPLICAS, "cases": cases}
     show(text(document))
     return document
-
-
-def checked_members(words: str) -> list[int]:
-    """Parses --members. Raises UsageError."""
-    sizes = [whole_number(word) or 0 for word in words.split(",")]
-    if any(members < REPLICAS or members % REPLICAS for members in sizes):
-        raise UsageError(f"--members {words}: give multiples of {REPLICAS}, such as 64,256,1024")
-    return sizes
 
 
 def measure(members: int) -> dict[str, Any]:
@@ -83,14 +78,11 @@ def measure(members: int) -> dict[str, Any]:
         )
     return {
         "members": members,
-        "join_cpu_s": join["cpu_s"],
-        "join_s": join["s"],
+        **{f"join_{name}": join[name] for name in ("cpu_s", "s")},
         "checkpoint_cpu_s": checkpoint["cpu_s"],
         "beats_cpu": round(beats, 3),
-        "recovery_cpu_s": recovery["cpu_s"],
-        "recovery_s": recovery["s"],
-        "view_bytes": recovery["view_bytes"],
-        "generation": recovery["generation"],
+        **{f"recovery_{name}": recovery[name] for name in ("cpu_s", "s")},
+        **{name: recovery[name] for name in ("view_bytes", "generation")},
     }
 
 
@@ -116,9 +108,9 @@ def text(document: dict[str, Any]) -> list[str]:
     rows = [["members", *(f"{name} cpu s" for name in PHASES), "beats", "recovery s", "view bytes a member"]]
     for case in document["cases"]:
         used = [f"{case[f'{name}_cpu_s']:g}" for name in PHASES]
-        each = round(case["view_bytes"] / case["members"])
+        each = str(round(case["view_bytes"] / case["members"]))
         rows.append(
-            [str(case["members"]), *used, f"{case['beats_cpu']:.0%}", f"{case['recovery_s']:g}", str(each)]
+            [str(case["members"]), *used, f"{case['beats_cpu']:.0%}", f"{case['recovery_s']:g}", each]
         )
     again = [
         f"{case['members']} members: generation {case['generation']}, more than one recovery"

@@ -1,20 +1,16 @@
-"""`swift-ft bench log`: throughput of the log, relative to memory, network and disk of this machine.
+"""`swift-ft bench log`: throughput of the log, relative to the disk of this machine.
 
-    memcpy · one TCP connection over loopback · O_DIRECT appends with one sync for every 64 MiB, and O_DIRECT reads
-    ring: from the trainer's push until a native thread has copied the record into shared memory
+    O_DIRECT appends with one sync for every 64 MiB, and O_DIRECT reads
     append: writer process(es), each with its sidecar → gRPC → log server → segment files, until every record is durable
     read: log server → gRPC → a reader process, checksums verified, with the segments evicted from the page cache
 
 Every round measures all cases once, in order. A case's ratio is the median of its ratios within each round.
 """
 
-import ctypes
 import os
-import socket
-import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +18,9 @@ from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
 from swift_ft.lab.bench.log_ranks import GENERATION, TIMEOUT_S
-from swift_ft.lab.bench.output import Worker
+from swift_ft.lab.bench.output import Rounds, Worker
 from swift_ft.log import admin
 from swift_ft.log.memory import page_aligned
-from swift_ft.log.record import RecordKey
-from swift_ft.log.ring import Consumer, Memory, header_of, producer
 from swift_ft.text import show, table
 
 
@@ -39,50 +33,21 @@ SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20, "16 MiB": 16 <<
 WRITERS = 4
 SHARED_SIZE = "4 MiB"
 """Record size of the goals, and of the records that several writers append together."""
-WIRE, DISK_WRITE, DISK_READ = "TCP loopback", "O_DIRECT append", "O_DIRECT read"
-RING = "trainer's ring"
-GOALS = {"ring": 0.5, "append": 0.65, "read": 0.85, "writers": 1.0}
-CPU_GOALS = {"client_cpu": 0.45, "server_cpu": 0.60}
-"""Upper limits in CPU seconds per GB of an append of SHARED_SIZE. The client is the writer and its sidecar."""
-WORDS = {
-    "ring": f"{RING} over memcpy",
-    "append": f"durable append of {SHARED_SIZE} over {DISK_WRITE}",
-    "read": f"cold read of {SHARED_SIZE} over {DISK_READ}",
-    "writers": f"{WRITERS} writers together over one",
-    "client_cpu": f"CPU s/GB of who appends {SHARED_SIZE}",
-    "server_cpu": f"CPU s/GB of the server that takes {SHARED_SIZE}",
+ALONE, TOGETHER = f"append {SHARED_SIZE}", f"append {SHARED_SIZE}, {WRITERS} writers"
+DISK_WRITE, DISK_READ = "O_DIRECT append", "O_DIRECT read"
+GOALS: dict[str, tuple[str, dict[str, float]]] = {
+    "append": (f"durable append of {SHARED_SIZE} over {DISK_WRITE}", {"at_least": 0.65}),
+    "read": (f"cold read of {SHARED_SIZE} over {DISK_READ}", {"at_least": 0.85}),
+    "writers": (f"{WRITERS} writers together over one", {"at_least": 1.0}),
+    "client_cpu": (f"CPU s/GB of who appends {SHARED_SIZE}", {"at_most": 0.45}),
+    "server_cpu": (f"CPU s/GB of the server that takes {SHARED_SIZE}", {"at_most": 0.60}),
 }
+"""Name, words and limit. The client is the writer and its sidecar."""
 _BLOCK = 8 << 20
 _SYNC_BYTES = 64 << 20
 
 
 # --- limits of the machine ---
-
-
-def memcpy(total: int) -> float:
-    """Returns the seconds for a copy of `total` bytes between buffers whose pages are already mapped."""
-    source, target = memoryview(bytearray(os.urandom(1 << 20) * 64)), memoryview(bytearray(64 << 20))
-    target[:] = source
-    began = time.monotonic()
-    for _ in range(max(1, total // len(source))):
-        target[:] = source
-    return (time.monotonic() - began) * total / (max(1, total // len(source)) * len(source))
-
-
-def over_tcp(total: int) -> float:
-    """Returns the seconds to send `total` bytes over one TCP connection on loopback, in pieces of 4 MiB."""
-    count = total // (4 << 20)
-    receiver = start("receive", "-", "-", 4 << 20, count)
-    with receiver, socket.create_connection(("127.0.0.1", int(receiver.line()))) as connection:
-        body = memoryview(bytearray(4 << 20))
-        receiver.begin()
-        began = time.monotonic()
-        for _ in range(count):
-            connection.sendall(body)
-        connection.recv(1)
-        took = time.monotonic() - began
-        receiver.result()
-    return took
 
 
 def to_disk(path: Path, total: int) -> float:
@@ -119,53 +84,24 @@ def from_disk(path: Path, total: int) -> float:
 # --- the log ---
 
 
-def into_ring(total: int) -> float:
-    """Returns the seconds until the ring has taken `total` bytes in records of SHARED_SIZE; it is drained when full."""
-    size, wake = SIZES[SHARED_SIZE], os.eventfd(0, os.EFD_CLOEXEC)
-    memory = Memory.create(256 << 20)
-    taker, consumer = producer(memory, wake), Consumer(memory, wake)
-    source = bytearray(os.urandom(1 << 20) * 64)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(source))
-    header = header_of(0, RecordKey(0, 0, 0), "uint8", (size,), size)
-
-    def put(count: int) -> None:
-        for number in range(count):
-            while taker.push(header, address + number * size % len(source), size, False) < 0:
-                taker.wait(taker.reserved)
-                while consumer.next() is not None:
-                    pass
-                consumer.release(consumer.position)
-        taker.wait(taker.reserved)
-
-    put(memory.capacity // size)  # warm-up: touches every page of the ring
-    began = time.monotonic()
-    put(total // size)
-    took = time.monotonic() - began
-    taker.close()
-    memory.close()
-    os.close(wake)
-    return took
-
-
 class Server:
     """A log server process on its own directory."""
 
     def __init__(self, pid: int, address: str, log: Path) -> None:
-        self._pid, self.address, self._log = pid, address, log
-        self.job = ""
+        self.pid, self.address, self._log = pid, address, log
         self._jobs = 0
-        self.next_job()
+        self.begin_job()
 
-    def next_job(self) -> None:
-        """Drops the records of the current job, if any, and begins a new, empty job."""
-        if self.job:
-            admin.drop(self.address, self.job, force=True, timeout_s=TIMEOUT_S)
+    def begin_job(self) -> None:
+        """Begins a new, empty job."""
         self._jobs += 1
         self.job = f"bench-{self._jobs}"
         admin.fence(self.address, self.job, GENERATION, 10.0)
 
-    def cpu_s(self) -> float:
-        return output.cpu_s(self._pid)
+    def next_job(self) -> None:
+        """Drops the records of the current job, and begins a new one."""
+        admin.drop(self.address, self.job, force=True, timeout_s=TIMEOUT_S)
+        self.begin_job()
 
     def cool(self) -> None:
         """Evicts the segments from the page cache."""
@@ -173,14 +109,6 @@ class Server:
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
-
-
-@contextmanager
-def served(directory: Path) -> Iterator[Server]:
-    """(context manager) Runs a log server on this directory."""
-    log = directory / "log"
-    with output.service("swift_ft_services.logserver", directory, "--directory", str(log)) as (pid, address):
-        yield Server(pid, address, log)
 
 
 def move(server: Server, role: str, streams: Sequence[str], size: int, total: int) -> dict[str, float]:
@@ -191,7 +119,7 @@ def move(server: Server, role: str, streams: Sequence[str], size: int, total: in
             stack.enter_context(start(role, server.address, f"{server.job}/{stream}", size, count))
             for stream in streams
         ]
-        before = server.cpu_s()
+        before = output.cpu_s(server.pid)
         for worker in workers:
             worker.begin()
         results = [worker.result() for worker in workers]
@@ -201,71 +129,68 @@ def move(server: Server, role: str, streams: Sequence[str], size: int, total: in
         return {
             "rate": gigabytes * 1e3 / seconds,
             "client_cpu": sum(f["cpu"] for f in results) / gigabytes,
-            "server_cpu": (server.cpu_s() - before) / gigabytes,
+            "server_cpu": (output.cpu_s(server.pid) - before) / gigabytes,
             "slowest_over_fastest": min(rates) / max(rates),
         }
 
 
-def measure(directory: Path, total: int) -> dict[str, Any]:
+def measure(directory: Path, total: int, rounds: Rounds) -> None:
     """Runs one round of all cases. Rates are in MB/s."""
     probe = directory / "probe"
-    limits = {
-        "memcpy": total / 1e6 / memcpy(total),
-        WIRE: total / 1e6 / over_tcp(total),
-        RING: total / 1e6 / into_ring(total),
-        DISK_WRITE: total / 1e6 / to_disk(probe, total),
-        DISK_READ: total / 1e6 / from_disk(probe, total),
-    }
+    rounds.note(DISK_WRITE, total / 1e6 / to_disk(probe, total))
+    rounds.note(DISK_READ, total / 1e6 / from_disk(probe, total))
     probe.unlink()
-    cases: dict[str, dict[str, float]] = {}
-    with served(directory) as server:
+
+    def case(name: str, role: str, writers: int, size: int) -> None:
+        for figure, value in move(server, role, [f"s{n}.F" for n in range(writers)], size, total).items():
+            rounds.note(f"{name} {figure}", value)
+
+    log = directory / "log"
+    with output.service("swift_ft_services.logserver", directory, "--directory", str(log)) as (pid, address):
+        server = Server(pid, address, log)
         for name, size in SIZES.items():
-            cases[f"append {name}"] = move(server, "append", ["s0.F"], size, total)
+            case(f"append {name}", "append", 1, size)
             server.cool()
-            cases[f"read {name}"] = move(server, "read", ["s0.F"], size, total)
+            case(f"read {name}", "read", 1, size)
             server.next_job()
-        streams = [f"s{n}.F" for n in range(WRITERS)]
-        cases[f"append {SHARED_SIZE}, {WRITERS} writers"] = move(
-            server, "append", streams, SIZES[SHARED_SIZE], total
-        )
-    return {"limits": limits, "cases": cases}
+        case(TOGETHER, "append", WRITERS, SIZES[SHARED_SIZE])
 
 
 # --- what comes out ---
 
 
-def evaluate(rounds: Sequence[dict[str, Any]], total: int) -> dict[str, Any]:
+def evaluate(rounds: Rounds, total: int) -> dict[str, Any]:
     """Computes medians over rounds, ratios within rounds, and the goals."""
-    result: dict[str, Any] = {"bytes": total, "rounds": len(rounds), "limits_mb_s": {}, "cases": {}}
-    for name in rounds[0]["limits"]:
-        result["limits_mb_s"][name] = statistics.median(r["limits"][name] for r in rounds)
-    for name, first in rounds[0]["cases"].items():
-        case = {key: statistics.median(r["cases"][name][key] for r in rounds) for key in first}
-        limit = DISK_READ if name.startswith("read") else DISK_WRITE
-        for key, against in (("of_disk", limit), ("of_wire", WIRE)):
-            case[key] = statistics.median(r["cases"][name]["rate"] / r["limits"][against] for r in rounds)
-        result["cases"][name] = case
-    alone, together = f"append {SHARED_SIZE}", f"append {SHARED_SIZE}, {WRITERS} writers"
+    names = [name.removesuffix(" rate") for name in rounds.values if name.endswith(" rate")]
+    cases = {
+        name: {
+            **{figure: rounds.median(f"{name} {figure}") for figure in ("rate", "client_cpu", "server_cpu")},
+            "slowest_over_fastest": rounds.median(f"{name} slowest_over_fastest"),
+            "of_disk": rounds.ratio(f"{name} rate", DISK_READ if name.startswith("read") else DISK_WRITE),
+        }
+        for name in names
+    }
     values = {
-        "append": result["cases"][alone]["of_disk"],
-        "read": result["cases"][f"read {SHARED_SIZE}"]["of_disk"],
-        "writers": statistics.median(
-            r["cases"][together]["rate"] / r["cases"][alone]["rate"] for r in rounds
-        ),
+        "append": cases[ALONE]["of_disk"],
+        "read": cases[f"read {SHARED_SIZE}"]["of_disk"],
+        "writers": rounds.ratio(f"{TOGETHER} rate", f"{ALONE} rate"),
+        "client_cpu": cases[ALONE]["client_cpu"],
+        "server_cpu": cases[ALONE]["server_cpu"],
     }
-    values["ring"] = statistics.median(r["limits"][RING] / r["limits"]["memcpy"] for r in rounds)
-    result["goals"] = {
-        **{name: output.goal(value, at_least=GOALS[name]) for name, value in values.items()},
-        **{name: output.goal(result["cases"][alone][name], at_most=most) for name, most in CPU_GOALS.items()},
+    return {
+        "bytes": total,
+        "rounds": len(rounds.values[DISK_READ]),
+        "limits_mb_s": {name: rounds.median(name) for name in (DISK_WRITE, DISK_READ)},
+        "cases": cases,
+        "goals": {name: output.goal(values[name], **limit) for name, (_, limit) in GOALS.items()},
     }
-    return result
 
 
 def text(result: dict[str, Any]) -> list[str]:
     """Formats the result: the machine's limits, a line for each case, and the goals."""
-    rows = [["", "MB/s", "of disk", "of wire", "CPU s/GB client", "server"]]
+    rows = [["", "MB/s", "of disk", "CPU s/GB client", "server"]]
     for name, case in result["cases"].items():
-        ratios = [f"{case[key]:.2f}" for key in ("of_disk", "of_wire", "client_cpu", "server_cpu")]
+        ratios = [f"{case[key]:.2f}" for key in ("of_disk", "client_cpu", "server_cpu")]
         rows.append([name, f"{case['rate']:.0f}", *ratios])
     return [
         f"{result['machine']}; {result['bytes'] >> 20} MiB a case, medians of {result['rounds']} rounds",
@@ -274,29 +199,25 @@ def text(result: dict[str, Any]) -> list[str]:
         "",
         *table(rows),
         "",
-        *(output.goal_words(goal, WORDS[name]) for name, goal in result["goals"].items()),
+        *(output.goal_words(goal, GOALS[name][0]) for name, goal in result["goals"].items()),
     ]
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "--mebibytes", type=int, default=512, metavar="N", help="of a case (default %(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default %(default)s")
-    parser.add_argument(
-        "--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)"
-    )
+    add = parser.add_argument
+    add("--mebibytes", type=int, default=512, metavar="N", help="of a case (default %(default)s)")
+    add("--rounds", type=int, default=3, metavar="N", help="default %(default)s")
+    add("--directory", type=Path, metavar="DIR", help="on the disk to measure (default: temporary)")
 
 
 def run(arguments: Any) -> dict[str, Any]:
     if arguments.mebibytes < 256 or arguments.mebibytes % 64 or arguments.rounds < 1:
         raise UsageError("--mebibytes takes a multiple of 64 from 256 on, --rounds 1 or more")
-    on, total = output.machine(), arguments.mebibytes << 20
-    rounds = []
+    on, total, rounds = output.machine(), arguments.mebibytes << 20, Rounds()
     try:
         for _ in range(arguments.rounds):
             with output.place(arguments.directory) as directory:
-                rounds.append(measure(Path(directory), total))
+                measure(Path(directory), total, rounds)
     except OSError as error:
         raise ServiceError(f"the disk of the benchmark: {error}; give --directory on another") from error
     result = {"machine": on, **evaluate(rounds, total)}

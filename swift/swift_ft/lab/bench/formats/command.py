@@ -6,10 +6,8 @@ all of them. Times are medians over rounds, ratios those of the rounds. A warm-u
 
 import argparse
 import json
-import signal
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,17 +15,16 @@ from typing import Any
 from swift_ft.cli_parser import Parser
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.bench import output
-from swift_ft.lab.bench.formats.kinds import FORMATS, lacking
+from swift_ft.lab.bench.formats.kinds import FORMATS
 from swift_ft.lab.bench.formats.ranks import LIMITS, Turn
 from swift_ft.lab.bench.formats.states import together
-from swift_ft.lab.bench.output import Worker, signals_held
+from swift_ft.lab.bench.output import Rounds, Worker
 from swift_ft.text import show, table
 
 RANKS_MAX = 64
-SIZES, RANKS = "1,8", "1,2"
-ALL = "all"
 MIB = 1 << 20
-SLOWEST = ("blocked_s", "total_s", "load_s", "copy_s", "write_s", "write_fsync_s", "read_s")
+LIMIT_NAMES = ("copy_s", "write_s", "write_fsync_s", "read_s")
+SLOWEST = ("blocked_s", "total_s", "load_s", *LIMIT_NAMES)
 """Of these the slowest rank counts; of all other figures the sum."""
 Losses = dict[str, dict[str, list[str]]]
 
@@ -38,25 +35,25 @@ def measure(
     """Yields for each size the case, and what each format loses. Raises ServiceError if a save or a load fails."""
     kinds = [(LIMITS, False), *((name, fsync) for name in names for fsync in FORMATS[name].fsync)]
     with ExitStack() as stack:
-        with signals_held():
-            workers = [
-                stack.enter_context(Worker("swift_ft.lab.bench.formats.ranks", rank, ranks, place.absolute()))
-                for rank in range(ranks)
-            ]
+        workers = [
+            stack.enter_context(Worker("swift_ft.lab.bench.formats.ranks", rank, ranks, place.absolute()))
+            for rank in range(ranks)
+        ]
         for worker in workers:
             worker.begin()
         for size in sizes:
-            found: dict[tuple[str, bool], list[dict[str, Any]]] = {kind: [] for kind in kinds}
-            losses: Losses = {}
+            found, losses = Rounds(), Losses()
             for number in range(-1, rounds):
                 for name, fsync in kinds:
                     turn = Turn(parameter_bytes=size, format=name, fsync=fsync, compare=number < 0)
                     merged = merge(_answers(turn, workers))
+                    lost = merged.pop("losses", None)
                     if number >= 0:
-                        found[name, fsync].append(merged)
-                    elif name != LIMITS:
-                        losses[name] = merged["losses"]
-            yield case(size, ranks, found), losses
+                        for figure, value in merged.items():
+                            found.note(f"{name} {fsync} {figure}", value)
+                    elif lost is not None:
+                        losses[name] = lost
+            yield case(size, ranks, rounds, kinds[1:], found), losses
 
 
 def _answers(turn: Turn, workers: Sequence[Worker]) -> list[dict[str, Any]]:
@@ -81,41 +78,33 @@ def merge(measures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def case(size: int, ranks: int, found: Mapping[tuple[str, bool], list[dict[str, Any]]]) -> dict[str, Any]:
-    """Computes one case from its rounds: medians, and ratios as medians of the rounds' ratios."""
-    limits = found[LIMITS, False]
+def case(
+    size: int, ranks: int, rounds: int, kinds: Sequence[tuple[str, bool]], found: Rounds
+) -> dict[str, Any]:
+    """Computes one case: medians, and ratios as medians of the rounds' ratios."""
 
-    def median(rounds: Sequence[Mapping[str, Any]], name: str) -> float:
-        return float(statistics.median(each[name] for each in rounds))
-
-    def ratio(rounds: Sequence[Mapping[str, Any]], name: str, limit: str) -> float:
-        ratios = [each[name] / base[limit] for each, base in zip(rounds, limits, strict=True)]
-        return float(statistics.median(ratios))
-
-    rows = [
-        {
+    def row(name: str, fsync: bool) -> dict[str, Any]:
+        at, base = f"{name} {fsync}", f"{LIMITS} False"
+        return {
             "format": name,
             "fsync": fsync,
-            **{key: median(rounds, key) for key in ("blocked_s", "total_s", "cpu_s", "load_s")},
-            "bytes": round(median(rounds, "bytes")),
-            "size": statistics.median(each["bytes"] / each["state_bytes"] for each in rounds),
-            "blocked_over_copy": ratio(rounds, "blocked_s", "copy_s"),
-            "total_over_write": ratio(rounds, "total_s", "write_fsync_s" if fsync else "write_s"),
-            "load_over_read": ratio(rounds, "load_s", "read_s"),
+            **{key: found.median(f"{at} {key}") for key in ("blocked_s", "total_s", "cpu_s", "load_s")},
+            "bytes": round(found.median(f"{at} bytes")),
+            "size": found.ratio(f"{at} bytes", f"{at} state_bytes"),
+            "blocked_over_copy": found.ratio(f"{at} blocked_s", f"{base} copy_s"),
+            "total_over_write": found.ratio(
+                f"{at} total_s", f"{base} {'write_fsync_s' if fsync else 'write_s'}"
+            ),
+            "load_over_read": found.ratio(f"{at} load_s", f"{base} read_s"),
         }
-        for (name, fsync), rounds in found.items()
-        if name != LIMITS
-    ]
-    state_bytes = max(
-        each["state_bytes"] for kind, rounds in found.items() if kind[0] != LIMITS for each in rounds
-    )
+
     return {
         "parameter_bytes": size,
-        "state_bytes": state_bytes,
+        "state_bytes": max(found.median(f"{name} {fsync} state_bytes") for name, fsync in kinds),
         "ranks": ranks,
-        "rounds": len(limits),
-        "limits": {name: median(limits, name) for name in limits[0]},
-        "formats": rows,
+        "rounds": rounds,
+        "limits": {name: found.median(f"{LIMITS} False {name}") for name in LIMIT_NAMES},
+        "formats": [row(name, fsync) for name, fsync in kinds],
     }
 
 
@@ -138,48 +127,33 @@ def text(case: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def losses_text(losses: Losses, skipped: Mapping[str, str]) -> list[str]:
-    """Formats what each format loses, a column per group, and the reasons why others were not measured."""
-    lines = []
-    if losses:
-        groups = list(next(iter(losses.values())))
-        rows = [[name, *(",".join(of[group]) or "-" for group in groups)] for name, of in losses.items()]
-        lines = ["what is lost (-: nothing):", *table([["", *groups], *rows])]
-    return [*lines, *(f"{name} is skipped: {why}" for name, why in skipped.items())]
+def losses_text(losses: Losses) -> list[str]:
+    """Formats what each format loses, a column per group."""
+    groups = list(next(iter(losses.values())))
+    rows = [[name, *(",".join(of[group]) or "-" for group in groups)] for name, of in losses.items()]
+    return ["what is lost (-: nothing):", *table([["", *groups], *rows])]
 
 
 def add_arguments(parser: Parser) -> None:
     group = parser.add_argument_group(
         "formats", "What each format of a checkpoint costs and loses, instead of what a save costs training."
     )
-    group.add_argument(
-        "--formats",
-        nargs="?",
-        const=ALL,
-        metavar="NAME,...",
-        help=f"measure these formats (without names: all): {', '.join(FORMATS)}",
-    )
-    group.add_argument("--sizes", metavar="MIB,...", help=f"MiB of parameters of the model ({SIZES})")
-    group.add_argument("--ranks", metavar="N,...", help=f"processes that save it ({RANKS})")
-
-
-def check_unused(given: argparse.Namespace) -> None:
-    """Raises UsageError for an option of this part without ``--formats``."""
-    for name in ("sizes", "ranks"):
-        if getattr(given, name):
-            raise UsageError(f"--{name} is for --formats; give both")
+    names = f"measure these formats (without names: all): {', '.join(FORMATS)}"
+    group.add_argument("--formats", nargs="?", const=",".join(FORMATS), metavar="NAME,...", help=names)
+    group.add_argument("--sizes", default="1,8", metavar="MIB,...", help="of parameters (%(default)s)")
+    group.add_argument("--ranks", default="1,2", metavar="N,...", help="processes that save (%(default)s)")
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """Runs the benchmark of formats and returns its document."""
-    names, skipped = measurable(given.formats)
-    sizes = _numbers("--sizes", given.sizes or SIZES, float, 1 << 20)
-    ranks = _numbers("--ranks", given.ranks or RANKS, int, RANKS_MAX)
+    names = output.some(given.formats, FORMATS, "--formats")
+    sizes = _numbers("--sizes", given.sizes, float, 1 << 20)
+    ranks = _numbers("--ranks", given.ranks, int, RANKS_MAX)
     machine = output.machine()
     print(f"{machine}; medians of {given.rounds} rounds", flush=True)
     cases = []
     losses: Losses = {}
-    with _ended_in_order(), output.place(given.directory) as place:
+    with output.place(given.directory) as place:
         for count in ranks:
             folder = Path(place, str(count))
             folder.mkdir()
@@ -188,35 +162,9 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
                 cases.append(found)
                 losses |= {name: together([losses.get(name, of), of]) for name, of in lost.items()}
                 show(["", *text(found)])
-    show(["", *losses_text(losses, skipped)])
-    return {
-        "bench": "checkpoint --formats",
-        "machine": machine,
-        "rounds": given.rounds,
-        "cases": cases,
-        "losses": losses,
-        "skipped": skipped,
-    }
-
-
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Handles SIGTERM like Ctrl-C in the block, so that the ranks are ended and their files removed."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def measurable(words: str) -> tuple[list[str], dict[str, str]]:
-    """Returns the formats that can be measured, and by name the reason why others cannot. Raises UsageError if none
-    can."""
-    names = list(FORMATS) if words == ALL else output.some(words, FORMATS, "--formats")
-    skipped = {name: why for name in names if (why := lacking(name))}
-    if len(skipped) == len(names):
-        raise UsageError(f"--formats {words}: {next(iter(skipped.values()))}")
-    return [name for name in names if name not in skipped], skipped
+    show(["", *losses_text(losses)])
+    about = {"bench": "checkpoint --formats", "machine": machine, "rounds": given.rounds}
+    return {**about, "cases": cases, "losses": losses}
 
 
 def _numbers(option: str, words: str, kind: type, most: float) -> list[Any]:

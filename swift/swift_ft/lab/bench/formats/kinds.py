@@ -7,9 +7,6 @@ the losses are measured (`swift_ft.lab.bench.formats.states`).
 Loads read files that the same process saved. Even so, only tensors, arrays and plain values are unpickled.
 """
 
-import gzip
-import importlib.util
-import io
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -18,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lz4.frame
 import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -31,8 +27,6 @@ from swift_ft.state.export import Reading, alone, load_dcp
 
 Wait = Callable[[], None]
 """Returns when the saved state is complete, and durable if requested. Raises the format's own errors."""
-LEVEL = 1
-"""Level of zlib wherever it is used: the fastest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,28 +158,6 @@ def _read_safetensors(path: Path) -> State:
     return _of_names(safetensors.torch.load_file(path))
 
 
-def _write_safetensors_lz4(state: State, path: Path) -> None:
-    import safetensors.torch
-
-    path.write_bytes(lz4.frame.compress(safetensors.torch.save(_tensors(state))))
-
-
-def _read_safetensors_lz4(path: Path) -> State:
-    import safetensors.torch
-
-    return _of_names(safetensors.torch.load(lz4.frame.decompress(path.read_bytes())))
-
-
-def _compressed(opened: Callable[..., Any], decompress: Callable[[bytes], bytes], **options: Any) -> OneFile:
-    """Returns torch's format through a compressing file."""
-
-    def write(state: State, path: Path) -> None:
-        with opened(path, "wb", **options) as file:
-            torch.save(state, file)
-
-    return OneFile(write, lambda path: _read_torch(io.BytesIO(decompress(path.read_bytes()))))
-
-
 def _of_names(flat: dict[str, Any]) -> State:
     return nested({tuple(name.split("/")): value for name, value in flat.items()})
 
@@ -211,12 +183,9 @@ def _arrays(state: State) -> dict[str, "np.ndarray[Any, Any]"]:
     return {name: array for name, array in found.items() if array is not None}
 
 
-def _npz(save: Callable[..., None]) -> OneFile:
-    def write(state: State, path: Path) -> None:
-        with path.open("wb") as file:
-            save(file, allow_pickle=False, **_arrays(state))
-
-    return OneFile(write, _read_npz)
+def _write_npz(state: State, path: Path) -> None:
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **_arrays(state))
 
 
 def _read_npz(path: Path) -> State:
@@ -224,36 +193,34 @@ def _read_npz(path: Path) -> State:
         return _of_names({name: _value(found[name]) for name in found.files})
 
 
-def _hdf5(**options: Any) -> OneFile:
-    """Returns HDF5: a dataset for each array; strings and numbers as attributes, as usual. Values for which it has no
-    type are left out. Loaded numbers are numpy's, as h5py returns them."""
+def _write_hdf5(state: State, path: Path) -> None:
+    """A dataset for each array; strings and numbers as attributes, as usual. Values for which it has no type are left
+    out."""
+    import h5py
 
-    def write(state: State, path: Path) -> None:
-        import h5py
+    with h5py.File(path, "w") as file:
+        for at, value in leaves(state):
+            if isinstance(value, bool | int | float | str):
+                file.require_group("/".join(at[:-1])).attrs[at[-1]] = value
+            elif (array := _array(value)) is not None:
+                file.create_dataset("/".join(at), data=array)
 
-        with h5py.File(path, "w") as file:
-            for at, value in leaves(state):
-                if isinstance(value, bool | int | float | str):
-                    file.require_group("/".join(at[:-1])).attrs[at[-1]] = value
-                elif (array := _array(value)) is not None:
-                    file.create_dataset("/".join(at), data=array, **(options if array.ndim else {}))
 
-    def read(path: Path) -> State:
-        import h5py
+def _read_hdf5(path: Path) -> State:
+    """Numbers are numpy's, as h5py returns them."""
+    import h5py
 
-        flat: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
 
-        def visit(name: str, found: Any) -> None:
-            if isinstance(found, h5py.Dataset):
-                flat[name] = _value(np.asarray(found[()]))
-            else:
-                flat.update({f"{name}/{key}": value for key, value in found.attrs.items()})
+    def visit(name: str, found: Any) -> None:
+        if isinstance(found, h5py.Dataset):
+            flat[name] = _value(np.asarray(found[()]))
+        else:
+            flat.update({f"{name}/{key}": value for key, value in found.attrs.items()})
 
-        with h5py.File(path, "r") as file:
-            file.visititems(visit)
-        return _of_names(flat)
-
-    return OneFile(write, read)
+    with h5py.File(path, "r") as file:
+        file.visititems(visit)
+    return _of_names(flat)
 
 
 FORMATS: dict[str, Format] = {
@@ -262,23 +229,7 @@ FORMATS: dict[str, Format] = {
     "dcp": Dcp(asynchronous=False, collective=True),
     "dcp async": Dcp(asynchronous=True, collective=True),
     "torch": OneFile(torch.save, _read_torch),
-    "torch lz4": _compressed(lz4.frame.open, lz4.frame.decompress),
-    "torch gzip": _compressed(gzip.open, gzip.decompress, compresslevel=LEVEL),
     "safetensors": OneFile(_write_safetensors, _read_safetensors),
-    "safetensors lz4": OneFile(_write_safetensors_lz4, _read_safetensors_lz4),
-    "npz": _npz(np.savez),
-    "npz zlib": _npz(np.savez_compressed),
-    "hdf5": _hdf5(),
-    "hdf5 lzf": _hdf5(compression="lzf", shuffle=True),
-    "hdf5 gzip": _hdf5(compression="gzip", shuffle=True, compression_opts=LEVEL),
+    "npz": OneFile(_write_npz, _read_npz),
+    "hdf5": OneFile(_write_hdf5, _read_hdf5),
 }
-"""Formats by name: the library, and the compression."""
-_NEEDS = {"safetensors": "safetensors", "hdf5": "h5py"}
-
-
-def lacking(name: str) -> str:
-    """Returns why a format cannot be measured here, or "" if it can."""
-    package = _NEEDS.get(name.split()[0])
-    if package is None or importlib.util.find_spec(package) is not None:
-        return ""
-    return f"{package} is not installed (pip install 'swift-ft[lab]')"

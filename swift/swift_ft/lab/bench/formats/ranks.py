@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from swift_ft.lab.bench.formats.kinds import FORMATS
-from swift_ft.lab.bench.formats.states import State, bytes_of, leaves, losses, make, nbytes
+from swift_ft.lab.bench.formats.states import State, bytes_of, leaves, losses, make, nbytes, write_tensors
+from swift_ft.lab.bench.output import Rounds
 from swift_ft.state.tree import split
 
 PATIENCE = timedelta(minutes=10)
@@ -130,31 +131,21 @@ def touch(state: State) -> None:
 def limits(state: State, path: Path) -> dict[str, float]:
     """Measures the same bytes copied in memory, written to one file, written and synced, read again: the seconds of
     each. Raises OSError."""
+    rounds = Rounds()
     tensors = [tensor for tensor in split(state)[0].values() if tensor.nbytes]
-    took: dict[str, float] = {}
-    began = time.monotonic()
-    copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    took["copy_s"] = time.monotonic() - began
+    with rounds.timed("copy_s"):
+        copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
     for name, fsync in (("write_s", False), ("write_fsync_s", True)):
         path.unlink(missing_ok=True)
-        began = time.monotonic()
-        with path.open("wb", buffering=0) as file:
-            for tensor in copies:
-                left = memoryview(bytes_of(tensor).numpy().data)
-                while left:
-                    left = left[file.write(left) :]
-            if fsync:
-                os.fsync(file)
-        took[name] = time.monotonic() - began
-    began = time.monotonic()
-    with path.open("rb", buffering=0) as file:
+        with rounds.timed(name):
+            write_tensors(path, copies, fsync=fsync)
+    with rounds.timed("read_s"), path.open("rb", buffering=0) as file:
         for tensor in copies:
             into = memoryview(bytes_of(tensor).numpy().data)
             while into:
                 into = into[file.readinto(into) :]
-    took["read_s"] = time.monotonic() - began
     path.unlink()
-    return took
+    return {name: seconds for name, (seconds,) in rounds.values.items()}
 
 
 def main() -> None:

@@ -115,15 +115,13 @@ def _way(marks: Sequence[dict[str, Any]], kill: dict[str, Any]) -> dict[str, flo
     return way
 
 
-def summary(
-    system: str, rounds: Sequence[dict[str, Any]], undisturbed: Mapping[str, float]
-) -> dict[str, Any]:
+def summary(system: str, rounds: Sequence[dict[str, Any]], undisturbed: Mapping[str, Any]) -> dict[str, Any]:
     """Computes medians over the kills after which the system continued. `undisturbed`: the run without failure."""
     done = [measured for measured in rounds if "failed" not in measured]
     about: dict[str, Any] = {
         "system": system,
         "rounds": list(rounds),
-        "undisturbed": undisturbed,
+        "undisturbed": dict(undisturbed),
         "kills": len(rounds),
         "went_on": len(done),
         "survived": sum(bool(measured.get("survived")) for measured in rounds),
@@ -259,15 +257,16 @@ def goal(found: Mapping[str, Any]) -> str:
     return f"goal: {found['what']}: {value}{how}"
 
 
-def intro(machine: str, torch: str, peers: Mapping[str, str], settings: Mapping[str, Any]) -> str:
+def intro(machine: str, torch: str, peers: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
     named = "".join(f"; {name} {words}" for name, words in peers.items())
     steps = f"a step from {settings['first']} to {settings['last']} of {settings['steps']}"
-    return (
-        f"{machine}; torch {torch}{named}\n{REPLICAS} replicas, one dies in {steps}; a checkpoint every "
-        f"{settings['every']} steps; medians of {settings['kills']} kills, at the same points for all (seed "
-        f"{settings['seed']})\nstep and memory are those of a run without failures, whose steps do not wait "
-        f"{settings['wait_ms']:g} ms"
-    )
+    return [
+        f"{machine}; torch {torch}{named}",
+        f"{REPLICAS} replicas, one dies in {steps}; a checkpoint every {settings['every']} steps; medians of "
+        f"{settings['kills']} kills, at the same points for all (seed {settings['seed']})",
+        "step and memory are those of a run without failures, whose steps do not wait "
+        f"{settings['wait_ms']:g} ms",
+    ]
 
 
 def _time(seconds: float) -> str:

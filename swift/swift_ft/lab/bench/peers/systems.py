@@ -7,74 +7,44 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from importlib import metadata
 from pathlib import Path
-from shutil import rmtree
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from swift_ft import events
 from swift_ft.comm import LOOPBACK
-from swift_ft.lab.bench.peers.trial import REPLICAS, Trial, read
+from swift_ft.errors import ServiceError
+from swift_ft.lab.bench.marks import read
+from swift_ft.lab.bench.peers.trial import REPLICAS, Trial
 from swift_ft.lab.drill.cluster import Cluster, dying_with_this
 
-# The peers' environments: peers are installed separately, never into swift's own environment.
-
-PACKAGES: Mapping[str, tuple[str, str, Sequence[str]]] = MappingProxyType(
-    {
-        "torchft": ("torchft", "torchft==0.2.0", ()),
-        "nvrx": ("nvidia_resiliency_ext.inprocess", "nvidia-resiliency-ext==0.4.1", ("packaging",)),
-    }
-)
-"""Peer -> the module that it needs, the package that provides it, and that package's undeclared requirements."""
-INSTALL_S = 1200.0
+PEERS = {
+    "torchft": ("torchft", "torchft==0.2.0"),
+    "nvrx": ("nvidia_resiliency_ext.inprocess", "nvidia-resiliency-ext==0.4.1 packaging"),
+}
+"""Peer -> the module that it needs, and the packages that provide it, in an environment of its own."""
 
 
-class Missing(Exception):
-    """Says in one line why a peer is not available."""
-
-
-def python_of(peer: str, directory: Path) -> str:
-    """Returns the interpreter of the peer's environment in `directory`, created if missing. Raises Missing."""
-    module, package, more = PACKAGES[peer]
-    place = directory / peer
-    python = place / "bin" / "python"
-    if not python.exists():
-        torch = f"torch=={metadata.version('torch').partition('+')[0]}"
-        words = [str(python), "-m", "pip", "install", "--quiet", torch, "numpy", package, *more]
-        print(f"installing {package} for {peer} in {place}", file=sys.stderr, flush=True)
-        try:
-            _run([sys.executable, "-m", "venv", str(place)], "venv")
-            _run(words, f"pip install {package}")
-        except BaseException:
-            rmtree(place, ignore_errors=True)  # so that an incomplete environment is not used later
-            raise
-    _run([str(python), "-c", f"import {module}"], f"import {module}")
-    return str(python)
-
-
-def version_of(peer: str, python: str) -> str:
-    """Returns the version of the peer's package, with that of its torch."""
-    name = PACKAGES[peer][1].partition("==")[0]
-    words = f"import importlib.metadata as m, torch; print(m.version({name!r}), 'torch', torch.__version__)"
-    return _run([python, "-c", words], f"the version of {name}").strip()
-
-
-def _run(words: Sequence[str], what: str) -> str:
+def peer_in(peer: str, directory: Path) -> tuple[str, str]:
+    """Returns the interpreter of the peer's environment in `directory`, and the version there. Raises ServiceError if
+    there is none."""
+    module, packages = PEERS[peer]
+    python = directory / peer / "bin" / "python"
+    name = packages.partition("==")[0]
+    words = f"import {module}, importlib.metadata as m, torch; print(m.version({name!r}), 'torch', torch.__version__)"
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=INSTALL_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Missing(f"{what}: {error}") from None
-    if done.returncode:
-        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise Missing(f"{what}: {lines[-1].strip() if lines else f'exit code {done.returncode}'}")
-    return done.stdout
+        return str(python), subprocess.check_output(
+            [python, "-c", words], stderr=subprocess.PIPE, text=True
+        ).strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ServiceError(
+            f"{python} has no {module} (pip install torch numpy {packages}): {error}"
+        ) from None
 
 
+TRAINERS = "swift_ft.lab.bench.peers"
 STRATEGIES = ("auto", "snapshot", "checkpoint", "reinit", "rollback", "shrink", "replay", "lossy-forward")
 """swift's strategies that two replicas of a whole model can use. (`adaptive` is for pipelines.)"""
 LIMIT_S = 240.0
@@ -114,46 +84,39 @@ INEXACT = ("torchft", "torchft-tuned", "swift-lossy-forward")
 
 
 class Processes:
-    """Processes that one run has started, other than swift's. As a context manager it ends them."""
+    """Processes that one run has started, other than swift's."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._directory, self._stack = directory, stack
         self._running: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> "Processes":
-        return self
-
     def start(self, name: str, command: Sequence[str], **environment: str) -> None:
-        """Starts a process. Its output goes to a file of that name."""
+        """Starts a process, whose output goes to a file of that name; the stack ends it."""
         with (self._directory / name).open("ab") as output:
-            self._running.append(
-                subprocess.Popen(
-                    command,
-                    env=_environment() | environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    preexec_fn=dying_with_this(signal.SIGTERM),  # noqa: PLW1509  (no threads here)
-                )
+            process = subprocess.Popen(
+                command,
+                env=_environment() | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=dying_with_this(signal.SIGTERM),  # noqa: PLW1509  (no threads here)
             )
+        self._running.append(process)
+        self._stack.callback(_end, process)
+        self._stack.callback(process.terminate)
 
-    def ended(self) -> bool:
-        """Returns whether any process has ended, with or without success."""
-        return any(process.poll() is not None for process in self._running)
+    def ended(self) -> list[bool]:
+        """Returns for each process whether it has ended, with or without success."""
+        return [process.poll() is not None for process in self._running]
 
-    def all_ended(self) -> bool:
-        return all(process.poll() is not None for process in self._running)
 
-    def __exit__(self, *_: object) -> None:
-        for process in self._running:
-            process.terminate()
-        for process in self._running:
-            try:
-                process.wait(LEAVE_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    try:
+        process.wait(LEAVE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _packages() -> str:
@@ -186,32 +149,26 @@ def run(name: str, trial: Trial, python: str) -> list[dict[str, Any]]:
                     directory / "cluster",
                     ranks=REPLICAS,
                     spares=1,
-                    trainer=("-m", "swift_ft.lab.bench.peers.swift_trainer"),
+                    trainer=("-m", f"{TRAINERS}.swift_trainer"),
                     trainer_arguments=[given],
                     settings={events.ENV_EVENTS_DIR: "", **LOOPBACK},  # trainers write no events
                 )
             )
             _await_end(trial, lambda: cluster.poll() is not None)
             return read(trial.directory)
-        processes = stack.enter_context(Processes(directory))
+        processes = Processes(directory, stack)
         if system.peer == "torchft":
             _start_torchft(processes, system, given, python)
         elif system.peer == "nvrx":
             _start_nvrx(processes, given, python)
         else:
-            words = [
-                python,
-                "-P",
-                *_torchrun(REPLICAS),
-                "-m",
-                "swift_ft.lab.bench.peers.torchrun_trainer",
-                given,
-            ]
+            words = [python, "-P", *_torchrun(REPLICAS), "-m", f"{TRAINERS}.torchrun_trainer", given]
             # Without this, restarted ranks find dead ranks' addresses in the agent's store and fail (torch 2.13, gloo;
             # https://github.com/pytorch/pytorch/issues/135712).
             processes.start("torchrun", words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         # NVRx's ranks have no parent agent, so the victim's end does not end the run.
-        _await_end(trial, processes.all_ended if system.peer == "nvrx" else processes.ended)
+        over = all if system.peer == "nvrx" else any
+        _await_end(trial, lambda: over(processes.ended()))
         return read(trial.directory)
 
 
@@ -226,7 +183,7 @@ def _start_torchft(processes: Processes, system: System, given: str, python: str
     for replica in range(REPLICAS + int(system.settings.get("spares", 0))):
         processes.start(
             f"replica{replica}",
-            [python, "-P", *_torchrun(1), "-m", "swift_ft.lab.bench.peers.torchft_trainer", given],
+            [python, "-P", *_torchrun(1), "-m", f"{TRAINERS}.torchft_trainer", given],
             TORCHFT_LIGHTHOUSE=f"http://{address}",
             REPLICA_GROUP_ID=str(replica),
         )
@@ -237,7 +194,7 @@ def _start_nvrx(processes: Processes, given: str, python: str) -> None:
     for rank in range(REPLICAS + 1):  # the last one is the reserve
         processes.start(
             f"rank{rank}",
-            [python, "-P", "-m", "swift_ft.lab.bench.peers.nvrx_trainer", given],
+            [python, "-P", "-m", f"{TRAINERS}.nvrx_trainer", given],
             RANK=str(rank),
             LOCAL_RANK=str(rank),
             WORLD_SIZE=str(REPLICAS + 1),

@@ -5,10 +5,8 @@
 """
 
 import dataclasses
-import hashlib
 import json
 import os
-import resource
 import signal
 import sys
 import time
@@ -17,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from swift_ft.lab.bench import marks
 
 REPLICAS = 2
 SURVIVOR, VICTIM = range(REPLICAS)
@@ -41,12 +41,12 @@ class Trial:
 
     directory: str
     steps: int
-    kill_step: int | None
-    """Step in which the victim kills itself, once. None: the run does not fail."""
     every: int
     """Steps between checkpoints."""
     wait_s: float
     """Sleep in each step, which stands for a larger model's computation."""
+    kill_step: int | None = None
+    """Step in which the victim kills itself, once. None: the run does not fail."""
     kill_place: str = PLACES[0]
     strategy: str = ""
     """swift's strategy, or "" for other systems."""
@@ -89,30 +89,17 @@ class Trial:
     def meet(self, what: str, processes: int = REPLICAS) -> None:
         """Waits until `processes` processes have made the mark `what`. Returns at once after the kill."""
         while not (Path(self.directory) / "killed").exists():
-            if len({mark["pid"] for mark in read(self.directory) if mark["what"] == what}) == processes:
+            if len({mark["pid"] for mark in marks.read(self.directory) if mark["what"] == what}) == processes:
                 return
             time.sleep(0.01)
 
     def mark(self, what: str, replica: int | None = None, step: int | None = None, **more: Any) -> None:
         """Appends a line to the marks of this run, with the time and this process's id."""
-        line = {
-            "at": time.monotonic(),
-            "pid": os.getpid(),
-            "what": what,
-            "replica": replica,
-            "step": step,
-            **more,
-        }
-        with (Path(self.directory) / "marks").open("a") as file:
-            file.write(json.dumps(line) + "\n")  # a single write, appended after all others' lines
+        marks.mark(self.directory, what, replica=replica, step=step, **more)
 
     def end(self, replica: int, model: nn.Module) -> None:
         """Makes the last mark: a digest of the weights' bits, and the peak memory of the process."""
-        digest = hashlib.sha256()
-        for parameter in model.parameters():
-            digest.update(parameter.detach().numpy().tobytes())
-        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        self.mark("ended", replica, digest=digest.hexdigest(), peak_mib=peak_mib)
+        self.mark("ended", replica, digest=marks.digest_of(model), peak_mib=marks.peak_mib())
 
 
 def started_at() -> float:
@@ -120,10 +107,3 @@ def started_at() -> float:
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age_s
-
-
-def read(directory: str) -> list[dict[str, Any]]:
-    """Returns the marks of a run so far, in order of time."""
-    path = Path(directory) / "marks"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from swift_ft.lab.bench.marks import digest_of
 from swift_ft.lab.study.settings import RANKS
 from swift_ft.lab.study.trainers import tasks
-from swift_ft.lab.study.trainers.arguments import digest_of
 
 
 def main() -> None:

@@ -1,25 +1,28 @@
 """Two replicas of a whole model under torchrun: the same training, without any recovery."""
 
+import json
+import sys
+
 import torch
 import torch.distributed as dist
 
+from swift_ft.lab.bench.marks import mark
 from swift_ft.lab.study.settings import RANKS
 from swift_ft.lab.study.trainers import tasks
-from swift_ft.lab.study.trainers.arguments import Told
 
 
 def main() -> None:
-    told = Told.given()
-    task = tasks.make(told.task)
+    given = json.loads(sys.argv[1])
+    task = tasks.make(given["task"])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    torch.manual_seed(told.seed)
+    torch.manual_seed(given["seed"])
     model = task.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=task.lr)
-    told.tell("begun", rank)
-    for step in range(told.steps):
+    mark(given["directory"], "begun", rank=rank)
+    for step in range(given["steps"]):
         optimizer.zero_grad()
-        loss = task.loss(model, tasks.batch_of(task, told.seed, step, rank))
+        loss = task.loss(model, tasks.batch_of(task, given["seed"], step, rank))
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -29,8 +32,8 @@ def main() -> None:
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
         optimizer.step()
-        told.stepped(rank, step, loss.item(), range(RANKS))
-    told.ended(rank, model, task.measured(model))
+        mark(given["directory"], "stepped", rank=rank, step=step, parts=list(range(RANKS)))
+    tasks.mark_end(given["directory"], rank, model, task)
     dist.destroy_process_group()
 
 

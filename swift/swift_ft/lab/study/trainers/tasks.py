@@ -4,15 +4,23 @@ B batch, S sequence, D width of the model, V 256 bytes.
 """
 
 import math
+import sysconfig
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swift_ft.lab.study.trainers import corpus
+from swift_ft.lab.bench.marks import digest_of, mark, peak_mib
 
 Batch = tuple[Tensor, Tensor]
+
+
+FILES_MAX, BYTES_MAX = 240, 16_384
+"""Files of the standard library, and bytes of each: about 2 MB."""
+HELD_OUT_EVERY = 8
+"""Every eighth file is only tested on."""
 
 
 class Task(Protocol):
@@ -54,7 +62,9 @@ class Bytes:
     batch_size, length = 16, 64
 
     def __init__(self) -> None:
-        train, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in corpus.split())
+        train, held_out = (
+            torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in standard_library()
+        )
         self._train = train
         rows = min(256, (len(held_out) - 1) // self.length)
         starts = torch.linspace(0, len(held_out) - self.length - 1, rows).long()
@@ -77,6 +87,19 @@ class Bytes:
     def _cut(self, text: Tensor, starts: Tensor) -> Batch:
         rows = text[starts[:, None] + torch.arange(self.length + 1)].long()
         return rows[:, :-1], rows[:, 1:]
+
+
+def standard_library() -> tuple[bytes, bytes]:
+    """Returns sources of the running Python's library, in the order of their names, without tests: those to train on,
+    and those held out."""
+    top = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"test", "tests", "site-packages", "idlelib", "lib2to3"}
+    found = [*top.glob("*.py"), *top.glob("[a-z]*/*.py")]
+    sources = sorted(path for path in found if not left_out & set(path.relative_to(top).parts))
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for number, path in enumerate(sources[:FILES_MAX]):
+        parts[number % HELD_OUT_EVERY == 0].append(path.read_bytes()[:BYTES_MAX])
+    return b"".join(parts[0]), b"".join(parts[1])
 
 
 class Digits:
@@ -128,3 +151,8 @@ def make(name: str) -> Task:
 def batch_of(task: Task, seed: int, step: int, rank: int) -> Batch:
     """The same whichever process computes it."""
     return task.batch(torch.Generator().manual_seed((seed * 1_000_003 + step) * 64 + rank))
+
+
+def mark_end(directory: str, rank: int, model: nn.Module, task: Task) -> None:
+    end = {"digest": digest_of(model), "measured": task.measured(model), "peak_mib": peak_mib()}
+    mark(directory, "ended", rank=rank, **end)

@@ -4,15 +4,17 @@ Who had a part in a step is asked of the reduction itself: each rank has a gradi
 (`Parts`), and what the mean has of it says whose batches are in.
 """
 
+import json
+import sys
 from typing import Any
 
 import torch
 from torch import nn
 
 import swift_ft
+from swift_ft.lab.bench.marks import mark
 from swift_ft.lab.study.settings import RANKS
 from swift_ft.lab.study.trainers import tasks
-from swift_ft.lab.study.trainers.arguments import Told
 
 
 class Parts(nn.Module):
@@ -22,22 +24,12 @@ class Parts(nn.Module):
         super().__init__()
         self.ranks = nn.Parameter(torch.zeros(RANKS))
 
-    def capture(self, rank: int) -> None:
-        """(before the reduction)"""
-        self.ranks.grad = nn.functional.one_hot(torch.tensor(rank), RANKS).float()
-
-    def told(self) -> list[int]:
-        """(after it) The ranks whose gradients are in the mean."""
-        assert self.ranks.grad is not None
-        found: list[int] = self.ranks.grad.nonzero().flatten().tolist()
-        return found
-
 
 def main() -> None:
-    told = Told.given()
-    task = tasks.make(told.task)
-    session = swift_ft.Session.from_env(replicas=RANKS, checkpoint_every=told.checkpoint_every)
-    torch.manual_seed(told.seed)
+    given = json.loads(sys.argv[1])
+    directory, task = given["directory"], tasks.make(given["task"])
+    session = swift_ft.Session.from_env(replicas=RANKS, checkpoint_every=given["checkpoint_every"])
+    torch.manual_seed(given["seed"])
     model = session.module(task.model())
     parts = Parts()
     session.module(parts)
@@ -50,15 +42,17 @@ def main() -> None:
 
     def train_step(step: int) -> None:
         optimizer.zero_grad()
-        loss = task.loss(model, tasks.batch_of(task, told.seed, step, session.dp_rank))
+        loss = task.loss(model, tasks.batch_of(task, given["seed"], step, session.dp_rank))
         loss.backward()  # type: ignore[no-untyped-call]
-        parts.capture(session.dp_rank)
+        parts.ranks.grad = nn.functional.one_hot(torch.tensor(session.dp_rank), RANKS).float()
         optimizer.step()
-        told.stepped(session.dp_rank, step, loss.item(), parts.told())
+        assert parts.ranks.grad is not None
+        there = parts.ranks.grad.nonzero().flatten().tolist()
+        mark(directory, "stepped", rank=session.dp_rank, step=step, parts=there)
 
-    told.tell("begun", rank)
-    session.run(train_step, num_steps=told.steps)
-    told.ended(rank, model, task.measured(model))
+    mark(directory, "begun", rank=rank)
+    session.run(train_step, num_steps=given["steps"])
+    tasks.mark_end(directory, rank, model, task)
     session.close()
 
 
