@@ -283,7 +283,6 @@ class LaneLimits:
 
 LIMITS: Mapping[str, LaneLimits] = {
     "health": LaneLimits(calls=24, part=1.0, request_s=2.0, reply_s=5.0),
-    "watch": LaneLimits(calls=32, part=1.0, request_s=2.0, reply_s=5.0),
     "control": LaneLimits(calls=128, part=0.5),
     "query": LaneLimits(calls=64, part=0.5),
     "append": LaneLimits(calls=512, part=0.5),
@@ -292,7 +291,6 @@ LIMITS: Mapping[str, LaneLimits] = {
 }
 LANE_OF: Mapping[str, str] = {
     "Check": "health",
-    "Watch": "watch",
     "Append": "append",
     "Read": "read",
     "Digests": "query",
@@ -458,34 +456,38 @@ class CallLimits:
 
 
 class Denied(Exception):
-    """Refuses the call. Contains no part of the token."""
+    """Refuses the call. Contains no part of the token, and is noted where the call is aborted: `Gate.note`."""
 
-    def __init__(self, code: grpc.StatusCode, reason: Reason, message: str) -> None:
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: Reason,
+        message: str,
+        grant: Grant | None = None,
+        job: str = "",
+    ) -> None:
         super().__init__(message)
-        self.tell: Callable[[str], None] = lambda peer: None
-        """Called with the peer, once it is known."""
         self.code = code
         self.reason = reason
         self.message = message
+        self.grant = grant
+        self.job = job or (grant.job if grant else "")
 
     @property
     def trailers(self) -> tuple[tuple[str, str], ...]:
         return ((REASON_KEY, self.reason.value),)
 
 
-def _unauthenticated(why: str) -> Denied:
-    return Denied(grpc.StatusCode.UNAUTHENTICATED, Reason.UNAUTHENTICATED, why)
-
-
 _NOT_ALLOWED = "the token does not allow this: it is of another job or role"
 
 
-def _left_behind(bound: int) -> str:
-    """Returns a message about the token's own generation that reveals no state of the server."""
-    return (
-        f"the token is bound to generation {bound}, which this is not: put one that is not bound into its file "
-        "(swift-ft token without --generation)"
+def _left_behind(grant: Grant, job: str) -> Denied:
+    """The message names the token's own generation, and reveals no state of the server."""
+    message = (
+        f"the token is bound to generation {grant.generation_max or 0}, which this is not: put one that is not bound "
+        "into its file (swift-ft token without --generation)"
     )
+    return Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, message, grant, job)
 
 
 class Gate:
@@ -519,58 +521,39 @@ class Gate:
         visit = Visit(self, method, _bearer(metadata))
         grant = visit.grant()
         if not grant.roles & MAY_CALL.get(method, frozenset()):
-            denied = Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, _NOT_ALLOWED)
-            raise self.noted(method, denied, grant)
+            raise Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, _NOT_ALLOWED, grant)
         return visit
 
-    def grant(self, method: str, token: str, peer: str = "") -> Grant:
+    def grant(self, token: str) -> Grant:
         assert self._authority is not None
+        unauthenticated = partial(Denied, grpc.StatusCode.UNAUTHENTICATED, Reason.UNAUTHENTICATED)
         if not token:
-            words = "a token is needed: name its file in SWIFT_TOKEN_FILE"
-            raise self.noted(method, _unauthenticated(words), peer=peer)
+            raise unauthenticated("a token is needed: name its file in SWIFT_TOKEN_FILE")
         try:
             return self._authority.grant(token)
         except NotAuthenticated as error:
-            raise self.noted(method, _unauthenticated(str(error)), error.grant, peer) from None
+            raise unauthenticated(str(error), error.grant) from None
 
     @property
     def is_open(self) -> bool:
         return self._authority is None
 
-    def noted(
-        self, method: str, denied: Denied, grant: Grant | None = None, peer: str = "", job: str = ""
-    ) -> Denied:
-        """Emits an event for a denial, at most one per second, so that a flood of denials does not flood the log. The
-        audit file has its own limit."""
+    def note(self, method: str, denied: Denied, peer: str) -> None:
+        """Counts a denial, and writes it to the audit file. Emits an event at most once per second, so that a flood of
+        denials does not flood the log."""
         self.on_denied(denied.reason.value)
         if self._audit is not None:
-            tell = partial(self._tell_denied, self._audit, method, denied, grant, job)
-            if peer:
-                tell(peer)
-            else:
-                denied.tell = lambda peer: tell(peer_address(peer))
+            subject, token = (denied.grant.subject, denied.grant.token_id) if denied.grant else ("", "")
+            said = {"job": denied.job, "peer": peer, "subject": subject, "token": token}
+            self._audit.denied(method, **said, reason=denied.reason.value)
         with self._lock:
             now = time.monotonic()
             if now - self._said_at < _EVENT_EVERY_S:
                 self._unsaid += 1
-                return denied
+                return
             self._said_at = now
             unsaid, self._unsaid = self._unsaid, 0
         events.emit("denied", call=method, reason=denied.reason.value, others=unsaid)
-        return denied
-
-    @staticmethod
-    def _tell_denied(
-        audit: Audit, method: str, denied: Denied, grant: Grant | None, job: str, peer: str
-    ) -> None:
-        audit.denied(
-            method,
-            job=job or (grant.job if grant else ""),
-            peer=peer,
-            subject=grant.subject if grant else "",
-            token=grant.token_id if grant else "",
-            reason=denied.reason.value,
-        )
 
     def let_in(self, method: str, job: str, grant: Grant | None, peer: str) -> None:
         """Records an admitted call in the audit file."""
@@ -608,7 +591,10 @@ class Visit:
         self._jobs: set[str] = set()  # jobs that this call concerns
 
     def grant(self) -> Grant:
-        return self._gate.grant(self._method, self._token, self._peer)
+        return self._gate.grant(self._token)
+
+    def note(self, denied: Denied, peer: str = "") -> None:
+        self._gate.note(self._method, denied, peer_address(peer) if peer else self._peer)
 
     @property
     def holder(self) -> str:
@@ -666,9 +652,9 @@ class Visit:
             return
         grant = self.grant()
         if not grant.covers(job):
-            raise self._denied(_NOT_ALLOWED, grant, job)
+            raise Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, _NOT_ALLOWED, grant, job)
         if not grant.covers(job, generation):
-            raise self._denied(_left_behind(grant.generation_max or 0), grant, job)
+            raise _left_behind(grant, job)
         if grant.generation_max is not None:
             self._jobs.add(job)
 
@@ -683,14 +669,10 @@ class Visit:
         grant = self.grant()
         for job in self._jobs:
             if not grant.covers(job, self._now(job)):
-                raise self._denied(_left_behind(grant.generation_max or 0), grant, job)
+                raise _left_behind(grant, job)
 
     def _now(self, job: str) -> int:
         return self._gate.generation_of(job)
-
-    def _denied(self, why: str, grant: Grant, job: str) -> Denied:
-        denied = Denied(grpc.StatusCode.PERMISSION_DENIED, Reason.DENIED, why)
-        return self._gate.noted(self._method, denied, grant, self._peer, job)
 
 
 def _bearer(metadata: Metadata) -> str:

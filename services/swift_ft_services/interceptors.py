@@ -11,7 +11,17 @@ from typing import Any
 import grpc
 
 from swift_ft.log.protocol import Reason
-from swift_ft_services.authorization import HEALTH, Call, Denied, Gate, Lane, Lanes, Visit, forget_frames
+from swift_ft_services.authorization import (
+    HEALTH,
+    Call,
+    Denied,
+    Gate,
+    Lane,
+    Lanes,
+    Visit,
+    forget_frames,
+    peer_address,
+)
 from swift_ft_services.threads import NONE_LEFT
 
 Handler = Any  # the type stubs of grpc.RpcMethodHandler lack its attributes
@@ -48,13 +58,13 @@ class SyncGate(grpc.ServerInterceptor):
                 holder = visit.holder
             lane = self._lanes.of(method)
             if not lane.threads.ready():  # gRPC submits the call next, in this thread
-                raise self._gate.noted(method, Denied(grpc.StatusCode.UNAVAILABLE, Reason.BUSY, NONE_LEFT))
+                raise Denied(grpc.StatusCode.UNAVAILABLE, Reason.BUSY, NONE_LEFT)
             call = lane.admit(holder)
             if call is None:
-                raise self._gate.noted(method, _no_room(lane))
+                raise _no_room(lane)
         except Denied as denied:
             forget_frames(denied)
-            return self._refusing(denied)
+            return self._refusing(method, denied)
         if handler.response_streaming:
             behaviour: Any = _streaming(handler, visit, call)
             behaviour.experimental_thread_pool = lane.threads
@@ -63,11 +73,12 @@ class SyncGate(grpc.ServerInterceptor):
         behaviour.experimental_thread_pool = lane.threads
         return grpc.stream_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
 
-    def _refusing(self, denied: Denied) -> Handler:
+    def _refusing(self, method: str, denied: Denied) -> Handler:
         """Returns a streaming handler, whatever the call is, so that no message of it is read."""
 
         def refuse(_requests: Any, context: Any) -> Iterator[Any]:
-            _abort_sync(context, denied)
+            self._gate.note(method, denied, peer_address(context.peer()))
+            abort(context, denied)
             yield from ()
 
         refuse.experimental_thread_pool = self._lanes.refusals  # type: ignore[attr-defined]
@@ -83,15 +94,16 @@ def _no_room(lane: Lane) -> Denied:
 
 
 @contextmanager
-def _refusals(context: Any) -> Iterator[None]:
+def _refusals(context: Any, visit: Visit | None) -> Iterator[None]:
     try:
         yield
     except Denied as denied:
-        _abort_sync(context, denied)
+        if visit is not None:
+            visit.note(denied, context.peer())
+        abort(context, denied)
 
 
-def _abort_sync(context: Any, denied: Denied) -> None:
-    denied.tell(context.peer())
+def abort(context: Any, denied: Denied) -> None:
     context.set_trailing_metadata(denied.trailers)
     context.abort(denied.code, denied.message)
 
@@ -114,7 +126,7 @@ def _request(handler: Handler, visit: Visit | None, call: Call, requests: Iterat
 
 def _single(handler: Handler, visit: Visit | None, call: Call) -> Callable[[Any, Any], Any]:
     def answer(requests: Iterator[bytes], context: Any) -> Any:
-        with _refusals(context):
+        with _refusals(context, visit):
             _enter(visit, call, context)
             request = _request(handler, visit, call, requests)
         reply = handler.unary_unary(request, context)
@@ -126,7 +138,7 @@ def _single(handler: Handler, visit: Visit | None, call: Call) -> Callable[[Any,
 
 def _streaming(handler: Handler, visit: Visit | None, call: Call) -> Callable[[Any, Any], Iterator[Any]]:
     def answer(requests: Iterator[bytes], context: Any) -> Iterator[Any]:
-        with _refusals(context):
+        with _refusals(context, visit):
             _enter(visit, call, context)
             if handler.request_streaming:
                 assert visit is not None
@@ -163,7 +175,7 @@ class AsyncGate(grpc.aio.ServerInterceptor):
         try:
             visit = self._gate.admit(details.method, details.invocation_metadata)
         except Denied as denied:
-            return _async_refusing(denied)
+            return _async_refusing(self._gate, details.method, denied)
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
                 _async_unary(handler, visit), None, handler.response_serializer
@@ -173,9 +185,8 @@ class AsyncGate(grpc.aio.ServerInterceptor):
         )
 
 
-async def _abort(context: Any, denied: Denied) -> None:
+async def abort_on_loop(context: Any, denied: Denied) -> None:
     forget_frames(denied)  # they hold the request until garbage collection
-    denied.tell(context.peer())
     await context.abort(denied.code, denied.message, denied.trailers)
 
 
@@ -187,7 +198,8 @@ def _async_unary(handler: Handler, visit: Visit) -> Callable[[bytes, Any], Await
             _visit.set(visit)
             return await handler.unary_unary(request, context)
         except Denied as denied:
-            await _abort(context, denied)
+            visit.note(denied, context.peer())
+            await abort_on_loop(context, denied)
         finally:
             visit.leave()
 
@@ -204,16 +216,18 @@ def _async_stream(handler: Handler, visit: Visit) -> Callable[[bytes, Any], Asyn
                     visit.still_good()
                     yield reply
         except Denied as denied:
-            await _abort(context, denied)
+            visit.note(denied, context.peer())
+            await abort_on_loop(context, denied)
         finally:
             visit.leave()
 
     return call
 
 
-def _async_refusing(denied: Denied) -> Handler:
+def _async_refusing(gate: Gate, method: str, denied: Denied) -> Handler:
     async def refuse(_requests: Any, context: Any) -> AsyncIterator[Any]:
-        await _abort(context, denied)
+        gate.note(method, denied, peer_address(context.peer()))
+        await abort_on_loop(context, denied)
         yield  # makes this an async generator
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -23,7 +23,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft._pb import log_pb2
 from swift_ft.credentials import AUTHORIZATION, BEARER
@@ -301,23 +300,6 @@ def records(stream: str, begin: int, count: int, step: int | None = None, body: 
 # -- attacks ------------------------------------------------------------------------------------------
 
 
-def deaf_watches(enemy: Enemy) -> None:
-    """Watches that are never read, beside one that is and goes."""
-    with Connection(enemy.address, window=1 << 16) as reading, enemy.connect() as deaf:
-        first = reading.begin(HEALTH + "Watch")
-        reading.message(first, b"", end=True)
-        for _ in range(20):
-            deaf.message(deaf.begin(HEALTH + "Watch"), b"", end=True)
-        reading.reset(first)
-        time.sleep(HELD_S)
-
-
-def watches_that_come_and_go(enemy: Enemy) -> None:
-    watch = health_pb2_grpc.HealthStub(enemy.channel).Watch
-    for number in range(110):
-        watch(health_pb2.HealthCheckRequest(service=f"x{number}" * (number % 7))).cancel()
-
-
 def half_a_call(enemy: Enemy) -> None:
     """Calls whose requests never come."""
     with enemy.connect() as silent:
@@ -336,7 +318,6 @@ def calls_that_are_reset(enemy: Enemy) -> None:
 def large_requests(enemy: Enemy) -> None:
     """The largest that gRPC takes, and larger ones."""
     enemy.call(HEALTH + "Check", bytes(MESSAGE_BYTES_MAX - 16))
-    enemy.call(HEALTH + "Watch", bytes(32 << 20))
     enemy.log("Fence", bytes(32 << 20))
 
 
@@ -414,8 +395,6 @@ def nonsense(enemy: Enemy) -> None:
 
 
 ATTACKS: tuple[Callable[[Enemy], None], ...] = (
-    deaf_watches,
-    watches_that_come_and_go,
     half_a_call,
     calls_that_are_reset,
     large_requests,

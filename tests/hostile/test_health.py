@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -10,13 +10,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft._pb import log_pb2
-from swift_ft.log.protocol import CALLS_PER_CONNECTION, SERVICE, code_of, open_channel, reason_of
+from swift_ft.log.protocol import CALLS_PER_CONNECTION, SERVICE, code_of
 from swift_ft.tokens import LOG
-from swift_ft_services.health import REQUEST_BYTES_MAX, WATCHES_PER_PEER
+from swift_ft_services.health import REQUEST_BYTES_MAX
 from tests.health_probe import check_service
 from tests.hostile.clients import Connection
 from tests.hostile.world import BOUND_S, Neighbour, Server
-from tests.integration.launch_world import wait_until
 from tests.integration.logserver_world import LogServer
 
 HEALTH = "/grpc.health.v1.Health/"
@@ -30,44 +29,12 @@ def server(tmp_path: Path) -> Iterator[LogServer]:
         yield server
 
 
-def test_a_watch_that_nobody_reads_freezes_nothing(server: LogServer) -> None:
-    """One that reads, one with a window of 0, and the first one goes."""
-    neighbour = Neighbour()
-    neighbour.use(server.address)
-    with Connection(server.address, window=1 << 16) as reading, Connection(server.address) as deaf:
-        first = reading.begin(HEALTH + "Watch")
-        reading.message(first, NAMED, end=True)
-        for _ in range(3):
-            deaf.message(deaf.begin(HEALTH + "Watch"), NAMED, end=True)
-        time.sleep(0.2)
-        reading.reset(first)
-        for _ in range(3):
-            neighbour.use(server.address)
-        assert check_service(server.address).status == "SERVING"
-        began = time.monotonic()
-        server.stop()  # SIGTERM, while these calls are there
-        assert time.monotonic() - began < BOUND_S
-
-
-def test_watches_that_come_and_go_leave_nothing(server: LogServer) -> None:
-    with grpc.insecure_channel(server.address) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch
-        for number in range(120):
-            call = watch(health_pb2.HealthCheckRequest(service=SERVICE if number % 2 else f"x{number}"))
-            if number % 3 == 0:
-                with suppress(grpc.RpcError):  # the last ones may not have gone yet
-                    next(call)
-            call.cancel()
-    Neighbour().use(server.address)
-    assert check_service(server.address).status == "SERVING"
-
-
 @pytest.mark.parametrize(
     "method",
     [
         HEALTH + "Check",
         LOG + "Fence",
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in (HEALTH + "Watch", LOG + "Inventory")),
+        pytest.param(LOG + "Inventory", marks=pytest.mark.matrix),
     ],
 )
 def test_calls_whose_requests_never_come_take_no_threads_that_others_need(
@@ -88,46 +55,19 @@ def test_calls_whose_requests_never_come_take_no_threads_that_others_need(
         assert time.monotonic() - began < BOUND_S
 
 
-def test_watches_are_bounded_and_so_is_what_they_ask_for(tmp_path: Path) -> None:
-    """Of one peer: its connections count together."""
-    with Server(tmp_path / "log") as server, ExitStack() as stack:
+def test_what_a_check_asks_for_is_bounded(tmp_path: Path) -> None:
+    with Server(tmp_path / "log") as server:
         stub = health_pb2_grpc.HealthStub(server.channel)
-        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(WATCHES_PER_PEER)]
-        assert {next(watch).status for watch in watches} == {health_pb2.HealthCheckResponse.SERVING}
-        stub = health_pb2_grpc.HealthStub(stack.enter_context(open_channel(server.address)))
+        for name, code in (
+            ("x" * REQUEST_BYTES_MAX, grpc.StatusCode.RESOURCE_EXHAUSTED),
+            ("nobody", grpc.StatusCode.NOT_FOUND),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.Check(health_pb2.HealthCheckRequest(service=name))
+            assert code_of(caught.value) is code
         with pytest.raises(grpc.RpcError) as caught:
             next(stub.Watch(health_pb2.HealthCheckRequest()))
-        assert (code_of(caught.value), reason_of(caught.value)) == (
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "limit",
-        )
-        for call in (stub.Check, lambda request: next(stub.Watch(request))):
-            with pytest.raises(grpc.RpcError) as caught:
-                call(health_pb2.HealthCheckRequest(service="x" * REQUEST_BYTES_MAX))
-            assert code_of(caught.value) is grpc.StatusCode.RESOURCE_EXHAUSTED
-        for watch in watches:
-            watch.cancel()
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.Check(health_pb2.HealthCheckRequest(service="nobody"))
-        assert code_of(caught.value) is grpc.StatusCode.NOT_FOUND
-
-        def admitted() -> health_pb2.HealthCheckResponse | None:
-            """The ends of the others come over another connection, and may come later."""
-            with suppress(grpc.RpcError):
-                return next(stub.Watch(health_pb2.HealthCheckRequest(service="nobody")))
-            return None
-
-        unknown = wait_until(admitted, "their places to be free")
-        assert unknown.status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-
-
-def test_a_watch_is_told_of_every_change_and_of_the_end(tmp_path: Path) -> None:
-    with Server(tmp_path / "log") as server:
-        watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest())
-        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        server.engine.state.on_health(False)
-        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        watch.cancel()
+        assert code_of(caught.value) is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_readers_and_writers_that_never_read_hold_nobody_up(server: LogServer) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import queue
 import random
 import signal
 import sqlite3
@@ -11,8 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,54 +30,12 @@ from tests.integration.coordinator_world import Coordinator, FakeMember
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
 from tests.log_client import LogWriter
 
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 COORDINATOR = "swift.coordinator.v1.Coordinator"
 STREAMS = ("s0.F", "s0.B", "s1.F")
 
 
 def body_of(step: int) -> bytes:
     return random.Random(step).randbytes(20_000)
-
-
-@contextmanager
-def watched(address: str, service: str) -> Iterator["queue.SimpleQueue[int]"]:
-    """Every health status that a watcher is told."""
-    told: queue.SimpleQueue[int] = queue.SimpleQueue()
-    with grpc.insecure_channel(address) as channel:
-        call = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(service=service), wait_for_ready=True
-        )
-
-        def listen() -> None:
-            try:
-                for reply in call:
-                    told.put(reply.status)
-            except grpc.RpcError:
-                return
-
-        thread = threading.Thread(target=listen)
-        thread.start()
-        yield told
-        call.cancel()
-        thread.join()
-
-
-@pytest.mark.parametrize("service", ["", SERVICE])
-def test_whoever_watches_the_log_server_is_told_that_it_drains(tmp_path: Path, service: str) -> None:
-    with LogServer(tmp_path / "log") as server, watched(server.address, service) as told:
-        assert told.get(timeout=TIMEOUT_S) == SERVING
-        assert server.stop() == 0
-        assert told.get(timeout=TIMEOUT_S) == NOT_SERVING
-
-
-@pytest.mark.parametrize("service", ["", COORDINATOR])
-def test_whoever_watches_the_coordinator_is_told_that_it_drains(tmp_path: Path, service: str) -> None:
-    coordinator = Coordinator(tmp_path / "meta").start()
-    with watched(coordinator.address, service) as told:
-        assert told.get(timeout=TIMEOUT_S) == SERVING
-        assert coordinator.stop() == 0
-        assert told.get(timeout=TIMEOUT_S) == NOT_SERVING
 
 
 def test_a_health_answer_tells_version_and_clock(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from swift_ft_services.coordinator.log_calls import LogServers
 from swift_ft_services.coordinator.service import Servicer
 from swift_ft_services.coordinator.store import MetadataStore, SqliteStore, StoreFailed, StoreHeld
 from swift_ft_services.coordinator.timeouts import LEASE_HEARTBEATS, Timing, usual_log_lost_s
-from swift_ft_services.health import AioHealth
+from swift_ft_services.health import Health
 from swift_ft_services.interceptors import AsyncGate
 from swift_ft_services.listening import Protection
 
@@ -344,7 +344,7 @@ async def serve(
         gate.on_denied = watch.metrics.refused
     await hold(store)
     server = grpc.aio.server(interceptors=(AsyncGate(gate),), options=SERVER_OPTIONS)
-    checks = AioHealth(gate.shown)
+    checks = Health(gate.shown)
     hide = None
     try:
         port = await started(server, driver, servicer, checks, protection)
@@ -357,7 +357,7 @@ async def serve(
         await until_stopped(server, driver, stopped)
     finally:
         events.emit("draining")
-        await checks.shut_down(STOP_GRACE_S)
+        checks.set(*SERVICES, serving=False)
         driver.stop()
         await server.stop(grace=STOP_GRACE_S)
         if hide is not None:
@@ -390,22 +390,20 @@ async def started(
     server: grpc.aio.Server,
     driver: Driver,
     servicer: Servicer,
-    checks: AioHealth,
+    checks: Health,
     protection: Protection,
 ) -> int:
     """Starts services and jobs. Returns the port. Raises ServiceError if the directory cannot hold the state."""
     pb_grpc.add_CoordinatorServicer_to_server(servicer, server)
-    server.add_generic_rpc_handlers((checks.handlers(),))
-    for service in SERVICES:
-        checks.statuses.set(service, serving=False)
+    server.add_generic_rpc_handlers((checks.handlers(on_loop=True),))
+    checks.set(*SERVICES, serving=False)
     port = listening.bind(server, protection)
     try:
         await driver.start()
     except StoreFailed as error:
         raise ServiceError(f"--directory: {error}") from None
     await server.start()
-    for service in SERVICES:
-        checks.statuses.set(service, serving=True)
+    checks.set(*SERVICES, serving=True)
     return port
 
 

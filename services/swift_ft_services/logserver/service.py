@@ -120,6 +120,7 @@ class LogServicer:
         except Refused as refused:
             session.end(refused.refusal)
         except Denied as denied:
+            visit.note(denied)
             session.end(Refusal(denied.reason, denied.message))
         except DecodeError:
             session.end(Refusal(Reason.INVALID, "not an AppendRequest"))
@@ -230,8 +231,7 @@ def make_server(
 
     def on_health(serving: bool) -> None:
         serving = serving and engine.state.condition() == "serving"
-        for name in ("", SERVICE):
-            checks.statuses.set(name, serving=serving)
+        checks.set("", SERVICE, serving=serving)
 
     engine.state.on_health = on_health
     on_health(False)

@@ -7,6 +7,7 @@ import pytest
 
 from swift_ft import credentials as channels
 from swift_ft import events
+from swift_ft._pb import log_pb2
 from swift_ft.credentials import (
     ENV_CA,
     ENV_CERTIFICATE,
@@ -19,10 +20,12 @@ from swift_ft.credentials import (
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.lab.drill.cluster import PrivateCA
 from swift_ft.log import admin
+from swift_ft.log.protocol import method
 from swift_ft.rpc import CoordinatorClient
 from swift_ft.tokens import Role, write_file
 from swift_ft_services.listening import Protection
 from tests.health_probe import check_service
+from tests.integration.launch_world import wait_until
 from tests.unit.security.world import JOB, RANK, Guarded, Keys, touched
 
 
@@ -111,21 +114,24 @@ def test_a_client_connects_anew_with_a_new_certificate_and_calls_under_way_go_on
     monkeypatch.setattr(channels, "_RELOAD_S", 0.0)
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+    request = log_pb2.ReadRequest(job=JOB, stream="s0.F", follow=True)
     old, new = PrivateCA(tmp_path / "old"), PrivateCA(tmp_path / "new")
     trusted = tmp_path / "trusted.pem"
     write_file(trusted, old.certificate.read_bytes(), secret=False)
     with Guarded(None, ca=old) as before, Guarded(None, ca=new) as after:
         with open_channel(before.address, (), Credentials(ca=trusted)) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            watching = stub.Watch(health_pb2.HealthCheckRequest(), timeout=20)
-            assert next(watching).status == health_pb2.HealthCheckResponse.SERVING
+            before.engine.administration.fence(JOB, 1)
+            job = before.engine.state.core.known(JOB)
+            reading = channel.unary_stream(method("Read"))(request.SerializeToString(), timeout=20)
+            wait_until(lambda: job.readers, "the call to begin")
             touched(trusted, new.certificate.read_bytes())
             # The connection that stands is not asked again; a new one is made, and that one is refused.
             with pytest.raises(grpc.RpcError):
                 stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
-            before.engine.state.on_health(False)
-            assert next(watching).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            watching.cancel()
+            assert reading.is_active()
+            assert job.readers
+            reading.cancel()
         assert check_service(after.address, credentials=Credentials(ca=trusted)).tls
 
 

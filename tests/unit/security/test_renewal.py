@@ -369,9 +369,9 @@ def test_a_key_file_that_is_written_again_with_another_key_counts_at_once(
     token = other.key.mint(JOB, RANK, 60)
     public = keys.verifying / other.signing.name
     with pytest.raises(Exception, match="not signed by a key that counts"):
-        gate.grant("m", token)
+        gate.grant(token)
     public.write_text("half of")
     with pytest.raises(Exception, match="not signed by a key that counts"):
-        gate.grant("m", token)
+        gate.grant(token)
     touched(public, (other.verifying / other.signing.name).read_bytes())
-    assert gate.grant("m", token).job == JOB
+    assert gate.grant(token).job == JOB
