@@ -35,7 +35,7 @@ class Health:
     def handlers(self, *, on_loop: bool = False) -> grpc.GenericRpcHandler:
         """``on_loop``: for a grpc.aio.Server."""
         check: Any = self._check_on_loop if on_loop else self._check
-        handler = grpc.unary_unary_rpc_method_handler(
+        handler: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(
             check, None, health_pb2.HealthCheckResponse.SerializeToString
         )
         return grpc.method_handlers_generic_handler(NAME, {"Check": handler})

@@ -6,7 +6,6 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,10 @@ from swift_ft.planner import Plan, RankPlan, Strategy
 from swift_ft.train import metrics as trainer
 from swift_ft.train.config import SessionConfig
 from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import JobRow, State
 from swift_ft_services.coordinator.metrics import CoordinatorMetrics
-from swift_ft_services.coordinator.views import JobSnapshot
+from swift_ft_services.coordinator.timeouts import Timing
 from tests.integration.scraping import scrape
 
 BOUNDS = (0.1, 1.0, 10.0)
@@ -194,22 +194,11 @@ def plan_of(*strategies: Strategy) -> Plan:
     return Plan(target_version=0, ranks=ranks, collective_source=-1, reason="", exact=True)
 
 
-def snapshot(checkpoint: int | None) -> JobSnapshot:
-    return JobSnapshot(
-        job="a",
-        state="RUNNING",
-        generation=1,
-        world_size=2,
-        live_ranks=2,
-        oldest_lease_s=0.0,
-        suspicions=0,
-        blocked_log_servers=0,
-        lost_log_servers=0,
-        newest_version=0,
-        measured_ranks=0,
-        groups=0,
-        checkpoint=checkpoint,
-    )
+def job(checkpoint: int | None, **fields: Any) -> Job:
+    made = Job(row([] if checkpoint is None else [checkpoint]), Timing(), 0.0)
+    for name, value in fields.items():
+        setattr(made.row, name, value)
+    return made
 
 
 def test_what_was_rehearsed_of_each_rank_is_shown(coordinator: CoordinatorMetrics) -> None:
@@ -217,7 +206,7 @@ def test_what_was_rehearsed_of_each_rank_is_shown(coordinator: CoordinatorMetric
         2: pb.Rehearsal(done=1, version=50, steps=4),
         3: pb.Rehearsal(done=2, version=60, difference="rng"),
     }
-    samples = coordinator.samples([replace(snapshot(60), exact=False, rehearsals=known)])
+    samples = coordinator.samples([job(60, inexact_since=50, rehearsals=known)])
     assert samples["swift_coordinator_exact"] == {("a",): 0}
     assert samples["swift_coordinator_rehearsed_version"] == {("a", "2"): 50, ("a", "3"): 60}
     assert samples["swift_coordinator_rehearsed_steps"] == {("a", "2"): 4, ("a", "3"): 0}
@@ -268,7 +257,7 @@ def test_every_strategy_has_its_place() -> None:
 
 def test_a_checkpoints_age_begins_when_it_is_complete(coordinator: CoordinatorMetrics, clock: Clock) -> None:
     def age() -> float:
-        return float(coordinator.samples([snapshot(5)])["swift_coordinator_checkpoint_age_seconds"]["a",])  # type: ignore[arg-type]
+        return float(coordinator.samples([job(5)])["swift_coordinator_checkpoint_age_seconds"]["a",])  # type: ignore[arg-type]
 
     clock.now += 10
     assert age() == 10  # of one that is older than this process: at least so old
@@ -280,7 +269,7 @@ def test_a_checkpoints_age_begins_when_it_is_complete(coordinator: CoordinatorMe
     clock.now += 2
     coordinator.after_durable(row([0, 5]), m.Persist())
     assert age() == 2
-    assert not coordinator.samples([snapshot(None)])["swift_coordinator_checkpoint_age_seconds"]
+    assert not coordinator.samples([job(None)])["swift_coordinator_checkpoint_age_seconds"]
 
 
 # -- a rank -------------------------------------------------------------------------------------------

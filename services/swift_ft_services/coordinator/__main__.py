@@ -5,16 +5,13 @@ python -m swift_ft_services.coordinator --directory DIR --log-servers HOST:PORT[
 
 import argparse
 import asyncio
-import logging
 import os
 import selectors
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # gRPC reads this on import: its own messages about a port in use would duplicate ours.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -23,12 +20,10 @@ import grpc
 
 from swift_ft import events, logs
 from swift_ft._pb import coordinator_pb2_grpc as pb_grpc
-from swift_ft.cli_parser import Parser, add_metrics_arguments, metrics_address, write_address
-from swift_ft.errors import ServiceError, SwiftError, UsageError
+from swift_ft.cli_parser import Parser, metrics_address
+from swift_ft.errors import ServiceError, UsageError
 from swift_ft.log.placement import COPIES_MAX, machines, parse_server
-from swift_ft.logs import end_process_on_uncaught
-from swift_ft_services import listening
-from swift_ft_services.authorization import Gate
+from swift_ft_services import listening, program
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.driver import JOBS_MAX, Driver
 from swift_ft_services.coordinator.job_record import JobRow, LogServer, State
@@ -39,6 +34,9 @@ from swift_ft_services.coordinator.timeouts import LEASE_HEARTBEATS, Timing, usu
 from swift_ft_services.health import Health
 from swift_ft_services.interceptors import AsyncGate
 from swift_ft_services.listening import Protection
+
+if TYPE_CHECKING:
+    from swift_ft_services.coordinator.metrics import CoordinatorMetrics
 
 # QuietSelector: detects whether an event loop has read all messages received so far.
 #
@@ -103,55 +101,13 @@ SERVER_OPTIONS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    events.configure("coordinator")
-    log = logs.Log("coordinator", logs.TEXT, logging.WARNING)
-    try:
-        arguments = parse(argv)
-        log = logs.from_arguments("coordinator", arguments)
-        log.start()
-        end_process_on_uncaught(log.uncaught)
-        metrics = metrics_address(arguments.metrics_listen, insecure=arguments.insecure)
-        timing = checked_timing(arguments)
-        log_servers = checked_log_servers(arguments.log_servers, arguments.copies)
-        protection = listening.protection_of(arguments, "coordinator")
-        gate = protection.gate()
-        store = open_directory(arguments.directory)
-        die = killer(arguments.directory, arguments.die_at)
-        if arguments.jobs_max < 1:
-            raise UsageError("--jobs-max must be at least 1")
-        watch = Watch(metrics, arguments.metrics_address_file, log.format == logs.TEXT) if metrics else None
+    return program.run("coordinator", lambda: parse(argv), run)
 
-        def after_durable(row: JobRow, persist: m.Persist) -> None:
-            die(row, persist)
-            if watch is not None:
-                watch.metrics.after_durable(row, persist)
 
-        selector = QuietSelector()
-        control = LogServers(timing.log_call_s)
-
-        def make_driver() -> Driver:
-            return Driver(
-                store,
-                control,
-                timing,
-                log_servers,
-                copies=arguments.copies,
-                caught_up=selector.caught_up,
-                after_durable=after_durable,
-                jobs_max=arguments.jobs_max,
-            )
-
-        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
-            runner.run(serve(make_driver, store, protection, gate, arguments.address_file, watch))
-    except SwiftError as error:
-        log.fatal(str(error))
-        return error.exit_code
-    except OSError as error:
-        log.fatal(str(error))
-        return ServiceError.exit_code
-    except KeyboardInterrupt:
-        return 0
-    return 0
+def run(arguments: argparse.Namespace) -> None:
+    selector = QuietSelector()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        runner.run(serve(arguments, selector.caught_up))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -183,7 +139,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "it is not used again. 0: only an operator gives a server up, with swift-ft logs (default: 30 s, at least "
         "two calls to it)",
     )
-    parser.add_argument("--address-file", type=Path, help="host:port is written to this file once it serves")
     parser.add_argument(
         "--heartbeat-s",
         type=float,
@@ -214,9 +169,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="limit of jobs under way (default %(default)s)",
     )
-    listening.add_flags(parser)
-    add_metrics_arguments(parser)
-    logs.add_arguments(parser)
+    program.add_arguments(parser)
     return parser.parse_args(argv)
 
 
@@ -291,69 +244,73 @@ def killer(directory: Path, die_at: str | None) -> Callable[[JobRow, m.Persist],
     return die
 
 
-class Watch:
-    """The metrics of a coordinator with --metrics-listen."""
+def show_metrics(
+    metrics: "CoordinatorMetrics", driver: Driver, listen: tuple[str, int], arguments: argparse.Namespace
+) -> Callable[[], None]:
+    """(on the driver's loop) Starts to serve the metrics. Returns a function that stops it."""
+    from swift_ft.metrics import Exposition, Samples
+    from swift_ft_services.coordinator.metrics import FAMILIES
 
-    def __init__(self, listen: tuple[str, int], address_file: Path | None, as_text: bool) -> None:
-        # Imported here: without --metrics-listen the module is not loaded.
-        from swift_ft_services.coordinator.metrics import CoordinatorMetrics
-
-        self.metrics = CoordinatorMetrics()
-        self._listen = listen
-        self._address_file = address_file
-        self._as_text = as_text
-
-    def show(self, driver: Driver) -> Callable[[], None]:
-        """(on the driver's loop) Starts to serve the metrics. Returns a function that stops it."""
-        from swift_ft.metrics import Exposition, Samples
-        from swift_ft_services.coordinator.metrics import FAMILIES
-
-        loop = asyncio.get_running_loop()
-
-        def samples() -> Samples:
-            taken = asyncio.run_coroutine_threadsafe(driver.snapshot(), loop).result(SNAPSHOT_TIMEOUT_S)
-            return self.metrics.samples(taken)
-
-        shown = Exposition(*self._listen, FAMILIES, samples)
-        shown.announce(self._address_file, as_text=self._as_text)
-        return shown.close
-
-
-async def serve(
-    make_driver: Callable[[], Driver],
-    store: MetadataStore,
-    protection: Protection,
-    gate: Gate,
-    address_file: Path | None,
-    watch: Watch | None,
-) -> None:
-    """Serves until SIGTERM. Raises ServiceError if the store fails."""
-    stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def stop() -> None:
-        loop.call_soon_threadsafe(stopped.set)
+    def samples() -> Samples:
+        return asyncio.run_coroutine_threadsafe(driver.look(metrics.samples), loop).result(SNAPSHOT_TIMEOUT_S)
 
-    take_signals(stop)  # before any other thread starts
-    driver = make_driver()  # it belongs to this loop
+    shown = Exposition(*listen, FAMILIES, samples)
+    shown.announce(arguments.metrics_address_file, as_text=arguments.log_format == logs.TEXT)
+    return shown.close
+
+
+async def serve(arguments: argparse.Namespace, caught_up: Callable[[], bool]) -> None:
+    """Serves until SIGTERM. Raises UsageError for what the arguments say, ServiceError if the store fails."""
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    program.take_signals(lambda: loop.call_soon_threadsafe(stopped.set))
+    listen = metrics_address(arguments.metrics_listen, insecure=arguments.insecure)
+    timing = checked_timing(arguments)
+    log_servers = checked_log_servers(arguments.log_servers, arguments.copies)
+    protection = listening.protection_of(arguments, "coordinator")
+    gate = protection.gate()
+    store = open_directory(arguments.directory)
+    die = killer(arguments.directory, arguments.die_at)
+    if arguments.jobs_max < 1:
+        raise UsageError("--jobs-max must be at least 1")
+    metrics = None
+    if listen:  # without --metrics-listen the module is not loaded
+        from swift_ft_services.coordinator.metrics import CoordinatorMetrics
+
+        metrics = CoordinatorMetrics()
+
+    def after_durable(row: JobRow, persist: m.Persist) -> None:
+        die(row, persist)
+        if metrics is not None:
+            metrics.after_durable(row, persist)
+
+    driver = Driver(
+        store,
+        LogServers(timing.log_call_s),
+        timing,
+        log_servers,
+        copies=arguments.copies,
+        caught_up=caught_up,
+        after_durable=after_durable,
+        jobs_max=arguments.jobs_max,
+    )
     gate.generation_of = driver.generation_of
-    if watch is None:
+    if metrics is None:
         servicer = Servicer(driver)
     else:
-        servicer = Servicer(driver, watch.metrics.refused)
-        gate.on_denied = watch.metrics.refused
+        servicer = Servicer(driver, metrics.refused)
+        gate.on_denied = metrics.refused
     await hold(store)
     server = grpc.aio.server(interceptors=(AsyncGate(gate),), options=SERVER_OPTIONS)
     checks = Health(gate.shown)
     hide = None
     try:
         port = await started(server, driver, servicer, checks, protection)
-        if watch is not None:
-            hide = watch.show(driver)
-        address = f"{protection.listen.rpartition(':')[0]}:{port}"
-        if address_file is not None:
-            write_address(address_file, address)
-        events.emit("serving", address=address, **protection.fields())
+        if metrics is not None and listen:
+            hide = show_metrics(metrics, driver, listen, arguments)
+        program.announce(arguments, port, protection.fields())
         await until_stopped(server, driver, stopped)
     finally:
         events.emit("draining")
@@ -364,26 +321,6 @@ async def serve(
             await asyncio.to_thread(hide)  # a scrape in progress waits for this loop
         await store.close()
         events.emit("stopped")
-
-
-def take_signals(stop: Callable[[], None]) -> None:
-    """Makes the first SIGTERM or SIGINT call `stop` (in a thread), and the next one kill the process.
-
-    A separate thread waits for the signals, because the main one may be blocked in the store together with the loop;
-    the kill is done by the kernel. Everything acknowledged is durable.
-    """
-    numbers = {signal.SIGTERM, signal.SIGINT}
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # here and in every thread started later
-
-    def wait() -> None:
-        number = signal.sigwait(numbers)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-        events.emit("signal", number=int(number))
-        stop()
-        threading.Event().wait()  # the only thread that a second signal can be delivered to
-
-    threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
 async def started(
@@ -426,9 +363,4 @@ async def until_stopped(server: grpc.aio.Server, driver: Driver, stopped: asynci
 
 
 if __name__ == "__main__":
-    os.umask(0o077)  # its files are readable only by its user
-    exit_code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: it would wait for a blocked call to a log server. All relevant state is durable.
-    os._exit(exit_code)
+    program.exit_with(main)

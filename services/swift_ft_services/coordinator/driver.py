@@ -17,7 +17,7 @@ import math
 import secrets
 from bisect import bisect
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,7 +37,7 @@ from swift_ft_services.coordinator.restarts import starts_again
 from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, Stored, StoreFailed, Transaction
 from swift_ft_services.coordinator.text import waiting_for
 from swift_ft_services.coordinator.timeouts import Timing
-from swift_ft_services.coordinator.views import JobSnapshot, measurements_of, status_of, summary_of, view_of
+from swift_ft_services.coordinator.views import measurements_of, status_of, summary_of, view_of
 
 # Quarantine of single jobs: the others are served all the same.
 #
@@ -867,12 +867,10 @@ class Driver:
         job = self._jobs.get(name)
         return self._going_back.get(name, 0) if job is None else job.row.generation
 
-    async def snapshot(self) -> list[JobSnapshot]:
-        """Returns the numbers of every job. Runs in a turn, as `status`, so events of what became durable before are
-        emitted."""
-        return await self._in_turn(
-            lambda: [JobSnapshot.of(job, self._clock()) for job in self._jobs.values()]
-        )
+    async def look(self, read: Callable[[Collection[Job]], T]) -> T:
+        """Returns what `read` says of all jobs. Runs in a turn, as `status`: what became durable before
+        has been emitted."""
+        return await self._in_turn(lambda: read(self._jobs.values()))
 
     def views(self, name: str) -> AsyncGenerator[pb.View, None]:
         """As `Published.views`, until this coordinator stops or the job is quarantined."""

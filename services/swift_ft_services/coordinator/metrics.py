@@ -1,4 +1,4 @@
-"""The coordinator's metrics: a snapshot of the jobs at scrape time, and counts from transitions and events.
+"""The coordinator's metrics: read from the jobs at scrape time, and counts from transitions and events.
 
 A recovery is timed from the transition to FENCING that began it to the transition to RUNNING that ended it; recoveries
 that superseded each other in between count as one. All counts start with the process. This module is loaded only with
@@ -7,10 +7,11 @@ that superseded each other in between count as one. All counts start with the pr
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from swift_ft import events
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.metrics import (
     COUNTER,
     DURATION_S,
@@ -22,111 +23,145 @@ from swift_ft.metrics import (
     Samples,
     Value,
 )
+from swift_ft.planner import RecoveryGroups
+from swift_ft.rpc.codec import optional
 from swift_ft_services.coordinator import commands as m
+from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import JobRow, State
-from swift_ft_services.coordinator.views import JobSnapshot
+from swift_ft_services.coordinator.log_placement import unreplaced
 
 _JOB = ("job",)
 _RANK = ("job", "rank")
 
-FAMILIES = (
+
+def _oldest_lease_s(job: Job, now: float) -> float:
+    holders = {} if job.row.state.is_over else job.row.holders
+    return max((job.leases.age_s(rank, now) for rank, one in holders.items() if not one.gone), default=0.0)
+
+
+def _version(job: Job) -> int:
+    return max((job.steps.version(rank) for rank in job.row.holders), default=0)
+
+
+def _replay_left_steps(job: Job) -> int:
+    return max((max(0, replay.target - replay.version) for replay in job.replays.values()), default=0)
+
+
+def _replay_left_s(job: Job) -> float | None:
+    left = [optional(replay, "seconds_left") for replay in job.replays.values()]
+    return max((one for one in left if one is not None), default=None if left else 0.0)
+
+
+def _unless_over(job: Job, things: Collection[object]) -> int:
+    return 0 if job.row.state.is_over else len(things)
+
+
+def _gauge(name: str, help: str) -> Family:
+    return Family(f"swift_coordinator_{name}", GAUGE, help, _JOB)
+
+
+_JOB_VALUES: Mapping[Family, Callable[[Job, float], Value | None]] = {
     Family(
         "swift_coordinator_job_state",
         STATES,
         "1 for the job's state, 0 for the others.",
         _JOB,
         tuple(str(state) for state in State),
+    ): lambda job, now: str(job.row.state),
+    _gauge("generation", "The job's generation."): lambda job, now: job.row.generation,
+    _gauge("world_size", "Ranks that the job has."): lambda job, now: job.row.world_size,
+    _gauge("live_ranks", "Ranks that a process holds."): lambda job, now: len(job.row.holders),
+    _gauge("oldest_lease_seconds", "Time since the last sign of the rank that has been silent longest."): (
+        _oldest_lease_s
     ),
-    Family("swift_coordinator_generation", GAUGE, "The job's generation.", _JOB),
-    Family("swift_coordinator_world_size", GAUGE, "Ranks that the job has.", _JOB),
-    Family("swift_coordinator_live_ranks", GAUGE, "Ranks that a process holds.", _JOB),
+    _gauge("suspicions", "Suspicions and steps past their bound, now."): (
+        lambda job, now: len(job.suspicions.all(job.row, now))
+    ),
+    _gauge("blocked_log_servers", "Log servers that a recovery waits for."): (
+        lambda job, now: len(job.row.blocked)
+    ),
+    _gauge("lost_log_servers", "Log servers given up and not replaced."): (
+        lambda job, now: _unless_over(job, unreplaced(job.row))
+    ),
+    _gauge("version", "Optimizer steps done, by the rank that is furthest."): lambda job, now: _version(job),
+    _gauge("measured_ranks", "Ranks that have reported how long their steps take."): (
+        lambda job, now: len(job.measured)
+    ),
+    _gauge("replay_left_steps", "Steps that the replay under way still has to do."): (
+        lambda job, now: _replay_left_steps(job)
+    ),
+    _gauge("replay_left_seconds", "How long the replay will still take; absent while that is unknown."): (
+        lambda job, now: _replay_left_s(job)
+    ),
+    _gauge("recovery_groups", "Recovery groups; 0: every rank is a group by itself."): (
+        lambda job, now: len(RecoveryGroups.parse(job.row.groups).starts)
+    ),
+    _gauge("checkpoint_version", "The newest complete checkpoint."): (
+        lambda job, now: max(job.row.checkpoints, default=None)
+    ),
+    _gauge("unsaved_ranks", "Ranks that cannot write their newest checkpoint; the one before it stands."): (
+        lambda job, now: _unless_over(job, job.checkpoints.unsaved)
+    ),
+    _gauge(
+        "exact",
+        "1 while nothing is known that makes the job's bits others than those of a run without failures.",
+    ): lambda job, now: job.row.inexact_since is None,
+}
+"""Metric of a job -> its value now; None: absent."""
+
+_RANK_VALUES: Mapping[Family, Callable[[pb.Rehearsal], Value]] = {
     Family(
-        "swift_coordinator_oldest_lease_seconds",
+        "swift_coordinator_rehearsed_version",
         GAUGE,
-        "Time since the last sign of the rank that has been silent longest.",
+        "The checkpoint that the rank's newest rehearsal began with; absent without one.",
+        _RANK,
+    ): lambda known: known.version,
+    Family(
+        "swift_coordinator_rehearsed_steps", GAUGE, "Steps that this rehearsal has done again.", _RANK
+    ): lambda known: known.steps,
+    Family(
+        "swift_coordinator_rehearsal_differs",
+        GAUGE,
+        "1 if this rehearsal did not give what the rank had; 0 if it was equal.",
+        _RANK,
+    ): lambda known: bool(known.difference),
+}
+"""Metric of a rank that has completed a rehearsal -> its value."""
+
+_EVENTS: Mapping[str, Family] = {
+    "lease_expired": Family(
+        "swift_coordinator_lease_expiries_total", COUNTER, "Ranks given up for their silence.", _JOB
+    ),
+    "fenced": Family("swift_coordinator_fenced_ranks_total", COUNTER, "Processes that were fenced.", _JOB),
+    "refused": Family(
+        "swift_coordinator_replay_refusals_total", COUNTER, "Recoveries that a rank refused.", _JOB
+    ),
+    "checkpoint_asked": Family(
+        "swift_coordinator_early_checkpoints_total",
+        COUNTER,
+        "Checkpoints asked for before the interval brings one.",
         _JOB,
     ),
-    Family("swift_coordinator_suspicions", GAUGE, "Suspicions and steps past their bound, now.", _JOB),
-    Family("swift_coordinator_blocked_log_servers", GAUGE, "Log servers that a recovery waits for.", _JOB),
-    Family("swift_coordinator_lost_log_servers", GAUGE, "Log servers given up and not replaced.", _JOB),
-    Family("swift_coordinator_version", GAUGE, "Optimizer steps done, by the rank that is furthest.", _JOB),
-    Family(
-        "swift_coordinator_measured_ranks", GAUGE, "Ranks that have reported how long their steps take.", _JOB
-    ),
-    Family(
-        "swift_coordinator_replay_left_steps",
-        GAUGE,
-        "Steps that the replay under way still has to do.",
-        _JOB,
-    ),
-    Family(
-        "swift_coordinator_replay_left_seconds",
-        GAUGE,
-        "How long the replay will still take; absent while that is unknown.",
-        _JOB,
-    ),
-    Family(
-        "swift_coordinator_recovery_groups",
-        GAUGE,
-        "Recovery groups; 0: every rank is a group by itself.",
-        _JOB,
-    ),
-    Family("swift_coordinator_checkpoint_version", GAUGE, "The newest complete checkpoint.", _JOB),
+}
+
+FAMILIES = (
+    *_JOB_VALUES,
+    *_RANK_VALUES,
+    *_EVENTS.values(),
     Family(
         "swift_coordinator_checkpoint_age_seconds",
         GAUGE,
         "Time since it became complete, or since this process began, whichever is shorter.",
         _JOB,
     ),
-    Family(
-        "swift_coordinator_unsaved_ranks",
-        GAUGE,
-        "Ranks that cannot write their newest checkpoint; the one before it stands.",
-        _JOB,
-    ),
-    Family(
-        "swift_coordinator_exact",
-        GAUGE,
-        "1 while nothing is known that makes the job's bits others than those of a run without failures.",
-        _JOB,
-    ),
-    Family(
-        "swift_coordinator_rehearsed_version",
-        GAUGE,
-        "The checkpoint that the rank's newest rehearsal began with; absent without one.",
-        _RANK,
-    ),
-    Family("swift_coordinator_rehearsed_steps", GAUGE, "Steps that this rehearsal has done again.", _RANK),
-    Family(
-        "swift_coordinator_rehearsal_differs",
-        GAUGE,
-        "1 if this rehearsal did not give what the rank had; 0 if it was equal.",
-        _RANK,
-    ),
     Family("swift_coordinator_recoveries_total", COUNTER, "Recoveries that ended.", ("job", "strategy")),
     Family("swift_coordinator_recovery_seconds", HISTOGRAM, "From a loss to RUNNING.", _JOB),
-    Family("swift_coordinator_lease_expiries_total", COUNTER, "Ranks given up for their silence.", _JOB),
-    Family("swift_coordinator_fenced_ranks_total", COUNTER, "Processes that were fenced.", _JOB),
-    Family("swift_coordinator_replay_refusals_total", COUNTER, "Recoveries that a rank refused.", _JOB),
-    Family(
-        "swift_coordinator_early_checkpoints_total",
-        COUNTER,
-        "Checkpoints asked for before the interval brings one.",
-        _JOB,
-    ),
     Family("swift_coordinator_refusals_total", COUNTER, "Calls that were refused.", ("reason",)),
 )
 
-_EVENTS = {
-    "lease_expired": "swift_coordinator_lease_expiries_total",
-    "fenced": "swift_coordinator_fenced_ranks_total",
-    "refused": "swift_coordinator_replay_refusals_total",
-    "checkpoint_asked": "swift_coordinator_early_checkpoints_total",
-}
-
 
 class CoordinatorMetrics:
-    """The coordinator's side of `swift_ft.metrics.Exposition`. Updated on the driver's thread, read on another one."""
+    """The coordinator's side of `swift_ft.metrics.Exposition`. Used on the driver's loop, but for `refused`."""
 
     def __init__(self, clock: Callable[[], float] = events.now) -> None:
         self._clock = clock
@@ -137,86 +172,63 @@ class CoordinatorMetrics:
         """Job -> (newest complete checkpoint, time since which it is the newest)."""
         self._recoveries: Counter[tuple[str, str]] = Counter()
         self._recovery_s: dict[str, Distribution] = {}
-        self._counts: dict[str, Counter[str]] = {name: Counter() for name in _EVENTS.values()}
+        self._counts: dict[str, Counter[str]] = {family.name: Counter() for family in _EVENTS.values()}
         self._refusals: Counter[str] = Counter()
         self.close = events.listen(self._heard)
 
     def after_durable(self, row: JobRow, persist: m.Persist) -> None:
         """(driver) Updates the metrics from a row that has become durable."""
-        with self._lock:
-            newest = row.checkpoints[-1] if row.checkpoints else None
-            known = self._newest.get(row.job)
-            if known is None:  # first row of this job here: the time of completion is unknown
-                self._newest[row.job] = (newest, self._began)
-            elif known[0] != newest:
-                self._newest[row.job] = (newest, self._clock())
-            if persist.entered is State.FENCING:
-                self._lost_at.setdefault(row.job, self._clock())
-            elif persist.entered is State.RUNNING and row.plan is not None:
-                self._recoveries[row.job, str(row.plan.costliest)] += 1
-                lost_at = self._lost_at.pop(row.job, None)
-                if lost_at is not None:  # otherwise this process started during the recovery
-                    times = self._recovery_s.setdefault(row.job, Distribution(DURATION_S))
-                    times.observe(self._clock() - lost_at)
-            elif persist.entered in (State.FAILED, State.STOPPED):
-                self._lost_at.pop(row.job, None)
+        newest = row.checkpoints[-1] if row.checkpoints else None
+        known = self._newest.get(row.job)
+        if known is None:  # first row of this job here: the time of completion is unknown
+            self._newest[row.job] = (newest, self._began)
+        elif known[0] != newest:
+            self._newest[row.job] = (newest, self._clock())
+        if persist.entered is State.FENCING:
+            self._lost_at.setdefault(row.job, self._clock())
+        elif persist.entered is State.RUNNING and row.plan is not None:
+            self._recoveries[row.job, str(row.plan.costliest)] += 1
+            lost_at = self._lost_at.pop(row.job, None)
+            if lost_at is not None:  # otherwise this process started during the recovery
+                times = self._recovery_s.setdefault(row.job, Distribution(DURATION_S))
+                times.observe(self._clock() - lost_at)
+        elif persist.entered in (State.FAILED, State.STOPPED):
+            self._lost_at.pop(row.job, None)
 
     def refused(self, reason: str) -> None:
-        """(servicer) Counts a refused call."""
+        """(any thread) Counts a refused call."""
         with self._lock:
             self._refusals[reason] += 1
 
     def _heard(self, event: str, fields: Mapping[str, Any]) -> None:
         if event in _EVENTS:
             with self._lock:
-                self._counts[_EVENTS[event]][fields["job"]] += 1
+                self._counts[_EVENTS[event].name][fields["job"]] += 1
 
-    def samples(self, jobs: Sequence[JobSnapshot]) -> Samples:
+    def samples(self, jobs: Collection[Job]) -> Samples:
         """Returns the current value of every metric, by name and labels."""
         now = self._clock()
-        out: dict[str, Mapping[tuple[str, ...], Value]] = {
-            name: {(job.job,): getattr(job, field) for job in jobs} for name, field in _JOB_FIELDS.items()
+        out: dict[str, dict[tuple[str, ...], Value]] = {}
+        for family, of_job in _JOB_VALUES.items():
+            values = {(job.row.job,): of_job(job, now) for job in jobs}
+            out[family.name] = {key: value for key, value in values.items() if value is not None}
+        rehearsed = {
+            (job.row.job, str(rank)): known
+            for job in jobs
+            for rank, known in job.row.rehearsals.items()
+            if known.done
         }
-        out["swift_coordinator_replay_left_seconds"] = {
-            (job.job,): job.replay_seconds_left for job in jobs if job.replay_seconds_left is not None
+        for family, of_rank in _RANK_VALUES.items():
+            out[family.name] = {key: of_rank(known) for key, known in rehearsed.items()}
+        out["swift_coordinator_checkpoint_age_seconds"] = {
+            (job.row.job,): now - self._newest.get(job.row.job, (None, self._began))[1]
+            for job in jobs
+            if job.row.checkpoints
         }
-        rehearsed = {(job.job, str(rank)): known for job in jobs for rank, known in job.rehearsals.items()}
-        out["swift_coordinator_rehearsed_version"] = {key: known.version for key, known in rehearsed.items()}
-        out["swift_coordinator_rehearsed_steps"] = {key: known.steps for key, known in rehearsed.items()}
-        out["swift_coordinator_rehearsal_differs"] = {
-            key: bool(known.difference) for key, known in rehearsed.items()
-        }
-        saved = [(job.job, job.checkpoint) for job in jobs if job.checkpoint is not None]
-        out["swift_coordinator_checkpoint_version"] = {(job,): version for job, version in saved}
+        out["swift_coordinator_recoveries_total"] = dict(self._recoveries)
+        out["swift_coordinator_recovery_seconds"] = {(job,): known for job, known in self._recovery_s.items()}
         with self._lock:
-            out["swift_coordinator_checkpoint_age_seconds"] = {
-                (job,): now - self._newest.get(job, (None, self._began))[1] for job, _ in saved
-            }
-            out["swift_coordinator_recoveries_total"] = {
-                (job, strategy): count for (job, strategy), count in self._recoveries.items()
-            }
-            out["swift_coordinator_recovery_seconds"] = {
-                (job,): known for job, known in self._recovery_s.items()
-            }
-            out["swift_coordinator_refusals_total"] = {(r,): count for r, count in self._refusals.items()}
-            for name, counts in self._counts.items():
-                out[name] = {(job,): count for job, count in counts.items()}
+            counted = {**self._counts, "swift_coordinator_refusals_total": self._refusals}
+            for name, by_label in counted.items():
+                out[name] = {(label,): count for label, count in by_label.items()}
         return out
-
-
-_JOB_FIELDS = {
-    "swift_coordinator_job_state": "state",
-    "swift_coordinator_generation": "generation",
-    "swift_coordinator_world_size": "world_size",
-    "swift_coordinator_live_ranks": "live_ranks",
-    "swift_coordinator_oldest_lease_seconds": "oldest_lease_s",
-    "swift_coordinator_suspicions": "suspicions",
-    "swift_coordinator_blocked_log_servers": "blocked_log_servers",
-    "swift_coordinator_lost_log_servers": "lost_log_servers",
-    "swift_coordinator_version": "newest_version",
-    "swift_coordinator_measured_ranks": "measured_ranks",
-    "swift_coordinator_replay_left_steps": "replay_steps_left",
-    "swift_coordinator_recovery_groups": "groups",
-    "swift_coordinator_unsaved_ranks": "unsaved_ranks",
-    "swift_coordinator_exact": "exact",
-}

@@ -1,87 +1,12 @@
-"""Conversion of a row to the messages that show it, and a snapshot of a job in numbers."""
-
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Self
+"""Conversion of a row to the messages that show it."""
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.planner import RecoveryGroups
-from swift_ft.rpc.codec import encoded, optional, to_message
+from swift_ft.rpc.codec import encoded, to_message
 from swift_ft_services.coordinator.communicators import lost_slots
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import Holder, JobRow, State
-from swift_ft_services.coordinator.log_placement import unreplaced
 from swift_ft_services.coordinator.planning import job_shrinks, shrinks_late
 from swift_ft_services.coordinator.text import waiting_for
-
-# Snapshot of a job at one moment, as plain numbers, for metrics.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobSnapshot:
-    """One job in numbers."""
-
-    job: str
-    state: str
-    generation: int
-    world_size: int
-    live_ranks: int
-    oldest_lease_s: float
-    suspicions: int
-    blocked_log_servers: int
-    lost_log_servers: int
-    """Lost log servers not replaced yet; 0 once the job is over."""
-    newest_version: int
-    """Highest version of any rank, from heartbeats."""
-    measured_ranks: int
-    """Number of ranks that have reported their step durations."""
-    groups: int
-    """Number of recovery groups; 0: each rank is its own group."""
-    checkpoint: int | None
-    """Version of the newest complete checkpoint; None if there is none."""
-    unsaved_ranks: int = 0
-    """Number of ranks that cannot write their newest checkpoint."""
-    replay_steps_left: int = 0
-    """Largest number of steps that a rank still has to replay; 0 if none replays."""
-    replay_seconds_left: float | None = 0.0
-    """Longest remaining replay time of a rank, in seconds; None: unknown."""
-    exact: bool = True
-    """False once the job's bits may differ from those of a run without failures."""
-    rehearsals: Mapping[int, pb.Rehearsal] = field(default_factory=dict)
-    """rank -> its rehearsals, for ranks that completed one."""
-
-    @classmethod
-    def of(cls, job: Job, now: float) -> Self:
-        """Takes a snapshot; `now` is in seconds of the monotonic clock."""
-        row = job.row
-        leased = (
-            [] if row.state.is_over else [rank for rank, holder in row.holders.items() if not holder.gone]
-        )
-        return cls(
-            job=row.job,
-            state=str(row.state),
-            generation=row.generation,
-            world_size=row.world_size,
-            live_ranks=len(row.holders),
-            oldest_lease_s=max((job.leases.age_s(rank, now) for rank in leased), default=0.0),
-            suspicions=len(job.suspicions.all(row, now)),
-            blocked_log_servers=len(row.blocked),
-            lost_log_servers=0 if row.state.is_over else len(unreplaced(row)),
-            newest_version=max((job.steps.version(rank) for rank in row.holders), default=0),
-            measured_ranks=len(job.measured),
-            groups=len(RecoveryGroups.parse(row.groups).starts),
-            checkpoint=row.checkpoints[-1] if row.checkpoints else None,
-            unsaved_ranks=0 if row.state.is_over else len(job.checkpoints.unsaved),
-            replay_steps_left=max((max(0, r.target - r.version) for r in job.replays.values()), default=0),
-            replay_seconds_left=_longest([optional(r, "seconds_left") for r in job.replays.values()]),
-            exact=row.inexact_since is None,
-            rehearsals={rank: known for rank, known in row.rehearsals.items() if known.done},
-        )
-
-
-def _longest(seconds: list[float | None]) -> float | None:
-    return max((one for one in seconds if one is not None), default=None if seconds else 0.0)
-
 
 FENCED_SHOWN = 256
 """Minimum number of the last fenced processes shown, or the number of ranks if that is higher; at most twice as many

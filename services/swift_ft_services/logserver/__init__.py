@@ -8,5 +8,5 @@ quotas          space limits and alarms
 engine          joins core and storage; state: shared by both, under one lock
 storage         segment files and manifests on disk, and their recovery at the start; storage_interface
 disk            the file system interface of the storage
-service         gRPC service; metrics, server_stats
+service         gRPC service; metrics
 """

@@ -1,13 +1,12 @@
 """python -m swift_ft_services.logserver: keeps the log of training jobs in a directory and serves it over gRPC."""
 
+import argparse
 import gc
-import logging
 import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 # gRPC reads this at import: otherwise its own messages about a port in use would appear next to ours.
@@ -16,23 +15,20 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 
 from swift_ft import events, logs
-from swift_ft.cli_parser import Parser, add_metrics_arguments, metrics_address, write_address
-from swift_ft.errors import ServiceError, SwiftError, UsageError
+from swift_ft.cli_parser import Parser, metrics_address
+from swift_ft.errors import UsageError
 from swift_ft.log.directory import LIVES_S, age_s, free_bytes
 from swift_ft.log.frame import BODY_BYTES_MAX
 from swift_ft.log.memory import keep_freed_memory
 from swift_ft.log.protocol import Fsync
 from swift_ft.log.segment import FILE_BYTES_LEAST
-from swift_ft.logs import end_process_on_uncaught
-from swift_ft_services import listening
-from swift_ft_services.authorization import Gate
+from swift_ft_services import listening, program
 from swift_ft_services.logserver.disk import RealDisk, allow_open_files
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.quotas import HIGH_WATER, LOW_WATER, SpaceConfig
 from swift_ft_services.logserver.service import make_server
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
-from swift_ft_services.logserver.storage_interface import Storage
 
 _STOP_GRACE_S = 2.0
 _SWITCH_S = 0.0005
@@ -42,78 +38,53 @@ SPACE_BYTES_MIN = 64 << 10
 """Space that the first file of a stream takes; the smallest quota allowed."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerConfig:
-    """The command line, validated."""
-
-    directory: Path
-    protection: listening.Protection
-    address_file: Path | None
-    segment_bytes: int
-    engine: EngineConfig
-    metrics: tuple[str, int] | None = None
-    metrics_address_file: Path | None = None
-    log: logs.Log
-
-    def __post_init__(self) -> None:
-        if self.segment_bytes < 4096:
-            raise UsageError(f"--segment-bytes {self.segment_bytes} is too small; give at least 4096")
-        if self.segment_bytes > FILE_BYTES_LEAST // 2:
+def check(options: argparse.Namespace, engine: EngineConfig) -> None:
+    """Raises UsageError for values with which nothing could work."""
+    if not 4096 <= options.segment_bytes <= FILE_BYTES_LEAST // 2:
+        raise UsageError(f"--segment-bytes must be between 4096 and {FILE_BYTES_LEAST // 2}")
+    if not 1 <= engine.credit_bytes <= _CREDIT_BYTES_MAX:
+        raise UsageError(f"--credit-bytes must be between 1 and {_CREDIT_BYTES_MAX}")
+    if not 1 <= engine.body_bytes_max <= BODY_BYTES_MAX:
+        raise UsageError(f"--body-bytes-max must be between 1 and {BODY_BYTES_MAX}")
+    if not 0 < engine.fsync_interval_s <= _FSYNC_INTERVAL_S_MAX:
+        raise UsageError(f"--fsync-interval must be positive, at most {_FSYNC_INTERVAL_S_MAX:g} s")
+    for name in ("jobs_max", "job_streams_max", "job_records_max", "job_readers_max"):
+        if getattr(engine, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
+    if engine.job_bytes_max < engine.writer_bytes_max:
+        raise UsageError(
+            f"--job-bytes-max must have room for one writer: at least {engine.writer_bytes_max} "
+            "(--credit-bytes and one frame)"
+        )
+    space = engine.space
+    for flag, quota in (("--quota-bytes", space.quota_bytes), ("--job-quota-bytes", space.job_quota_bytes)):
+        if quota and quota < SPACE_BYTES_MIN:
             raise UsageError(
-                f"--segment-bytes {self.segment_bytes} is too large; give at most {FILE_BYTES_LEAST // 2}"
+                f"{flag} {quota} has no room for anything: give at least {SPACE_BYTES_MIN}, or leave it out for "
+                "no quota"
             )
-        if not 1 <= self.engine.credit_bytes <= _CREDIT_BYTES_MAX:
-            raise UsageError(f"--credit-bytes must be between 1 and {_CREDIT_BYTES_MAX}")
-        if not 1 <= self.engine.body_bytes_max <= BODY_BYTES_MAX:
-            raise UsageError(f"--body-bytes-max must be between 1 and {BODY_BYTES_MAX}")
-        if not 0 < self.engine.fsync_interval_s <= _FSYNC_INTERVAL_S_MAX:
-            raise UsageError(f"--fsync-interval must be positive, at most {_FSYNC_INTERVAL_S_MAX:g} s")
-        for name in ("jobs_max", "job_streams_max", "job_records_max", "job_readers_max"):
-            if getattr(self.engine, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
-        if self.engine.job_bytes_max < self.engine.writer_bytes_max:
-            raise UsageError(
-                f"--job-bytes-max must have room for one writer: at least {self.engine.writer_bytes_max} "
-                "(--credit-bytes and one frame)"
-            )
-        space = self.engine.space
-        if min(space.quota_bytes, space.job_quota_bytes) < 0:
-            raise UsageError("--quota-bytes and --job-quota-bytes must be positive; leave them out for none")
-        for flag, quota in (
-            ("--quota-bytes", space.quota_bytes),
-            ("--job-quota-bytes", space.job_quota_bytes),
-        ):
-            if 0 < quota < SPACE_BYTES_MIN:
-                raise UsageError(
-                    f"{flag} {quota} has no room for anything: give at least {SPACE_BYTES_MIN}, or leave it out for "
-                    "no quota"
-                )
-        if not 0 < space.low_water < space.high_water < 1:
-            raise UsageError(
-                f"--low-water {space.low_water:g} must be below --high-water {space.high_water:g}, "
-                "and both between 0 and 1"
-            )
-        if self.engine.keep_s < 0:
-            raise UsageError("--keep-days must be positive; leave it out to keep logs until they are dropped")
-        if 0 < self.engine.keep_s < LIVES_S:
-            raise UsageError(
-                f"--keep-days {self.engine.keep_s / 86400:g} would drop jobs that live: give at least "
-                f"{LIVES_S / 86400:.4f}, or leave it out to keep logs until they are dropped"
-            )
-        if self.address_file is not None and not self.address_file.parent.is_dir():
-            raise UsageError(f"--address-file: there is no directory {self.address_file.parent}")
+    if not 0 < space.low_water < space.high_water < 1:
+        raise UsageError(
+            f"--low-water {space.low_water:g} must be below --high-water {space.high_water:g}, "
+            "and both between 0 and 1"
+        )
+    if engine.keep_s and engine.keep_s < LIVES_S:
+        raise UsageError(
+            f"--keep-days {options.keep_days:g} would drop jobs that live: give at least "
+            f"{LIVES_S / 86400:.4f}, or leave it out to keep logs until they are dropped"
+        )
+    if options.address_file is not None and not options.address_file.parent.is_dir():
+        raise UsageError(f"--address-file: there is no directory {options.address_file.parent}")
 
 
-def parse(argv: Sequence[str]) -> ServerConfig:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the validated options: with `engine`, `protection` and `metrics` made of them."""
     parser = Parser(
         prog="swift-ft logserver",
         description="Keeps the log of training jobs in a directory and serves it over gRPC.",
     )
     parser.add_argument(
         "--directory", type=Path, required=True, help="the directory of the segments; made if it is missing"
-    )
-    parser.add_argument(
-        "--address-file", type=Path, help="host:port is written to this file once the server serves"
     )
     parser.add_argument(
         "--fsync",
@@ -141,38 +112,31 @@ def parse(argv: Sequence[str]) -> ServerConfig:
         help="size of the largest tensor that is accepted",
     )
     _add_limits(parser)
-    listening.add_flags(parser)
     _add_space(parser)
-    add_metrics_arguments(parser)
-    logs.add_arguments(parser)
+    program.add_arguments(parser)
     options = parser.parse_args(argv)
-    return ServerConfig(
-        directory=options.directory,
-        protection=listening.protection_of(options, "logserver"),
-        address_file=options.address_file,
-        segment_bytes=options.segment_bytes,
-        metrics=metrics_address(options.metrics_listen, insecure=options.insecure),
-        metrics_address_file=options.metrics_address_file,
-        log=logs.from_arguments("logserver", options),
-        engine=EngineConfig(
-            fsync=Fsync(options.fsync),
-            fsync_interval_s=options.fsync_interval,
-            credit_bytes=options.credit_bytes,
-            body_bytes_max=options.body_bytes_max,
-            jobs_max=options.jobs_max,
-            job_streams_max=options.job_streams_max,
-            job_readers_max=options.job_readers_max,
-            job_records_max=options.job_records_max,
-            job_bytes_max=options.job_bytes_max,
-            space=SpaceConfig(
-                quota_bytes=options.quota_bytes,
-                job_quota_bytes=options.job_quota_bytes,
-                high_water=options.high_water,
-                low_water=options.low_water,
-            ),
-            keep_s=options.keep_days * 86400,
+    options.engine = EngineConfig(
+        fsync=Fsync(options.fsync),
+        fsync_interval_s=options.fsync_interval,
+        credit_bytes=options.credit_bytes,
+        body_bytes_max=options.body_bytes_max,
+        jobs_max=options.jobs_max,
+        job_streams_max=options.job_streams_max,
+        job_readers_max=options.job_readers_max,
+        job_records_max=options.job_records_max,
+        job_bytes_max=options.job_bytes_max,
+        space=SpaceConfig(
+            quota_bytes=options.quota_bytes,
+            job_quota_bytes=options.job_quota_bytes,
+            high_water=options.high_water,
+            low_water=options.low_water,
         ),
+        keep_s=options.keep_days * 86400,
     )
+    options.protection = listening.protection_of(options, "logserver")
+    options.metrics = metrics_address(options.metrics_listen, insecure=options.insecure)
+    check(options, options.engine)
+    return options
 
 
 def _add_space(parser: Parser) -> None:
@@ -234,92 +198,53 @@ def _collect_rarely() -> None:
     gc.set_threshold(young, younger, 100)
 
 
-def _signals() -> Callable[[], None]:
-    """Installs handlers for SIGTERM and SIGINT. Returns a function that waits for the first signal. The next one kills.
-
-    Uses a wake-up descriptor: the kernel may deliver a signal to one of gRPC's threads, which does not wake a waiting
-    main thread; and a handler that sets an Event can deadlock with the `wait` that it interrupts.
-    """
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(writing)
-
-    def wait() -> None:
-        os.read(reading, 1)
-        # The next signal is handled by the kernel, so it ends the process whatever the threads wait for. Acknowledged
-        # records are durable.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-
-    return wait
-
-
-def _assembled(
-    config: ServerConfig, gate: Gate, stack: ExitStack
-) -> tuple[DirectoryStorage, LogEngine, grpc.Server, Callable[[], None]]:
-    """Returns the storage, the engine, the server, and a function that exports their metrics once the engine has
-    started."""
-    where, directory = config.metrics, config.directory
-
-    def engine_on(storage: Storage) -> LogEngine:
-        return LogEngine(
-            storage, config.engine, lambda: free_bytes(directory), lambda job: age_s(directory, job)
-        )
-
-    if where is None:
-        storage = DirectoryStorage(config.directory, config.segment_bytes, open_max=allow_open_files())
-        engine = engine_on(storage)
-        return storage, engine, make_server(engine, gate)[0], lambda: None
-    # Imported only if metrics are enabled.
-    from swift_ft.metrics import Exposition
-    from swift_ft_services.logserver.metrics import FAMILIES, LogMetrics, ObservedDisk
-
-    disk = ObservedDisk(RealDisk(config.directory))
-    storage = DirectoryStorage(config.directory, config.segment_bytes, disk.as_disk(), allow_open_files())
-    metrics = LogMetrics(config.directory, storage, disk)
-    stack.callback(metrics.close)
-    engine = engine_on(metrics.watched_storage)
-
-    def show() -> None:
-        shown = Exposition(*where, FAMILIES, lambda: metrics.samples(engine.snapshot()))
-        stack.callback(shown.close)
-        shown.announce(config.metrics_address_file, as_text=config.log.format == logs.TEXT)
-
-    return storage, engine, make_server(engine, gate, [metrics.refusals])[0], show
-
-
-def run(config: ServerConfig) -> int:
-    """Serves until SIGTERM or SIGINT; then drains, syncs and returns 0. A second signal ends the process at once."""
+def serve(options: argparse.Namespace) -> None:
+    """Serves until SIGTERM or SIGINT; then drains and syncs. A second signal ends the process at once."""
+    stopped = threading.Event()
+    program.take_signals(stopped.set)
     keep_freed_memory()
     # A record passes several threads: each may wait this long while another one computes.
     sys.setswitchinterval(_SWITCH_S)
-    protection = config.protection
+    directory, protection = options.directory, options.protection
     gate = protection.gate()
     with ExitStack() as stack:
-        storage, engine, server, show_metrics = _assembled(config, gate, stack)
-        host = protection.listen.rpartition(":")[0]
+        metrics = None
+        if options.metrics:  # imported only if metrics are enabled
+            from swift_ft.metrics import Exposition
+            from swift_ft_services.logserver.metrics import FAMILIES, LogMetrics
+
+            metrics = LogMetrics(directory)
+            stack.callback(metrics.close)
+        disk = RealDisk(directory) if metrics is None else RealDisk(directory, metrics.sync_s.observe)
+        storage = DirectoryStorage(directory, options.segment_bytes, disk, allow_open_files())
+        engine = LogEngine(
+            storage, options.engine, lambda: free_bytes(directory), lambda job: age_s(directory, job)
+        )
+        if metrics is None:
+            server, _ = make_server(engine, gate)
+        else:
+            engine.committer.on_commit = metrics.committed
+            server, _ = make_server(engine, gate, metrics.refused)
         port = listening.bind(server, protection)
         engine.start(storage.recover())
         _collect_rarely()
-        show_metrics()
-        wait_for_signal = _signals()
+        as_text = options.log_format == logs.TEXT
+        if metrics is not None:
+            host, metrics_port = options.metrics
+            shown = Exposition(host, metrics_port, FAMILIES, lambda: metrics.samples(engine))
+            stack.callback(shown.close)
+            shown.announce(options.metrics_address_file, as_text=as_text)
         server.start()
         engine.state.on_health(engine.state.serves)
-        address = f"{host}:{port}"
-        events.emit("serving", address=address, directory=str(config.directory), **protection.fields())
-        if config.address_file is not None:
-            write_address(config.address_file, address)
-        if config.log.format == logs.TEXT:
-            print(f"log server on {address}, directory {config.directory}", flush=True)
-        wait_for_signal()
+        address = program.announce(options, port, protection.fields(), directory=str(directory))
+        if as_text:
+            print(f"log server on {address}, directory {directory}", flush=True)
+        stopped.wait()
         events.emit("draining")
         engine.drain()
         _stop(server)
         engine.close()
         events.emit("stopped")
-    return 0
 
 
 def _stop(server: grpc.Server) -> None:
@@ -331,27 +256,8 @@ def _stop(server: grpc.Server) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    events.configure("logserver")
-    log = logs.Log("logserver", logs.TEXT, logging.WARNING)
-    try:
-        config = parse(sys.argv[1:] if argv is None else argv)
-        log = config.log
-        log.start()
-        end_process_on_uncaught(log.uncaught)
-        return run(config)
-    except SwiftError as error:
-        log.fatal(str(error))
-        return error.exit_code
-    except OSError as error:
-        log.fatal(str(error))
-        return ServiceError.exit_code
-    except KeyboardInterrupt:  # before it served
-        return 130
+    return program.run("logserver", lambda: parse(sys.argv[1:] if argv is None else argv), serve)
 
 
 if __name__ == "__main__":
-    os.umask(0o077)  # other users cannot read its files
-    exit_code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)  # not sys.exit, which would wait for threads; all acknowledged records are durable
+    program.exit_with(main)

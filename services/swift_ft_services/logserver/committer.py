@@ -4,13 +4,15 @@ files ahead, so that commits of other jobs do not wait for that.
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 from swift_ft import events
 from swift_ft_services.logserver.append_session import Commits, Queued
 from swift_ft_services.logserver.quotas import Notice
 from swift_ft_services.logserver.segments import StorageError, StorageFailed
 from swift_ft_services.logserver.state import ServerState
+from swift_ft_services.logserver.storage_interface import Write
 
 
 class Committer:
@@ -24,6 +26,8 @@ class Committer:
         self._changed = state.changed
         self._file_wanted = state.new_condition()
         self._stop = False
+        self.on_commit: Callable[[Sequence[Write], float, Sequence[Write], str], None] = lambda *_: None
+        """Called after each commit: what was written, the seconds, what was not mended, the error's name."""
         self._threads = [
             threading.Thread(target=self._loop, name="committer", daemon=True),
             threading.Thread(target=self._make_files, name="files", daemon=True),
@@ -93,11 +97,15 @@ class Committer:
                 self._changed.notify_all()
 
     def _commit(self, batch: list[Queued], sync: bool) -> None:
+        writes = [queued.write for queued in batch]
+        began = time.monotonic()
         try:
-            unmended = self._state.storage.commit([queued.write for queued in batch], sync)
+            unmended = self._state.storage.commit(writes, sync)
         except StorageError as error:
+            self.on_commit(writes, time.monotonic() - began, (), type(error).__name__)
             self._give_up(error, batch)
             return
+        self.on_commit(writes, time.monotonic() - began, unmended, "")
         with self._changed:
             news = self.commits.committed(batch, sync, self._clock(), unmended)
             self._state.show_health()

@@ -13,6 +13,7 @@ import resource
 import shutil
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
@@ -121,9 +122,13 @@ def allow_open_files() -> int:
 class RealDisk:
     """A directory of this machine, locked by one server at a time."""
 
-    def __init__(self, directory: Path) -> None:
-        """Locks the directory. Raises UsageError if it cannot be used, ServiceError if another server holds it."""
+    def __init__(self, directory: Path, synced: Callable[[float], None] = lambda seconds: None) -> None:
+        """Locks the directory. Raises UsageError if it cannot be used, ServiceError if another server holds it.
+
+        ``synced``: called with the duration of each sync of a file.
+        """
         self._lock_fd = _take(directory)
+        self._synced = synced
         self._gatherer = _Gatherer()
 
     def close(self) -> None:
@@ -150,10 +155,10 @@ class RealDisk:
                 raise
 
     def create(self, path: Path) -> "RealFile":
-        return RealFile(path, os.O_CREAT | os.O_EXCL, self._gatherer)
+        return RealFile(path, os.O_CREAT | os.O_EXCL, self._gatherer, self._synced)
 
     def open(self, path: Path) -> "RealFile":
-        return RealFile(path, 0, self._gatherer)
+        return RealFile(path, 0, self._gatherer, self._synced)
 
     def sync_names(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -207,8 +212,11 @@ def _locked(directory: Path) -> int | None:
 class RealFile:
     """Opens with O_DIRECT for whole-block reads and writes where that is possible, else uses the page cache."""
 
-    def __init__(self, path: Path, flags: int, gatherer: "_Gatherer") -> None:
+    def __init__(
+        self, path: Path, flags: int, gatherer: "_Gatherer", synced: Callable[[float], None]
+    ) -> None:
         self._path = path
+        self._synced = synced
         self._gatherer = gatherer
         self._fd = open_regular(path, os.O_RDWR | flags)
         self._direct_fd: int | None = None
@@ -284,7 +292,9 @@ class RealFile:
         os.ftruncate(self._fd, size)
 
     def sync(self) -> None:
+        began = time.monotonic()
         os.fdatasync(self._fd)
+        self._synced(time.monotonic() - began)
 
     def note(self, offset: int, data: bytes) -> None:
         os.pwrite(self._fd, data, offset)

@@ -19,12 +19,11 @@ from swift_ft import events
 from swift_ft._pb import log_pb2
 from swift_ft.log.frame import Assembler
 from swift_ft.log.protocol import Reason
-from swift_ft_services.logserver.administration import Administration, DiskWatch, Retention, rest
+from swift_ft_services.logserver.administration import Administration, DiskWatch, Retention
 from swift_ft_services.logserver.append_session import Appends, Frame, Gathered, Quarantined
 from swift_ft_services.logserver.committer import Committer
 from swift_ft_services.logserver.core import Refusal
 from swift_ft_services.logserver.reading import Reading
-from swift_ft_services.logserver.server_stats import EngineSnapshot, JobSnapshot
 from swift_ft_services.logserver.state import AppendCall, EngineConfig, ServerState
 from swift_ft_services.logserver.storage_interface import RecoveredJob, Storage
 
@@ -84,10 +83,10 @@ class LogEngine:
         lock = threading.RLock()
         self.state = ServerState(storage, config, threading.Condition(lock))
         self.state.new_condition = lambda: threading.Condition(lock)
-        self._committer = Committer(self.state, clock)
-        self._appends = Appends(self.state, self._committer.commits)
+        self.committer = Committer(self.state, clock)
+        self._appends = Appends(self.state, self.committer.commits)
         self.watch = DiskWatch(self.state, free_bytes, clock)
-        self.administration = Administration(self.state, self._committer, self.watch, clock)
+        self.administration = Administration(self.state, self.committer, self.watch, clock)
         self.reading = Reading(self.state, self.administration, clock)
         self.retention = Retention(self.state, self.administration, self.watch, age_s, clock)
         self._changed = self.state.changed
@@ -124,7 +123,7 @@ class LogEngine:
                 streams=len(job.streams),
                 records=job.tally.records,
             )
-        self._committer.start()
+        self.committer.start()
         self.administration.start()
         self.watch.check()
         self.retention.start()
@@ -177,33 +176,6 @@ class LogEngine:
         """Called after the writer's last message. Raises Refused if that ended within a frame."""
         self._appends.parse(session, None)
 
-    # -- being watched ---------------------------------------------------------------------------------
-
-    def snapshot(self) -> EngineSnapshot:
-        """Returns the server's current state as plain numbers."""
-        with self._changed:
-            accepted, settled, synced = self._committer.commits.progress()
-            names = list(self.state.core.jobs)
-            taken = EngineSnapshot(
-                state=self.state.condition(),
-                queued_records=accepted - settled,
-                unsynced_records=accepted - synced,
-                sessions=len(self.state.sessions),
-                underway_bytes=sum(session.underway_bytes for session in self.state.sessions),
-                credit_bytes=self.config.credit_bytes * len(self.state.sessions),
-                space=self.state.space.snapshot(),
-                jobs=[],
-            )
-        for name in names:  # one at a time: jobs may be large, and are written meanwhile
-            with self._changed:
-                job = self.state.core.jobs.get(name)
-                if job is not None:
-                    wants = self.state.wants_checkpoint(job)
-                    taken.jobs.append(JobSnapshot.of(job, self.state.space, wants))
-            if len(names) > 1:
-                rest()
-        return taken
-
     # -- the end --------------------------------------------------------------------------------------
 
     def drain(self) -> None:
@@ -211,14 +183,14 @@ class LogEngine:
         with self._changed:
             self.state.draining = True
             self.state.on_health(False)
-            self._committer.wait_durable()
+            self.committer.wait_durable()
             self.state.end_sessions(Refusal(Reason.DRAINING, "the log server is shutting down"))
             self._changed.notify_all()
 
     def close(self) -> None:
         """Stops the threads and closes the storage; called after `drain`, once no call runs any more."""
         self.retention.stop()
-        self._committer.stop()
+        self.committer.stop()
         self.administration.stop()
         if not self.state.failed:
             self.administration.save_all()

@@ -1,21 +1,19 @@
-"""The log server's metrics: a snapshot at scrape time, and counters outside of the hot path.
+"""The log server's metrics: read from its state at scrape time, and counters outside of the hot path.
 
-The storage is wrapped (one count per commit, which is a group of records), refusals are counted by an interceptor
-(once per call), the rest comes from events. All of it is created only with --metrics-listen.
+Commits are counted once for a group of records, syncs and refusals once each, the rest comes from events. All of it is
+created only with --metrics-listen.
 """
 
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
-
-import grpc
+from typing import Any
 
 from swift_ft import events
-from swift_ft.log.protocol import REASON_KEY
 from swift_ft.log.segment import SUFFIX
 from swift_ft.metrics import (
     COUNTER,
@@ -29,350 +27,227 @@ from swift_ft.metrics import (
     Value,
     plain,
 )
-from swift_ft_services.logserver.administration import ASKED_FOR
-from swift_ft_services.logserver.disk import Disk, File
+from swift_ft_services.logserver.administration import ASKED_FOR, rest
+from swift_ft_services.logserver.core import JobState
+from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.quotas import Alarm
-from swift_ft_services.logserver.server_stats import EngineSnapshot, JobSnapshot
-from swift_ft_services.logserver.state import CONDITIONS
-from swift_ft_services.logserver.storage_interface import Storage, Write
+from swift_ft_services.logserver.state import CONDITIONS, ServerState
+from swift_ft_services.logserver.storage_interface import Write
 
 _JOB = ("job",)
+_REASON = ("reason",)
 ALARMS = tuple(alarm.name.lower() for alarm in Alarm)
 _USAGE_MAX_AGE_S = 10.0
 
-FAMILIES = (
+
+def _family(kind: str, name: str, help: str, labels: tuple[str, ...] = ()) -> Family:
+    return Family(f"swift_log_{name}", kind, help, labels)
+
+
+_SERVER_VALUES: Mapping[Family, Callable[[ServerState], Value | None]] = {
     Family(
         "swift_log_state",
         STATES,
         "What it does: serving, full (read-only), failed, draining.",
         (),
         CONDITIONS,
+    ): lambda state: state.condition(),
+    _family(GAUGE, "sessions", "Writers that are connected."): lambda state: len(state.sessions),
+    _family(GAUGE, "credit_used_bytes", "Bytes under way from writers."): (
+        lambda state: sum(session.underway_bytes for session in state.sessions)
     ),
-    Family("swift_log_appended_records_total", COUNTER, "Records handed to the disk.", _JOB),
-    Family("swift_log_appended_bytes_total", COUNTER, "Bytes of these records, with their frames.", _JOB),
-    Family("swift_log_acknowledged_records_total", COUNTER, "Records acknowledged to their writers.", _JOB),
-    Family("swift_log_commit_seconds", HISTOGRAM, "A group commit: write and, if it is due, sync."),
-    Family("swift_log_sync_seconds", HISTOGRAM, "One sync of a file."),
-    Family("swift_log_commit_failures_total", COUNTER, "Commits that the disk refused.", ("reason",)),
-    Family("swift_log_queued_records", GAUGE, "Records accepted and not acknowledged yet."),
-    Family("swift_log_unsynced_records", GAUGE, "Records accepted and not covered by a sync yet."),
-    Family("swift_log_sessions", GAUGE, "Writers that are connected."),
-    Family("swift_log_credit_used_bytes", GAUGE, "Bytes under way from writers."),
-    Family("swift_log_credit_granted_bytes", GAUGE, "Bytes that the connected writers may have under way."),
-    Family("swift_log_refusals_total", COUNTER, "Calls that ended with a refusal.", ("reason",)),
-    Family(
-        "swift_log_quarantines_total", COUNTER, "Streams quarantined: other bytes for a known record.", _JOB
+    _family(GAUGE, "credit_granted_bytes", "Bytes that the connected writers may have under way."): (
+        lambda state: state.config.credit_bytes * len(state.sessions)
     ),
-    Family("swift_log_damage_found_total", COUNTER, "Records found damaged or gone.", _JOB),
-    Family("swift_log_torn_tails_total", COUNTER, "Torn tails cut at the start.", _JOB),
-    Family("swift_log_trims_total", COUNTER, "Trims that dropped something.", _JOB),
-    Family("swift_log_freed_bytes_total", COUNTER, "Bytes of segments that were removed.", _JOB),
-    Family("swift_log_fences_total", COUNTER, "Generations granted.", _JOB),
-    Family("swift_log_resets_total", COUNTER, "Resets: a job's records given up for its checkpoint.", _JOB),
-    Family("swift_log_generation", GAUGE, "The granted generation.", _JOB),
-    Family("swift_log_trimmed_below_step", GAUGE, "Steps below this are dropped.", _JOB),
-    Family("swift_log_trim_waits", GAUGE, "1 while readers hold a trim up.", _JOB),
-    Family("swift_log_streams", GAUGE, "Streams that are known.", _JOB),
-    Family("swift_log_corrupt_streams", GAUGE, "Streams that are quarantined or have a hole.", _JOB),
-    Family("swift_log_held_records", GAUGE, "Records that can be read.", _JOB),
-    Family("swift_log_held_bytes", GAUGE, "Bytes of these records, with their frames.", _JOB),
-    Family("swift_log_readers", GAUGE, "Read calls under way.", _JOB),
-    Family("swift_log_used_bytes", GAUGE, "Bytes of records that are kept, of all jobs."),
-    Family("swift_log_quota_bytes", GAUGE, "--quota-bytes, if it is given."),
-    Family("swift_log_limit_bytes", GAUGE, "The quota, or what the disk has room for if that is less."),
-    Family("swift_log_high_mark_bytes", GAUGE, "Above this, the alarm begins: a part of the limit."),
-    Family("swift_log_low_mark_bytes", GAUGE, "Below this, the alarm ends."),
-    Family("swift_log_alarm", STATES, "The server's alarm; full also if the disk is full.", (), ALARMS),
-    Family("swift_log_job_quota_bytes", GAUGE, "--job-quota-bytes, if it is given.", _JOB),
-    Family(
-        "swift_log_job_high_mark_bytes",
-        GAUGE,
-        "Above this, the job's alarm begins: a part of its quota.",
-        _JOB,
+    _family(GAUGE, "used_bytes", "Bytes of records that are kept, of all jobs."): (
+        lambda state: state.space.server.used_bytes
     ),
-    Family("swift_log_job_low_mark_bytes", GAUGE, "Below this, the alarm ends.", _JOB),
-    Family("swift_log_job_alarm", STATES, "The alarm of the job's quota.", _JOB, ALARMS),
-    Family("swift_log_checkpoint_wanted", GAUGE, "1 while an early checkpoint is asked for.", _JOB),
-    Family("swift_log_trimmed_bytes_total", COUNTER, "Bytes of records given up by trims and resets.", _JOB),
-    Family("swift_log_dropped_jobs_total", COUNTER, "Jobs dropped, on request or by age.", ("reason",)),
-    Family("swift_log_dropped_bytes_total", COUNTER, "Bytes of the records of these jobs.", ("reason",)),
-    Family("swift_log_segments", GAUGE, "Segment files in the directory."),
-    Family("swift_log_disk_used_bytes", GAUGE, "Disk space that the directory's files take."),
-    Family("swift_log_disk_free_bytes", GAUGE, "Space left on its filesystem for this user."),
-    Family("swift_log_disk_size_bytes", GAUGE, "Size of its filesystem."),
-)
+    _family(GAUGE, "quota_bytes", "--quota-bytes, if it is given."): (
+        lambda state: state.space.server.quota_bytes or None
+    ),
+    _family(GAUGE, "limit_bytes", "The quota, or what the disk has room for if that is less."): (
+        lambda state: state.space.server.limit_bytes or None
+    ),
+    _family(GAUGE, "high_mark_bytes", "Above this, the alarm begins: a part of the limit."): (
+        lambda state: state.space.high_mark_bytes(state.space.server) or None
+    ),
+    _family(GAUGE, "low_mark_bytes", "Below this, the alarm ends."): (
+        lambda state: state.space.low_mark_bytes(state.space.server) or None
+    ),
+    Family("swift_log_alarm", STATES, "The server's alarm; full also if the disk is full.", (), ALARMS): (
+        lambda state: state.space.server_alarm.name.lower()
+    ),
+}
+"""Metric -> its value now; None: absent. Read while the server's lock is held."""
 
-_EVENTS = {
-    "quarantined": "swift_log_quarantines_total",
-    "stream_corrupt": "swift_log_damage_found_total",
-    "torn_tail": "swift_log_torn_tails_total",
-    "trimmed": "swift_log_trims_total",
-    "fence": "swift_log_fences_total",
-    "reset": "swift_log_resets_total",
+_JOB_VALUES: Mapping[Family, Callable[[ServerState, JobState], Value | None]] = {
+    _family(GAUGE, "generation", "The granted generation.", _JOB): lambda state, job: job.generation,
+    _family(GAUGE, "trimmed_below_step", "Steps below this are dropped.", _JOB): (
+        lambda state, job: job.trimmed_below_step
+    ),
+    _family(GAUGE, "trim_waits", "1 while readers hold a trim up.", _JOB): (
+        lambda state, job: job.trim_wanted > job.trimmed_below_step
+    ),
+    _family(GAUGE, "streams", "Streams that are known.", _JOB): lambda state, job: len(job.streams),
+    _family(GAUGE, "corrupt_streams", "Streams that are quarantined or have a hole.", _JOB): (
+        lambda state, job: sum(bool(stream.corrupt_reason) for stream in job.streams.values())
+    ),
+    _family(GAUGE, "held_records", "Records that can be read.", _JOB): lambda state, job: job.tally.records,
+    _family(GAUGE, "held_bytes", "Bytes of these records, with their frames.", _JOB): (
+        lambda state, job: job.tally.bytes
+    ),
+    _family(GAUGE, "readers", "Read calls under way.", _JOB): lambda state, job: len(job.readers),
+    _family(GAUGE, "job_quota_bytes", "--job-quota-bytes, if it is given.", _JOB): (
+        lambda state, job: state.space.job(job.name).quota_bytes or None
+    ),
+    _family(GAUGE, "job_high_mark_bytes", "Above this, the job's alarm begins: a part of its quota.", _JOB): (
+        lambda state, job: state.space.high_mark_bytes(state.space.job(job.name)) or None
+    ),
+    _family(GAUGE, "job_low_mark_bytes", "Below this, the alarm ends.", _JOB): (
+        lambda state, job: state.space.low_mark_bytes(state.space.job(job.name)) or None
+    ),
+    Family("swift_log_job_alarm", STATES, "The alarm of the job's quota.", _JOB, ALARMS): (
+        lambda state, job: state.space.job(job.name).alarm.name.lower()
+    ),
+    _family(GAUGE, "checkpoint_wanted", "1 while an early checkpoint is asked for.", _JOB): (
+        lambda state, job: bool(state.wants_checkpoint(job))
+    ),
+    _family(COUNTER, "trimmed_bytes_total", "Bytes of records given up by trims and resets.", _JOB): (
+        lambda state, job: state.space.trimmed[job.name]
+    ),
+}
+"""Metric of a job -> its value now; None: absent. Read while the server's lock is held."""
+
+_EVENTS: Mapping[str, Family] = {
+    "quarantined": _family(
+        COUNTER, "quarantines_total", "Streams quarantined: other bytes for a known record.", _JOB
+    ),
+    "stream_corrupt": _family(COUNTER, "damage_found_total", "Records found damaged or gone.", _JOB),
+    "torn_tail": _family(COUNTER, "torn_tails_total", "Torn tails cut at the start.", _JOB),
+    "trimmed": _family(COUNTER, "trims_total", "Trims that dropped something.", _JOB),
+    "fence": _family(COUNTER, "fences_total", "Generations granted.", _JOB),
+    "reset": _family(COUNTER, "resets_total", "Resets: a job's records given up for its checkpoint.", _JOB),
 }
 
+_COUNTED = (
+    *_EVENTS.values(),
+    _family(COUNTER, "freed_bytes_total", "Bytes of segments that were removed.", _JOB),
+    _family(COUNTER, "dropped_jobs_total", "Jobs dropped, on request or by age.", _REASON),
+    _family(COUNTER, "dropped_bytes_total", "Bytes of the records of these jobs.", _REASON),
+    _family(COUNTER, "appended_records_total", "Records handed to the disk.", _JOB),
+    _family(COUNTER, "appended_bytes_total", "Bytes of these records, with their frames.", _JOB),
+    _family(COUNTER, "acknowledged_records_total", "Records acknowledged to their writers.", _JOB),
+    _family(COUNTER, "commit_failures_total", "Commits that the disk refused.", _REASON),
+    _family(COUNTER, "refusals_total", "Calls that ended with a refusal.", _REASON),
+)
 
-class ObservedStorage:
-    """Wraps a storage and counts its commits. All other calls pass through."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self.appended_records: Counter[str] = Counter()
-        self.appended_bytes: Counter[str] = Counter()
-        self.acknowledged_records: Counter[str] = Counter()
-        self.failures: Counter[str] = Counter()
-        self.commit_s = Distribution(LATENCY_S)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._storage, name)
-
-    def commit(self, writes: Sequence[Write], sync: bool) -> list[Write]:
-        """Counts and times a commit. Only the committer calls this, so the counters have one writer."""
-        records: dict[str, int] = {}
-        sizes: dict[str, int] = {}
-        for write in writes:
-            job = write.job
-            records[job] = records.get(job, 0) + 1
-            sizes[job] = sizes.get(job, 0) + write.size
-        for job, count in records.items():
-            self.appended_records[job] += count
-            self.appended_bytes[job] += sizes[job]
-        began = time.monotonic()
-        try:
-            unmended = self._storage.commit(writes, sync)
-        except Exception as error:
-            self.failures[type(error).__name__] += 1
-            raise
-        self.commit_s.observe(time.monotonic() - began)
-        for write in unmended:
-            records[write.job] -= 1
-        for job, count in records.items():
-            self.acknowledged_records[job] += count
-        return unmended
-
-
-class ObservedFile:
-    """Wraps a file and times its syncs."""
-
-    def __init__(self, file: File, sync_s: Distribution) -> None:
-        self._file = file
-        self._sync_s = sync_s
-        self.write = file.write
-        self.read = file.read
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def sync(self) -> None:
-        began = time.monotonic()
-        self._file.sync()
-        self._sync_s.observe(time.monotonic() - began)
-
-
-class ObservedDisk:
-    """Wraps a disk and times the syncs of its files. All other calls pass through."""
-
-    def __init__(self, disk: Disk) -> None:
-        self._disk = disk
-        self.sync_s = Distribution(LATENCY_S)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._disk, name)
-
-    def as_disk(self) -> Disk:
-        return cast(Disk, self)
-
-    def create(self, path: Path) -> ObservedFile:
-        return ObservedFile(self._disk.create(path), self.sync_s)
-
-    def open(self, path: Path) -> ObservedFile:
-        return ObservedFile(self._disk.open(path), self.sync_s)
-
-
-class _Context:
-    """Wraps a call's context and reports why the call was refused."""
-
-    def __init__(self, context: Any, told: Callable[[str], None]) -> None:
-        self._context = context
-        self._told = told
-        self._reason = ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-    def set_trailing_metadata(self, trailing: Any) -> None:
-        for key, value in trailing:
-            if key == REASON_KEY:
-                self._reason = str(value)
-        self._context.set_trailing_metadata(trailing)
-
-    def abort(self, code: grpc.StatusCode, details: str) -> Any:
-        self._told(self._reason or code.name.lower().replace("_", "-"))
-        return self._context.abort(code, details)
-
-
-class RefusalWatch(grpc.ServerInterceptor):
-    """Interceptor that counts aborted calls by reason, whichever part of the server aborts them."""
-
-    def __init__(self) -> None:
-        self.reasons: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def _told(self, reason: str) -> None:
-        with self._lock:
-            self.reasons[reason] += 1
-
-    def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = continuation(details)
-        if handler is None:
-            return None
-        kind = f"{'stream' if handler.request_streaming else 'unary'}_"
-        kind += "stream" if handler.response_streaming else "unary"
-        inner = getattr(handler, kind)
-
-        def behaviour(request: Any, context: Any) -> Any:
-            return inner(request, _Context(context, self._told))
-
-        pool = getattr(inner, "experimental_thread_pool", None)
-        behaviour.experimental_thread_pool = pool  # type: ignore[attr-defined]
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(behaviour, handler.request_deserializer, handler.response_serializer)
+FAMILIES = (
+    *_SERVER_VALUES,
+    *_JOB_VALUES,
+    *_COUNTED,
+    _family(HISTOGRAM, "commit_seconds", "A group commit: write and, if it is due, sync."),
+    _family(HISTOGRAM, "sync_seconds", "One sync of a file."),
+    _family(GAUGE, "queued_records", "Records accepted and not acknowledged yet."),
+    _family(GAUGE, "unsynced_records", "Records accepted and not covered by a sync yet."),
+    _family(GAUGE, "segments", "Segment files in the directory."),
+    _family(GAUGE, "disk_used_bytes", "Disk space that the directory's files take."),
+    _family(GAUGE, "disk_free_bytes", "Space left on its filesystem for this user."),
+    _family(GAUGE, "disk_size_bytes", "Size of its filesystem."),
+)
 
 
 class LogMetrics:
     """Collects the metrics of a log server for `swift_ft.metrics.Exposition`."""
 
-    def __init__(self, directory: Path, storage: Storage, disk: ObservedDisk) -> None:
-        """``storage`` uses ``disk``; the engine gets `watched_storage` instead of it."""
-        self._disk_watch = disk
-        self.storage = ObservedStorage(storage)
-        self.refusals = RefusalWatch()
+    def __init__(self, directory: Path) -> None:
+        self.commit_s = Distribution(LATENCY_S)
+        self.sync_s = Distribution(LATENCY_S)
         self._directory = directory
-        self._counts: dict[str, Counter[str]] = {name: Counter() for name in _EVENTS.values()}
-        self._freed: Counter[str] = Counter()
-        self._dropped_jobs: Counter[str] = Counter()
-        self._dropped_bytes: Counter[str] = Counter()
+        self._counts: dict[str, Counter[str]] = {family.name: Counter() for family in _COUNTED}
         self._lock = threading.Lock()
         self._usage = (0, 0)
         self._usage_at = -_USAGE_MAX_AGE_S
         self.close = events.listen(self._heard)
 
-    @property
-    def watched_storage(self) -> Storage:
-        """The wrapped storage, for the engine."""
-        return cast(Storage, self.storage)
+    def refused(self, reason: str) -> None:
+        self._count("refusals_total", reason)
+
+    def committed(
+        self, writes: Sequence[Write], seconds: float, unmended: Sequence[Write], error: str
+    ) -> None:
+        """Counts a commit. ``error``: name of the error that the storage raised; empty if it raised none."""
+        with self._lock:
+            for write in writes:
+                self._counts["swift_log_appended_records_total"][write.job] += 1
+                self._counts["swift_log_appended_bytes_total"][write.job] += write.size
+                if not error and write not in unmended:
+                    self._counts["swift_log_acknowledged_records_total"][write.job] += 1
+        if error:
+            self._count("commit_failures_total", error)
+        else:
+            self.commit_s.observe(seconds)
+
+    def _count(self, name: str, label: str, amount: int = 1) -> None:
+        with self._lock:
+            self._counts[f"swift_log_{name}"][label] += amount
 
     def _heard(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == "freed":
-            with self._lock:
-                self._freed[fields["job"]] += fields["bytes"]
+            self._count("freed_bytes_total", fields["job"], fields["bytes"])
         elif event == "dropped":
             why = "asked" if fields["reason"] == ASKED_FOR else "age"
-            with self._lock:
-                self._dropped_jobs[why] += 1
-                self._dropped_bytes[why] += fields["bytes"]
+            self._count("dropped_jobs_total", why)
+            self._count("dropped_bytes_total", why, fields["bytes"])
         elif event in _EVENTS:
-            with self._lock:
-                self._counts[_EVENTS[event]][fields["job"]] += 1
+            self._count(_EVENTS[event].name.removeprefix("swift_log_"), fields["job"])
 
-    def samples(self, snapshot: EngineSnapshot) -> Samples:
-        """Returns the value of every metric, by name and labels, at the time of the snapshot."""
-        out: dict[str, Mapping[tuple[str, ...], Value]] = {
-            "swift_log_state": plain(snapshot.state),
-            "swift_log_appended_records_total": _by_label(self.storage.appended_records),
-            "swift_log_appended_bytes_total": _by_label(self.storage.appended_bytes),
-            "swift_log_acknowledged_records_total": _by_label(self.storage.acknowledged_records),
-            "swift_log_commit_seconds": plain(self.storage.commit_s),
-            "swift_log_sync_seconds": plain(self._disk_watch.sync_s),
-            "swift_log_commit_failures_total": _by_label(self.storage.failures),
-            "swift_log_queued_records": plain(snapshot.queued_records),
-            "swift_log_unsynced_records": plain(snapshot.unsynced_records),
-            "swift_log_sessions": plain(snapshot.sessions),
-            "swift_log_credit_used_bytes": plain(snapshot.underway_bytes),
-            "swift_log_credit_granted_bytes": plain(snapshot.credit_bytes),
-            "swift_log_refusals_total": _by_label(self.refusals.reasons),
-        }
+    def samples(self, engine: LogEngine) -> Samples:
+        """Returns the current value of every metric, by name and labels."""
+        state = engine.state
+        out: dict[str, dict[tuple[str, ...], Value]] = {family.name: {} for family in FAMILIES}
+        with state.changed:
+            accepted, settled, synced = engine.committer.commits.progress()
+            for family, of_server in _SERVER_VALUES.items():
+                if (value := of_server(state)) is not None:
+                    out[family.name] = {(): value}
+            names = list(state.core.jobs)
+        for name in names:  # one at a time: jobs may be large, and are written meanwhile
+            with state.changed:
+                if job := state.core.jobs.get(name):
+                    for family, of_job in _JOB_VALUES.items():
+                        if (value := of_job(state, job)) is not None:
+                            out[family.name][name,] = value
+            rest()
         with self._lock:
-            out |= {name: _by_label(count) for name, count in self._counts.items()}
-            out["swift_log_freed_bytes_total"] = _by_label(self._freed)
-            out["swift_log_dropped_jobs_total"] = _by_label(self._dropped_jobs)
-            out["swift_log_dropped_bytes_total"] = _by_label(self._dropped_bytes)
-        for name, field in _JOB_FIELDS.items():
-            out[name] = {(job.job,): float(getattr(job, field)) for job in snapshot.jobs}
-        return out | _space(snapshot) | self._disk()
+            for counter, counts in self._counts.items():
+                out[counter] = {(label,): value for label, value in counts.items()}
+        segments, used = self._used()
+        disk = os.statvfs(self._directory)
+        rest_of_them: Mapping[str, Value] = {
+            "commit_seconds": self.commit_s,
+            "sync_seconds": self.sync_s,
+            "queued_records": accepted - settled,
+            "unsynced_records": accepted - synced,
+            "segments": segments,
+            "disk_used_bytes": used,
+            "disk_free_bytes": disk.f_bavail * disk.f_frsize,
+            "disk_size_bytes": disk.f_blocks * disk.f_frsize,
+        }
+        return {**out, **{f"swift_log_{name}": plain(value) for name, value in rest_of_them.items()}}
 
-    def _disk(self) -> dict[str, Mapping[tuple[str, ...], Value]]:
+    def _used(self) -> tuple[int, int]:
         now = time.monotonic()
         if now - self._usage_at >= _USAGE_MAX_AGE_S:
-            self._usage = usage(self._directory)
-            self._usage_at = now
-        segments, used = self._usage
-        space = os.statvfs(self._directory)
-        return {
-            "swift_log_segments": plain(segments),
-            "swift_log_disk_used_bytes": plain(used),
-            "swift_log_disk_free_bytes": plain(space.f_bavail * space.f_frsize),
-            "swift_log_disk_size_bytes": plain(space.f_blocks * space.f_frsize),
-        }
-
-
-_JOB_FIELDS = {
-    "swift_log_generation": "generation",
-    "swift_log_trimmed_below_step": "trimmed_below_step",
-    "swift_log_trim_waits": "trim_waits",
-    "swift_log_streams": "streams",
-    "swift_log_corrupt_streams": "corrupt_streams",
-    "swift_log_held_records": "records",
-    "swift_log_held_bytes": "bytes",
-    "swift_log_readers": "readers",
-    "swift_log_trimmed_bytes_total": "trimmed_bytes",
-    "swift_log_checkpoint_wanted": "checkpoint_wanted",
-}
-
-
-def _space(snapshot: EngineSnapshot) -> dict[str, Mapping[tuple[str, ...], Value]]:
-    """Returns the samples of quotas, limits and alarms. Unset quotas, and marks of unknown limits, are left out."""
-
-    def known(name: str, jobs: Sequence[JobSnapshot]) -> Mapping[tuple[str, ...], Value]:
-        return {(job.job,): value for job in jobs if (value := getattr(job.space, name))}
-
-    server = {
-        f"swift_log_{name}": plain(value)
-        for name in ("quota_bytes", "limit_bytes", "high_mark_bytes", "low_mark_bytes")
-        if (value := getattr(snapshot.space, name))
-    }
-    jobs = {
-        f"swift_log_job_{name}": known(name, snapshot.jobs)
-        for name in ("quota_bytes", "high_mark_bytes", "low_mark_bytes", "alarm")
-    }
-    used = plain(snapshot.space.used_bytes)
-    return {**server, **jobs, "swift_log_used_bytes": used, "swift_log_alarm": plain(snapshot.space.alarm)}
-
-
-def _by_label(count: Mapping[str, int]) -> Mapping[tuple[str, ...], Value]:
-    # A copy in one step: another thread may add a label meanwhile.
-    return {(label,): value for label, value in dict(count).items()}
+            self._usage, self._usage_at = usage(self._directory), now
+        return self._usage
 
 
 def usage(directory: Path) -> tuple[int, int]:
     """Returns the number of segment files, and the disk space of all files. Skips files that vanish meanwhile."""
     segments = used = 0
-    for entry in _files(directory):
-        try:
-            used += entry.stat(follow_symlinks=False).st_blocks * 512
-        except FileNotFoundError:
-            continue
-        segments += entry.name.endswith(SUFFIX)
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                used += os.lstat(Path(folder, name)).st_blocks * 512
+                segments += name.endswith(SUFFIX)
     return segments, used
-
-
-def _files(directory: Path) -> Iterator["os.DirEntry[str]"]:
-    try:
-        entries = list(os.scandir(directory))
-    except FileNotFoundError:
-        return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files(Path(entry.path))
-        else:
-            yield entry

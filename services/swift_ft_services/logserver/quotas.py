@@ -89,20 +89,6 @@ class Account:
         return f"{self.name} keeps {self.used_bytes} bytes of the {self.limit_bytes} that it may"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AccountSnapshot:
-    """An account in plain numbers, for metrics."""
-
-    used_bytes: int
-    limit_bytes: int
-    """0: unknown; then the marks are 0, too."""
-    quota_bytes: int
-    high_mark_bytes: int
-    low_mark_bytes: int
-    alarm: str
-    """"none", "high" or "full"."""
-
-
 @dataclass(slots=True)
 class _Trouble:
     """State of the disk after a write found it full."""
@@ -266,16 +252,13 @@ class Space:
                 return full.words()
         return ""
 
-    def snapshot(self, job_name: str = "") -> AccountSnapshot:
-        """Returns the account of a job, or of the server, in plain numbers."""
-        account = self.job(job_name) if job_name else self.server
-        limit, config = account.limit_bytes, self.config
-        full = not job_name and self._trouble.disk is not DiskState.OPEN
-        return AccountSnapshot(
-            used_bytes=account.used_bytes,
-            limit_bytes=limit,
-            quota_bytes=account.quota_bytes,
-            high_mark_bytes=round(config.high_water * limit),
-            low_mark_bytes=round(config.low_water * limit),
-            alarm=(Alarm.FULL if full else account.alarm).name.lower(),
-        )
+    def high_mark_bytes(self, account: Account) -> int:
+        return round(self.config.high_water * account.limit_bytes)
+
+    def low_mark_bytes(self, account: Account) -> int:
+        return round(self.config.low_water * account.limit_bytes)
+
+    @property
+    def server_alarm(self) -> Alarm:
+        """The server's alarm: FULL also while the disk is, whatever the quota says."""
+        return self.server.alarm if self._trouble.disk is DiskState.OPEN else Alarm.FULL

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -49,34 +49,14 @@ Context = grpc.ServicerContext
 Reply = TypeVar("Reply", bound=Message)
 
 
-def _abort(context: Context, refusal: Refusal) -> None:
-    context.set_trailing_metadata(((REASON_KEY, refusal.reason.value),))
-    context.abort(_STATUS[refusal.reason], refusal.message[:_MESSAGE_CHARACTERS])
-
-
-@contextmanager
-def _answering(context: Context, call: str) -> Iterator[None]:
-    """Turns any exception into a status that ends the call."""
-    try:
-        yield
-    except Refused as refused:
-        refusal = refused.refusal
-    except Exception as error:  # a bug: the caller gets one line, the log the traceback
-        logging.getLogger(__name__).exception("%s failed", call)
-        refusal = Refusal(
-            Reason.INTERNAL, f"internal error in {call}: {error!r}; see the log of the log server"
-        )
-    else:
-        return
-    _abort(context, refusal)
-
-
 class LogServicer:
     """Handlers of the rpcs. gRPC reports a call's end in the thread that serves all calls, so callbacks must not wait
     for a lock."""
 
-    def __init__(self, engine: LogEngine) -> None:
+    def __init__(self, engine: LogEngine, refused: Callable[[str], None]) -> None:
+        """`refused(reason)` is called for every call that is refused."""
         self.engine = engine
+        self._refused = refused
         self._over = Threads(1, "over")
 
     def append(self, requests: Iterator[bytes], context: Context) -> Iterator[log_pb2.AppendReply]:
@@ -84,7 +64,7 @@ class LogServicer:
         try:
             session, outgoing = self.engine.attach()
         except Refused as refused:
-            _abort(context, refused.refusal)
+            self._abort(context, refused.refusal)
             return
         if not context.add_callback(session.end):
             self.engine.detach(session)  # the call is over already: no callback will come
@@ -95,10 +75,10 @@ class LogServicer:
             pump.start()
         except RuntimeError:
             self.engine.detach(session)
-            _abort(context, Refusal(Reason.BUSY, NONE_LEFT))
+            self._abort(context, Refusal(Reason.BUSY, NONE_LEFT))
         yield from outgoing.replies()
         if session.refusal is not None:
-            _abort(context, session.refusal)
+            self._abort(context, session.refusal)
 
     def _pump(self, session: AppendCall, requests: Iterator[bytes], visit: Visit) -> None:
         """Handles the writer's messages until the call ends or is refused."""
@@ -138,11 +118,11 @@ class LogServicer:
             self._over.submit(self.engine.reading.wake, request.job)
 
         context.add_callback(over)
-        with _answering(context, "Read"):
+        with self._answering(context, "Read"):
             yield from self.engine.reading.read(request, context.is_active)
 
     def digests(self, request: log_pb2.DigestsRequest, context: Context) -> Iterator[log_pb2.DigestsReply]:
-        with _answering(context, "Digests"):
+        with self._answering(context, "Digests"):
             for records in self.engine.reading.digests(request):
                 yield log_pb2.DigestsReply(records=records)
 
@@ -181,11 +161,30 @@ class LogServicer:
 
         return self._unary(context, work)
 
-    @staticmethod
-    def _unary(context: Context, work: Callable[[], Reply]) -> Reply:
-        with _answering(context, work.__qualname__.split(".")[1].capitalize()):
+    def _unary(self, context: Context, work: Callable[[], Reply]) -> Reply:
+        with self._answering(context, work.__qualname__.split(".")[1].capitalize()):
             return work()
         raise AssertionError("abort returned")
+
+    @contextmanager
+    def _answering(self, context: Context, call: str) -> Iterator[None]:
+        """Turns any exception into a status that ends the call."""
+        try:
+            yield
+        except Refused as refused:
+            refusal = refused.refusal
+        except Exception as error:  # a bug: the caller gets one line, the log the traceback
+            logging.getLogger(__name__).exception("%s failed", call)
+            words = f"internal error in {call}: {error!r}; see the log of the log server"
+            refusal = Refusal(Reason.INTERNAL, words)
+        else:
+            return
+        self._abort(context, refusal)
+
+    def _abort(self, context: Context, refusal: Refusal) -> None:
+        self._refused(refusal.reason.value)
+        context.set_trailing_metadata(((REASON_KEY, refusal.reason.value),))
+        context.abort(_STATUS[refusal.reason], refusal.message[:_MESSAGE_CHARACTERS])
 
 
 def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:
@@ -216,18 +215,17 @@ def _handlers(servicer: LogServicer) -> grpc.GenericRpcHandler:
 
 
 def make_server(
-    engine: LogEngine, gate: Gate | None = None, watching: Sequence[grpc.ServerInterceptor] = ()
+    engine: LogEngine, gate: Gate | None = None, refused: Callable[[str], None] = lambda reason: None
 ) -> tuple[grpc.Server, Health]:
     """Creates a server that is not bound or started yet, and its health service, which reports NOT_SERVING. Without a
-    gate every call is allowed. The ``watching`` interceptors also see calls that the gate refuses."""
+    gate every call is allowed. `refused(reason)` is called for every call that is refused."""
     gate = gate or Gate(None)
     gate.generation_of = engine.state.core.generation_of
+    gate.on_denied = refused
     lanes = Lanes()
-    server = grpc.server(
-        lanes.refusals, interceptors=[*watching, SyncGate(gate, lanes)], options=server_options()
-    )
+    server = grpc.server(lanes.refusals, interceptors=[SyncGate(gate, lanes)], options=server_options())
     checks = Health(gate.shown)
-    server.add_generic_rpc_handlers((checks.handlers(), _handlers(LogServicer(engine))))
+    server.add_generic_rpc_handlers((checks.handlers(), _handlers(LogServicer(engine, refused))))
 
     def on_health(serving: bool) -> None:
         serving = serving and engine.state.condition() == "serving"

@@ -12,7 +12,7 @@ from swift_ft_services.coordinator.job_record import State
 from swift_ft_services.coordinator.metrics import CoordinatorMetrics
 from swift_ft_services.coordinator.service import Context, Servicer
 from swift_ft_services.coordinator.text import plan_fields
-from swift_ft_services.coordinator.views import JobSnapshot, status_of, view_of
+from swift_ft_services.coordinator.views import status_of, view_of
 from tests.memory_store import MemoryStore
 from tests.unit.coordinator.driver_world import FakeLogs, driver_of, run_to_running, scenario, sender
 from tests.unit.coordinator.rows import copy_of
@@ -77,16 +77,14 @@ async def test_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> None:
             (pb.ReplayProgress(version=5, target=15, seconds_left=None), 10, {}),
         ):
             beat(job, replay)
-            samples = metrics.samples([JobSnapshot.of(job, 1.0)])
+            samples = metrics.samples([job])
             assert samples["swift_coordinator_replay_left_steps"] == {("j",): steps}
             assert samples["swift_coordinator_replay_left_seconds"] == seconds
         beat(job, HALF_WAY)
         job.replays[9] = pb.ReplayProgress(version=14, target=15, seconds_left=4.5)
-        taken = JobSnapshot.of(job, 1.0)
-        assert (taken.replay_steps_left, taken.replay_seconds_left) == (
-            8,
-            4.5,
-        )  # each of the one that has most
+        samples = metrics.samples([job])  # each of the one that has most
+        assert samples["swift_coordinator_replay_left_steps"] == {("j",): 8}
+        assert samples["swift_coordinator_replay_left_seconds"] == {("j",): 4.5}
     finally:
         metrics.close()
 
@@ -96,14 +94,18 @@ async def test_rehearsals_in_the_metrics(logs: FakeLogs, store: MemoryStore) -> 
     driver = await driver_of(logs, store, ("l0",))
     await run_to_running(driver)
     job = await driver.apply("j", pb.HeartbeatRequest(**sender(), version=7))
-    assert (JobSnapshot.of(job, 1.0).exact, JobSnapshot.of(job, 1.0).rehearsals) == (True, {})
+    metrics = CoordinatorMetrics()
+    metrics.close()
+
+    def shown(name: str) -> dict[tuple[str, ...], object]:
+        return dict(metrics.samples([job])[f"swift_coordinator_{name}"])
+
+    assert (shown("exact"), shown("rehearsal_differs")) == ({("j",): True}, {})
     await driver.apply("j", pb.RehearsedRequest(rank=0, version=5, under_way=True))
-    assert JobSnapshot.of(job, 1.0).rehearsals == {}
+    assert shown("rehearsal_differs") == {}
     await driver.apply("j", pb.RehearsedRequest(rank=0, version=5, steps=4, difference="rng differs"))
     driver.stop()
-    taken = JobSnapshot.of(job, 1.0)
-    assert not taken.exact
-    assert taken.rehearsals[0].difference == "rng differs"
+    assert (shown("exact"), shown("rehearsal_differs")) == ({("j",): False}, {("j", "0"): True})
 
 
 @pytest.mark.parametrize(

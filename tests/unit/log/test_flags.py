@@ -20,7 +20,7 @@ HUGE = str(10**30)
     [
         ("--quota-bytes", "10", "has no room for anything: give at least 65536"),
         ("--job-quota-bytes", "65535", "has no room for anything: give at least 65536"),
-        ("--segment-bytes", HUGE, "is too large; give at most"),
+        ("--segment-bytes", HUGE, "between 4096 and"),
         ("--credit-bytes", HUGE, "between 1 and"),
         ("--credit-bytes", "0", "between 1 and"),
         ("--body-bytes-max", HUGE, "between 1 and"),

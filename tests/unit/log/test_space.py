@@ -1,7 +1,5 @@
 """Accounts and alarms: when they begin, when they end, and that they do not flap."""
 
-from dataclasses import asdict
-
 from swift_ft.log.protocol import Reason
 from swift_ft_services.logserver.core import LogCore
 from swift_ft_services.logserver.quotas import Alarm, DiskState, Notice, Space, SpaceConfig
@@ -156,38 +154,26 @@ def test_files_that_are_removed_end_the_pause() -> None:
     assert counted.disk is DiskState.TRYING
 
 
-def test_the_snapshot_has_the_numbers() -> None:
+def test_alarms_and_marks_are_of_each_account() -> None:
     counted = space(quota_bytes=1000, job_quota_bytes=100)
     hold(counted, "a", 85)
     hold(counted, "b", 7)
     counted.observe(5000, 0.0)
-    server, marks = (
-        {"high_mark_bytes": 800, "low_mark_bytes": 600},
-        {"high_mark_bytes": 80, "low_mark_bytes": 60},
-    )
-    assert asdict(counted.snapshot()) == {
-        "used_bytes": 92,
-        "limit_bytes": 1000,
-        "quota_bytes": 1000,
-        "alarm": "none",
-        **server,
-    }
-    a, b = (asdict(counted.snapshot(job)) for job in ("a", "b"))
-    assert a == {"used_bytes": 85, "limit_bytes": 100, "quota_bytes": 100, "alarm": "high", **marks}
-    assert b == {"used_bytes": 7, "limit_bytes": 100, "quota_bytes": 100, "alarm": "none", **marks}
+    for account, marks in ((counted.server, (800, 600)), (counted.job("a"), (80, 60))):
+        assert (counted.high_mark_bytes(account), counted.low_mark_bytes(account)) == marks
+    assert [counted.job(job).alarm for job in "ab"] == [Alarm.HIGH, Alarm.NONE]
     counted.disk_is_full("no space left", 1.0)
-    assert counted.snapshot().alarm == "full", "whatever the quota says"
-    assert counted.snapshot("b").alarm == "none"
+    assert counted.server_alarm is Alarm.FULL, "whatever the quota says"
+    assert counted.job("b").alarm is Alarm.NONE
 
 
-def test_the_snapshot_follows_the_disk_where_there_is_no_quota() -> None:
+def test_the_limit_follows_the_disk_where_there_is_no_quota() -> None:
     counted = space()
     hold(counted, "a", 100)
-    assert (counted.snapshot().limit_bytes, counted.snapshot().high_mark_bytes) == (0, 0)
+    assert counted.server.limit_bytes == 0
     counted.observe(900, 0.0)
-    shown = counted.snapshot()
-    assert (shown.limit_bytes, shown.quota_bytes, shown.high_mark_bytes) == (1000, 0, 800)
-    assert counted.snapshot("a").limit_bytes == 0
+    assert (counted.server.limit_bytes, counted.server.quota_bytes) == (1000, 0)
+    assert counted.job("a").limit_bytes == 0
 
 
 def test_what_is_given_up_is_counted_by_job_and_what_never_was_in_the_log_is_not() -> None:

@@ -8,10 +8,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from swift_ft.errors import LogUnavailable
 from swift_ft.log.protocol import SERVICE
 from swift_ft.log.record import RecordKey
-from swift_ft.metrics import Distribution
 from swift_ft_services.logserver.disk import RealDisk
-from swift_ft_services.logserver.metrics import ObservedDisk, ObservedFile, ObservedStorage, usage
-from swift_ft_services.logserver.segments import StorageFailed, StorageFull
+from swift_ft_services.logserver.metrics import LogMetrics, usage
 from swift_ft_services.logserver.storage import DirectoryStorage, JobMeta
 from swift_ft_services.logserver.storage_interface import Write
 from tests.log_client import LogWriter
@@ -24,65 +22,35 @@ def status(service: InProcess) -> int:
     return int(stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10).status)
 
 
-def test_a_storage_that_is_watched_says_what_it_would_say() -> None:
-    inner = MemoryStorage(space=100)
-    watched = ObservedStorage(inner)
-    watched.commit([Write("a", "s", 0, [b"12345"]), Write("b", "s", 0, [b"123"])], True)
-    assert (watched.appended_records, watched.appended_bytes) == ({"a": 1, "b": 1}, {"a": 5, "b": 3})
-    with pytest.raises(StorageFull):
-        watched.commit([Write("a", "s", 1, [bytes(200)])], True)
-    assert watched.appended_records["a"] == 2
-    assert watched.acknowledged_records == {"a": 1, "b": 1}
-    inner.failing = "EIO"
-    with pytest.raises(StorageFailed):
-        watched.commit([], True)
-    assert watched.failures == {"StorageFull": 1, "StorageFailed": 1}
-    assert watched.commit_s.read()[0][-1] == ("+Inf", 1.0)
-    inner.failing = ""
-    watched.save("a", JobMeta(generation=3))
-    assert inner.metas["a"].generation == 3
-    watched.close()
-    assert inner.closed
+def test_commits_are_counted(tmp_path: Path) -> None:
+    metrics = LogMetrics(tmp_path)
+
+    def counted(name: str) -> dict[str, int]:
+        return dict(metrics._counts[f"swift_log_{name}_total"])
+
+    mending = Write("b", "s", 0, [b"123"], mends=True)
+    metrics.committed([Write("a", "s", 0, [b"12345"]), mending], 0.1, [mending], "")
+    metrics.committed([Write("a", "s", 1, [bytes(200)])], 0.1, (), "StorageFull")
+    metrics.close()
+    assert (counted("appended_records"), counted("appended_bytes")) == ({"a": 2, "b": 1}, {"a": 205, "b": 3})
+    assert (counted("acknowledged_records"), counted("commit_failures")) == ({"a": 1}, {"StorageFull": 1})
+    assert metrics.commit_s.read()[0][-1] == ("+Inf", 1.0)
 
 
-def test_a_disk_that_is_watched_is_the_same_disk(tmp_path: Path) -> None:
-    disk = ObservedDisk(RealDisk(tmp_path / "d"))
-    storage = DirectoryStorage(tmp_path / "d", 1 << 20, disk.as_disk())
+def test_syncs_are_timed(tmp_path: Path) -> None:
+    syncs: list[float] = []
+    storage = DirectoryStorage(tmp_path / "d", 1 << 20, RealDisk(tmp_path / "d", syncs.append))
     storage.recover()
     storage.save("a", JobMeta(generation=1))
-    before = disk.sync_s.read()[0][-1][1]
-    assert before > 0
     storage.commit([Write("a", "s", 0, [bytes(5000)])], False)
-    created = disk.sync_s.read()[0][-1][1]
+    created = len(syncs)
+    assert created
     storage.commit([Write("a", "s", 1, [bytes(5000)])], True)
-    assert disk.sync_s.read()[0][-1][1] == created + 1
+    assert len(syncs) == created + 1
     segments, used = usage(tmp_path / "d")
     assert segments == 1
     assert used >= 10_000
     storage.close()
-
-
-class Synced:
-    """A file that counts its syncs."""
-
-    syncs = 0
-    size = 7
-
-    def sync(self) -> None:
-        self.syncs += 1
-
-    def write(self, offset: int, parts: object) -> None: ...
-
-    def read(self, offset: int, size: int) -> bytes:
-        return b""
-
-
-def test_a_file_that_is_watched_is_synced() -> None:
-    file, times = Synced(), Distribution((1.0,))
-    watched = ObservedFile(file, times)  # type: ignore[arg-type]
-    watched.sync()
-    watched.sync()
-    assert (file.syncs, watched.size, times.read()[0][-1]) == (2, 7, ("+Inf", 2.0))
 
 
 def test_what_vanishes_is_left_out(tmp_path: Path) -> None:
@@ -99,7 +67,7 @@ def test_health_follows_the_state_whoever_sets_it() -> None:
         assert status(service) == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def test_a_failed_storage_is_not_serving_and_says_so_in_its_snapshot() -> None:
+def test_a_failed_storage_is_not_serving_and_says_so() -> None:
     storage = MemoryStorage()
     with InProcess(storage) as service:
         writer = LogWriter([service.address], JOB, 1)
@@ -109,6 +77,6 @@ def test_a_failed_storage_is_not_serving_and_says_so_in_its_snapshot() -> None:
         with pytest.raises(LogUnavailable, match="made up"):
             writer.flush(10)
         assert status(service) == health_pb2.HealthCheckResponse.NOT_SERVING
-        snapshot = service.engine.snapshot()
-        assert (snapshot.state, snapshot.queued_records) == ("failed", 0)
+        accepted, settled, _ = service.engine.committer.commits.progress()
+        assert (service.engine.state.condition(), accepted) == ("failed", settled)
         writer.close(0.0)
