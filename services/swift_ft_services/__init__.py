@@ -1,5 +1,6 @@
 """The services: coordinator and log server, and what both share: authorization, limits, health. No torch.
 
+program        the frame of both programs: common flags, exit codes, signals
 listening      a server's security flags, and its port
 authorization  the check of every call: token, role, job and generation; limits of requests;
                concurrent calls; the audit file

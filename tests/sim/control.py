@@ -223,7 +223,7 @@ class Coordinator(Process):
     def _publish(self) -> None:
         assert self.job is not None
         row = self.job.row
-        fenced = frozenset(holder.incarnation for holder in row.fenced)
+        fenced = frozenset(holder.incarnation for holder in row.fenced.values())
         self.shown = Shown(view_of(row), row.rolled_back_in, fenced)
         self.world.show(self.shown)
 

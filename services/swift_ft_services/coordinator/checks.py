@@ -61,7 +61,7 @@ def check_join(row: JobRow, join: m.Join) -> None:
                     f"{what} of rank {join.rank} differs: {key} is {_value(theirs, key)} there and "
                     f"{_value(mine, key)} in job {row.job}: make them equal",
                 )
-    if any(holder.incarnation == join.incarnation for holder in row.fenced):
+    if any(holder.incarnation == join.incarnation for holder in row.fenced.values()):
         raise Refusal(Refused.FENCED, f"this process held rank {join.rank} before and was fenced")
     if any(
         holder.incarnation == join.incarnation for rank, holder in row.holders.items() if rank != join.rank

@@ -173,7 +173,7 @@ class CommunicatorJob(Job):
         events = []
         for rank, why in sorted(dead.items()):
             holder = self.row.holders.pop(rank)
-            self.row.fenced.append(holder)
+            self.row.fence(holder)
             self.leases.forget(rank)
             self.steps.forget(rank)
             events.append(self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why))

@@ -160,7 +160,7 @@ class Transitions:
         events = []
         for rank in sorted({*dead, *(rank for rank, holder in row.holders.items() if holder.gone)}):
             holder = row.holders.pop(rank)
-            row.fenced.append(holder)
+            row.fence(holder)
             self.leases.forget(rank)
             self.steps.forget(rank)
             self.checkpoints.forget(rank)
@@ -703,7 +703,7 @@ class Job(Transitions):
         take the rank if the final checkpoint is available."""
         row = self.row
         holder = row.holders.pop(rank)
-        row.fenced.append(holder)
+        row.fence(holder)
         self.leases.forget(rank)
         return self._told([self._event("fenced", rank=rank, incarnation=holder.incarnation, reason=why)])
 

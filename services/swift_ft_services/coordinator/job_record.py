@@ -1,8 +1,8 @@
 """The row of a job in parts, as the store keeps it, and the detection of changed parts.
 
-    jobs/NAME/row           all single values of the row, by field name
-    jobs/NAME/FIELD         a large value that seldom changes (`WHOLE`)
-    jobs/NAME/FIELD/KEY     an entry of a table (`TABLES`), or of the append-only list `fenced`
+    jobs/NAME/row           the number of this format, and the row's revision; written with any other part
+    jobs/NAME/FIELD         a field of the row
+    jobs/NAME/FIELD/KEY     an entry of a field that is a `Table`
 
 A part is its checksum followed by its JSON: the database has no checksums and would return a flipped digit unnoticed.
 The checksum covers the key too. The store guarantees that all parts are present and from one transaction.
@@ -10,16 +10,18 @@ The checksum covers the key too. The store guarantees that all parts are present
 
 import enum
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NoReturn, TypeVar
+from functools import cache
+from types import UnionType
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import crc32c
 from google.protobuf.message import Message
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.planner import HeldSnapshot, Plan, Refusals, Report, Strategy
-from swift_ft.rpc.codec import as_json, decoded
+from swift_ft.planner import Plan, Refusals, Report
+from swift_ft.rpc.codec import as_json
 from swift_ft_services.coordinator.store import Stored
 
 # Table: a dict that records which of its entries have changed.
@@ -228,8 +230,8 @@ class JobRow:
     steps are missing."""
     given_up: list[int] = field(default_factory=list)
     """Slots that are not vacant yet, but for which no process is expected any more."""
-    fenced: list[Holder] = field(default_factory=list)
-    """Incarnations that must not run any more."""
+    fenced: dict[int, Holder] = field(default_factory=Table)
+    """Number -> incarnation that must not run any more, in the order in which they were fenced."""
     num_stages: int = 0
     stages: dict[int, list[int]] = field(default_factory=Table)
     stage_shards: dict[int, int] = field(default_factory=Table)
@@ -319,6 +321,9 @@ class JobRow:
             value = Table(value)
         object.__setattr__(self, name, value)
 
+    def fence(self, holder: Holder) -> None:
+        self.fenced[len(self.fenced)] = holder
+
     def slots(self) -> Iterator[int]:
         """Yields the slots that are not vacant, ascending."""
         return (slot for slot in range(self.world_size) if slot not in self.vacant)
@@ -349,6 +354,9 @@ TABLE_FIELDS = frozenset(field.name for field in fields(JobRow) if field.default
 
 FORMAT = 8
 ROOT = "jobs/"
+_FIELDS = tuple(
+    field.name for field in fields(JobRow) if field.name not in TABLE_FIELDS and field.name != "revision"
+)
 
 
 def key_of(job: str, *parts: object) -> str:
@@ -368,76 +376,52 @@ class Changes:
         self._row = row
         self._tables: dict[str, Table[Any, Any]] = {}
         self._seen: dict[str, Any] = {}
-        self._fenced = 0
-        self._tables_dirty: dict[str, set[Any]] = {name: set() for name in TABLES}
-        self._whole_dirty: set[str] = set()
-        self._row_dirty = False
-        self._fenced_from = 0
+        self._dirty: set[tuple[Any, ...]] = set()
+        """Parts that are not durable: a field's name, and with it the key of its entry if it is a table."""
         if stored:
             self.detect()
-            self._forget_dirty()
+            self._dirty.clear()
 
     def detect(self) -> bool:
         """Returns whether the row has changed since the last call."""
-        row, news = self._row, False
-        for name in TABLES:
-            table: Table[Any, Any] = getattr(row, name)
+        found: set[tuple[Any, ...]] = set()
+        for name in TABLE_FIELDS:
+            table: Table[Any, Any] = getattr(self._row, name)
             known = self._tables.get(name)
             if table is not known:
-                self._tables_dirty[name] |= {*table, *(known or ()), *(known.changed if known else ())}
-                news |= bool(table) or bool(known)
                 self._tables[name] = table
-            elif table.changed:
-                self._tables_dirty[name] |= table.changed
-                news = True
+                found |= {
+                    (name, entry) for entry in {*table, *(known or ()), *(known.changed if known else ())}
+                }
             if table.changed:
+                found |= {(name, entry) for entry in table.changed}
                 table.changed.clear()
-        for name in _COMPARED:
-            value = getattr(row, name)
+        for name in _FIELDS:
+            value = getattr(self._row, name)
             if name not in self._seen or (value is not self._seen[name] and value != self._seen[name]):
-                news = True
-                if name in WHOLE:
-                    self._whole_dirty.add(name)
+                found.add((name,))
             self._seen[name] = list(value) if isinstance(value, list) else value
-        if len(row.fenced) != self._fenced:
-            self._fenced, news = len(row.fenced), True
-        self._row_dirty |= news
-        return news
+        self._dirty |= found
+        return bool(found)
 
     def drain(self) -> tuple[dict[str, str], list[str]]:
         """Returns (parts to put, keys to delete) since the last call. Applying them stores the row as `detect` last saw
         it."""
-        if not self._row_dirty:
+        if not self._dirty:
             return {}, []
         row, puts, deletes = self._row, dict[str, str](), list[str]()
-        for name, dirty in self._tables_dirty.items():
-            table = self._tables[name]
-            for entry in dirty:
-                key = key_of(row.job, name, entry)
-                if entry in table:
-                    puts[key] = _sealed(key, table[entry])
-                else:
-                    deletes.append(key)
-        for name in self._whole_dirty:
-            key = key_of(row.job, name)
-            puts[key] = _sealed(key, getattr(row, name))
-        for number in range(self._fenced_from, len(row.fenced)):
-            key = key_of(row.job, "fenced", number)
-            puts[key] = _sealed(key, row.fenced[number])
+        for name, *entry in self._dirty:
+            key, value = key_of(row.job, name, *entry), getattr(row, name)
+            if not entry:
+                puts[key] = _sealed(key, value)
+            elif entry[0] in value:
+                puts[key] = _sealed(key, value[entry[0]])
+            else:
+                deletes.append(key)
         key = row_key(row.job)
-        puts[key] = _sealed(key, self._values())
-        self._forget_dirty()
+        puts[key] = _sealed(key, {"format": FORMAT, "revision": row.revision})
+        self._dirty.clear()
         return puts, deletes
-
-    def _values(self) -> dict[str, Any]:
-        return {"format": FORMAT, **{name: getattr(self._row, name) for name in _VALUES}}
-
-    def _forget_dirty(self) -> None:
-        for dirty in self._tables_dirty.values():
-            dirty.clear()
-        self._whole_dirty.clear()
-        self._fenced_from = len(self._row.fenced)
-        self._row_dirty = False
 
 
 def by_job(stored: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
@@ -454,25 +438,22 @@ def decode(job: str, parts: Mapping[str, str]) -> JobRow:
     said = {key: _opened(key, text) for key, text in parts.items()}
     if row_key(job) not in said:
         raise ValueError("the part that holds it together is missing")
-    values: dict[str, Any] = said.pop(row_key(job))
-    if values.pop("format") != FORMAT:
+    head = said.pop(row_key(job))
+    if head["format"] != FORMAT:
         raise ValueError("it was written by another version of the coordinator")
-    for name in TABLES:
-        values[name] = Table[Any, Any]()
-    fenced: dict[int, Holder] = {}
+    kinds, tables = _kinds(JobRow), {name: dict[Any, Any]() for name in TABLE_FIELDS}
+    values: dict[str, Any] = {"revision": head["revision"]}
     for key, value in said.items():
         name, _, entry = key.removeprefix(prefix).partition("/")
-        if name == "fenced":
-            fenced[int(entry)] = Holder(**value)
-        elif name in TABLES:
-            key_from, value_from = TABLES[name]
-            values[name][key_from(entry)] = value_from(value)
+        if name in tables:
+            key_kind, kind = get_args(kinds[name])
+            tables[name][key_kind(entry)] = _typed(kind, value)
         else:
-            values[name] = WHOLE[name](value)
-    values["fenced"] = [fenced[number] for number in range(len(fenced))]
-    for name, from_json in _FROM_JSON.items():
-        values[name] = from_json(values[name])
-    return JobRow(**{**values, **{name: Table(sorted(values[name].items())) for name in TABLES}})
+            values[name] = _typed(kinds[name], value)
+    if missing := set(_FIELDS) - set(values):
+        raise ValueError(f"parts of it are missing: {', '.join(sorted(missing))}")
+    values |= {name: Table(sorted(table.items())) for name, table in tables.items()}
+    return JobRow(**values)
 
 
 def _sealed(key: str, value: object) -> str:
@@ -492,7 +473,7 @@ def _checksum(key: str, text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value that JSON cannot represent."""
+    """Converts a value that JSON cannot represent. Inverse: `_typed`."""
     if isinstance(value, frozenset):
         return sorted(value)
     if isinstance(value, Message):
@@ -501,71 +482,21 @@ def _plain(value: Any) -> Any:
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
-def _same(value: Any) -> Any:
-    return value
+_kinds = cache(get_type_hints)
 
 
-def _rank_logs(value: dict[str, Any]) -> RankLogs:
-    return RankLogs(**{**value, "copies": tuple(Copy(**copy) for copy in value["copies"])})
-
-
-def _report(value: dict[str, Any]) -> Report:
-    snapshots = tuple(HeldSnapshot(*held) for held in value.get("snapshots", ()))
-    return Report(**{**value, "snapshots": snapshots})
-
-
-def _refusals(value: dict[str, Any]) -> Refusals:
-    return Refusals(**{**value, "strategies": tuple(map(Strategy, value["strategies"]))})
-
-
-def _plan(value: dict[str, Any] | None) -> Plan | None:
-    """The JSON of a plan is that of its message."""
-    return None if value is None else decoded(pb.Plan(**value)).plan
-
-
-FromJson = Callable[[Any], Any]
-
-TABLES: Mapping[str, tuple[Callable[[str], Any], FromJson]] = {
-    "holders": (int, lambda value: Holder(**value)),
-    "placement": (int, _rank_logs),
-    "stages": (int, _same),
-    "stage_shards": (int, _same),
-    "blocked": (str, _same),
-    "reports": (int, _report),
-    "ready": (int, _same),
-    "finished": (int, _same),
-    "called": (int, _same),
-    "exits": (int, _same),
-    "run_of": (int, _same),
-    "shards": (int, frozenset),
-    "vacant": (int, _same),
-    "taking_part": (int, _same),
-    "decisions": (int, lambda value: pb.Decision(**value)),
-    "rehearsals": (int, lambda value: pb.Rehearsal(**value)),
-}
-"""Field -> (parser of its keys, parser of its values)."""
-
-WHOLE: Mapping[str, FromJson] = {
-    "config": _same,
-    "fingerprint": _same,
-    "log_servers": lambda value: [LogServer(**server) for server in value],
-    "runs": _same,
-    "plan": _plan,
-    "sources": _same,
-    "revoked": _same,
-}
-
-_FROM_JSON: Mapping[str, FromJson] = {
-    "state": State,
-    "refused": _refusals,
-    "end": lambda value: None if value is None else End(**value),
-    "origin": lambda value: None if value is None else Origin(**value),
-}
-"""Parsers for those values of `row` that JSON does not represent directly."""
-
-_VALUES = tuple(
-    field.name
-    for field in fields(JobRow)
-    if field.name not in TABLES and field.name not in WHOLE and field.name != "fenced"
-)
-_COMPARED = tuple(name for name in (*_VALUES, *WHOLE) if name != "revision")
+def _typed(kind: Any, value: Any) -> Any:
+    """Returns the value of this type that `value`, its JSON, stands for."""
+    arguments = get_args(kind)
+    if isinstance(kind, UnionType):  # X | None
+        return None if value is None else _typed(arguments[0], value)
+    if arguments and get_origin(kind) is not dict:
+        return get_origin(kind)(_typed(arguments[0], one) for one in value)
+    if is_dataclass(kind):
+        kinds: dict[str, Any] = _kinds(kind)  # type: ignore[arg-type]
+        return kind(**{name: _typed(kinds[name], of) for name, of in value.items()})  # type: ignore[operator]
+    if arguments or kind in (str, int, bool, float):
+        return value
+    if issubclass(kind, Message):
+        return kind(**value)
+    return kind(*value) if issubclass(kind, tuple) else kind(value)

@@ -225,7 +225,9 @@ class CoordinatorMetrics:
             for job in jobs
             if job.row.checkpoints
         }
-        out["swift_coordinator_recoveries_total"] = dict(self._recoveries)
+        out["swift_coordinator_recoveries_total"] = {
+            (job, strategy): count for (job, strategy), count in self._recoveries.items()
+        }
         out["swift_coordinator_recovery_seconds"] = {(job,): known for job, known in self._recovery_s.items()}
         with self._lock:
             counted = {**self._counts, "swift_coordinator_refusals_total": self._refusals}

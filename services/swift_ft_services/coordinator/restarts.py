@@ -74,7 +74,9 @@ def check_start(row: JobRow, join: m.Join) -> None:
         )
     if not 0 <= join.rank < row.world_size:
         raise Refusal(Refused.INVALID, f"rank {join.rank} is not one of 0 to {row.world_size - 1}")
-    if any(holder.incarnation == join.incarnation for holder in (*row.fenced, *row.holders.values())):
+    if any(
+        holder.incarnation == join.incarnation for holder in (*row.fenced.values(), *row.holders.values())
+    ):
         raise Refusal(Refused.FENCED, f"this process was rank {join.rank} before job {row.job} was over")
 
 

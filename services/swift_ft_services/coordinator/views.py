@@ -69,7 +69,7 @@ def _last_fenced(row: JobRow) -> list[Holder]:
     """Returns the fenced processes to show. One fenced long before learns it from the answer to its next call. Old ones
     are dropped many at a time, because a list that loses its first entries must be sent as a whole."""
     kept = max(FENCED_SHOWN, row.world_size)
-    return row.fenced[max(0, len(row.fenced) // kept - 1) * kept :]
+    return [row.fenced[n] for n in range(max(0, len(row.fenced) // kept - 1) * kept, len(row.fenced))]
 
 
 def _plan_of(row: JobRow) -> pb.Plan | None:

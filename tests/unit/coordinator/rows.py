@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from swift_ft_services.coordinator.job import Job
-from swift_ft_services.coordinator.job_record import TABLES, Changes, JobRow, Table, decode
+from swift_ft_services.coordinator.job_record import TABLE_FIELDS, Changes, JobRow, Table, decode
 
 
 def read(parts: Mapping[str, str]) -> JobRow:
@@ -15,7 +15,7 @@ def read(parts: Mapping[str, str]) -> JobRow:
 def encode(row: JobRow) -> dict[str, str]:
     """All parts of the row."""
     copy = JobRow(**{field.name: getattr(row, field.name) for field in fields(row)})
-    for name in TABLES:  # a copy: the row's own change sets must stay for its own `Changes`
+    for name in TABLE_FIELDS:  # a copy: the row's own change sets must stay for its own `Changes`
         setattr(copy, name, Table(getattr(row, name)))
     changes = Changes(copy)
     changes.detect()

@@ -447,7 +447,7 @@ def test_a_view_names_the_last_ones_that_were_fenced() -> None:
     holder = next(iter(row().holders.values()))
     shown: list[int] = []
     for number in range(5 * FENCED_SHOWN):
-        job.fenced.append(replace(holder, incarnation=f"i{number}"))
+        job.fence(replace(holder, incarnation=f"i{number}"))
         if number % 97 == 0 or number > 5 * FENCED_SHOWN - 10:
             view = view_of(job)
             shown.append(len(view.fenced))

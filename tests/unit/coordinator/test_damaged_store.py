@@ -358,9 +358,7 @@ def test_one_damaged_row_is_that_jobs_trouble(base: Path, tmp_path: Path) -> Non
     shutil.copytree(base / "killed", tmp_path / "meta")
     path = tmp_path / "meta" / FILE
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute(
-            "UPDATE rows SET value = replace(value, '\"generation\":1', '\"generation\":2') WHERE key = 'jobs/j/row'"
-        )
+        db.execute("UPDATE rows SET value = replace(value, ' 1', ' 2') WHERE key = 'jobs/j/generation'")
         (count,) = db.execute("SELECT changes()").fetchone()
         assert count == 1
 
@@ -376,7 +374,7 @@ def test_one_damaged_row_is_that_jobs_trouble(base: Path, tmp_path: Path) -> Non
         ):
             with pytest.raises(
                 JobApart,
-                match=r"the checksum of jobs/j/row does not match.*put a copy of the whole directory",
+                match=r"the checksum of jobs/j/generation does not match.*put a copy of the whole directory",
             ):
                 await call()
         listed = {job.job: job.reason for job in (await driver.jobs(lambda _: True)).jobs}
