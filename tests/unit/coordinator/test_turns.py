@@ -65,7 +65,8 @@ async def test_what_comes_together_is_one_transaction(logs: FakeLogs, memory: Me
     await asyncio.gather(*(driver.apply("j", ready(rank)) for rank in range(RANKS)))
     assert len(store.commits) == 1
     (commit,) = store.commits
-    assert {key.split("/")[2] for key in commit.puts} == {"row", "ready", "stages", "stage_shards"}
+    changed = {"ready", "stages", "stage_shards", "num_stages", "state"}
+    assert {key.split("/")[2] for key in commit.puts} == {"row", *changed}
     assert driver._jobs["j"].row.state is State.RUNNING
     driver.stop()
 
