@@ -62,7 +62,6 @@ class Rates:
         self._left: dict[str, tuple[float, float]] = {}
 
     def takes(self, name: str, now: float) -> bool:
-        """Returns whether the rate allows one more; if so, counts it."""
         if not self._per_s:
             return True
         most = max(2 * self._per_s, 1.0)
@@ -306,8 +305,6 @@ def forget_frames(error: BaseException) -> None:
 
 
 class Call:
-    """One call, counted in its lane."""
-
     def __init__(self, lane: "Lane", holder: str) -> None:
         self.holder = holder
         self.lane = lane.name
@@ -345,15 +342,12 @@ class Call:
         self.sends_since = None
 
     def end(self) -> None:
-        """Cancels the call, whatever its thread waits for."""
         self.ending = True
         if self.context is not None:
             self.context.cancel()
 
 
 class Lane:
-    """Concurrency limit of one kind of call, and the calls counted."""
-
     def __init__(self, name: str, limits: LaneLimits, clock: Callable[[], float]) -> None:
         self.name = name
         self.limits = limits
@@ -366,7 +360,6 @@ class Lane:
 
     @property
     def share(self) -> int:
-        """Maximum number of calls with tokens of one job."""
         return max(1, round(self.limits.part * self.limits.calls))
 
     def admit(self, holder: str) -> Call | None:
@@ -404,7 +397,6 @@ class Lane:
                     del self._of[call.holder]
 
     def end_stalled(self) -> None:
-        """Cancels calls that block their thread for too long."""
         now, limits = self.clock(), self.limits
         with self._lock:
             calls = list(self._calls)
@@ -556,13 +548,11 @@ class Gate:
         events.emit("denied", call=method, reason=denied.reason.value, others=unsaid)
 
     def let_in(self, method: str, job: str, grant: Grant | None, peer: str) -> None:
-        """Records an admitted call in the audit file."""
         if self._audit is not None:
             subject, token = (grant.subject, grant.token_id) if grant else ("", "")
             self._audit.allowed(method, job=job, peer=peer, subject=subject, token=token)
 
     def is_too_often(self, grant: Grant | None, peer: str) -> bool:
-        """Counts the start of a call. Returns whether it exceeds the rate limit."""
         who = (grant.token_id or f"{grant.subject} {grant.job}") if grant else peer
         return not self._rates.takes(who, time.monotonic())
 
@@ -581,8 +571,6 @@ class Gate:
 
 
 class Visit:
-    """One admitted call."""
-
     def __init__(self, gate: Gate, method: str, token: str) -> None:
         self._gate = gate
         self._method = method
@@ -642,7 +630,6 @@ class Visit:
 
     @staticmethod
     def check_limits(request: Message) -> None:
-        """Raises Denied if a field of the request exceeds its limit."""
         if wrong := problem(request):
             raise Denied(grpc.StatusCode.INVALID_ARGUMENT, Reason.OVERSIZE, wrong)
 

@@ -117,7 +117,6 @@ def _enter(visit: Visit | None, call: Call, context: Any) -> None:
 
 
 def _request(handler: Handler, visit: Visit | None, call: Call, requests: Iterator[bytes]) -> Any:
-    """Returns the single request of a call. Raises Denied."""
     data = call.first(requests)
     if data is None:
         raise Denied(grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID, "not a request of this call")

@@ -83,7 +83,6 @@ class Protection:
         return ",".join(word for word, given in words.items() if given)
 
     def fields(self) -> Mapping[str, bool]:
-        """Returns the fields of the start event."""
         return {
             "tls": self.certificate is not None,
             "mutual_tls": self.client_ca is not None,
@@ -195,7 +194,6 @@ def _check_pair(certificate: bytes, key: bytes, of: Protection) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that every server has."""
     add = parser.add_argument
     add(
         "--listen",
@@ -254,7 +252,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def protection_of(options: argparse.Namespace, service: str = "") -> Protection:
-    """Returns the options from the parsed flags. Raises UsageError."""
     if options.calls_per_token_s < 0 or 0 < options.calls_per_token_s < CALLS_PER_TOKEN_S_MIN:
         raise UsageError(
             f"--calls-per-token-s must be 0, which is any number, or at least {CALLS_PER_TOKEN_S_MIN:g}: one token "

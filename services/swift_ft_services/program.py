@@ -18,7 +18,6 @@ from swift_ft_services import listening
 
 
 def add_arguments(parser: Parser) -> None:
-    """Adds the flags that every server has."""
     parser.add_argument("--address-file", type=Path, help="host:port is written to this file once it serves")
     listening.add_flags(parser)
     add_metrics_arguments(parser)

@@ -11,7 +11,7 @@ from swift_ft.log.frame import Assembler
 from swift_ft.log.protocol import Fsync, Reason, split_frames
 from swift_ft.log.record import stream_tag
 from swift_ft_services.logserver import procedures
-from swift_ft_services.logserver.append_session import Appends, Commits, Quarantined, Queued, Target, join
+from swift_ft_services.logserver.append_session import Appends, Commits, Gathered, Quarantined, Queued, Target
 from swift_ft_services.logserver.core import JobState, Refusal, StreamState
 from swift_ft_services.logserver.procedures import Clean, Forget, Save, Settle
 from swift_ft_services.logserver.reading import Reading
@@ -89,7 +89,10 @@ class Outbox:
         self._given += item.credit_bytes if item is not None else 0
         if item is not None and self._last is not None and server.kernel.chance(0.5):
             server.kernel.count("replies joined")
-            join(self._last, item)
+            together = Gathered()
+            together.add(self._last)
+            together.add(item)
+            self._last.CopyFrom(together.drain())
             return
         self._last = item
         call.down_at = max(call.down_at, server.kernel.now + server.network.delay_s())

@@ -192,8 +192,6 @@ def checked_timing(arguments: argparse.Namespace) -> Timing:
 
 
 def checked_log_servers(text: str, copies: int) -> list[LogServer]:
-    """Returns the servers that --log-servers names. Raises UsageError for duplicates, or too few machines for the
-    copies."""
     servers = [parse_server(word.strip(), "--log-servers") for word in text.split(",") if word.strip()]
     addresses = [address for _, address in servers]
     if len(set(addresses)) < len(addresses):
@@ -210,7 +208,6 @@ def checked_log_servers(text: str, copies: int) -> list[LogServer]:
 
 
 def open_directory(directory: Path) -> SqliteStore:
-    """Returns the store in `directory`. Raises UsageError if the directory cannot be created."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

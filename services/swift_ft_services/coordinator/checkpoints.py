@@ -85,7 +85,6 @@ class CheckpointTracker:
         return events
 
     def forget(self, rank: int) -> None:
-        """Forgets the unsaved checkpoint of a rank whose process is gone."""
         self.unsaved.pop(rank, None)
 
     def roll_back(self, version: int) -> None:
@@ -111,7 +110,6 @@ class CheckpointTracker:
         return True
 
     def newest_known(self) -> int:
-        """Returns the highest version that any rank has reported."""
         return max(self._versions(), default=0)
 
     def run_on(self, version: int) -> None:
@@ -163,7 +161,6 @@ def _rehearsal(row: JobRow, rank: int) -> pb.Rehearsal:
 
 
 def recorded(row: JobRow, durable: pb.CheckpointRequest) -> bool:
-    """Records the version from which a rank records its steps. Returns whether the row changed."""
     if not durable.recorded or row.state.is_over:
         return False
     known = _rehearsal(row, durable.rank)
@@ -226,7 +223,6 @@ def trim_below(row: JobRow) -> int:
 
 
 def note_refused_difference(row: JobRow, rank: int, reason: str) -> None:
-    """(a refusal) Records that a repeated step of `rank` gave a different result."""
     row.differed = row.differed or f"rank {rank}: {reason}"
 
 
@@ -259,10 +255,8 @@ def record_plan_exactness(row: JobRow) -> bool:
 
 
 def requires_exact(row: JobRow) -> bool:
-    """Returns whether the job must fail when it is not exact."""
     return row.config.get("require_exact", "") == "True"
 
 
 def exactness_fields(row: JobRow) -> dict[str, object]:
-    """Returns the fields of the trace event."""
     return {"since": row.inexact_since, "reason": row.inexact_reason}

@@ -33,7 +33,6 @@ def is_stale(row: JobRow, said: m.OfGeneration) -> bool:
 
 
 def check_rank(row: JobRow, rank: int) -> None:
-    """Raises Refusal unless `rank` is a rank of the job."""
     if not 0 <= rank < row.world_size:
         raise Refusal(Refused.INVALID, f"rank {rank} is not one of 0 to {row.world_size - 1}")
 
@@ -113,7 +112,6 @@ def check_change(row: JobRow, change: m.ChangeLogServers) -> None:
 
 
 def check_ready(row: JobRow, ready: pb.ReadyRequest) -> None:
-    """Raises Refusal unless Ready is valid in this state, names the target version of the plan, and its stages fit."""
     if row.state not in (State.FORMING, State.RECOVERING):
         raise Refusal(Refused.INVALID, f"ready in state {row.state}: wait for RECOVERING")
     if row.plan is not None and ready.version != row.plan.target_version:
@@ -125,7 +123,6 @@ def check_ready(row: JobRow, ready: pb.ReadyRequest) -> None:
 
 
 def check_stages(row: JobRow, ready: pb.ReadyRequest) -> None:
-    """Raises Refusal unless the stages and the shard that a rank reports are consistent with the job's."""
     rank = ready.rank
     stages = sorted(ready.stages)
     if any(not 0 <= stage < ready.num_stages for stage in stages):

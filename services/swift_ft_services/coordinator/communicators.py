@@ -63,7 +63,6 @@ _LEGAL: Mapping[State, frozenset[State]] = {
 
 
 def job_class(config: Mapping[str, str]) -> type[Job]:
-    """Returns the class of the core for a job with this configuration."""
     return CommunicatorJob if config.get(CONFIG) == "1" else Job
 
 
@@ -236,7 +235,6 @@ class CommunicatorJob(Job):
 
     @property
     def _next(self) -> int:
-        """Number of the open decision."""
         return max(self.row.decisions, default=-1) + 1
 
     def _decide(self) -> list[Effect]:

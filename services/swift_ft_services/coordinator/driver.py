@@ -100,7 +100,6 @@ class Apart:
         return name in self._why
 
     def check(self, name: str) -> None:
-        """Raises JobApart if the job is quarantined."""
         if name in self._why:
             raise JobApart(self._why[name])
 
@@ -153,7 +152,6 @@ class Published:
             self._soon(name)
 
     def show(self, row: JobRow) -> None:
-        """Builds the View of the row and wakes all watchers of the job."""
         self._unshown.discard(row.job)
         self._views[row.job] = view_of(row)
         self._shown_at[row.job] = self._clock()
@@ -382,8 +380,6 @@ def _results_size(results: Sequence[bytes | None]) -> int:
 
 
 def _answer(changes: Iterable[pb.SharedChange], results: Iterable[bytes | None]) -> list[pb.Shared]:
-    """Returns each change's key as it was right after the change; `results` has the values of those that are no
-    `set`."""
     came = iter(results)
     return [
         pb.Shared(key=change.key, value=change.set if change.HasField("set") else next(came, None))
@@ -474,7 +470,6 @@ class Meeting:
                 self.leave(run)
 
     def leave(self, run: str) -> None:
-        """Removes a launcher and frees its place."""
         self._launchers.pop(run, None)
         for place in self._places:
             if place.run == run:
@@ -863,7 +858,6 @@ class Driver:
         return self._meetings.say(request, self._clock(), over=None if job is None else job.row.state.is_over)
 
     def generation_of(self, name: str) -> int:
-        """Returns the job's generation; 0 if the job is unknown."""
         job = self._jobs.get(name)
         return self._going_back.get(name, 0) if job is None else job.row.generation
 
@@ -891,7 +885,6 @@ class Driver:
         return answer
 
     def _check_up(self) -> None:
-        """Raises Unavailable if this coordinator has failed or is stopping."""
         if self.failed.done():
             raise Unavailable(self.failed.result())
         if self._stopping:

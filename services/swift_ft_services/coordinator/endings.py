@@ -46,7 +46,6 @@ class Endings:
         """(generation, time since which all ranks are at the end and some have not reported Finish)"""
 
     def on_finish(self, finish: pb.FinishRequest) -> bool:
-        """Records the end of the job. Returns True if it is new or changed."""
         end = self._row.end
         if not finish.called or (end is not None and (end.num_steps, -end.version) >= _order(finish)):
             return False

@@ -145,7 +145,6 @@ class Transitions:
             row.checkpoints, row.shards, row.shards_from = [], {}, 0
 
     def become_fencing(self, dead: Mapping[int, str], reason: str) -> list[Effect]:
-        """Starts a new generation without the holders of the `dead` ranks (rank -> reason)."""
         self._enter(State.FENCING)
         events = self._new_generation(dead, reason)
         return [*self._transition(), *events, *self._fence_logs()]
@@ -175,7 +174,6 @@ class Transitions:
         return [*self._begin_anew(dead, reason), *events]
 
     def _deaths(self, dead: Mapping[int, str], lost: Mapping[int, str]) -> list[Effect]:
-        """Starts one generation for dead ranks and lost log servers detected together."""
         reason = "; ".join(f"rank {rank} {why}" for rank, why in sorted(dead.items()))
         words = self.places.lose(lost)
         events = [self._event("log_server_lost", **self.places.named(n), reason=words[n]) for n in lost]
@@ -191,7 +189,6 @@ class Transitions:
         return self._awaited.overdue(row, limit_s, now)
 
     def give_up(self, ranks: Sequence[int]) -> list[Effect]:
-        """Gives up waiting for a process for those of `ranks` that have no holder."""
         row = self.row
         waits = row.state in (State.FENCING, State.PLANNING, State.RECOVERING)
         missing = [rank for rank in ranks if rank not in row.holders and rank not in row.vacant]
@@ -289,8 +286,6 @@ class Transitions:
         return [m.TrimLogs(below_step=checkpoints.trim_below(self.row))]
 
     def _progress(self) -> list[m.Emit]:
-        """Emits a progress event if all ranks have reached a new version. (a rank reported a version or a checkpoint
-        completed)"""
         if not self.setbacks.made_progress():
             return []
         return [
@@ -298,7 +293,6 @@ class Transitions:
         ]
 
     def _told(self, events: Sequence[m.Emit]) -> list[Effect]:
-        """Returns `events` and a new View; no effects if there are no events."""
         return [*events, m.PublishView()] if events else []
 
     def _not_exact(self, news: bool) -> list[Effect]:
@@ -314,7 +308,6 @@ class Transitions:
         return [self._event("not_exact", **checkpoints.exactness_fields(self.row))] if news else []
 
     def _persist(self) -> list[m.Persist]:
-        """Returns Persist if the row has changed since the last call."""
         row, now = self.row, (self.row.state, self.row.generation)
         if not self.changes.detect():
             return []
@@ -327,7 +320,6 @@ class Transitions:
 
 
 def report_of(said: pb.ReportRequest, holder: Holder) -> Report:
-    """Returns the report, as the planner takes it, of the holder of a rank."""
     return Report(
         rank=holder.rank,
         version=said.version if said.has_state else None,

@@ -193,7 +193,6 @@ def count_of(config: Mapping[str, str], name: str, usual: int) -> int:
 
 
 def replicas_of(config: Mapping[str, str]) -> int:
-    """Returns the number of data-parallel ranks that the job is configured with."""
     return count_of(config, "replicas", 1)
 
 
@@ -325,7 +324,6 @@ class JobRow:
         self.fenced[len(self.fenced)] = holder
 
     def slots(self) -> Iterator[int]:
-        """Yields the slots that are not vacant, ascending."""
         return (slot for slot in range(self.world_size) if slot not in self.vacant)
 
     @property
@@ -338,11 +336,9 @@ class JobRow:
         return len(said) < self.wanted
 
     def living(self) -> list[int]:
-        """Returns the numbers of the log servers in use."""
         return [number for number, server in enumerate(self.log_servers) if not server.lost]
 
     def lacks_log_server(self) -> bool:
-        """Returns whether the job has log servers and all are lost."""
         return bool(self.log_servers) and not self.living()
 
     def addresses(self) -> list[str]:
@@ -383,7 +379,6 @@ class Changes:
             self._dirty.clear()
 
     def detect(self) -> bool:
-        """Returns whether the row has changed since the last call."""
         found: set[tuple[Any, ...]] = set()
         for name in TABLE_FIELDS:
             table: Table[Any, Any] = getattr(self._row, name)

@@ -73,9 +73,7 @@ class LogControl(Protocol):
         """Returns how far the job is trimmed, and whether it must be trimmed further soon. Cheap."""
         ...
 
-    def inventory(self, address: str, job: str) -> list[StreamSummary]:
-        """Returns a summary of every stream of the job; empty for an unknown job."""
-        ...
+    def inventory(self, address: str, job: str) -> list[StreamSummary]: ...
 
 
 def check_address(address: str) -> None:
@@ -192,14 +190,12 @@ class Questions:
         """(job, kind) -> the call in progress; a newer one replaces it."""
 
     def stop(self) -> None:
-        """Cancels all calls in progress."""
         for task in self._tasks.values():
             task.cancel()
         for pool in (self._threads, self._pollers):
             pool.shutdown()
 
     def forget(self, name: str) -> None:
-        """Cancels all calls in progress for this job."""
         for (job, _), task in list(self._tasks.items()):
             if job == name:
                 task.cancel()

@@ -32,8 +32,6 @@ from swift_ft_services.coordinator.timeouts import Timing
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamCopy:
-    """The copy of a stream on one log server."""
-
     server: int
     summary: StreamSummary
     whole_from: int | None = 0
@@ -136,7 +134,6 @@ class Places:
         return {number: f"cannot be used: {refused.reason}"} if fits else {}
 
     def ages_s(self, now: float) -> dict[str, float]:
-        """Returns address -> seconds since its last answer, of the servers in use."""
         row = self._row
         return {row.log_servers[n].address: self._leases.age_s(n, now) for n in row.living()}
 
@@ -255,11 +252,9 @@ class Places:
         return found
 
     def named(self, number: int) -> dict[str, object]:
-        """Returns the trace fields that name a server."""
         return {"server": number, "address": self._row.log_servers[number].address}
 
     def came(self, number: int) -> dict[str, object]:
-        """Returns the trace fields of an added server that is now in use."""
         gap = self._row.log_servers[number].instead_of
         return {**self.named(number), "replaces": "" if gap is None else self._row.log_servers[gap].address}
 
@@ -318,7 +313,6 @@ class Places:
         return summaries, sources
 
     def _writers(self) -> dict[str, int]:
-        """Returns stream -> the rank that writes it."""
         assignment = assignment_of(self._row)
         dp_size = assignment.dp_size
         found = {record.collectives(rank): rank for rank in assignment.stages}

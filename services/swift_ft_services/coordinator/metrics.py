@@ -177,7 +177,6 @@ class CoordinatorMetrics:
         self.close = events.listen(self._heard)
 
     def after_durable(self, row: JobRow, persist: m.Persist) -> None:
-        """(driver) Updates the metrics from a row that has become durable."""
         newest = row.checkpoints[-1] if row.checkpoints else None
         known = self._newest.get(row.job)
         if known is None:  # first row of this job here: the time of completion is unknown
@@ -206,7 +205,6 @@ class CoordinatorMetrics:
                 self._counts[_EVENTS[event].name][fields["job"]] += 1
 
     def samples(self, jobs: Collection[Job]) -> Samples:
-        """Returns the current value of every metric, by name and labels."""
         now = self._clock()
         out: dict[str, dict[tuple[str, ...], Value]] = {}
         for family, of_job in _JOB_VALUES.items():

@@ -64,13 +64,11 @@ def strategy_of(row: JobRow, strategy: str) -> str:
 
 
 def lacks_steps(row: JobRow) -> bool:
-    """Returns whether the log lacks steps after the newest checkpoint."""
     below, newest = row.unlogged_below, max(row.checkpoints, default=0)
     return below is not None and (below == LACKS or newest < below)
 
 
 def wants_checkpoint(row: JobRow) -> str:
-    """(RUNNING) Returns why a checkpoint is needed soon; empty if none is."""
     return "the log lacks steps that were done while a slot was vacant" if lacks_steps(row) else ""
 
 
@@ -239,7 +237,6 @@ def stages_problem(row: JobRow) -> str:
 def decide(
     row: JobRow, streams: Mapping[str, StreamSummary], measured: Mapping[int, RankMeasured]
 ) -> tuple[Plan | None, str]:
-    """Returns the plan for the reported states, or None, with the reason."""
     reports = [
         replace(report, version=None, undo_to=None, forward_to=None, finish_to=None)
         if rank in row.distrusted

@@ -31,7 +31,6 @@ KINDS = ("communicator",)
 
 
 def first_row(job: str, log_servers: Sequence[LogServer], join: m.Join, copies: int) -> JobRow:
-    """Returns the row of a job that this Join creates."""
     return JobRow(
         job=job,
         world_size=join.world_size,
@@ -81,7 +80,6 @@ def check_start(row: JobRow, join: m.Join) -> None:
 
 
 def note_run(row: JobRow, run: str, rank: int) -> None:
-    """Records that a rank started by this launcher has joined."""
     if not run:
         return
     row.run_of[rank] = run
@@ -131,7 +129,6 @@ def begin_again(row: JobRow, join: m.Join, log_servers: Sequence[LogServer]) -> 
 
 
 def ended_words(row: JobRow) -> str:
-    """Returns how the job ended, as the predicate of a sentence."""
     match row.state:
         case State.FINISHED:
             return "had finished"

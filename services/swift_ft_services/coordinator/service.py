@@ -150,7 +150,6 @@ class Servicer(pb_grpc.CoordinatorServicer):
         return pb.HeartbeatReply(generation=job.row.generation, interval_s=interval_s)
 
     async def _take(self, request: m.Request, context: Context) -> pb.Ack:
-        """Applies a request as it is."""
         await self._applied(context, request, request)
         return pb.Ack()
 
@@ -266,7 +265,6 @@ class Servicer(pb_grpc.CoordinatorServicer):
         raise AssertionError("abort has raised")
 
     async def _check_apart(self, context: Context, job: str) -> None:
-        """Aborts the call if the job is quarantined."""
         try:
             self._driver.apart.check(job)
         except JobApart as apart:

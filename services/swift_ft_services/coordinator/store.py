@@ -120,7 +120,6 @@ class Acknowledged:
         return max((int(text[:_DIGITS]) for text in said if _is_place(text)), default=None)
 
     def set(self, revision: int) -> None:
-        """Writes the revision durably. Raises StoreFailed."""
         assert self._file is not None
         try:
             os.pwrite(self._file.fileno(), _place(revision), revision % 2 * _PLACE_BYTES)
@@ -166,15 +165,12 @@ class SqliteStore:
         await self._in_thread(self._hold)
 
     async def read(self, prefix: str = "") -> dict[str, Stored]:
-        """As `MetadataStore.read`. Raises StoreFailed if it is damaged."""
         return await self._in_thread(lambda: self._read(prefix))
 
     async def commit(self, transaction: Transaction) -> int:
-        """As `MetadataStore.commit`: one transaction of SQLite."""
         return await self._in_thread(lambda: self._commit(transaction))
 
     async def close(self) -> None:
-        """Closes the store after all pending calls."""
         await self._in_thread(self._close)
         self._thread.shutdown(wait=False)
 
@@ -294,13 +290,11 @@ class SqliteStore:
         return revision
 
     def _revisions_of(self, keys: Collection[str]) -> dict[str, int]:
-        """Returns key -> revision of those keys that exist."""
         asked = "SELECT key, revision FROM rows WHERE key IN (SELECT value FROM json_each(?))"
         return dict(self._db.execute(asked, (json.dumps(list(keys)),)).fetchall())
 
 
 def _make_tables(db: sqlite3.Connection) -> None:
-    """Creates all tables in one transaction."""
     db.execute("BEGIN")
     db.execute(
         "CREATE TABLE rows (key TEXT PRIMARY KEY, value TEXT NOT NULL, revision INTEGER NOT NULL) STRICT, WITHOUT ROWID"

@@ -12,7 +12,6 @@ NAMED_MAX = 64
 
 
 def waiting_for(row: JobRow) -> str:
-    """Returns what the job waits for in its current state, as text."""
     waits = [f"log server {address}: {why}" for address, why in sorted(row.blocked.items())]
     if row.lacks_log_server() and not row.state.is_over:
         lost = "; ".join(f"{server.address} {server.lost}" for server in row.log_servers)
@@ -42,7 +41,6 @@ def versions_words(versions: Mapping[int, int]) -> str:
 
 
 def report_fields(report: Report) -> dict[str, object]:
-    """Returns the trace fields of a report: the version held, and the versions that the rank can reach."""
     fields: dict[str, object] = {"rank": report.rank, "version": report.version}
     if report.undo_to is not None:
         fields |= {"undo_to": report.undo_to, "undo_exact": report.undo_exact}
@@ -56,7 +54,6 @@ def report_fields(report: Report) -> dict[str, object]:
 
 
 def plan_fields(plan: Plan) -> dict[str, object]:
-    """Returns the trace fields of a plan."""
     return {
         "target_version": plan.target_version,
         "exact": plan.exact,

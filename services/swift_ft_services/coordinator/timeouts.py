@@ -86,12 +86,10 @@ class Timing:
 
     @property
     def space_s(self) -> float:
-        """Seconds between two polls of the log servers' free space."""
         return max(1.0, 2 * self.heartbeat_s)
 
     @property
     def tick_s(self) -> float:
-        """Seconds between two checks of the leases."""
         return self.heartbeat_s / 2
 
     @property

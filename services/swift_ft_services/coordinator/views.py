@@ -16,7 +16,6 @@ SUMMARY_WORDS_MAX = 200
 
 
 def view_of(row: JobRow) -> pb.View:
-    """Returns the View that members get of a job."""
     return pb.View(
         job=row.job,
         generation=row.generation,

@@ -39,7 +39,6 @@ SPACE_BYTES_MIN = 64 << 10
 
 
 def check(options: argparse.Namespace, engine: EngineConfig) -> None:
-    """Raises UsageError for values with which nothing could work."""
     if not 4096 <= options.segment_bytes <= FILE_BYTES_LEAST // 2:
         raise UsageError(f"--segment-bytes must be between 4096 and {FILE_BYTES_LEAST // 2}")
     if not 1 <= engine.credit_bytes <= _CREDIT_BYTES_MAX:
@@ -140,7 +139,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_space(parser: Parser) -> None:
-    """Adds the flags for quotas, alarms and ages."""
     parser.add_argument(
         "--quota-bytes",
         type=int,
@@ -174,7 +172,6 @@ def _add_space(parser: Parser) -> None:
 
 
 def _add_limits(parser: Parser) -> None:
-    """Adds the flags that limit what jobs may use of the server."""
     defaults = EngineConfig()
     group = parser.add_argument_group(
         "limits", "a call that exceeds a limit is refused, and the answer names the limit"

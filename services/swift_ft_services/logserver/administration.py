@@ -44,7 +44,6 @@ class DiskWatch:
         self._clock = clock
 
     def check(self) -> None:
-        """Starts and ends alarms by the free disk space."""
         free = self.free_bytes()
         with self._state.changed:
             news = self._state.look_at_disk(free, self._clock())
@@ -101,7 +100,6 @@ class Administration:
         self._carry_out(procedures.fence(self._state, job_name, generation, self._clock(), held=held))
 
     def trim(self, job_name: str, below_step: int) -> int:
-        """Trims, and returns the step below which everything is trimmed now."""
         check_names(job_name)
         with self._changed:
             self._state.check_apart(job_name)
@@ -178,7 +176,6 @@ class Administration:
         self._watch.files_removed()
 
     def save_later(self, job: JobState) -> None:
-        """Queues a save of the job's manifest, which has changed."""
         self._janitor_work.put(partial(self._save_now, job))
 
     def _save_now(self, job: JobState) -> None:
@@ -340,7 +337,6 @@ class Retention:
         self._left = idle
 
     def drop_old(self, keep_s: float) -> None:
-        """Drops jobs whose files were not modified for ``keep_s``."""
         for name in list(self._state.core.jobs):
             age_s = self._age_s(name)
             if age_s is None or age_s < keep_s:

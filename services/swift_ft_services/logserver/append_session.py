@@ -178,7 +178,6 @@ class Commits:
         return turn is ALONE or not self._lacks_file(write)
 
     def _next(self) -> str | None:
-        """Returns the job whose turn it is."""
         for job, line in self._lines.items():
             if not line.queue or (self._making_file is not None and self._making_file.job == job):
                 continue
@@ -209,7 +208,6 @@ class Commits:
         return None
 
     def file_made(self, write: Write) -> None:
-        """Records that the file was created, or could not be."""
         self._making_file = None
         if write.job in self._lines:
             self._lines[write.job].file_made = write
@@ -235,7 +233,6 @@ class Commits:
         return batch
 
     def sync_due(self, batch: list[Queued], now: float) -> bool:
-        """Returns whether this commit ends with a sync."""
         if any(queued.fsync is Fsync.ALWAYS for queued in batch) or self._sync_is_asked_for:
             return True
         if self._awaiting:
@@ -273,13 +270,11 @@ class Commits:
         return [*news, *(self._state.space.disk_took() if batch else [])]
 
     def _leave(self, batch: Iterable[Queued]) -> None:
-        """Counts the frames as settled."""
         for queued in batch:
             self._lines[queued.stream.job].settled += 1
             self._settled += 1
 
     def _is_synced(self) -> None:
-        """Marks all settled frames as synced."""
         for line in self._lines.values():
             line.synced = line.settled
         self._synced = self._settled
@@ -367,7 +362,6 @@ class Commits:
 
 
 def refusal_of(error: StorageError) -> Refusal:
-    """Returns the refusal for calls that a failed commit ends."""
     if isinstance(error, StorageFull):
         return Refusal(Reason.FULL, str(error))
     if isinstance(error, StorageBusy | SegmentGone | JobDamaged):
@@ -401,7 +395,6 @@ class Gathered:
             self._welcome = reply.welcome
 
     def drain(self) -> log_pb2.AppendReply:
-        """Returns one reply with all that was gathered, and clears it."""
         reply = log_pb2.AppendReply(credit_bytes=self._credit_bytes, welcome=self._welcome)
         for stream, next_sequence in self._opened.items():
             reply.opened.add(stream=stream, next_sequence=next_sequence)
@@ -411,14 +404,6 @@ class Gathered:
         self._opened.clear()
         self._acked.clear()
         return reply
-
-
-def join(reply: log_pb2.AppendReply, more: log_pb2.AppendReply) -> None:
-    """Merges ``more`` into ``reply``, so that they are sent as one message."""
-    gathered = Gathered()
-    gathered.add(reply)
-    gathered.add(more)
-    reply.CopyFrom(gathered.drain())
 
 
 class Quarantined(Refused):
@@ -438,7 +423,6 @@ class Appends:
         self._commits = commits
 
     def take_over(self, recovered: RecoveredJob, now: float) -> None:
-        """Loads a job that the storage recovered at the start."""
         job = self._state.core.job(recovered.name)
         job.generation = recovered.meta.generation
         job.reset_generation = recovered.meta.reset_generation

@@ -50,7 +50,6 @@ class Ordered:
         self._head = min(self._head, at)
 
     def went(self, number: int) -> None:
-        """Records that `number` was removed from the dictionary."""
         numbers, there = self._numbers, self._there
         if len(numbers) - self._head > 2 * len(there) + 64 or not there:
             self._numbers = [kept for kept in numbers[self._head :] if kept in there]
@@ -102,8 +101,6 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One record in the index."""
-
     sequence: int
     key: RecordKey
     digest: bytes
@@ -183,7 +180,6 @@ class StreamState:
         return self.quarantined or (self.holes[0].reason if self.holes else "")
 
     def add(self, entry: IndexEntry) -> None:
-        """Adds an accepted record to the index and the counts."""
         sequence, step = entry.sequence, entry.key.step
         self.by_sequence[sequence] = entry
         self.order.came(sequence)
@@ -199,7 +195,6 @@ class StreamState:
         self.tally.records += 1
 
     def remove(self, entry: IndexEntry) -> None:
-        """Removes a trimmed, abandoned or dropped record from the index and the counts."""
         sequence, step = entry.sequence, entry.key.step
         del self.by_sequence[sequence]
         self.order.went(sequence)
@@ -273,11 +268,9 @@ class StreamState:
         self.check()
 
     def insert_hole(self, hole: Hole) -> None:
-        """Inserts a hole among existing records. Holes stay sorted by sequence."""
         insort(self.holes, hole, key=lambda known: known.sequence)
 
     def cut_hole(self, sequence: int) -> None:
-        """Removes this record from every hole that contains it."""
         while (hole := self.hole_at(sequence)) is not None:  # overlapping if two checks found damage
             self.holes.remove(hole)
             for begin, end in ((hole.sequence, sequence), (sequence + 1, hole.end_sequence)):
@@ -381,14 +374,12 @@ class LogCore:
         return state
 
     def generation_of(self, name: str) -> int:
-        """Returns the granted generation; 0 if the job is unknown or has none yet."""
         state = self.jobs.get(name)
         return 0 if state is None else state.generation
 
     # -- appending ------------------------------------------------------------------------------------
 
     def check_generation(self, job: JobState, generation: int) -> Refusal | None:
-        """Returns a refusal if the writer's generation is not the granted one."""
         if generation < job.generation:
             return Refusal(
                 Reason.STALE_GENERATION,
@@ -607,19 +598,6 @@ class LogCore:
         stream.check()
         return changed
 
-    def trim(self, job: JobState, below_step: int) -> list[StreamState]:
-        """Trims in one call. Returns the streams that changed."""
-        if not self.begin_trim(job, below_step):
-            return []
-        changed = []
-        for stream in job.streams.values():
-            sequence: int | None = 0
-            while sequence is not None:
-                sequence = self.sweep(job, stream, sequence, SWEPT_AT_ONCE)
-            if self.end_trim(job, stream):
-                changed.append(stream)
-        return changed
-
     def reset(self, job: JobState) -> list[StreamState]:
         """Drops every record of the job. Sequences continue, and any step may come again. Returns the streams. (The
         caller has waited until all records are durable.)"""
@@ -632,7 +610,6 @@ class LogCore:
         return list(job.streams.values())
 
     def empty(self, stream: StreamState) -> None:
-        """Removes all records and holes of the stream."""
         self._garbage += stream.clear()
 
     def take_garbage(self) -> list[dict[Any, Any]]:

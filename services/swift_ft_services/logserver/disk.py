@@ -102,8 +102,7 @@ class Disk(Protocol):
     def remove(self, path: Path) -> None:
         """Removes the file, if it exists."""
 
-    def remove_tree(self, path: Path) -> None:
-        """Removes a directory with all its contents."""
+    def remove_tree(self, path: Path) -> None: ...
 
     def close(self) -> None: ...
 

@@ -92,7 +92,6 @@ class LogEngine:
         self._changed = self.state.changed
 
     def start(self, jobs: list[RecoveredJob]) -> None:
-        """Takes over the recovered jobs, and starts the threads."""
         for recovered in jobs:
             if recovered.apart:
                 told = self.state.set_apart(recovered.name, recovered.apart)

@@ -31,7 +31,6 @@ from swift_ft_services.logserver.disk import Disk, File
 
 
 def load_manifest(disk: Disk, folder: Path) -> JobMeta | None:
-    """Returns the job's manifest, or None if there is none. Raises ManifestDamaged or OSError."""
     data = read_small_file(disk, folder / MANIFEST, MANIFEST_BYTES_MAX)
     return None if data is None else decode_manifest(data)
 

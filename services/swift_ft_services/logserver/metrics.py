@@ -157,8 +157,6 @@ FAMILIES = (
 
 
 class LogMetrics:
-    """Collects the metrics of a log server for `swift_ft.metrics.Exposition`."""
-
     def __init__(self, directory: Path) -> None:
         self.commit_s = Distribution(LATENCY_S)
         self.sync_s = Distribution(LATENCY_S)
@@ -202,7 +200,6 @@ class LogMetrics:
             self._count(_EVENTS[event].name.removeprefix("swift_log_"), fields["job"])
 
     def samples(self, engine: LogEngine) -> Samples:
-        """Returns the current value of every metric, by name and labels."""
         state = engine.state
         out: dict[str, dict[tuple[str, ...], Value]] = {family.name: {} for family in FAMILIES}
         with state.changed:

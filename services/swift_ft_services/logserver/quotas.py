@@ -63,8 +63,6 @@ class SpaceConfig:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """An event to be emitted by the caller."""
-
     event: str
     fields: Mapping[str, object]
 
@@ -127,7 +125,6 @@ class Space:
         return account
 
     def _account(self, name: str) -> Account:
-        """Returns a new account for a job without records."""
         quota = self.config.job_quota_bytes
         return Account(f"job {name}", quota, limit_bytes=quota)
 

@@ -283,7 +283,6 @@ _LOOKED_AT_ONCE = 500
 """Index entries that are examined before the lock is released: a reader of a small share skips many."""
 _STREAMS_AT_ONCE = 50
 """Streams of an inventory that are examined before the lock is released."""
-_TRIES = 3
 _OTHERS_TURN_S = 0.002
 
 
@@ -478,17 +477,13 @@ class Reading:
         """Returns the records and watermarks of each stream of a job. Raises Refused for an invalid name."""
         check_names(job_name)
         with self._inventories.turn(job_name):
-            for _ in range(_TRIES):
-                reply = self._inventory(job_name, _STREAMS_AT_ONCE)
-                if reply is not None:
-                    return reply
-            reply = self._inventory(job_name, None)
-            assert reply is not None
+            while (reply := self._inventory(job_name)) is None:
+                pass
             return reply
 
-    def _inventory(self, job_name: str, at_once: int | None) -> log_pb2.InventoryReply | None:
-        """Collects ``at_once`` streams (None: all) per lock acquisition, so that others can append meanwhile. Returns
-        None if the job was trimmed, reset, dropped or fenced meanwhile."""
+    def _inventory(self, job_name: str) -> log_pb2.InventoryReply | None:
+        """Collects some streams per lock acquisition, so that others can append meanwhile. Returns None if the job was
+        trimmed, reset, dropped or fenced meanwhile."""
         with self._changed:
             self._state.check_apart(job_name)
             job = self._state.core.jobs.get(job_name)
@@ -499,16 +494,12 @@ class Reading:
                 generation=job.generation, trimmed_below_step=job.trimmed_below_step
             )
             names = sorted(job.streams)
-            if at_once is None:
-                reply.streams.extend(_stream_inventory(job, job.streams[name]) for name in names)
-                return reply
-        for at in range(0, len(names), at_once):
+        for at in range(0, len(names), _STREAMS_AT_ONCE):
             with self._changed:
                 if self._state.core.jobs.get(job_name) is not job or _age_of(job) != before:
                     return None
-                reply.streams.extend(
-                    _stream_inventory(job, job.streams[name]) for name in names[at : at + at_once]
-                )
+                some = names[at : at + _STREAMS_AT_ONCE]
+                reply.streams.extend(_stream_inventory(job, job.streams[name]) for name in some)
             rest()
         return reply
 

@@ -97,7 +97,6 @@ class Segment:
             self.file = None
 
     def offsets_of(self, sizes: Iterable[int]) -> list[int]:
-        """Returns the offsets that frames of these sizes will have."""
         ends = accumulate(sizes, initial=self.size)
         return list(ends)[:-1]
 

@@ -148,7 +148,6 @@ class ServerState:
         self._readers: dict[str, Changed] = {}
 
     def check_open(self) -> None:
-        """Raises Refused if the server accepts no records."""
         if self.failed:
             raise Refused(Refusal(Reason.CLOSED, self.failed))
         if self.draining:
@@ -171,14 +170,12 @@ class ServerState:
                 self._readers[job].notify_all()
 
     def show_health(self) -> None:
-        """Calls ``on_health`` if the state has changed."""
         serves = self.serves
         if serves is not self._shown:
             self._shown = serves
             self.on_health(serves)
 
     def check_records(self, job: JobState) -> None:
-        """Raises Refused if the job keeps its maximum of records."""
         most = self.config.job_records_max
         if job.tally.records >= most:
             message = (
@@ -195,13 +192,11 @@ class ServerState:
         return self.space.wants_checkpoint(job.name)
 
     def check_not_cut_off(self, job: str) -> None:
-        """Raises Refused while the job's writers are excluded."""
         refusal = self.cut_off.get(job)
         if refusal is not None:
             raise Refused(refusal)
 
     def check_apart(self, job: str) -> None:
-        """Raises Refused if the job is quarantined."""
         reason = self.apart.get(job)
         if reason is not None:
             raise Refused(Refusal(Reason.APART, reason))
@@ -218,11 +213,9 @@ class ServerState:
         return Notice("job_set_apart", {"job": job, "reason": reason})
 
     def check_space(self, job: str) -> None:
-        """Raises Refused while there is no space for this job."""
         self.check_room(job, 0)
 
     def check_room(self, job: str, frame_bytes: int) -> None:
-        """Raises Refused if there is no space for a new record of this size."""
         refusal = self.space.refuses(job, frame_bytes)
         if refusal is not None:
             self.show_health()  # the server's quota may just have become full
@@ -237,14 +230,12 @@ class ServerState:
         return "serving" if self.space.takes_appends else "full"
 
     def check_job(self, job: str) -> None:
-        """Raises Refused if the job is new and the server keeps its maximum of jobs."""
         if job not in self.core.jobs and len(self.core.jobs) >= self.config.jobs_max:
             raise Refused(
                 Refusal(Reason.LIMIT, f"the server keeps {len(self.core.jobs)} jobs: no more (--jobs-max)")
             )
 
     def check_writer(self, session: AppendCall, job: str, stream: str) -> None:
-        """Raises Refused if the job would have too many streams or writers."""
         config = self.config
         self.check_job(job)
         known = self.core.jobs.get(job)
@@ -261,17 +252,14 @@ class ServerState:
 
     @property
     def serves(self) -> bool:
-        """True if appends are accepted."""
         return not self.failed and not self.draining and self.space.takes_appends
 
     def look_at_disk(self, free_bytes: int | None, now: float) -> list[Notice]:
-        """Called periodically: starts and ends alarms by the free disk space. Returns the events to emit."""
         news = self.space.observe(free_bytes, now)
         self.show_health()
         return news
 
     def touch(self, job: str, now: float) -> None:
-        """Records that the job was used just now, if it is known."""
         if job in self.core.jobs:
             self.touched[job] = now
 
@@ -301,7 +289,6 @@ class ServerState:
 
 
 def check_names(job: str, stream: str = "x") -> None:
-    """Raises Refused for an invalid name."""
     try:
         check_name("job", job)
         check_name("stream", stream)

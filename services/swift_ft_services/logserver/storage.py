@@ -87,7 +87,6 @@ def bury(disk: Disk, directory: Path, job: str) -> bool:
 
 
 def empty(disk: Disk, directory: Path) -> None:
-    """Removes all tombstone directories. Raises OSError."""
     for name, is_dir in disk.names(directory):
         if is_dir and is_grave(name):
             disk.remove_tree(directory / name)
@@ -408,7 +407,6 @@ class DirectoryStorage:
                     segment.give_back()
 
     def _let_go(self, job: str) -> None:
-        """Closes all segments of the job and forgets its streams."""
         with self._maps:
             gone = [self._streams.pop(stream) for stream in list(self._streams) if stream[0] == job]
         for segment in (segment for segments in gone for segment in segments):

@@ -34,8 +34,6 @@ class RecoveredJob:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One accepted frame to be written."""
-
     job: str
     stream: str
     sequence: int
@@ -51,8 +49,6 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Position of a frame's first byte."""
-
     path: Path
     offset: int
     end_sequence: int
@@ -83,8 +79,7 @@ class Storage(Protocol):
         """Reads ``size`` bytes at ``place`` into ``buffer``, which is page-aligned and two blocks larger. Raises
         OSError."""
 
-    def save(self, job: str, meta: JobMeta) -> None:
-        """Durably replaces the job's manifest."""
+    def save(self, job: str, meta: JobMeta) -> None: ...
 
     def remove(self, job: str, stream: str, below_sequence: int) -> int:
         """Frees the space of sequences below; the manifest already records that they are dropped. Returns the freed
@@ -97,5 +92,4 @@ class Storage(Protocol):
     def give_back(self, job: str) -> None:
         """Frees space that was reserved for the job's open files. Raises OSError."""
 
-    def close(self) -> None:
-        """Seals and closes all files."""
+    def close(self) -> None: ...

@@ -9,11 +9,30 @@ import pytest
 
 from swift_ft.log.frame import CODEC_NONE, FrameHeader
 from swift_ft.log.record import RecordKey, stream_tag
-from swift_ft_services.logserver.core import STEP_UNKNOWN, Hole, IndexEntry, LogCore, Refusal, StreamState
+from swift_ft_services.logserver.core import (
+    STEP_UNKNOWN,
+    Hole,
+    IndexEntry,
+    JobState,
+    LogCore,
+    Refusal,
+    StreamState,
+)
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "log" / "core"
 TRANSCRIPTS = sorted(GOLDEN.glob("*.txt"))
 JOB = "job"
+
+
+def trimmed(core: LogCore, job: JobState, below_step: int) -> list[StreamState]:
+    """As the procedure does, in one piece: the streams that changed."""
+    if not core.begin_trim(job, below_step):
+        return []
+    for stream in job.streams.values():
+        sequence: int | None = 0
+        while sequence is not None:
+            sequence = core.sweep(job, stream, sequence, 500)
+    return [stream for stream in job.streams.values() if core.end_trim(job, stream)]
 
 
 class Interpreter:
@@ -86,7 +105,7 @@ class Interpreter:
 
     def do_trim(self, below: str) -> list[str]:
         job = self.core.job(JOB)
-        changed = self.core.trim(job, int(below))
+        changed = trimmed(self.core, job, int(below))
         return [f"trimmed below {job.trimmed_below_step}", *(self.show(stream) for stream in changed)]
 
     def do_reset(self) -> list[str]:

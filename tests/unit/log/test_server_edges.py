@@ -30,6 +30,7 @@ from tests.unit.log.append_call import Call
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import InProcess, eventually
+from tests.unit.log.test_core import trimmed
 from tests.unit.log.test_storage import fill, frame_in, on_disk, write
 
 TIMEOUT_S = 10.0
@@ -199,7 +200,7 @@ def test_holes_stay_in_order_however_they_are_found(order: list[int]) -> None:
     for sequence in order:
         stream.insert_hole(Hole(sequence, sequence + 1, sequence + 1, f"hole {sequence}"))
     for below in range(6):
-        core.trim(core.jobs[JOB], below)
+        trimmed(core, core.jobs[JOB], below)
         assert stream.first == below
         assert stream.corrupt_reason == f"hole {below}"
 
