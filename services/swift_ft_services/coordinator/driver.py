@@ -32,7 +32,7 @@ from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.communicators import job_class
 from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import ROOT, JobRow, LogServer, by_job, decode, key_of, row_key
-from swift_ft_services.coordinator.log_calls import LogControl, Questions, Unavailable
+from swift_ft_services.coordinator.log_calls import LogServers, Questions, Unavailable
 from swift_ft_services.coordinator.restarts import starts_again
 from swift_ft_services.coordinator.store import MetadataStore, StoreConflict, Stored, StoreFailed, Transaction
 from swift_ft_services.coordinator.text import waiting_for
@@ -626,17 +626,13 @@ class _Error(Exception):
     """An error of the coordinator with a job."""
 
 
-class _Show:
-    """An effect of the driver itself: publishes changes that were delayed."""
-
-
 class Driver:
     """All jobs of one coordinator. Everything runs on the loop that called `start`."""
 
     def __init__(
         self,
         store: MetadataStore,
-        logs: LogControl,
+        logs: LogServers,
         timing: Timing,
         log_servers: list[LogServer],
         *,
@@ -663,7 +659,7 @@ class Driver:
         """Job -> store revision of its part `row`, which is written with any other part."""
         self._queue: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         """Queued work, each with the future of its result."""
-        self._effects: list[tuple[Job, m.Effect | _Show]] = []
+        self._effects: list[tuple[Job, m.Effect]] = []
         """Effects of this turn, to be carried out once it is durable."""
         self._turn_ends = False
         """True if a state was entered in this turn or an error occurred."""
@@ -920,7 +916,9 @@ class Driver:
         effects = [(job, effect) for job, effect in self._effects if job.row.job not in spoilt]
         self._effects = []
         try:
-            await self._make_durable({job.row.job: job for job, effect in effects if _persists(effect)})
+            await self._make_durable(
+                {job.row.job: job for job, effect in effects if isinstance(effect, m.Persist)}
+            )
         except Unavailable as unavailable:
             # Every decision of this turn is void, including refusals.
             answers = [
@@ -1012,7 +1010,7 @@ class Driver:
         if name in self._jobs and not self._stopping and not self.failed.done():
             self._enqueue(lambda: self._spoilt.setdefault(name, error)).cancel()
 
-    def _carry_out(self, effects: Sequence[tuple[Job, m.Effect | _Show]]) -> dict[str, str]:
+    def _carry_out(self, effects: Sequence[tuple[Job, m.Effect]]) -> dict[str, str]:
         """(after a turn is durable) Carries out its effects. Returns job -> error for those that failed."""
         spoilt: dict[str, str] = {}
         if self._stopping:
@@ -1026,7 +1024,7 @@ class Driver:
                 spoilt[job.row.job] = f"{type(error).__name__} at {type(effect).__name__}: {error}"
         return spoilt
 
-    def _carry_out_one(self, job: Job, effect: m.Effect | _Show, published: set[str]) -> None:
+    def _carry_out_one(self, job: Job, effect: m.Effect, published: set[str]) -> None:
         asks = self._questions
         match effect:
             case m.Persist():
@@ -1037,8 +1035,6 @@ class Driver:
                     published.add(job.row.job)
                 if effect.at_once:
                     self._published.show(job.row)
-            case _Show():
-                self._published.show(job.row)
             case m.Emit():
                 events.emit(effect.event, **effect.fields)
             case m.FenceLogs():
@@ -1063,11 +1059,7 @@ class Driver:
 
         def show() -> None:
             if name in self._jobs:
-                self._effects.append((self._jobs[name], _Show()))
+                self._effects.append((self._jobs[name], m.PublishView(at_once=True)))
 
         if not self._stopping and not self.failed.done():
             self._enqueue(show).cancel()
-
-
-def _persists(effect: m.Effect | _Show) -> bool:
-    return isinstance(effect, m.Persist)

@@ -2,10 +2,10 @@
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from statistics import median
 from typing import Generic, TypeVar
 
+from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft_services.coordinator.job_record import JobRow, State
 from swift_ft_services.coordinator.timeouts import Timing
 
@@ -130,17 +130,6 @@ class StepClock:
         ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Suspicion:
-    rank: int
-    reason: str
-    age_s: float
-    told: bool
-    """True if the rank itself reported the problem, which is no evidence against this rank."""
-    unfit: bool = False
-    """True if its launcher reported that the rank's place failed the health check."""
-
-
 class Suspicions:
     """Suspicions, which never fence a rank: problems that ranks report, and steps that run too long."""
 
@@ -172,17 +161,17 @@ class Suspicions:
                 return f"rank {rank} has lost a connection, and nobody has died: {reason}"
         return ""
 
-    def all(self, row: JobRow, now: float) -> list[Suspicion]:
+    def all(self, row: JobRow, now: float) -> list[pb.Suspicion]:
         """Returns the current suspicions: reported problems and, while RUNNING, steps past their bound (in s)."""
         said = [
-            Suspicion(rank=rank, reason=reason, age_s=now - at, told=True, unfit=rank in self._unfit)
+            pb.Suspicion(rank=rank, reason=reason, age_s=now - at, told=True, unfit=rank in self._unfit)
             for rank, (reason, at, _) in sorted(self._said.items())
         ]
         if row.state is not State.RUNNING:
             return said
         bound_s = self._steps.bound_s
         hung = [
-            Suspicion(
+            pb.Suspicion(
                 rank=rank,
                 reason=f"its step has run for {age_s:.1f} s, past the bound of {bound_s:.1f} s",
                 age_s=age_s - bound_s,

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from swift_ft import events
 from swift_ft.credentials import Credentials
@@ -29,8 +29,6 @@ from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.log_placement import RESETS, Call
 from swift_ft_services.threads import NONE_LEFT, Threads
 
-# LogControl: the calls to a log server. They block; the driver runs them in threads.
-
 
 class GenerationRefused(ServiceError):
     """The log server holds a higher generation of this job: a retry will not help."""
@@ -51,31 +49,6 @@ class JobForgotten(ServiceError):
     """A log server that held a generation of the job no longer knows the job."""
 
 
-class LogControl(Protocol):
-    """One call to one log server. Raises ServiceError if there is no answer: retry. Raises Unfit if a retry will not
-    help."""
-
-    def fence(self, address: str, job: str, generation: int, held: bool = False) -> None:
-        """Fences the job, durably: from now on the server accepts only appends of `generation`. Raises
-        GenerationRefused; raises JobForgotten if `held` and the server holds no earlier generation of the job."""
-        ...
-
-    def trim(self, address: str, job: str, below_step: int) -> None:
-        """Allows the server to drop the records of steps below `below_step`."""
-        ...
-
-    def reset(self, address: str, job: str, generation: int, number: int) -> None:
-        """Drops every record of the job, once for each `number` of a generation, which the server must hold. Raises
-        GenerationRefused, JobForgotten."""
-        ...
-
-    def space(self, address: str, job: str, generation: int) -> admin.JobSpace:
-        """Returns how far the job is trimmed, and whether it must be trimmed further soon. Cheap."""
-        ...
-
-    def inventory(self, address: str, job: str) -> list[StreamSummary]: ...
-
-
 def check_address(address: str) -> None:
     """Validates the address of a log server that a caller names: this process would connect there with a token that is
     valid for every job. Raises UsageError if it must not."""
@@ -86,12 +59,17 @@ def check_address(address: str) -> None:
 
 
 class LogServers:
-    """LogControl over gRPC."""
+    """Calls to one log server each. They block; the driver runs them in threads.
+
+    Raises ServiceError if there is no answer: retry. Raises Unfit if a retry will not help.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
     def fence(self, address: str, job: str, generation: int, held: bool = False) -> None:
+        """Fences the job, durably: from now on the server accepts only appends of `generation`. Raises
+        GenerationRefused; raises JobForgotten if `held` and the server holds no earlier generation of the job."""
         with _named_errors(address, job):
             admin.fence(address, job, generation, self._timeout_s, held=held)
 
@@ -100,6 +78,8 @@ class LogServers:
             admin.trim(address, job, below_step, self._timeout_s)
 
     def reset(self, address: str, job: str, generation: int, number: int) -> None:
+        """Drops every record of the job, once for each `number` of a generation, which the server must hold. Raises
+        GenerationRefused, JobForgotten."""
         with _named_errors(address, job):
             admin.reset(address, job, generation, self._timeout_s, number=number)
 
@@ -111,13 +91,14 @@ class LogServers:
             return found
 
     def inventory(self, address: str, job: str) -> list[StreamSummary]:
+        """Returns a summary of every stream of the job; empty for an unknown job."""
         with _named_errors(address, job):
             return [_summary(stream) for stream in admin.inventory(address, job, self._timeout_s)]
 
 
 @contextmanager
 def _named_errors(address: str, job: str) -> Iterator[None]:
-    """Converts errors of the log client to those of LogControl."""
+    """Converts errors of the log client to those of `LogServers`."""
     try:
         yield
     except StaleGeneration as error:
@@ -175,7 +156,7 @@ class Questions:
 
     def __init__(
         self,
-        logs: LogControl,
+        logs: LogServers,
         apply: Callable[[str, m.Command], Awaitable[Job]],
         failed: Callable[[str, str], None],
     ) -> None:

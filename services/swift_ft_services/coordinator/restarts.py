@@ -22,12 +22,12 @@ from swift_ft_services.coordinator.commands import Refusal, Refused
 from swift_ft_services.coordinator.endings import RUNS_KEPT
 from swift_ft_services.coordinator.job_record import JobRow, LogServer, Origin, State
 
-LASTING = ("replicas", "shards")
-"""Settings that determine a checkpoint's shards: they must be equal at a new start."""
+LASTING = {"replicas": "1", "shards": "1"}
+"""Settings that determine a checkpoint's shards, and their defaults: they must be equal at a new start."""
 CHANGE_NO_BITS = ("groups", "require_exact")
 """Settings that may differ at a new start: the job stays exact."""
-KINDS = ("communicator",)
-"""Settings that define the kind of a job: they never change."""
+KIND = {"communicator": "0"}
+"""Setting that defines the kind of a job, and its default: it never changes."""
 
 
 def first_row(job: str, log_servers: Sequence[LogServer], join: m.Join, copies: int) -> JobRow:
@@ -54,22 +54,17 @@ def comes_back(row: JobRow, join: m.Join) -> bool:
 
 def check_start(row: JobRow, join: m.Join) -> None:
     """Raises Refusal if the checkpoints of the job do not fit the new start, or the process may not join."""
-    wanted = [("world size", str(row.world_size), str(join.world_size))]
-    wanted += [(key, row.config.get(key, "1"), join.config.get(key, "1")) for key in LASTING]
-    wanted += [(key, row.config.get(key, "0"), join.config.get(key, "0")) for key in KINDS]
-    for name, before, now in wanted:
-        if before != now:
-            raise Refusal(
-                Refused.MISMATCH,
-                f"job {row.job} is over and cannot go on: its checkpoints are of {name} {before}, rank {join.rank} "
-                f"says {now}: make them equal, or start it under another name",
-            )
+    if unlike := _unlike(row, join, KIND):
+        name, before, now = unlike
+        raise _refusal(
+            f"job {row.job} is over and cannot go on: its checkpoints are of {name} {before}, rank {join.rank} "
+            f"says {now}: make them equal, or start it under another name"
+        )
     newest = max(row.checkpoints, default=-1)
     if lacking := planning.lacking(row, newest, join.config):
-        raise Refusal(
-            Refused.MISMATCH,
+        raise _refusal(
             f"job {row.job} is over and cannot go on from its checkpoint of version {newest}: {lacking}; start it "
-            "under another name",
+            "under another name"
         )
     if not 0 <= join.rank < row.world_size:
         raise Refusal(Refused.INVALID, f"rank {join.rank} is not one of 0 to {row.world_size - 1}")
@@ -173,14 +168,11 @@ def chosen(name: str, other_name: str, other: JobRow | None, join: m.Join) -> Or
         )
     if not other.checkpoints:
         raise _refusal(f"--from-job {other_name}: no checkpoint of it is complete")
-    wanted = [("world size", str(other.world_size), str(join.world_size))]
-    wanted += [(key, other.config.get(key, "1"), join.config.get(key, "1")) for key in LASTING]
-    for what, theirs, ours in wanted:
-        if theirs != ours:
-            raise _refusal(
-                f"--from-job {other_name}: its checkpoints are of {what} {theirs}, job {name} has {ours}: "
-                "make them equal"
-            )
+    if unlike := _unlike(other, join):
+        what, theirs, ours = unlike
+        raise _refusal(
+            f"--from-job {other_name}: its checkpoints are of {what} {theirs}, job {name} has {ours}: make them equal"
+        )
     version = max(other.checkpoints) if join.from_version is None else join.from_version
     if version not in other.checkpoints:
         there = " and ".join(map(str, other.checkpoints))
@@ -218,6 +210,14 @@ def check_origin(row: JobRow, join: m.Join) -> None:
         f"rank {join.rank} says --from-job {asked}, and job {row.job} began {began}: say the same, leave it out, or "
         "give the job another name"
     )
+
+
+def _unlike(row: JobRow, join: m.Join, more: Mapping[str, str] | None = None) -> tuple[str, str, str] | None:
+    """Returns the first lasting setting, also of `more`, that differs: its name and values in `row` and `join`."""
+    wanted = [("world size", str(row.world_size), str(join.world_size))]
+    usual = {**LASTING, **(more or {})}
+    wanted += [(key, row.config.get(key, no), join.config.get(key, no)) for key, no in usual.items()]
+    return next((one for one in wanted if one[1] != one[2]), None)
 
 
 def _refusal(words: str) -> Refusal:

@@ -92,10 +92,7 @@ def status_of(job: Job, now: float) -> pb.StatusReply:
         )
         for rank in sorted(job.row.holders)
     ]
-    suspicions = [
-        pb.Suspicion(rank=one.rank, reason=one.reason, age_s=one.age_s, told=one.told, unfit=one.unfit)
-        for one in job.suspicions.all(job.row, now)
-    ]
+    suspicions = job.suspicions.all(job.row, now)
     servers = [
         pb.LogServerStatus(address=address, silent_s=age_s)
         for address, age_s in job.places.ages_s(now).items()

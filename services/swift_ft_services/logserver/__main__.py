@@ -1,7 +1,6 @@
 """python -m swift_ft_services.logserver: keeps the log of training jobs in a directory and serves it over gRPC."""
 
 import argparse
-import gc
 import os
 import sys
 import threading
@@ -186,15 +185,6 @@ def _add_limits(parser: Parser) -> None:
         group.add_argument(flag, type=int, default=default, metavar="N", help=f"{what} (default %(default)s)")
 
 
-def _collect_rarely() -> None:
-    """Excludes recovered records from garbage collection, and collects the oldest objects less often. Python's
-    collector stops every thread, the longer the more records there are, and records are in no cycle."""
-    gc.collect()
-    gc.freeze()
-    young, younger, _ = gc.get_threshold()
-    gc.set_threshold(young, younger, 100)
-
-
 def serve(options: argparse.Namespace) -> None:
     """Serves until SIGTERM or SIGINT; then drains and syncs. A second signal ends the process at once."""
     stopped = threading.Event()
@@ -224,7 +214,6 @@ def serve(options: argparse.Namespace) -> None:
             server, _ = make_server(engine, gate, metrics.refused)
         port = listening.bind(server, protection)
         engine.start(storage.recover())
-        _collect_rarely()
         as_text = options.log_format == logs.TEXT
         if metrics is not None:
             host, metrics_port = options.metrics

@@ -478,7 +478,7 @@ class Appends:
             raise Refused(Refusal(Reason.INVALID, message)) from None
         self._state.check_open()
         self._state.check_not_cut_off(request.job)
-        self._state.check_space(request.job)
+        self._state.check_room(request.job, 0)
         _check_session(session)
         self._state.check_writer(session, request.job, request.stream)
         self._state.touch(request.job, now)

@@ -212,9 +212,6 @@ class ServerState:
         self.space.recount(self.core, trimmed=False)
         return Notice("job_set_apart", {"job": job, "reason": reason})
 
-    def check_space(self, job: str) -> None:
-        self.check_room(job, 0)
-
     def check_room(self, job: str, frame_bytes: int) -> None:
         refusal = self.space.refuses(job, frame_bytes)
         if refusal is not None:

@@ -11,21 +11,11 @@ from swift_ft._pb.coordinator_pb2 import (
     PLANNING,
     RECOVERING,
     REPLAY,
-    REPLICA,
-    ROLL_FORWARD,
     RUNNING,
-    STOPPED,
-    UNDO,
-    Member,
-    Plan,
-    RankPlan,
-    State,
-    StatusReply,
-    Strategy,
     View,
 )
 from swift_ft.rpc.client import CoordinatorClient, make_member
-from swift_ft.rpc.views import ViewWatcher, newer
+from swift_ft.rpc.views import newer
 
 __all__ = [
     "CATCH_UP",
@@ -38,20 +28,9 @@ __all__ = [
     "PLANNING",
     "RECOVERING",
     "REPLAY",
-    "REPLICA",
-    "ROLL_FORWARD",
     "RUNNING",
-    "STOPPED",
-    "UNDO",
     "CoordinatorClient",
-    "Member",
-    "Plan",
-    "RankPlan",
-    "State",
-    "StatusReply",
-    "Strategy",
     "View",
-    "ViewWatcher",
     "make_member",
     "newer",
 ]

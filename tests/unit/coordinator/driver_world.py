@@ -13,7 +13,7 @@ from swift_ft.planner import StreamSummary
 from swift_ft_services.coordinator import commands as m
 from swift_ft_services.coordinator.driver import Driver
 from swift_ft_services.coordinator.job_record import LogServer
-from swift_ft_services.coordinator.log_calls import JobForgotten
+from swift_ft_services.coordinator.log_calls import JobForgotten, LogServers
 from swift_ft_services.coordinator.store import MetadataStore
 from swift_ft_services.coordinator.timeouts import Timing
 from tests.memory_store import MemoryStore
@@ -21,7 +21,7 @@ from tests.memory_store import MemoryStore
 PATIENCE_S = 20.0
 
 
-class FakeLogs:
+class FakeLogs(LogServers):
     """Log servers in memory. `troubles[address]` is raised while it is there."""
 
     def __init__(self) -> None:
