@@ -5,27 +5,24 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import grpc
-
-from swift_ft._pb import log_pb2, log_pb2_grpc
+from swift_ft._pb import log_pb2
 from swift_ft.log import admin
 from swift_ft.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
-from swift_ft.log.protocol import method, open_channel
+from swift_ft.log.protocol import method
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey, digest_of, stream_tag
 from swift_ft_services.authorization import Gate
-from swift_ft_services.logserver.engine import LogEngine
-from swift_ft_services.logserver.service import make_server
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.log_client import LogWriter
+from tests.unit.log.service import InProcess
 
 BOUND_S = 5.0
 """What takes longer is held up: here everything takes milliseconds."""
 STREAM = "s0.F"
 
 
-class Server:
+class Server(InProcess):
     """Starts in the constructor. A context manager."""
 
     def __init__(
@@ -35,24 +32,8 @@ class Server:
         gate: Gate | None = None,
         segment_bytes: int = 1 << 20,
     ) -> None:
-        self.storage = DirectoryStorage(directory, segment_bytes)
-        self.engine = LogEngine(self.storage, config or EngineConfig())
-        self.server, self.health = make_server(self.engine, gate)
-        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
-        self.engine.start(self.storage.recover())
-        self.server.start()
-        self.engine.state.on_health(self.engine.state.serves)
-        self.channel: grpc.Channel = open_channel(self.address)
-        self.stub: log_pb2_grpc.LogStub = log_pb2_grpc.LogStub(self.channel)
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.channel.close()
-        self.engine.drain()
-        self.server.stop(1).wait()
-        self.engine.close()
+        storage = DirectoryStorage(directory, segment_bytes)
+        super().__init__(storage, config, gate=gate, jobs=storage.recover(), granted=False)
 
     def append(self, messages: Iterable[bytes], timeout_s: float = BOUND_S) -> Iterator[log_pb2.AppendReply]:
         append = self.channel.stream_stream(method("Append"), None, log_pb2.AppendReply.FromString)

@@ -1,16 +1,21 @@
 """A log server inside the test's process, over real gRPC, on a storage of the test's choice."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Self
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft._pb import log_pb2_grpc
-from swift_ft.log.protocol import open_channel
+from swift_ft.log.protocol import SERVICE, open_channel
+from swift_ft_services.authorization import Gate
+from swift_ft_services.listening import Protection, bind
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.service import make_server
 from swift_ft_services.logserver.state import EngineConfig
-from swift_ft_services.logserver.storage_interface import Storage
+from swift_ft_services.logserver.storage_interface import RecoveredJob, Storage
 from tests.log_client import LogWriter
 from tests.unit.log.memory_storage import MemoryStorage
 
@@ -33,26 +38,43 @@ def impatient_about(writer: LogWriter, address: str, words: str) -> None:
 
 
 class InProcess:
-    """Starts in the constructor, generation 1 granted. A context manager."""
+    """Starts in the constructor, with generation 1 granted to `JOB` unless a generation is to come later. A context
+    manager."""
 
     def __init__(
         self,
         storage: Storage | None = None,
         config: EngineConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        protection: Protection | None = None,
+        gate: Gate | None = None,
+        jobs: Sequence[RecoveredJob] = (),
+        granted: bool = True,
     ) -> None:
         self.storage = storage if storage is not None else MemoryStorage()
         self.engine = LogEngine(self.storage, config or EngineConfig(), clock=clock)
-        self.server, _ = make_server(self.engine)
-        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
-        self.engine.start([])
+        self.server, self.health = make_server(self.engine, gate)
+        self.address = f"127.0.0.1:{bind(self.server, protection or Protection(listen='127.0.0.1:0'))}"
+        self.engine.start(list(jobs))
         self.server.start()
-        self.engine.state.on_health(True)
-        self.engine.administration.fence(JOB, 1)
-        self.channel: grpc.Channel = open_channel(self.address)
-        self.stub: log_pb2_grpc.LogStub = log_pb2_grpc.LogStub(self.channel)
+        self.engine.state.on_health(self.engine.state.serves)
+        if granted:
+            self.engine.administration.fence(JOB, 1)
 
-    def __enter__(self) -> "InProcess":
+    @cached_property
+    def channel(self) -> grpc.Channel:
+        return open_channel(self.address)
+
+    @cached_property
+    def stub(self) -> log_pb2_grpc.LogStub:
+        return log_pb2_grpc.LogStub(self.channel)
+
+    def health_status(self) -> int:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        return int(stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10).status)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

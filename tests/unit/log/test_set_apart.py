@@ -4,16 +4,15 @@ import os
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import crc32c
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from swift_ft._pb import log_pb2, log_pb2_grpc
+from swift_ft._pb import log_pb2
 from swift_ft.errors import JobSetApart, ServiceError, UsageError
 from swift_ft.log import admin
 from swift_ft.log.directory import NAME as ACKED
@@ -27,15 +26,13 @@ from swift_ft.log.manifest import (
     encode_granted,
     encode_manifest,
 )
-from swift_ft.log.protocol import Reason, open_channel, reason_of
+from swift_ft.log.protocol import Reason, reason_of
 from swift_ft.log.segment import SEGMENT_HEADER_BYTES
 from swift_ft.tools.inspect import main as inspect
-from swift_ft_services.logserver.engine import LogEngine
-from swift_ft_services.logserver.service import make_server
-from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.unit.log.append_call import TIMEOUT_S, Call
 from tests.unit.log.frames import JOB, STREAM, frame_of
+from tests.unit.log.service import InProcess
 from tests.unit.log.test_storage import (
     FIVE_A_SEGMENT,
     FRAME,
@@ -50,19 +47,12 @@ from tests.unit.log.test_storage import (
 OTHER = "other"
 
 
-class Server:
+class Server(InProcess):
     """On a directory, as the process would start it."""
 
     def __init__(self, directory: Path, segment_bytes: int = 1 << 20) -> None:
-        self.storage = DirectoryStorage(directory, segment_bytes)
-        self.engine = LogEngine(self.storage, EngineConfig())
-        self._server, _ = make_server(self.engine)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self.engine.start(self.storage.recover())
-        self._server.start()
-        self.engine.state.on_health(True)
-        self.channel = open_channel(self.address)
-        self.stub: log_pb2_grpc.LogStub = log_pb2_grpc.LogStub(self.channel)
+        storage = DirectoryStorage(directory, segment_bytes)
+        super().__init__(storage, jobs=storage.recover(), granted=False)
 
     def fence(self, job: str = JOB, generation: int = 1) -> None:
         admin.fence(self.address, job, generation, TIMEOUT_S)
@@ -82,28 +72,11 @@ class Server:
         return {found.job: found.apart for found in admin.status(self.address, TIMEOUT_S).jobs if found.apart}
 
     def is_serving(self) -> bool:
-        stub = health_pb2_grpc.HealthStub(self.channel)
-        check = stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
-        return check.status == health_pb2.HealthCheckResponse.SERVING  # type: ignore[no-any-return]
-
-    def stop(self) -> None:
-        self.channel.close()
-        self.engine.drain()
-        self._server.stop(2).wait()
-        self.engine.close()
-
-
-@contextmanager
-def running(directory: Path, segment_bytes: int = 1 << 20) -> Iterator[Server]:
-    server = Server(directory, segment_bytes)
-    try:
-        yield server
-    finally:
-        server.stop()
+        return self.health_status() == health_pb2.HealthCheckResponse.SERVING
 
 
 def two_jobs(directory: Path) -> None:
-    with running(directory) as server:
+    with Server(directory) as server:
         for job in (JOB, OTHER):
             server.fence(job)
         server.append(0, 4)
@@ -119,10 +92,10 @@ def segment_of(directory: Path) -> Path:
 def test_an_older_manifest_does_not_undo_a_fence(tmp_path: Path) -> None:
     two_jobs(tmp_path)
     old = (tmp_path / JOB / MANIFEST).read_bytes()
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         server.fence(generation=5)
     (tmp_path / JOB / MANIFEST).write_bytes(old)
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         assert "it is older: of generation 1, and 5 was granted" in server.apart()[JOB]
         call = Call(server)
         call.raw(
@@ -136,19 +109,19 @@ def test_an_older_manifest_does_not_undo_a_fence(tmp_path: Path) -> None:
 def test_a_whole_job_of_before_does_not_undo_a_fence(tmp_path: Path) -> None:
     two_jobs(tmp_path)
     shutil.copytree(tmp_path / JOB, tmp_path / "backup" / JOB)
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         server.fence(generation=5)
     shutil.rmtree(tmp_path / JOB)
     shutil.move(tmp_path / "backup" / JOB, tmp_path / JOB)
     shutil.rmtree(tmp_path / "backup")
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         assert "5 was granted" in server.apart()[JOB]
 
 
 def test_the_manifest_of_another_job_is_refused(tmp_path: Path) -> None:
     two_jobs(tmp_path)
     shutil.copy(tmp_path / OTHER / MANIFEST, tmp_path / JOB / MANIFEST)
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         assert "it is of job other" in server.apart()[JOB]
 
 
@@ -156,7 +129,7 @@ def test_the_job_of_another_server_is_refused(tmp_path: Path) -> None:
     two_jobs(tmp_path / "a")
     (tmp_path / "b").mkdir()
     shutil.copytree(tmp_path / "a" / JOB, tmp_path / "b" / JOB)
-    with running(tmp_path / "b") as server:
+    with Server(tmp_path / "b") as server:
         assert "this server never had the job" in server.apart()[JOB]
 
 
@@ -164,27 +137,27 @@ def test_a_dropped_job_of_the_same_name_is_refused(tmp_path: Path) -> None:
     two_jobs(tmp_path)
     kept = tmp_path / ".kept"
     shutil.copytree(tmp_path / JOB, kept)
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         admin.drop(server.address, JOB, TIMEOUT_S, force=True)
         server.fence()
     shutil.rmtree(tmp_path / JOB)
     shutil.move(kept, tmp_path / JOB)
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         assert "it is of another job that had this name" in server.apart()[JOB]
 
 
 def test_a_segment_that_is_newer_than_its_manifest_is_refused(tmp_path: Path) -> None:
     two_jobs(tmp_path)
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         server.fence(generation=5)
         server.append(4, 6, generation=5, acked=4)
     meta = JobMeta(generation=1, job=JOB)
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         meta.uid = server.storage._book.lines[JOB].uid
     (tmp_path / f"{GRANTED}{JOB}").unlink()
     (tmp_path / JOB / MANIFEST).write_bytes(encode_manifest(meta))
     (tmp_path / f"{GRANTED}{JOB}").write_bytes(encode_granted(Granted(JOB, meta.uid, 1)))
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         assert "it is of generation 1, and s0.F/" in server.apart()[JOB]
 
 
@@ -194,7 +167,7 @@ def test_a_segment_that_is_newer_than_its_manifest_is_refused(tmp_path: Path) ->
 def test_segments_of_a_dropped_job_copied_in_while_the_server_runs_are_not_served(tmp_path: Path) -> None:
     """Same names, same shapes, sound checksums: only key and digest tell."""
     data = tmp_path / "data"
-    with running(data) as server:
+    with Server(data) as server:
         server.fence()
         server.append(0, 4)
         old = tmp_path / "old.seg"
@@ -217,7 +190,7 @@ def test_segments_of_a_dropped_job_copied_in_while_the_server_runs_are_not_serve
 
 def test_segments_of_a_dropped_job_copied_in_while_the_server_was_down_are_damage(tmp_path: Path) -> None:
     data = tmp_path / "data"
-    with running(data) as server:
+    with Server(data) as server:
         server.fence()
         server.append(0, 4)
         old = tmp_path / "old.seg"
@@ -292,7 +265,7 @@ def test_a_last_file_and_its_note_put_back_together_are_missed_by_a_writer_that_
         path.write_bytes(data)
     found = recovered(tmp_path / "data")
     assert (sequences(found), found.holes) == (list(range(5)), [])
-    with running(tmp_path / "data") as server:
+    with Server(tmp_path / "data") as server:
         if lives:
             server.append(9, 10, acked=9)
             with pytest.raises(grpc.RpcError, match="records 5 to 8 were acknowledged and are gone"):
@@ -322,7 +295,7 @@ def test_a_damaged_note_harms_nobody(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_removed_while_it_is_written_is_answered_as_the_loss_it_is(tmp_path: Path) -> None:
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         server.fence()
         server.append(0, 4)
         segment_of(tmp_path).unlink()
@@ -345,7 +318,7 @@ def test_a_file_that_is_removed_while_it_is_written_is_answered_as_the_loss_it_i
 
 
 def test_a_sealed_file_that_is_removed_while_the_server_runs_is_damage(tmp_path: Path) -> None:
-    with running(tmp_path, FIVE_A_SEGMENT) as server:
+    with Server(tmp_path, FIVE_A_SEGMENT) as server:
         server.fence()
         server.append(0, 5)
         server.append(5, 7, acked=5)
@@ -438,7 +411,7 @@ def test_something_else_in_the_place_of_a_file(
     shown = capsys.readouterr()
     assert f"inspect: {tmp_path}" in shown.err
     assert f"\n{OTHER} " in shown.out
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         assert list(server.apart()) == [JOB]
         assert "swift-ft inspect --drop-job job" in server.apart()[JOB]
         assert server.is_serving()
@@ -455,7 +428,7 @@ def test_something_else_in_the_place_of_a_file(
         server.fence()
         server.append(0, 2)
         assert server.apart() == {}
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         assert server.apart() == {}
         assert server.read() == b"".join(frame_of(n)[1] for n in range(2))
 
@@ -480,7 +453,7 @@ def test_a_manifest_that_no_server_writes(begins: str, fields: str, says: str) -
 def test_a_file_that_is_nobodys_is_no_job(tmp_path: Path) -> None:
     two_jobs(tmp_path)
     (tmp_path / "audit.jsonl").write_text("{}")
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         assert server.apart() == {}
 
 
@@ -488,11 +461,11 @@ def test_a_name_that_no_segment_has(tmp_path: Path) -> None:
     two_jobs(tmp_path)
     for name in ("99999999999999999999.seg", "18446744073709551615.seg"):
         (tmp_path / JOB / STREAM / name).write_bytes(b"")
-        with running(tmp_path) as server:
+        with Server(tmp_path) as server:
             assert "named after a record that there cannot be" in server.apart()[JOB]
             server.fence(OTHER, 2)
         (tmp_path / JOB / STREAM / name).unlink()
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         assert server.apart() == {}
 
 
@@ -506,7 +479,7 @@ def test_something_else_in_the_place_of_the_servers_own_files(tmp_path: Path, pl
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         something(path)
         try:
-            with running(tmp_path) as server:
+            with Server(tmp_path) as server:
                 assert server.apart() == {}
                 server.fence(OTHER, 1)
         except (ServiceError, UsageError) as error:
@@ -515,7 +488,7 @@ def test_something_else_in_the_place_of_the_servers_own_files(tmp_path: Path, pl
 
 
 def test_something_in_the_way_while_the_server_runs_is_one_jobs_trouble(tmp_path: Path) -> None:
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         for job in (JOB, OTHER):
             server.fence(job)
         (tmp_path / JOB / STREAM).symlink_to("/etc")
@@ -532,7 +505,7 @@ def test_something_in_the_way_while_the_server_runs_is_one_jobs_trouble(tmp_path
 
 
 def test_a_jobs_directory_that_is_removed_while_the_server_runs(tmp_path: Path) -> None:
-    with running(tmp_path) as server:
+    with Server(tmp_path) as server:
         for job in (JOB, OTHER):
             server.fence(job)
         server.append(0, 2)

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from swift_ft.errors import LogUnavailable
-from swift_ft.log.protocol import SERVICE
 from swift_ft.log.record import RecordKey
 from swift_ft_services.logserver.disk import RealDisk
 from swift_ft_services.logserver.metrics import LogMetrics, usage
@@ -15,11 +14,6 @@ from swift_ft_services.logserver.storage_interface import Write
 from tests.log_client import LogWriter
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, impatient_about
-
-
-def status(service: InProcess) -> int:
-    stub = health_pb2_grpc.HealthStub(service.channel)
-    return int(stub.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10).status)
 
 
 def test_commits_are_counted(tmp_path: Path) -> None:
@@ -60,11 +54,11 @@ def test_what_vanishes_is_left_out(tmp_path: Path) -> None:
 def test_health_follows_the_state_whoever_sets_it() -> None:
     """A commit that finds space again during a drain must not make it SERVING."""
     with InProcess() as service:
-        assert status(service) == health_pb2.HealthCheckResponse.SERVING
+        assert service.health_status() == health_pb2.HealthCheckResponse.SERVING
         service.engine.drain()
-        assert status(service) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert service.health_status() == health_pb2.HealthCheckResponse.NOT_SERVING
         service.engine.state.on_health(True)
-        assert status(service) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert service.health_status() == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def test_a_failed_storage_is_not_serving_and_says_so() -> None:
@@ -76,7 +70,7 @@ def test_a_failed_storage_is_not_serving_and_says_so() -> None:
         impatient_about(writer, service.address, "made up")
         with pytest.raises(LogUnavailable, match="made up"):
             writer.flush(10)
-        assert status(service) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert service.health_status() == health_pb2.HealthCheckResponse.NOT_SERVING
         accepted, settled, _ = service.engine.committer.commits.progress()
         assert (service.engine.state.condition(), accepted) == ("failed", settled)
         writer.close(0.0)

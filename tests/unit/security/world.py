@@ -11,11 +11,9 @@ from swift_ft.credentials import Credentials
 from swift_ft.lab.drill.cluster import PrivateCA
 from swift_ft.tokens import COORDINATOR, LOG, Role, SigningKey, new_key, write_file
 from swift_ft_services.authorization import CallLimits
-from swift_ft_services.listening import Protection, bind
-from swift_ft_services.logserver.engine import LogEngine
-from swift_ft_services.logserver.service import make_server
+from swift_ft_services.listening import Protection
 from swift_ft_services.logserver.state import EngineConfig
-from tests.unit.log.memory_storage import MemoryStorage
+from tests.unit.log.service import InProcess
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
 JOB = "job"
@@ -45,7 +43,7 @@ class Keys:
         return Credentials(token_file=self.file(name, token))
 
 
-class Guarded:
+class Guarded(InProcess):
     """A log server with a gate. Job "job" has generation 1. A context manager."""
 
     def __init__(
@@ -72,21 +70,7 @@ class Guarded:
             service="logserver",
         )
         self.gate = self.protection.gate()
-        self.engine = LogEngine(MemoryStorage(), config or EngineConfig())
-        self.server, _ = make_server(self.engine, self.gate)
-        self.address = f"127.0.0.1:{bind(self.server, self.protection)}"
-        self.engine.start([])
-        self.server.start()
-        self.engine.state.on_health(True)
-        self.engine.administration.fence(JOB, 1)
-
-    def __enter__(self) -> "Guarded":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.drain()
-        self.server.stop(1).wait()
-        self.engine.close()
+        super().__init__(None, config, protection=self.protection, gate=self.gate)
 
 
 def documented_roles() -> dict[str, set[Role]]:
