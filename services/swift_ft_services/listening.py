@@ -74,13 +74,7 @@ class Protection:
     @property
     def shown(self) -> str:
         """Protection for health checks: words separated by commas; empty on a plain loopback port."""
-        words = {
-            "tls": self.certificate is not None,
-            "mutual-tls": self.client_ca is not None,
-            "tokens": self.token_keys is not None,
-            "insecure": self.insecure,
-        }
-        return ",".join(word for word, given in words.items() if given)
+        return ",".join(word.replace("_", "-") for word, given in self.fields().items() if given)
 
     def fields(self) -> Mapping[str, bool]:
         return {

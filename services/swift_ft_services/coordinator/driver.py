@@ -712,7 +712,7 @@ class Driver:
             raise Unavailable(f"job {name} goes back to what is durable of it")
         job = self._jobs.get(name)
         if job is None:
-            raise NoSuchJob(name)
+            raise NoSuchJob(f"no rank has joined a job {name} here")
         return job
 
     def _relocated(self, job: Job) -> list[m.Effect]:

@@ -1,7 +1,7 @@
 """gRPC interface of the driver: validates requests, which are the commands, and converts refusals to status codes."""
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -89,7 +89,13 @@ CODES = {
 
 KINDS = (pb.BUILT, pb.AGREE, pb.SHRINK, pb.GROW)
 """Kinds that a member may vote for."""
-APART = ((REASON_KEY, Reason.APART.value),)
+FAILURES: Mapping[type[Exception], tuple[grpc.StatusCode, str]] = {
+    NoSuchJob: (grpc.StatusCode.NOT_FOUND, "no_such_job"),
+    JobApart: (grpc.StatusCode.DATA_LOSS, Reason.APART.value),
+    TooMany: (grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.LIMIT.value),
+    Unavailable: (grpc.StatusCode.UNAVAILABLE, "unavailable"),
+}
+"""What the driver raises -> the status of the call, and the reason that is counted."""
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -118,12 +124,10 @@ class Servicer(pb_grpc.CoordinatorServicer):
             from_job=request.from_job,
             from_version=request.from_version if request.HasField("from_version") else None,
         )
-        if not member.incarnation:
-            await self._abort_invalid(context, "a member needs an incarnation")
+        wrong = "" if member.incarnation else "a member needs an incarnation"
         if not 0 < request.world_size <= WORLD_SIZE_MAX:
-            wrong = f"world size {request.world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks"
-            await self._abort_invalid(context, wrong)
-        if wrong := number_problem(request):
+            wrong = wrong or f"world size {request.world_size}: a job has 1 to {WORLD_SIZE_MAX} ranks"
+        if wrong := wrong or number_problem(request):
             await self._abort_invalid(context, wrong)
         may_see = visit_of().covers
         generation = await self._answer(
@@ -240,7 +244,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
         try:
             return await self._driver.jobs(visit_of().covers)
         except Unavailable as unavailable:
-            await self._abort_unavailable(context, unavailable)
+            await self._abort(context, unavailable)
 
     async def _applied(
         self,
@@ -254,22 +258,24 @@ class Servicer(pb_grpc.CoordinatorServicer):
         _make_presentable(request)
         return await self._answer(context, request.job, lambda: self._driver.apply(request.job, command))
 
-    async def _abort_invalid(self, context: Context, wrong: str) -> NoReturn:
-        self._refused(Refused.INVALID.name.lower())
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong[:LONGEST_REASON])
-        raise AssertionError("abort has raised")
-
-    async def _abort_unavailable(self, context: Context, why: Unavailable) -> NoReturn:
-        self._refused("unavailable")
-        await context.abort(grpc.StatusCode.UNAVAILABLE, str(why))
-        raise AssertionError("abort has raised")
-
     async def _check_apart(self, context: Context, job: str) -> None:
         try:
             self._driver.apart.check(job)
         except JobApart as apart:
-            self._refused(Reason.APART.value)
-            await context.abort(grpc.StatusCode.DATA_LOSS, str(apart), APART)
+            await self._abort(context, apart)
+
+    async def _abort_invalid(self, context: Context, wrong: str) -> NoReturn:
+        await self._abort(context, Refusal(Refused.INVALID, wrong[:LONGEST_REASON]))
+
+    async def _abort(self, context: Context, error: Exception) -> NoReturn:
+        if isinstance(error, Refusal):
+            code, reason = CODES[error.kind], error.kind.name.lower()
+        else:
+            code, reason = FAILURES[type(error)]
+        self._refused(reason)
+        trailers = ((REASON_KEY, reason),) if reason in (Reason.APART, Reason.LIMIT) else ()
+        await context.abort(code, str(error), trailers)
+        raise AssertionError("abort has raised")
 
     async def _answer_now(self, context: Context, job: str, call: Callable[[], T]) -> T:
         async def made() -> T:
@@ -281,21 +287,8 @@ class Servicer(pb_grpc.CoordinatorServicer):
         await _check_name(context, job)
         try:
             return await call()
-        except Refusal as refusal:
-            self._refused(refusal.kind.name.lower())
-            await context.abort(CODES[refusal.kind], str(refusal))
-        except NoSuchJob:
-            self._refused("no_such_job")
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no rank has joined a job {job} here")
-        except JobApart:
-            await self._check_apart(context, job)
-        except TooMany as limit:
-            self._refused(Reason.LIMIT.value)
-            trailers = ((REASON_KEY, Reason.LIMIT.value),)
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(limit), trailers)
-        except Unavailable as unavailable:
-            await self._abort_unavailable(context, unavailable)
-        raise AssertionError("abort has raised")
+        except (Refusal, *FAILURES) as error:
+            await self._abort(context, error)
 
 
 def _make_presentable(request: Message) -> None:

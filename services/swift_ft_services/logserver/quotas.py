@@ -88,16 +88,6 @@ class Account:
 
 
 @dataclass(slots=True)
-class _Trouble:
-    """State of the disk after a write found it full."""
-
-    disk: DiskState = DiskState.OPEN
-    reason: str = ""
-    until: float = 0.0
-    pause_s: float = _PAUSE_S
-
-
-@dataclass(slots=True)
 class Space:
     """(holding the server's lock) All accounts. Methods return the events to emit."""
 
@@ -110,7 +100,11 @@ class Space:
     """Bytes of records dropped by trims and resets, by job."""
     dropped_bytes: int = 0
     """Bytes of jobs that were dropped."""
-    _trouble: _Trouble = field(default_factory=_Trouble)
+    disk: DiskState = DiskState.OPEN
+    disk_reason: str = ""
+    """Why a write found the disk full; empty while writes succeed."""
+    _until: float = 0.0
+    _pause_s: float = _PAUSE_S
 
     def __post_init__(self) -> None:
         quota = self.config.quota_bytes
@@ -130,8 +124,8 @@ class Space:
 
     def refuses(self, job_name: str, frame_bytes: int) -> Refusal | None:
         """Returns a refusal if there is no room for a new record of this size (0: for a new writer)."""
-        if self._trouble.disk is DiskState.FULL:
-            return Refusal(Reason.FULL, self._trouble.reason)
+        if self.disk is DiskState.FULL:
+            return Refusal(Reason.FULL, self.disk_reason)
         for account in (self.jobs.get(job_name) or self._account(job_name), self.server):
             over = account.used_bytes + frame_bytes > account.quota_bytes
             if account.quota_bytes and (over or account.alarm is Alarm.FULL):
@@ -166,34 +160,32 @@ class Space:
 
     def disk_is_full(self, reason: str, now: float) -> list[Notice]:
         """Records that a write found no space."""
-        trouble = self._trouble
-        if trouble.disk is DiskState.TRYING:
-            trouble.pause_s = min(2 * trouble.pause_s, _PAUSE_S_MAX)
-        news = [Notice("disk_full", {"reason": reason})] if trouble.disk is DiskState.OPEN else []
-        trouble.disk, trouble.reason, trouble.until = DiskState.FULL, reason, now + trouble.pause_s
+        if self.disk is DiskState.TRYING:
+            self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
+        news = [Notice("disk_full", {"reason": reason})] if self.disk is DiskState.OPEN else []
+        self.disk, self.disk_reason, self._until = DiskState.FULL, reason, now + self._pause_s
         return news
 
     def disk_took(self) -> list[Notice]:
         """Records that a write succeeded."""
-        trouble = self._trouble
-        if trouble.disk is DiskState.OPEN:
+        if self.disk is DiskState.OPEN:
             return []
-        trouble.disk, trouble.reason, trouble.pause_s = DiskState.OPEN, "", _PAUSE_S
+        self.disk, self.disk_reason, self._pause_s = DiskState.OPEN, "", _PAUSE_S
         return [Notice("disk_has_space", {})]
 
     def files_removed(self, now: float) -> None:
         """Ends the waiting time: files were removed, so a write may be tried."""
-        self._trouble.until = min(self._trouble.until, now)
+        self._until = min(self._until, now)
 
     def observe(self, free_bytes: int | None, now: float) -> list[Notice]:
         """Called periodically with the free disk space. Alarms begin and end here."""
         self.free_bytes = free_bytes
-        server, trouble = self.server, self._trouble
+        server = self.server
         room = server.used_bytes + free_bytes if free_bytes is not None else 0
         server.limit_bytes = min((x for x in (server.quota_bytes, room) if x), default=0)
-        if trouble.disk is DiskState.FULL and now >= trouble.until and self._space_is_back():
-            trouble.disk, trouble.until = DiskState.TRYING, now + _TRIAL_S
-        elif trouble.disk is DiskState.TRYING and now >= trouble.until:
+        if self.disk is DiskState.FULL and now >= self._until and self._space_is_back():
+            self.disk, self._until = DiskState.TRYING, now + _TRIAL_S
+        elif self.disk is DiskState.TRYING and now >= self._until:
             return [*self.disk_took(), *self._alarms()]
         return self._alarms()
 
@@ -225,25 +217,17 @@ class Space:
     # -- reported state ---------------------------------------------------------------------------------
 
     @property
-    def disk(self) -> DiskState:
-        return self._trouble.disk
-
-    @property
-    def disk_reason(self) -> str:
-        return self._trouble.reason
-
-    @property
     def takes_appends(self) -> bool:
         """True unless the server accepts no appends of any job."""
-        return self._trouble.disk is DiskState.OPEN and self.server.alarm is not Alarm.FULL
+        return self.disk is DiskState.OPEN and self.server.alarm is not Alarm.FULL
 
     def wants_checkpoint(self, job_name: str) -> str:
         """Returns why a trim of this job would help now; empty if there is no need."""
         account = self.job(job_name)
         if not account.used_bytes:
             return ""
-        if self._trouble.disk is DiskState.FULL:
-            return f"its disk is full: {self._trouble.reason}"
+        if self.disk is DiskState.FULL:
+            return f"its disk is full: {self.disk_reason}"
         for full in (account, self.server):
             if full.alarm and full.part() >= self.config.high_water:
                 return full.words()
@@ -258,4 +242,4 @@ class Space:
     @property
     def server_alarm(self) -> Alarm:
         """The server's alarm: FULL also while the disk is, whatever the quota says."""
-        return self.server.alarm if self._trouble.disk is DiskState.OPEN else Alarm.FULL
+        return self.server.alarm if self.disk is DiskState.OPEN else Alarm.FULL
