@@ -4,17 +4,18 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from swift_ft._pb import log_pb2
 from swift_ft.log import admin
-from swift_ft.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
 from swift_ft.log.protocol import method
 from swift_ft.log.reader import LogReader, never
-from swift_ft.log.record import RecordKey, digest_of, stream_tag
+from swift_ft.log.record import RecordKey
 from swift_ft_services.authorization import Gate
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.log_client import LogWriter
+from tests.unit.log.frames import frame_of
 from tests.unit.log.service import InProcess
 
 BOUND_S = 5.0
@@ -58,31 +59,8 @@ def opening(job: str, *, generation: int = 1, acked: int = 0, stream: str = STRE
     return log_pb2.AppendRequest(opens=[opened]).SerializeToString()
 
 
-def frame(
-    job: str,
-    sequence: int,
-    step: int,
-    *,
-    generation: int = 1,
-    microbatch: int = 0,
-    slot: int = 0,
-    body: bytes = b"x",
-    stream: str = STREAM,
-) -> bytes:
-    header = FrameHeader(
-        stream_tag=stream_tag(job, stream),
-        sequence=sequence,
-        generation=generation,
-        key=RecordKey(step, microbatch, slot),
-        dtype="uint8",
-        shape=(len(body),),
-        codec=CODEC_NONE,
-        raw_bytes=len(body),
-        stored_bytes=len(body),
-        body_crc=checksum(body),
-        digest=digest_of("uint8", (len(body),), body),
-    )
-    return encode_header(header) + body
+def frame(job: str, sequence: int, step: int, *, body: bytes = b"x", **fields: Any) -> bytes:
+    return frame_of(sequence, job=job, step=step, body=body, **fields)[1]
 
 
 def message(*frames: bytes) -> bytes:

@@ -1,6 +1,8 @@
 """Frames and segment files for tests."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from swift_ft.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
 from swift_ft.log.record import RecordKey, digest_of, stream_tag
@@ -21,15 +23,19 @@ def frame_of(
     generation: int = 1,
     step: int | None = None,
     microbatch: int = 0,
+    slot: int = 0,
     body: bytes | None = None,
+    job: str = JOB,
+    **fields: Any,
 ) -> tuple[FrameHeader, bytes]:
-    """The frame of record ``sequence``; it is of step ``sequence`` unless told otherwise."""
+    """The frame of record ``sequence``; it is of step ``sequence`` unless told otherwise. ``fields``: of the header,
+    as they are."""
     body = body_of(sequence) if body is None else body
     header = FrameHeader(
-        stream_tag=stream_tag(JOB, stream),
+        stream_tag=stream_tag(job, stream),
         sequence=sequence,
         generation=generation,
-        key=RecordKey(sequence if step is None else step, microbatch, 0),
+        key=RecordKey(sequence if step is None else step, microbatch, slot),
         dtype="uint8",
         shape=(len(body),),
         codec=CODEC_NONE,
@@ -38,6 +44,7 @@ def frame_of(
         body_crc=checksum(body),
         digest=digest_of("uint8", (len(body),), body),
     )
+    header = replace(header, **fields)
     return header, encode_header(header) + body
 
 

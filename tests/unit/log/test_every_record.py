@@ -2,7 +2,6 @@
 
 Records are made by hand, as a client in another language would: sound checksums, and fields as it likes."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -13,10 +12,9 @@ from hypothesis import strategies as st
 from swift_ft._pb import log_pb2
 from swift_ft.errors import ServiceError
 from swift_ft.log import admin
-from swift_ft.log.frame import FrameHeader, checksum, encode_header
 from swift_ft.log.manifest import MANIFEST, decode_manifest
 from swift_ft.log.protocol import Reason
-from swift_ft.log.record import MARK_SLOT, STEP_MAX, RecordKey, Steps, digest_of, mark, stream_tag
+from swift_ft.log.record import MARK_SLOT, STEP_MAX, RecordKey, Steps, mark
 from swift_ft.log.segment import SegmentHeader, encode_segment_header
 from swift_ft.tools.log_contents import DirectoryLog, _records_of
 from swift_ft_services.logserver.storage import DirectoryStorage
@@ -31,20 +29,7 @@ EDGES_32 = [0, 1, 2, MAX_32 - 1, MAX_32]
 
 
 def record(sequence: int, key: RecordKey, body: bytes = b"", **fields: object) -> bytes:
-    header = FrameHeader(
-        stream_tag=stream_tag(JOB, STREAM),
-        sequence=sequence,
-        generation=1,
-        key=key,
-        dtype="uint8",
-        shape=(len(body),),
-        codec=0,
-        raw_bytes=len(body),
-        stored_bytes=len(body),
-        body_crc=checksum(body),
-        digest=digest_of("uint8", (len(body),), body),
-    )
-    return encode_header(replace(header, **fields)) + body  # type: ignore[arg-type]
+    return frame_of(sequence, body=body, key=key, **fields)[1]
 
 
 @pytest.mark.parametrize(
