@@ -1,6 +1,7 @@
 """python -m swift_ft_services.logserver: keeps the log of training jobs in a directory and serves it over gRPC."""
 
 import argparse
+import gc
 import os
 import sys
 import threading
@@ -192,6 +193,9 @@ def serve(options: argparse.Namespace) -> None:
     keep_freed_memory()
     # A record passes several threads: each may wait this long while another one computes.
     sys.setswitchinterval(_SWITCH_S)
+    # Python's collector stops every thread, the longer the more records there are, and records are in no cycle.
+    young, younger, _ = gc.get_threshold()
+    gc.set_threshold(young, younger, 100)
     directory, protection = options.directory, options.protection
     gate = protection.gate()
     with ExitStack() as stack:

@@ -293,8 +293,6 @@ class Retention:
         self._thread = threading.Thread(target=self._loop, name="retention", daemon=True)
 
     def start(self) -> None:
-        young, younger, _ = gc.get_threshold()
-        gc.set_threshold(young, younger, 100)
         self._keep_records_out_of_collections()
         self._thread.start()
 
