@@ -113,8 +113,7 @@ class Audit:
             self._write(call, "allowed", job=job, peer=peer, subject=subject, token=token)
 
     def denied(self, call: str, *, job: str, peer: str, subject: str, token: str, reason: str) -> None:
-        """Records a denial. The rate is limited, so that a flood of denials does not displace all other lines; the rest
-        is counted."""
+        """Records a denial; of a flood, which would displace all other lines, most are only counted."""
         if self._denials.takes("", time.monotonic()):
             others, self._unsaid = self._unsaid, 0
             more = {"others": others} if others else {}
@@ -531,8 +530,7 @@ class Gate:
         return self._authority is None
 
     def note(self, method: str, denied: Denied, peer: str) -> None:
-        """Counts a denial, and writes it to the audit file. Emits an event at most once per second, so that a flood of
-        denials does not flood the log."""
+        """Counts and audits a denial. Emits an event at most once per second: a flood must not fill the log."""
         self.on_denied(denied.reason.value)
         if self._audit is not None:
             subject, token = (denied.grant.subject, denied.grant.token_id) if denied.grant else ("", "")
@@ -609,8 +607,7 @@ class Visit:
             self._peer = ""
 
     def parse(self, data: bytes, deserialize: Any) -> Any:
-        """Returns the parsed request. Raises Denied if it is invalid, if it or a part is too large, or if the token
-        does not cover its job."""
+        """Returns the parsed request. Raises Denied: invalid, too large, or of a job that the token does not cover."""
         limit = self._gate.limits.request_bytes_max
         if len(data) > limit:
             message = f"a request of {len(data)} bytes: at most {limit} are taken"

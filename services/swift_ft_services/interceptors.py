@@ -29,8 +29,7 @@ _visit: ContextVar[Visit] = ContextVar("visit")
 
 
 def visit_of() -> Visit:
-    """Returns the current visit. Called in the handler of a request stream before its first reply, or of an asyncio
-    unary call."""
+    """Returns the visit of the call that this handler serves; in a streaming one, before its first reply."""
     return _visit.get()
 
 

@@ -92,8 +92,7 @@ class Protection:
         return Gate(authority, self.limits, self.shown, audit)
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """Returns the TLS credentials, or None without TLS. Raises UsageError if a file is missing, is no certificate,
-        or is a key that others can read."""
+        """Returns the TLS credentials, None without TLS. Raises UsageError for a file that cannot be used."""
         if self.certificate is None:
             return None
         return _Certificates(self).credentials()

@@ -22,8 +22,7 @@ _Work = SimpleQueue[Callable[[], None] | None]
 
 
 class Threads(ThreadPoolExecutor):
-    """An executor whose `submit` starts no thread and never fails; `ready` starts one. The threads are daemons, and end
-    with this object."""
+    """An executor whose `submit` starts no thread and never fails; `ready` starts one. Its threads are daemons."""
 
     def __init__(self, most: int, name: str, *, ahead: int = 1) -> None:
         """``ahead``: number of threads to start now. Raises RuntimeError if they cannot be started."""

@@ -52,8 +52,7 @@ _SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
 class QuietSelector(selectors.DefaultSelector):
-    """(the loop's thread) Selector for `asyncio.SelectorEventLoop(QuietSelector())`; the loop itself is not
-    modified."""
+    """(the loop's thread) Selector for `asyncio.SelectorEventLoop`; the loop itself is not modified."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,8 +173,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def checked_timing(arguments: argparse.Namespace) -> Timing:
-    """Returns the timeouts of the command line, with defaults derived from each other. Raises UsageError if they
-    conflict."""
+    """Returns the timeouts, with defaults derived from each other. Raises UsageError if they conflict."""
     lease_s = arguments.lease_s if arguments.lease_s is not None else LEASE_HEARTBEATS * arguments.heartbeat_s
     bound_s = arguments.step_bound_s if arguments.step_bound_s is not None else max(30.0, 2 * lease_s)
     try:

@@ -142,8 +142,7 @@ class CommunicatorJob(Job):
         return [m.PublishView(at_once=True)]
 
     def _exited(self, exited: pb.ExitRequest) -> list[Effect]:
-        """Handles an exit: a member that exits without having left is lost; exit code 2, a usage error, fails the
-        job."""
+        """A member that exits without having left is lost; exit code 2, a usage error, fails the job."""
         row, rank = self.row, exited.rank
         holder = row.holders.get(rank)
         held = holder is not None and holder.is_process(exited.incarnation, exited.pid)
@@ -313,8 +312,7 @@ class CommunicatorJob(Job):
         return ends or [self._event("rank_finished", rank=slot), m.PublishView(at_once=True), *self._decide()]
 
     def _finish_if_all(self, reason: str = "") -> list[Effect]:
-        """Finishes the job once all members have left, or the last ones were lost (`reason`) after the others had
-        left."""
+        """Finishes the job once all members have left, or the last ones were lost (`reason`) after the others."""
         row = self.row
         if row.state is not State.RUNNING or present(row):
             return []

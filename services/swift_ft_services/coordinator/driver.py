@@ -136,8 +136,7 @@ class Published:
         self._watchers: dict[str, set[asyncio.Event]] = {}
 
     def publish(self, row: JobRow) -> None:
-        """Publishes a new state or generation at once, and any other change after a short delay, together with later
-        ones."""
+        """Publishes a new state or generation at once, any other change after a short delay, with later ones."""
         shown = self._views.get(row.job)
         state = pb.State.Value(row.state)
         if shown is None or (row.generation, state) != (shown.generation, shown.state):
@@ -460,8 +459,7 @@ class Meeting:
         return not self._launchers
 
     def expire(self, now: float, stall_s: float) -> None:
-        """Removes launchers whose lease has expired. If this coordinator itself was stalled (`stall_s`), renews all
-        instead."""
+        """Removes launchers whose lease has expired; renews all if this coordinator itself was stalled (`stall_s`)."""
         away, self._looked_at = now - self._looked_at > stall_s, now
         for run, launcher in list(self._launchers.items()):
             if away:
@@ -804,8 +802,7 @@ class Driver:
         return job.row.generation
 
     async def apply(self, name: str, command: m.Command) -> Job:
-        """Applies a command and returns once its changes are durable. Raises Refusal, NoSuchJob, JobApart,
-        Unavailable."""
+        """Applies a command. Returns once it is durable. Raises Refusal, NoSuchJob, JobApart, Unavailable."""
 
         def work() -> Job:
             job = self._job(name)
@@ -858,8 +855,7 @@ class Driver:
         return self._going_back.get(name, 0) if job is None else job.row.generation
 
     async def look(self, read: Callable[[Collection[Job]], T]) -> T:
-        """Returns what `read` says of all jobs. Runs in a turn, as `status`: what became durable before
-        has been emitted."""
+        """Returns what `read` says of all jobs, in a turn, as `status`: events of what is durable are emitted."""
         return await self._in_turn(lambda: read(self._jobs.values()))
 
     def views(self, name: str) -> AsyncGenerator[pb.View, None]:

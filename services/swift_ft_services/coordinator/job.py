@@ -342,8 +342,7 @@ class Job(Transitions):
     def create(
         cls, job: str, log_servers: list[LogServer], join: m.Join, timing: Timing, now: float, copies: int = 1
     ) -> "Job":
-        """Creates a job from its first Join. The caller then passes that Join to `step`. Raises Refusal if it is
-        invalid."""
+        """Creates a job from its first Join, which is then passed to `step`. Raises Refusal if it is invalid."""
         check_first(join)
         row = first_row(job, log_servers, join, copies)
         begin_at_checkpoint(row, join.origin)
@@ -681,8 +680,7 @@ class Job(Transitions):
         return [event, *self._deaths({rank: why}, {})]
 
     def _place(self, place: pb.ExitRequest, now: float) -> list[Effect]:
-        """Handles a message about a rank's place without an exit: it failed the health check (shown only) or is given
-        up."""
+        """Handles what is said of a rank's place: it failed the health check (shown only), or is given up."""
         check_rank(self.row, place.rank)
         if place.given_up:
             return self.give_up([place.rank])
@@ -787,8 +785,7 @@ class Job(Transitions):
         return self.become_recovering()
 
     def _logs_pressed(self, pressed: m.LogsPressed) -> list[Effect]:
-        """Asks for an early checkpoint. If a complete checkpoint allows a further trim, trims to it first (or retries
-        that trim)."""
+        """Trims to a newer complete checkpoint if there is one (or retries that), else asks for an early one."""
         if self.row.state is not State.RUNNING or self.row.checkpoint_at is not None:
             return []
         if pressed.trimmed_below_step < max(self.row.checkpoints, default=0):

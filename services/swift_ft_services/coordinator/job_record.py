@@ -400,8 +400,7 @@ class Changes:
         return bool(found)
 
     def drain(self) -> tuple[dict[str, str], list[str]]:
-        """Returns (parts to put, keys to delete) since the last call. Applying them stores the row as `detect` last saw
-        it."""
+        """Returns (parts to put, keys to delete): applied, they store the row as `detect` last saw it."""
         if not self._dirty:
             return {}, []
         row, puts, deletes = self._row, dict[str, str](), list[str]()

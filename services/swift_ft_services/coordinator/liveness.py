@@ -152,8 +152,7 @@ class Suspicions:
         self._unfit.clear()
 
     def due(self, row: JobRow, older_s: float, now: float) -> str:
-        """Returns the reason of a new generation if a connection was lost in this one and no death was reported within
-        `older_s`; empty otherwise."""
+        """Returns why a generation must begin: a connection lost for `older_s`, and no death reported; else empty."""
         if row.state not in (State.FORMING, State.RECOVERING, State.RUNNING):
             return ""
         for rank, (reason, at, generation) in sorted(self._said.items()):

@@ -300,8 +300,7 @@ class Questions:
         return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     async def space(self, job: Job, generation: int) -> None:
-        """Polls the free space once. A server that does not answer is polled again later: no operation waits for
-        this."""
+        """Polls the free space once. A server that does not answer is polled again later."""
         name = job.row.job
         granted = job.row.granted  # read before the poll: a server just added may not know the job yet
 

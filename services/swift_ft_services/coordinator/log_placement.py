@@ -143,8 +143,7 @@ class Places:
         return next((n for n in self._row.living() if servers[n].address == address), None)
 
     def block(self, address: str, reason: str) -> bool:
-        """Records why a server blocks the recovery; an empty `reason` clears it. Returns False if that is known
-        already."""
+        """Records why a server blocks the recovery; empty: it does not. Returns False if that is known already."""
         blocked = self._row.blocked
         if blocked.get(address, "") == reason:
             return False
@@ -285,8 +284,7 @@ class Places:
     def combined(
         self, inventories: Mapping[str, Sequence[StreamSummary]]
     ) -> tuple[dict[str, StreamSummary], dict[str, list[int]]]:
-        """Returns (stream -> summary of its copies together, stream -> servers to read), from the summaries by
-        address."""
+        """Returns (stream -> summary of its copies together, stream -> servers to read), from those by address."""
         row = self._row
         there = {
             number: {

@@ -132,8 +132,7 @@ def vacate(row: JobRow, dead: Iterable[int]) -> list[int]:
 
 
 def fill(row: JobRow, slot: int) -> str:
-    """(before a new generation) Takes a slot off the vacant ones because a process has joined it. Returns the reason
-    for the generation."""
+    """(before a new generation) A process has joined a vacant slot. Returns the reason for the generation."""
     del row.vacant[slot]
     row.shards = {}  # no shards saved without this slot may form a complete checkpoint
     row.rolled_back_in = row.generation + 1
@@ -143,8 +142,7 @@ def fill(row: JobRow, slot: int) -> str:
 
 
 def named(row: JobRow, plan: Plan) -> Plan:
-    """Returns the plan, marked not exact if slots have become vacant since the job last ran and their batches are
-    dropped."""
+    """Returns the plan, marked not exact if slots are vacant since the job last ran and their batches dropped."""
     if not _drops(row):
         return plan
     new = [slot for slot, since in row.vacant.items() if since is None]
@@ -203,8 +201,7 @@ def _words(row: JobRow) -> str:
 
 
 def config_of(config: Mapping[str, str]) -> PlanConfig:
-    """Returns the planner's configuration for the job's. Raises ValueError for an invalid strategy or invalid
-    groups."""
+    """Returns the planner's configuration. Raises ValueError for an invalid strategy or invalid groups."""
     strategy = config.get("strategy", "auto")
     if strategy in SETTINGS and replicas_of(config) == 1:
         strategy = SETTINGS[strategy].without_replicas or strategy
@@ -217,8 +214,7 @@ def config_of(config: Mapping[str, str]) -> PlanConfig:
 
 
 def assignment_of(row: JobRow) -> Assignment:
-    """Returns the stages and shards of this generation's ranks. Raises ValueError, in one line, if those that ranks
-    have reported are inconsistent."""
+    """Returns the stages and shards of the ranks. Raises ValueError, in one line, if they are inconsistent."""
     members = {slot: holder.member for slot, holder in row.holders.items()}
     return Assignment.told(
         num_stages=row.num_stages, stages=row.stages, shards=row.stage_shards, members=members

@@ -31,8 +31,7 @@ class Updates:
         self._made: dict[str, _Made] = {}
 
     def to(self, view: pb.View, known: pb.View | None, rank: int | None) -> pb.ViewUpdate:
-        """Returns the update for a watcher that knows the View `known` (None: none yet, so it gets all). `rank` is the
-        watcher's rank, or None."""
+        """Returns the update for a watcher (`rank`, or None for no rank) that knows the View `known`, or none yet."""
         made = self._made.get(view.job)
         if made is None or made.view is not view:
             made = self._made[view.job] = _Made(view, made)

@@ -160,8 +160,7 @@ class SqliteStore:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
 
     async def hold(self) -> None:
-        """As `MetadataStore.hold`. Raises StoreFailed if the database is damaged or of an older version; then it is
-        unchanged."""
+        """As `MetadataStore.hold`. A damaged or older database is left unchanged: StoreFailed."""
         await self._in_thread(self._hold)
 
     async def read(self, prefix: str = "") -> dict[str, Stored]:
@@ -245,8 +244,7 @@ class SqliteStore:
         return {key: stored for key, stored in rows.items() if key.startswith(prefix)}
 
     def _rows(self, db: sqlite3.Connection) -> tuple[int, dict[str, Stored]]:
-        """Returns (revision of the newest transaction, all rows). Raises StoreFailed if they are not what was
-        written."""
+        """Returns (newest revision, all rows). Raises StoreFailed if they are not what was written."""
         revision, digest = self._head(db)
         rows = db.execute("SELECT key, value, revision FROM rows ORDER BY key").fetchall()
         if _digest(sum(_mark(key, of) for key, _, of in rows)) != digest:

@@ -79,8 +79,7 @@ def _plan_of(row: JobRow) -> pb.Plan | None:
 
 
 def status_of(job: Job, now: float) -> pb.StatusReply:
-    """Returns the status for operators: the View, and the state of ranks and log servers at `now` (monotonic
-    seconds)."""
+    """Returns the View, and the state of ranks and log servers at `now` (monotonic seconds)."""
     ranks = [
         pb.RankStatus(
             rank=rank,

@@ -245,8 +245,7 @@ class Administration:
 
 
 def _empty(garbage: dict[Any, Any]) -> None:
-    """Empties a dictionary piece by piece. Freeing a million records at once would block all threads for a third of a
-    second."""
+    """Empties a dictionary in pieces: a million records at once would block all threads for a third of a second."""
     while garbage:
         for _ in range(min(_FREED_AT_ONCE, len(garbage))):
             garbage.popitem()

@@ -121,16 +121,14 @@ class Commits:
             line.promised = line.accepted
 
     def acknowledge_again(self, session: AppendCall, stream: StreamState, fsync: Fsync) -> None:
-        """Acknowledges records that were sent again. If the first send asked for no sync, this may have to wait for
-        one."""
+        """Acknowledges records that were sent again, after a sync if the first send asked for none."""
         if fsync is Fsync.NEVER or stream.tag not in self._unsynced:
             session.acknowledge(stream)
             return
         self._awaiting[stream.tag] = session
 
     def ask_to_settle(self, job: str | None = None) -> Target:
-        """Returns a target for `is_settled`: all frames accepted so far (of one job, or of all) are durable or given
-        up."""
+        """Returns the condition that all frames accepted so far (of one job, or of all) are durable or given up."""
         lines = self._lines.values() if job is None else [self._lines[job]] if job in self._lines else []
         for line in lines:
             line.sync_target = max(line.sync_target, line.promised)
@@ -200,8 +198,7 @@ class Commits:
         return None
 
     def take_file(self) -> Write | None:
-        """Returns the record whose file is to be created, if one is still wanted. Its job is not committed until
-        `file_made`."""
+        """Returns the record whose file to create, if any. Its job is not committed until `file_made`."""
         if self._making_file is None:
             self._making_file = self.file_wanted
             return self._making_file
@@ -322,8 +319,7 @@ class Commits:
             session.outbox.put(log_pb2.AppendReply(credit_bytes=size))
 
     def gave_up(self, error: StorageError, batch: list[Queued], now: float) -> list[Notice]:
-        """Records that the batch and everything queued after it was not written. Their sessions end, so writers
-        resend."""
+        """The batch and all queued after it was not written: their sessions end, so writers resend."""
         state = self._state
         if isinstance(error, StorageFull):
             news = state.space.disk_is_full(str(error), now)
@@ -415,8 +411,7 @@ class Quarantined(Refused):
 
 
 class Appends:
-    """Registry of which call writes which stream. (All methods but `parse` are called while holding the server's
-    lock.)"""
+    """Which call writes which stream. (All methods but `parse` are called while holding the server's lock.)"""
 
     def __init__(self, state: ServerState, commits: Commits) -> None:
         self._state = state
@@ -523,8 +518,7 @@ class Appends:
             raise Refused(Refusal(Reason.INVALID, str(error))) from None
 
     def accept(self, session: AppendCall, parsed: list[Frame]) -> None:
-        """Accepts frames of streams that the session has opened. Raises Refused; frames before the refused one are
-        kept."""
+        """Accepts frames of opened streams. Raises Refused; frames before the refused one are kept."""
         given_back = 0
         try:
             for header, frame in parsed:

@@ -38,8 +38,7 @@ class Committer:
             thread.start()
 
     def wait_durable(self, job: str | None = None) -> None:
-        """(holding ``changed``) Waits until all records accepted so far, of one job or of all, are durable or given
-        up."""
+        """(holding ``changed``) Waits until all accepted records, of one job or of all, are durable or given up."""
         target = self.commits.ask_to_settle(job)
         self._changed.notify_all()
         self._changed.wait_for(lambda: self.commits.is_settled(target))

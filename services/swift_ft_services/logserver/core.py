@@ -222,8 +222,7 @@ class StreamState:
         return garbage
 
     def steps_from(self, step: int) -> Steps | None:
-        """Returns the range from the first step >= ``step`` that has a record to the last one; None if there is no
-        record."""
+        """Returns the range from the first step >= ``step`` that has a record to the last one; None: there is none."""
         first, last = self._step_order.some(step, 1), self._step_order.last
         return Steps(first[0], last) if first and last is not None else None
 
@@ -575,8 +574,7 @@ class LogCore:
         return True
 
     def sweep(self, job: JobState, stream: StreamState, sequence: int, count: int) -> int | None:
-        """Removes trimmed records among the next ``count`` at or after ``sequence``. Returns the sequence to continue
-        at, or None at the end."""
+        """Removes trimmed records among the next ``count``. Returns the sequence to continue at, or None at the end."""
         numbers = stream.order.some(sequence, count)
         for number in numbers:
             entry = stream.by_sequence[number]
@@ -613,7 +611,6 @@ class LogCore:
         self._garbage += stream.clear()
 
     def take_garbage(self) -> list[dict[Any, Any]]:
-        """Returns large dictionaries that are no longer used. The caller frees them piece by piece without the lock,
-        because that takes long."""
+        """Returns large dictionaries that are unused: freeing them takes long, and needs no lock."""
         garbage, self._garbage = self._garbage, []
         return [some for some in garbage if len(some) > SWEPT_AT_ONCE]

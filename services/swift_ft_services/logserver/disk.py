@@ -57,8 +57,7 @@ class File(Protocol):
         """Fills page-aligned memory with whole blocks. Returns the number of bytes read."""
 
     def write(self, offset: int, parts: Sequence[Bytes]) -> None:
-        """Writes the parts one after another, in total whole blocks (of BLOCK_BYTES). If it raises, any part may be
-        written."""
+        """Writes whole blocks (of BLOCK_BYTES), part after part. If it raises, any part may be written."""
 
     def reserve(self, size: int) -> None:
         """Allocates space up to ``size``, so that writes need none. The file's size is unchanged."""
@@ -82,8 +81,7 @@ class Disk(Protocol):
     """Files by path. Raises OSError; links are not followed, and only regular files are opened."""
 
     def names(self, path: Path) -> list[tuple[str, bool]]:
-        """Returns the sorted entries of a directory, each with whether it is a directory. Empty if it does not
-        exist."""
+        """Returns the sorted entries of a directory, each with whether it is one; none if it does not exist."""
 
     def make_directory(self, path: Path) -> None:
         """Durably creates the directory, unless it exists."""

@@ -146,8 +146,7 @@ class LogEngine:
             self._appends.open(session, request, self._clock())
 
     def handle(self, session: AppendCall, frames: memoryview) -> None:
-        """Accepts frames of streams that the session has opened. Raises Refused; frames before the refused one are
-        kept."""
+        """As `Appends.accept`, some frames at a time."""
         for some in self._appends.parse_some(session, frames, _TAKEN_AT_ONCE):
             self._take(session, some)
             if len(some) == _TAKEN_AT_ONCE and len(self.state.writers) > 1:

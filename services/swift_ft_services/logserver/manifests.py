@@ -36,8 +36,7 @@ def load_manifest(disk: Disk, folder: Path) -> JobMeta | None:
 
 
 def read_small_file(disk: Disk, path: Path, size_max: int) -> bytes | None:
-    """Returns the file's bytes, or None if it does not exist. Raises OSError, and ManifestDamaged if it is too
-    large."""
+    """Returns the file's bytes, None if it does not exist. Raises OSError; ManifestDamaged if it is too large."""
     try:
         file = disk.open(path)
     except FileNotFoundError:

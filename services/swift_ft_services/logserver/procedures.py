@@ -121,8 +121,7 @@ def trim(state: ServerState, job: JobState, below_step: int) -> Procedure[int]:
 
 
 def _sweep(state: ServerState, job: JobState) -> Procedure[None]:
-    """Sweeps piece by piece, so that a large job does not block others: records are appended and read between
-    pieces."""
+    """Sweeps in pieces: records are appended and read between them, so a large job blocks no other."""
     looked = 0
     for stream in list(job.streams.values()):
         sequence: int | None = 0

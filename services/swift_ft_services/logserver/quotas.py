@@ -138,8 +138,7 @@ class Space:
         self.server.used_bytes += frame_bytes
 
     def recount(self, core: LogCore, *, trimmed: bool = True) -> None:
-        """Recounts all accounts after records were dropped. ``trimmed``: they count as trimmed; else they never were in
-        the log."""
+        """Recounts after records were dropped. ``trimmed``: they were trimmed; else they never were in the log."""
         before = {name: account.used_bytes for name, account in self.jobs.items()}
         for name in [name for name in self.jobs if name not in core.jobs]:
             del self.jobs[name]

@@ -200,8 +200,7 @@ class ReadAhead:
         return self._storage.read(place.behind(part.begin), size, buffer)
 
     def next_message(self) -> tuple[bytes, Damage | None]:
-        """Returns the next message (or none), and the damage of the record that follows it, if any. Waits for the
-        disk."""
+        """Returns the next message (or none), and the damage that follows it, if any. Waits for the disk."""
         part, future = self._reading.popleft()
         try:
             view = future.result()
@@ -267,8 +266,7 @@ def _unreadable(wanted: Wanted, error: OSError) -> Damage:
 
 
 def _header(frame: memoryview, wanted: Wanted) -> FrameHeader:
-    """Decodes the header and checks that it is the indexed record's: a valid file may have been replaced by another
-    one."""
+    """Decodes the header and checks that it is the indexed record's: the file may have been replaced."""
     header, entry = decode_header(frame, 0, _ANY_BODY_BYTES), wanted.entry
     is_there = (header.stream_tag, header.sequence, header.key, header.generation, header.frame_bytes)
     is_meant = (wanted.stream.tag, entry.sequence, entry.key, entry.generation, entry.frame_bytes)

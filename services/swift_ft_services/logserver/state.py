@@ -117,8 +117,7 @@ class AppendCall:
 
 
 class ServerState:
-    """State shared by all parts. Everything but ``config`` and ``storage`` is accessed only while holding
-    ``changed``."""
+    """State shared by all parts; all but ``config`` and ``storage`` only while holding ``changed``."""
 
     def __init__(self, storage: Storage, config: EngineConfig, changed: Changed) -> None:
         self.config = config
@@ -261,8 +260,7 @@ class ServerState:
             self.touched[job] = now
 
     def idle_s(self, name: str, now: float) -> float | None:
-        """Returns the seconds since the job was last used; 0 while a stream of it is open; None if there is no such
-        job."""
+        """Returns the seconds since the job was last used; 0: a stream is open; None: there is no such job."""
         job = self.core.jobs.get(name)
         if job is None:
             return None
@@ -274,8 +272,7 @@ class ServerState:
         return sum(stream.tag in self.holders for stream in job.streams.values())
 
     def send_again(self, stream: StreamState, sequence: int, refusal: Refusal) -> None:
-        """Ends the call that may have sent this damaged record and has no acknowledgement for it yet. Its writer
-        reconnects and sends it again."""
+        """Ends the call that sent this damaged record and has no acknowledgement for it: its writer sends it again."""
         holder = self.holders.get(stream.tag)
         if holder is not None and holder.acked.get(stream.tag, sequence + 1) <= sequence:
             holder.end(refusal)

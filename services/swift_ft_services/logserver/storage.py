@@ -516,8 +516,7 @@ class DirectoryStorage:
         )
 
     def _note_begun(self, job: str, begun: Mapping[str, int]) -> None:
-        """Records in the manifest which files of the job must exist, by the first sequence of each. On a full disk this
-        is skipped."""
+        """Notes in the manifest which files must exist, by their first sequences. Skipped on a full disk."""
         with self._saves(job):
             meta = self._metas[job]
             for name, first in begun.items():
@@ -670,8 +669,7 @@ class DirectoryStorage:
         return self._saving.setdefault(job, threading.Lock())
 
     def save(self, job: str, meta: JobMeta) -> None:
-        """Replaces a job's manifest. On a full disk the reserve file is removed to make room. Raises as `commit`
-        does."""
+        """Replaces a job's manifest, on a full disk in the reserve file's room. Raises as `commit` does."""
         meta = replace(meta, streams=dict(meta.streams))
         uid = self._new_uid().hex()
         with self._saves(job):
@@ -708,8 +706,7 @@ class DirectoryStorage:
         return buffer[skip : min(skip + size, read)]
 
     def remove(self, job: str, stream: str, below_sequence: int) -> int:
-        """Unlinks whole segments. Returns the freed bytes. The manifest records where a stream without segments
-        continues."""
+        """Unlinks whole segments. Returns the freed bytes. The manifest records where the stream continues."""
         with self._writing:
             segments = self._streams.get((job, stream), [])
             # An empty segment at the end stays: the next record's file has its name.

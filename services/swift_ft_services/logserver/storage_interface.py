@@ -76,18 +76,15 @@ class Storage(Protocol):
         """Returns the place of a record. Raises FileNotFoundError if it was removed."""
 
     def read(self, place: Place, size: int, buffer: memoryview) -> memoryview:
-        """Reads ``size`` bytes at ``place`` into ``buffer``, which is page-aligned and two blocks larger. Raises
-        OSError."""
+        """Reads ``size`` bytes into ``buffer``, page-aligned and two blocks larger. Raises OSError."""
 
     def save(self, job: str, meta: JobMeta) -> None: ...
 
     def remove(self, job: str, stream: str, below_sequence: int) -> int:
-        """Frees the space of sequences below; the manifest already records that they are dropped. Returns the freed
-        bytes."""
+        """Frees the space of sequences below, which the manifest records as dropped. Returns the freed bytes."""
 
     def drop(self, job: str) -> Callable[[], None]:
-        """Durably forgets a job, which is not written meanwhile. Returns a function that removes its files, to be
-        called at any time."""
+        """Durably forgets a job, which is not written meanwhile. Returns a function that removes its files."""
 
     def give_back(self, job: str) -> None:
         """Frees space that was reserved for the job's open files. Raises OSError."""
