@@ -78,7 +78,8 @@ class InProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.channel.close()
+        if "channel" in vars(self):
+            self.channel.close()
         self.engine.drain()
         self.server.stop(2).wait()
         self.engine.close()
