@@ -53,7 +53,7 @@ class LogServicer:
     """Handlers of the rpcs. gRPC reports a call's end in the thread that serves all calls, so callbacks must not wait
     for a lock."""
 
-    def __init__(self, engine: LogEngine, refused: Callable[[str], None]) -> None:
+    def __init__(self, engine: LogEngine, refused: Callable[[str], None] = lambda reason: None) -> None:
         """`refused(reason)` is called for every call that is refused."""
         self.engine = engine
         self._refused = refused

@@ -265,7 +265,7 @@ class Aborted(Exception):
 
 
 class Call:
-    async def abort(self, code: grpc.StatusCode, words: str) -> None:
+    async def abort(self, code: grpc.StatusCode, words: str, *_trailers: object) -> None:
         raise Aborted(code, words)
 
 

@@ -98,7 +98,7 @@ class Aborted(Exception):
 class Caller:
     """A context."""
 
-    async def abort(self, _code: object, words: str) -> None:
+    async def abort(self, _code: object, words: str, *_trailers: object) -> None:
         raise Aborted(words)
 
 

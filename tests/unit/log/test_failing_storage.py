@@ -348,7 +348,7 @@ def test_a_bug_in_a_commit_closes_the_server_and_nobody_waits_for_it() -> None:
         assert isinstance(stream, StreamState)
         header, frame = frame_of(0)
         engine.state.core.append(stream, 1, header)
-        engine._committer.commits.put(session, stream, Write(JOB, STREAM, 0, [frame]), Fsync.ALWAYS)
+        engine.committer.commits.put(session, stream, Write(JOB, STREAM, 0, [frame]), Fsync.ALWAYS)
         engine.state.changed.notify_all()
         assert engine.state.changed.wait_for(lambda: engine.state.failed, 10.0)
     assert "made up" in engine.state.failed

@@ -98,7 +98,7 @@ class Aborted(Exception):
 class Refusing:
     """A call's context."""
 
-    async def abort(self, code: object, details: str) -> None:
+    async def abort(self, code: object, details: str, *_trailers: object) -> None:
         raise Aborted(f"{code}: {details}")
 
 
