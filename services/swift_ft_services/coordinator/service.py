@@ -95,6 +95,7 @@ FAILURES: Mapping[type[Exception], tuple[grpc.StatusCode, str]] = {
     Unavailable: (grpc.StatusCode.UNAVAILABLE, "unavailable"),
 }
 """What the driver raises -> the status of the call, and the reason that is counted."""
+REFUSED: tuple[type[Exception], ...] = (Refusal, *FAILURES)
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -286,7 +287,7 @@ class Servicer(pb_grpc.CoordinatorServicer):
         await _check_name(context, job)
         try:
             return await call()
-        except (Refusal, *FAILURES) as error:
+        except REFUSED as error:
             await self._abort(context, error)
 
 
