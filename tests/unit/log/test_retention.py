@@ -92,7 +92,7 @@ def test_a_full_disk_alarm_ends_without_a_writer_when_space_is_back() -> None:
         admin.fence(server.address, JOB, 2, TIMEOUT_S)
         assert admin.trim(server.address, JOB, found.records, TIMEOUT_S) == found.records
         # Trimmed, but the disk says that others have taken the room.
-        eventually(lambda: time.monotonic() > state.space._trouble.until)
+        eventually(lambda: time.monotonic() > state.space._until)
         server.engine.watch.check()
         assert health == [False]
         assert state.space.disk is DiskState.FULL
