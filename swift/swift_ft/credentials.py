@@ -139,8 +139,6 @@ Options = Sequence[tuple[str, Any]]
 
 
 class _Details(NamedTuple):
-    """Arguments with which a multi-callable was created."""
-
     kind: str
     method: str
     arguments: tuple[Any, ...]
@@ -335,8 +333,6 @@ class _CredentialedChannel(grpc.Channel):
 
 
 class _Callable:
-    """A multi-callable that uses the current channel."""
-
     def __init__(self, channel: _CredentialedChannel, details: _Details) -> None:
         self._channel = channel
         self._details = details

@@ -266,7 +266,6 @@ class Fields:
         return UsageError(f"{self._said}: {what}")
 
     def only(self, *allowed: str) -> None:
-        """Raises UsageError if other keys were given."""
         for key in self._fields:
             if key not in allowed:
                 raise self.error(f"unknown key {key!r}: allowed here are {', '.join(allowed)}")
@@ -288,7 +287,6 @@ class Fields:
         return value
 
     def number(self, key: str) -> int:
-        """Returns a required number."""
         value = self._fields.get(key)
         if value is None:
             raise self.error(f"{key} is missing")
@@ -460,7 +458,6 @@ def _corrupt_fault(fields: Fields) -> CorruptFault | CorruptCheckpointFault | Co
 
 
 def fault_id(index: int) -> str:
-    """Returns the id of the failure with this index."""
     return f"fault{index}"
 
 

@@ -228,8 +228,6 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 class Log:
-    """Log of this process on stderr."""
-
     def __init__(self, role: str, log_format: str, level: int, stream: TextIO | None = None) -> None:
         self.role = role
         self.format = log_format

@@ -209,8 +209,6 @@ BUILD = Family("swift_build_info", INFO, "The version of swift-ft, as a label.")
 
 
 class Exposition:
-    """HTTP export of one process's metrics, until it is closed."""
-
     def __init__(self, host: str, port: int, families: Sequence[Family], read: Callable[[], Samples]) -> None:
         """Starts the server. Port 0: any free one. Raises UsageError if it cannot listen there."""
         registry = CollectorRegistry()

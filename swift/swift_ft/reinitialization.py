@@ -88,7 +88,6 @@ def over() -> Reinitialize:
 
 
 def asked() -> bool:
-    """Returns whether Reinitialize was raised and is not handled yet."""
     return _process.asked
 
 

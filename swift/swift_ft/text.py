@@ -111,7 +111,6 @@ def flag_of(setting: str) -> str:
 
 
 def version_folder(version: int) -> str:
-    """Returns the name of a version's folder in a checkpoint directory."""
     return f"v{version:08d}"
 
 

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 
 class Role(StrEnum):
-    """Role of a token's bearer."""
-
     WRITER = "writer"
     """A rank or a launcher: appends, and calls the coordinator as a member."""
     REPLAYER = "replayer"
@@ -131,8 +129,6 @@ def read_secret(path: Path, flag: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Owner to be set for a file."""
-
     uid: int
     gid: int
 
@@ -212,7 +208,6 @@ class Grant:
     """Not a secret: identifies the token in lists and logs."""
 
     def covers(self, job: str, generation: int = 0) -> bool:
-        """Returns whether the token is for this job and valid in this generation."""
         if self.job not in (job, EVERY_JOB):
             return False
         return self.generation_max is None or generation <= self.generation_max

@@ -30,8 +30,6 @@ from swift_ft.text import one_line
 
 @dataclass(kw_only=True, slots=True)
 class Warmed:
-    """Result of a warm-up."""
-
     why_not: str = ""
     """Reason in one line; empty: the spare is warm."""
     passing: bool = False
@@ -49,8 +47,6 @@ class Warmed:
 
 @dataclass(kw_only=True, slots=True)
 class Rehearsed:
-    """Result of a rehearsal."""
-
     steps: int = 0
     """Number of steps that were compared."""
     difference: str = ""
@@ -96,8 +92,6 @@ def _has_not_moved(_error: Exception) -> bool:
 
 
 class _Process:
-    """State of this process."""
-
     def __init__(self) -> None:
         self.under_way: OneRun | None = None
         self.began = 0.0
@@ -116,7 +110,6 @@ def is_warming_up() -> bool:
 
 
 def this_run() -> OneRun:
-    """(session, in a warm-up) Returns the current run."""
     assert _process.under_way is not None
     return _process.under_way
 

@@ -25,15 +25,6 @@ MODULES = {
     "starts_a_thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
     "keeps_a_file": "held = open('/dev/zero')",
     "breaks": "1 / 0",
-    "fits": "print('imported')",
-    "fits_too": "def __getattr__(name):\n    import fits_lazily\n    return fits_lazily",
-    "fits_lazily": "",
-    "looks_at_its_rank": "import os\nwho = os.environ.get('LOCAL_RANK', '0')",
-    "looks_at_arguments": "import sys\nfirst = sys.argv[1:]",
-    "starts_a_process": "import subprocess\nsubprocess.Popen(['sleep', '60'])",
-    "handles_a_signal": "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: None)",
-    "draws": "import random\nrandom.random()",
-    "ends": "import os\nos._exit(0)",
     "changes": "",
 }
 
@@ -42,12 +33,10 @@ MODULES = {
 def make(tmp_path: Path) -> Iterator[Make]:
     nurseries = []
 
-    def make(preload: str = "json", imports: str = "", on_unfit: Callable[[str], None] = print) -> Nursery:
+    def make(preload: str = "json", on_unfit: Callable[[str], None] = print) -> Nursery:
         for name, text in MODULES.items():
             (tmp_path / f"{name}.py").write_text(text)
-        nurseries.append(
-            Nursery(dict(os.environ), str(tmp_path), preload, imports=imports, on_unfit=on_unfit)
-        )
+        nurseries.append(Nursery(dict(os.environ), str(tmp_path), preload, on_unfit=on_unfit))
         nurseries[-1].prepare()
         return nurseries[-1]
 
@@ -344,35 +333,6 @@ def test_modules_with_threads_are_told_of_once(
     assert code == 0
     assert stderr.count("starts_a_thread starts a thread: ranks are not forked") == (method == "fork")
     assert {event["forked"] for event in launch.events("worker_spawned")} == {False}
-
-
-def test_of_what_a_script_imports_that_is_there_which_fits(make: Make, tmp_path: Path) -> None:
-    unfit = {
-        "looks_at_its_rank": "it looks at $LOCAL_RANK",
-        "looks_at_arguments": "it looks at the arguments",
-        "starts_a_thread": "it starts a thread",
-        "starts_a_process": "it starts a process",
-        "keeps_a_file": "it keeps a file open",
-        "handles_a_signal": "it handles a signal",
-        "draws": "it draws from Python's random",
-        "ends": "it ends its process, or takes too long",
-        "breaks": "ZeroDivisionError: division by zero",
-    }
-    nursery = make("random", imports=",".join(["fits", *unfit, "fits_too:something"]))
-    server = nursery._server
-    assert server is not None
-    assert (server.chosen, server.left_out) == (["fits", "fits_too:something"], unfit)
-    process = server_of(nursery)
-    assert (process.num_threads(), process.children()) == (1, [])
-    found = [*MODULES]
-    child = run(
-        nursery,
-        tmp_path,
-        f"import json, sys\nopen('there.json', 'w').write(json.dumps([n for n in {found} if n in sys.modules]))",
-    )
-    wait_ended(nursery, child)
-    assert child.forked
-    assert json.loads((tmp_path / "there.json").read_text()) == ["fits", "fits_too", "fits_lazily"]
 
 
 def test_forked_replacements_take_milliseconds(

@@ -393,14 +393,3 @@ def test_a_killed_trainers_sidecar_ends_when_it_is_fenced(server: LogServer) -> 
     assert admin.inventory(server.address, JOB, TIMEOUT_S) == [] or not any(
         stream.records for stream in admin.inventory(server.address, JOB, TIMEOUT_S)
     )
-
-
-def test_stale_is_said_as_by_a_writer_in_the_process(server: LogServer) -> None:
-    server.fence(3)
-    writer = SidecarWriter([server.address], JOB, 1, patience_s=0.5)
-    try:
-        put(writer, 0)
-        with pytest.raises(StaleGeneration, match="3"):
-            writer.flush(TIMEOUT_S)
-    finally:
-        writer.close(0.0)

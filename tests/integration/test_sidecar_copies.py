@@ -134,24 +134,6 @@ def test_a_lost_server_is_replaced_while_the_sidecar_dies(
         writer.close(0.0)
 
 
-def test_one_copy_moves(servers: list[LogServer]) -> None:
-    lost, new, _ = servers
-    writer = SidecarWriter([lost.address], JOB, 1)
-    try:
-        for number in range(9):
-            put(writer, number)
-        writer.flush(TIMEOUT_S)
-        lost.kill()
-        for number in range(9, 20):
-            put(writer, number)
-        new.fence(2)
-        writer.set_generation(2, [new.address])
-        writer.flush(TIMEOUT_S)
-        assert held(new) == records(range(9, 20))
-    finally:
-        writer.close(0.0)
-
-
 def test_a_server_that_is_used_again_was_emptied_and_is_not_taken_for_the_old_one(
     servers: list[LogServer],
 ) -> None:

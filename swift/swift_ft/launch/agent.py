@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
@@ -37,7 +38,6 @@ from swift_ft.launch.health_check import HealthCheck, WaitingPlaces
 from swift_ft.launch.link import CoordinatorLink
 from swift_ft.launch.ranks import (
     MachinePlace,
-    MachineSettings,
     Output,
     RankProgram,
     make_program,
@@ -50,6 +50,9 @@ from swift_ft.launch.worker import Program
 from swift_ft.rpc.codec import of_view
 from swift_ft.rpc.views import STARTED_AGAIN, end_words, has_left_forming, inexact_words, state_name
 from swift_ft.text import tell as say
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 # Messages of a launcher about its job, derived from the Views that it sees.
 
@@ -212,11 +215,9 @@ class Left:
         """The last time at which some exits were not yet delivered to the coordinator."""
 
     def add(self, local_rank: int, child: Child, now: float) -> None:
-        """Records a process that has ended with 0, and whose exit is sent to the coordinator."""
         self._left[local_rank] = child, now
 
     def clear(self) -> None:
-        """Forgets all, because new processes take all places."""
         self._left.clear()
 
     def await_end(self, view: pb.View | None) -> bool:
@@ -301,7 +302,6 @@ class Leaving:
         return True
 
     def patience_s(self, longest_s: float) -> float:
-        """Returns how long the loop may wait for an event."""
         return longest_s if self._until is None else min(longest_s, max(0.0, self._until - events.now()))
 
     def check(self, view: pb.View | None) -> None:
@@ -334,7 +334,7 @@ class ReplacingAgent:
 
     def __init__(
         self,
-        settings: MachineSettings,
+        settings: "LaunchConfig",
         *,
         machines: Rendezvous,
         job: RankProgram,
@@ -402,13 +402,13 @@ class ReplacingAgent:
             self._check_all_places()
             with self._gate.raising():
                 self._nursery.prepare()
-            self._spares.begin(self._settings.ranks)
+            self._spares.begin(self._settings.nproc_per_node)
             began = events.now()
             with self._gate.raising():
                 self._place = self._machines.next_rendezvous()
             if events.now() - began > CHECK_HOLDS_S:
                 self._check_all_places()
-            for local_rank in range(self._settings.ranks):
+            for local_rank in range(self._settings.nproc_per_node):
                 self._give_rank(local_rank)
             while self.outcome is None:
                 self._turn()
@@ -429,9 +429,8 @@ class ReplacingAgent:
         self._nursery.close()
 
     def _turn(self) -> None:
-        """Blocks until an event, at most for the monitor interval, and handles it."""
         now = events.now()
-        patience_s = self._waiting.patience_s(self._settings.monitor_interval_s)
+        patience_s = self._waiting.patience_s(self._settings.monitor_interval)
         spoke, ended = self._nursery.wait(self._leaving.patience_s(patience_s))
         if self._leaving.begins(self._view):
             say("SIGTERM: a checkpoint is made first (another signal ends the ranks at once)")
@@ -463,7 +462,7 @@ class ReplacingAgent:
                 self._end({1}, why)
                 return
         if self._is_quiet():
-            ranks = [self._place.rank(local_rank) for local_rank in range(self._settings.ranks)]
+            ranks = [self._place.rank(local_rank) for local_rank in range(self._settings.nproc_per_node)]
             self._spares.tend(self._view, ranks)
             self._rehearsals.tend(self._view, ranks)
 
@@ -473,12 +472,13 @@ class ReplacingAgent:
         return f"swift: job {self._job.name}: {'; '.join(words)}" if words else ""
 
     def _check_all_places(self) -> None:
-        self._waiting.check_all(self._settings.ranks, self._settings.monitor_interval_s, self._gate.check)
+        self._waiting.check_all(
+            self._settings.nproc_per_node, self._settings.monitor_interval, self._gate.check
+        )
 
     # Ranks and spares.
 
     def _program(self, local_rank: int, incarnation: str) -> Program:
-        """Returns the program that a child runs for that place."""
         device_of = self._host.get(local_rank)
         env = rank_env(
             self._settings,
@@ -511,7 +511,6 @@ class ReplacingAgent:
         return child
 
     def _is_quiet(self) -> bool:
-        """Returns whether no recovery is going on, as far as the launcher knows."""
         if self._last_death is None:
             return True
         died_at, generation = self._last_death
@@ -613,12 +612,11 @@ class ReplacingAgent:
     def _on_unfit(self, local_rank: int, why: str, failures: int) -> None:
         """Handles a failed health check of the place. `failures`: their number since its last process ended."""
         rank = self._place.rank(local_rank)
-        self._link.notify_unfit(rank, why)
+        self._link.notify(pb.ExitRequest(rank=rank, unfit=why))
         verdict = judge_check(rank, why, failures, self._situation(local_rank))
         self._leave_empty(local_rank, verdict, failures)
 
     def _leave_empty(self, local_rank: int, verdict: Verdict, failures: int) -> None:
-        """Applies the verdict for a place that cannot get a process now."""
         rank = self._place.rank(local_rank)
         if verdict.action == Action.REPLACE:
             say(verdict.reason)
@@ -629,7 +627,7 @@ class ReplacingAgent:
             case Action.STOP:
                 self._fail(verdict)
             case Action.VACANT:
-                self._link.notify_given_up(rank)
+                self._link.notify(pb.ExitRequest(rank=rank, given_up=True))
                 self._vacated.add(local_rank, rank, waiting.incarnation)
                 self._leave_vacant(verdict)
                 if self._view is not None:
@@ -639,15 +637,15 @@ class ReplacingAgent:
                 say(verdict.reason)
 
     def _notify(self, child: Child, *, given_up: bool = False) -> None:
-        if child.rank is not None and child.exit_code is not None:
-            self._link.notify_exit(
-                child.rank, child.pid, child.exit_code, child.incarnation, given_up=given_up
-            )
+        assert child.rank is not None
+        if child.exit_code is not None:
+            exited = pb.ExitRequest(rank=child.rank, pid=child.pid, exit_code=child.exit_code)
+            exited.incarnation, exited.given_up = child.incarnation, given_up
+            self._link.notify(exited)
 
     # The end of the job, and messages of the coordinator.
 
     def _fail(self, verdict: Verdict) -> None:
-        """Ends the job because of a rank of this launcher."""
         exit_codes = {verdict.exit_code}
         if verdict.exit_code == 1:
             # The rank may only have followed another rank's error, or the job's failure.
@@ -714,12 +712,11 @@ class ReplacingAgent:
             self._attempts.clear()
         self._check_vacated(view)
         if view.state == pb.FINISHED:  # vacant places are not waited for
-            ranks = range(self._settings.ranks)
+            ranks = range(self._settings.nproc_per_node)
             self._waiting.leave(place for place in ranks if self._place.rank(place) in view.vacant)
         self._obey_fence({member.incarnation for member in view.fenced}, over=view.state == pb.FINISHED)
 
     def _check_vacated(self, view: pb.View) -> None:
-        """Moves the ranks of given-up places without which the others cannot go on."""
         for local_rank in self._vacated.missed(view):
             if self.outcome is None:
                 self._move(local_rank)

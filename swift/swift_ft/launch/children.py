@@ -37,8 +37,6 @@ kernel ends the children with it."""
 
 
 class Signalled(Exception):
-    """Raised if a signal ends the launcher."""
-
     def __init__(self, received: signal.Signals) -> None:
         super().__init__(f"got {received.name}")
         self.signal = received
@@ -64,18 +62,15 @@ class SignalGate:
 
     @property
     def pending(self) -> bool:
-        """Returns whether a signal has come that `check` has not raised yet."""
         return self._received is not None
 
     def consume(self, signum: signal.Signals) -> bool:
-        """Returns whether this signal has come, and clears it."""
         came = self._received == signum
         if came:
             self._received = None
         return came
 
     def check(self) -> None:
-        """Raises Signalled if a signal has come."""
         if self._received is not None:
             received, self._received = self._received, None
             raise Signalled(received)
@@ -117,8 +112,6 @@ class StartFailed(ServiceError):
 
 
 class HasFileno(Protocol):
-    """An object that a selector accepts."""
-
     def fileno(self) -> int: ...
 
 
@@ -163,7 +156,6 @@ class Child:
 
     @property
     def kind(self) -> str:
-        """How it was started, for messages."""
         if self.warmed_up:
             return "a spare that was warmed up"
         return "a warm spare" if self.warm else "a fork" if self.forked else "a cold start"
@@ -264,19 +256,15 @@ class Nursery:
         path0: str,
         preload: str,
         *,
-        imports: str = "",
         fork: bool = True,
         on_unfit: Callable[[str], None],
     ) -> None:
-        """Prepares to start children. `imports`: the script's first imports, which the fork server imports as well if
-        that is safe. `fork`: use a fork server. `on_unfit`: called once, with the reason, if the modules prevent
-        that."""
+        """Prepares to start children. `fork`: use a fork server. `on_unfit`: called once, with the reason, if the
+        modules prevent that."""
         # The same order of sets and other hashes in all processes, replacements included.
         self._env = {"PYTHONHASHSEED": "0", **env}
         self._path0 = path0
         self._preload = preload
-        self._imports = imports
-        self._chosen: list[str] = []
         self._forks = fork
         self._on_unfit = on_unfit
         self._server: ForkServer | None = None
@@ -324,7 +312,7 @@ class Nursery:
         that."""
         if self._forks and self._server is None and time.monotonic() >= self._server_at:
             try:
-                self._server = ForkServer(self._env, self._path0, self._preload, self._imports)
+                self._server = ForkServer(self._env, self._path0, self._preload)
             except OSError as error:
                 self._server_at = time.monotonic() + SERVER_AGAIN_S
                 events.emit("fork_server_not_started", reason=error.strerror)
@@ -334,7 +322,6 @@ class Nursery:
         return self._server is None or self._server.ready
 
     def _hear(self) -> None:
-        """Handles the server's status message, or its end."""
         assert self._server is not None
         try:
             reason = self._server.wait_ready()
@@ -342,17 +329,7 @@ class Nursery:
             self._lose_server(str(error))
             return
         if reason is None:
-            self._chosen = self._server.chosen
-            events.emit(
-                "fork_server_ready",
-                server_pid=self._server.pid,
-                chosen=self._chosen,
-                left_out=self._server.left_out,
-            )
-            return
-        if self._server.chosen:  # the cause may be one of these in combination, though each alone was fit
-            self._imports = ""
-            self._lose_server(reason)
+            events.emit("fork_server_ready", server_pid=self._server.pid)
             return
         self._forks = False
         self._drop_server()
@@ -439,7 +416,7 @@ class Nursery:
             str(warm_fd),
             str(os.getpid()),
             self._path0,
-            ",".join([self._preload, *self._chosen]),
+            self._preload,
         ]
         env = self._env | {ENV_WORD_FD: str(word_fd)}
         process = subprocess.Popen(command, env=env, pass_fds=fds, start_new_session=True)

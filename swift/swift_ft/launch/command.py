@@ -27,10 +27,9 @@ from swift_ft.errors import ServiceError, SwiftError, UsageError
 from swift_ft.launch.agent import ReplacingAgent
 from swift_ft.launch.children import Nursery, SignalGate, Signalled
 from swift_ft.launch.decisions import Outcome
-from swift_ft.launch.forkserver import imports_of, script_of
 from swift_ft.launch.health_check import LIMIT_S_DEFAULT, HealthCheck
 from swift_ft.launch.link import CoordinatorLink
-from swift_ft.launch.ranks import MachineSettings, Output, RankProgram, make_run_dir
+from swift_ft.launch.ranks import Output, RankProgram, make_run_dir
 from swift_ft.launch.rendezvous import (
     LOOPBACK,
     LoopbackRendezvous,
@@ -58,8 +57,13 @@ REPLACEMENTS_DEFAULT = 100
 ON_OFF = ("on", "off")
 
 
+def _adder(ours: "argparse._ArgumentGroup") -> Callable[..., object]:
+    """Returns a function that adds a flag, also in torchrun's other spelling (--warm_up)."""
+    return lambda flag, **options: ours.add_argument(flag, f"--{flag[2:].replace('-', '_')}", **options)
+
+
 def add_recovery_flags(ours: "argparse._ArgumentGroup") -> None:
-    """Adds the flags."""
+    add = _adder(ours)
     ours.add_argument(
         "--rehearse",
         choices=("start", "always", "off"),
@@ -67,9 +71,8 @@ def add_recovery_flags(ours: "argparse._ArgumentGroup") -> None:
         "them with what the rank has done: each rank twice at the 'start', or 'always' one after the other. What "
         "differs is named (docs/rehearsals.md). Default: start, if there is a spare.",
     )
-    ours.add_argument(
+    add(
         "--require-exact",
-        "--require_exact",
         action="store_const",
         const="on",
         help="End the job once it is known to be not exact.",
@@ -81,31 +84,27 @@ def add_recovery_flags(ours: "argparse._ArgumentGroup") -> None:
         "'adaptive', 'rollback' and 'lossy-forward' the others go on without it; --max-restarts 0 leaves its place "
         "vacant.",
     )
-    ours.add_argument(
+    add(
         "--lost-shard",
-        "--lost_shard",
         choices=(*LOST_SHARDS, QUICKEST),
         help="With --strategy shrink or rollback, and with auto if no process takes a lost rank's place: the others "
         "compute its batches ('redistribute'), or nobody does ('drop', not exact). With auto and a pipeline: its peers "
         "share its microbatches ('reroute'). With auto, 'quickest' is 'reroute' for pipelines, else 'redistribute'.",
     )
-    ours.add_argument(
+    add(
         "--snapshot-every",
-        "--snapshot_every",
         type=int,
         metavar="K",
         help="With --strategy snapshot, and auto: steps between two copies of the state in host memory.",
     )
     _add_adaptive(ours)
-    ours.add_argument(
+    add(
         "--allow-inexact",
-        "--allow_inexact",
         action="store_true",
         help="Allow strategies that do not lead to the bits of a run that never failed.",
     )
-    ours.add_argument(
+    add(
         "--max-restarts",
-        "--max_restarts",
         type=int,
         default=int(os.environ.get("PET_MAX_RESTARTS", REPLACEMENTS_DEFAULT)),
         metavar="N",
@@ -123,23 +122,21 @@ def add_recovery_flags(ours: "argparse._ArgumentGroup") -> None:
 
 
 def _add_adaptive(ours: "argparse._ArgumentGroup") -> None:
-    ours.add_argument(
+    add = _adder(ours)
+    add(
         "--exact-gradients",
-        "--exact_gradients",
         choices=ON_OFF,
         help="With --strategy adaptive (or auto with --lost-shard reroute): 'off' adds the gradients of a lost rank's "
         "microbatches to a rank's own. That saves memory, and is not exact (default on).",
     )
-    ours.add_argument(
+    add(
         "--split-backward",
-        "--split_backward",
         choices=ON_OFF,
         help="With the same: while ranks are missing, gradients of weights are computed after those of inputs, if the "
         "first step shows that the bits are the same (default on).",
     )
-    ours.add_argument(
+    add(
         "--adaptive-memory",
-        "--adaptive_memory",
         type=float,
         metavar="FACTOR",
         help="With the same: how many times the activations of the schedule a rank may hold while others are missing "
@@ -154,7 +151,6 @@ def _add_adaptive(ours: "argparse._ArgumentGroup") -> None:
 
 
 def check_recovery_flags(args: argparse.Namespace) -> None:
-    """Raises UsageError for invalid values and combinations."""
     for flag, count in (("max-restarts", args.max_restarts), ("retry-exceptions", args.retry_exceptions)):
         if count < 0:
             raise UsageError(f"run: --{flag} {count}: 0 or more")
@@ -207,6 +203,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="swift-ft run", parents=[get_args_parser()], conflict_handler="resolve")
     only_finite(parser)
     ours = parser.add_argument_group("swift")
+    add = _adder(ours)
     ours.add_argument(
         "--coordinator",
         default=os.environ.get("SWIFT_COORDINATOR"),
@@ -222,9 +219,8 @@ def make_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--spares", type=int, default=1, help="Warm processes kept to replace a dead rank (default 1)."
     )
-    ours.add_argument(
+    add(
         "--warm-up",
-        "--warm_up",
         action="store_true",
         help="Keep one more process for each rank, which runs the script before it is needed, as far as one forward "
         "and backward from logged tensors: kernels, allocators and imports are warm then. Meanwhile it takes as much "
@@ -236,18 +232,15 @@ def make_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="MODULE,MODULE...",
         help="Modules to import before a rank's script: once, in the process that ranks are forked from, or by each "
-        f"spare while it waits. These are imported anyway: {PRELOAD_DEFAULT.replace(',', ', ')}, and what the script "
-        "imports before anything else, if it is installed and safe before a fork.",
+        f"spare while it waits. These are imported anyway: {PRELOAD_DEFAULT.replace(',', ', ')}.",
     )
-    ours.add_argument(
+    add(
         "--preload-only",
-        "--preload_only",
         metavar="MODULE,MODULE...",
         help="Import these modules only, in place of those that are imported anyway.",
     )
-    ours.add_argument(
+    add(
         "--start-method",
-        "--start_method",
         choices=START_METHODS,
         default=os.environ.get("PET_START_METHOD", "fork"),
         help="How processes start: 'fork' takes milliseconds and shares the memory of imported modules; 'spawn' makes "
@@ -272,17 +265,16 @@ def _add_failures(ours: "argparse._ArgumentGroup") -> None:
 
 
 def _add_health_check(ours: "argparse._ArgumentGroup") -> None:
-    ours.add_argument(
+    add = _adder(ours)
+    add(
         "--health-check",
-        "--health_check",
         metavar="COMMAND",
         help="Run this for a place of this machine ($LOCAL_RANK) before any process gets it, at the start and after a "
         "loss. It is started without a shell. With an exit code other than 0, no process gets the place "
         "(docs/operation.md).",
     )
-    ours.add_argument(
+    add(
         "--health-check-s",
-        "--health_check_s",
         type=float,
         default=LIMIT_S_DEFAULT,
         metavar="SECONDS",
@@ -291,24 +283,22 @@ def _add_health_check(ours: "argparse._ArgumentGroup") -> None:
 
 
 def _add_checkpoints(ours: "argparse._ArgumentGroup") -> None:
+    add = _adder(ours)
     ours.add_argument("--checkpoint-dir", metavar="DIR", help="The directory of the ranks' checkpoints.")
-    ours.add_argument(
+    add(
         "--from-job",
-        "--from_job",
         metavar="NAME",
         help="Begin with the newest complete checkpoint, and the step, of another job of the same coordinator, in the "
         "same --checkpoint-dir. A job that has checkpoints of its own goes on from those.",
     )
-    ours.add_argument(
+    add(
         "--from-version",
-        "--from_version",
         type=int,
         metavar="V",
         help="With --from-job: begin with the checkpoint of this version instead of the newest.",
     )
-    ours.add_argument(
+    add(
         "--sigterm-checkpoint-s",
-        "--sigterm_checkpoint_s",
         type=float,
         default=LAST_CHECKPOINT_S_DEFAULT,
         metavar="SECONDS",
@@ -326,8 +316,6 @@ _PLACES = ("rdzv_endpoint", "node_rank", "master_addr", "master_port")
 
 
 class Meeting(enum.Enum):
-    """How the machines of a job find each other."""
-
     ALONE = "alone"
     """One machine: its store listens on loopback only."""
     NUMBERED = "numbered"
@@ -395,8 +383,6 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """All flags, validated."""
-
     config: LaunchConfig
     made_up: bool
     """The job's name was not given explicitly."""
@@ -408,8 +394,6 @@ class LaunchPlan:
     warms_up: bool
     """Spares run the script before they are needed."""
     preload: str
-    imports: str
-    """Modules that the script imports first."""
     fork: bool
     grace_s: float
     last_checkpoint_s: float
@@ -420,7 +404,6 @@ class LaunchPlan:
 
 
 def make_plan(argv: Sequence[str]) -> LaunchPlan:
-    """Parses and validates the flags. Raises UsageError."""
     parser = make_parser()
     # Machines are numbered only if these were given.
     unset = {name: os.environ.get(f"PET_{name.upper()}") for name in ("node_rank", "master_addr")}
@@ -468,9 +451,7 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         from_job=args.from_job or "",
         from_version=args.from_version,
     )
-    path0 = job.sys_path0()
-    _check_preload([args.preload_only or "", *args.preload], path0)
-    imports = imports_of(script_of(job.script, job.module, path0), path0) if args.preload_only is None else []
+    _check_preload([args.preload_only or "", *args.preload], job.sys_path0())
     return LaunchPlan(
         config=config,
         made_up=args.job is None,
@@ -483,7 +464,6 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
         preload=",".join(
             [PRELOAD_DEFAULT if args.preload_only is None else args.preload_only, *args.preload]
         ),
-        imports=",".join(imports),
         fork=args.start_method == "fork",
         grace_s=GRACE_S_DEFAULT if args.shutdown_timeout is None else args.shutdown_timeout,
         last_checkpoint_s=args.sigterm_checkpoint_s,
@@ -496,7 +476,6 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
 
 
 def _tell_ranks(args: argparse.Namespace) -> None:
-    """Sets the environment variables that sessions read."""
     tell_sessions(args, os.environ)
     if "OMP_NUM_THREADS" not in os.environ and args.nproc_per_node != "1":
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -593,17 +572,6 @@ def _make_rendezvous(plan: LaunchPlan, wake: Callable[[], None]) -> Rendezvous:
         raise UsageError(f"run: {' '.join(str(error).split())}") from error
 
 
-def _settings(config: LaunchConfig) -> MachineSettings:
-    return MachineSettings(
-        ranks=config.nproc_per_node,
-        role=config.role,
-        run_id=config.run_id,
-        max_restarts=config.max_restarts,
-        monitor_interval_s=config.monitor_interval,
-        virtual_local_rank=config.virtual_local_rank,
-    )
-
-
 def _say_unfit(reason: str) -> None:
     tell(
         f"run: --preload: {reason}: ranks are not forked but spawned (--start-method spawn says so beforehand)"
@@ -619,7 +587,6 @@ def run(plan: LaunchPlan) -> Outcome:
         dict(os.environ),
         plan.job.sys_path0(),
         plan.preload,
-        imports=plan.imports,
         fork=plan.fork,
         on_unfit=_say_unfit if asked else lambda reason: None,
     )
@@ -630,7 +597,7 @@ def run(plan: LaunchPlan) -> Outcome:
         with gate.raising():
             rendezvous = _make_rendezvous(plan, nursery.wake)
         agent = ReplacingAgent(
-            _settings(plan.config),
+            plan.config,
             machines=rendezvous,
             job=plan.job,
             output=plan.output,

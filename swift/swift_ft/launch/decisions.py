@@ -16,8 +16,6 @@ CHECK_DELAY_FIRST_S = 1.0
 
 
 class Action(enum.Enum):
-    """The response to a rank's exit."""
-
     DONE = "done"
     REPLACE = "replace"
     LOST = "lost"
@@ -29,8 +27,6 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """The launcher's knowledge when a rank ends."""
-
     replacements_left: int
     attempts: int
     """Processes of this rank that died since the job last ran, this one included."""
@@ -55,8 +51,6 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The launcher's exit code and last line."""
-
     exit_code: int
     line: str = ""
 
@@ -71,7 +65,6 @@ def outcome_of(exit_codes: set[int], line: str, exit_code: int = 0) -> Outcome:
 
 
 def describe_exit(exit_code: int) -> str:
-    """Describes an exit code: "killed by SIGKILL", or "exit code 3"."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -123,7 +116,6 @@ def judge_check(rank: int, why: str, failed: int, situation: Situation) -> Verdi
 
 
 def judge_start(rank: int, why: str, failed: int, situation: Situation) -> Verdict:
-    """Returns the response to a failed start of a process for a place."""
     return _judge_place(f"rank {rank}: {why}", "tried", failed, situation)
 
 

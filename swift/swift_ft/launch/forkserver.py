@@ -1,11 +1,10 @@
 """One process that imports the modules of ranks once, and forks ranks and spares from it.
 
-    python -u -m swift_ft.launch.forkserver SOCKET_FD LAUNCHER_PID PATH0 MODULE,MODULE... [MODULE:NAME,...]
+    python -u -m swift_ft.launch.forkserver SOCKET_FD LAUNCHER_PID PATH0 MODULE,MODULE...
 
 (launcher) starts it with the environment that ranks get, see `ForkServer`.
-(server)   dies with the launcher; imports the modules as a worker would; of the second list, the script's own
-           imports, those that pass a trial (`fitting`); sends ``{"fit": null, "chosen": [...]}``, or
-           why it is unsafe to fork: a module has started a thread, or holds a file open, which all ranks would share.
+(server)   dies with the launcher; imports the modules as a worker would; sends ``{"fit": null}``, or why it is
+           unsafe to fork: a module has started a thread, or holds a file open, which all ranks would share.
 (launcher) becomes the subreaper of orphans, and sends ``{}`` with the child's descriptors.
 (server)   forks a process that forks the child and exits: now the child belongs to the launcher, whose waitid
            and whose death it needs. This holds only once the process between is reaped; then the child gets a byte.
@@ -15,263 +14,22 @@
 (launcher) stops adopting. A trainer that died in between has left it its own children: the nursery reaps them.
 """
 
-import ast
 import contextlib
 import ctypes
 import gc
-import importlib.machinery
 import json
 import os
-import random
 import select
-import signal
-import site
 import socket
 import subprocess
 import sys
-import sysconfig
 import threading
-import time
-import tokenize
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from swift_ft.launch import worker
 from swift_ft.launch.worker import set_title
-
-# The first imports of a script, found by parsing it.
-#
-# Ranks are forked from a process that has already imported these (`choose`), so a replacement does not wait for them.
-# Only installed modules are taken: the script's own modules may read arguments and environment, which differ by rank.
-# And only the first ones: any statement between a script's imports may be meant for the next of them (`os.environ[...]
-# = ...`, `sys.path.insert`, `matplotlib.use`).
-
-MOST = 64
-"""Limit of imports taken from one script."""
-
-
-def imports_of(script: str, path0: str) -> list[str]:
-    """Returns the script's first imports, in order: ``module``, or ``module:name`` for ``from module import name``."""
-    try:
-        with tokenize.open(script) as file:
-            body = ast.parse(file.read()).body
-    except (OSError, SyntaxError, ValueError):
-        return []  # the script itself reports this error
-    modules: list[str] = []
-    places = _Places(path0)
-    for statement in body:
-        for imported in _imports(statement):
-            names = _names(imported)
-            if not names or not all(places.has(name.partition(":")[0]) for name in names):
-                return modules[:MOST]
-            modules += names
-        if not _does_nothing_else(statement):
-            break
-    return modules[:MOST]
-
-
-def script_of(script: str, module: bool, path0: str) -> str:
-    """Returns the file that is run; a module's only if no package is imported before it. Empty: unknown."""
-    if not module:
-        return script
-    path = os.path.join(path0, f"{script}.py")
-    return path if "." not in script and os.path.isfile(path) else ""
-
-
-class _Places:
-    """The directories from which modules come: the script's own, and those of installed packages."""
-
-    def __init__(self, path0: str) -> None:
-        self._own = [path0, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        named = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-        dynamic = [os.path.join(path, "lib-dynload") for path in named[:2]]
-        self._installed = [*dict.fromkeys([*named, *dynamic, *site.getsitepackages()])]
-        if site.ENABLE_USER_SITE:
-            self._installed.append(site.getusersitepackages())
-
-    def has(self, module: str) -> bool:
-        """Returns whether the module is installed, and not shadowed by one of the script's own."""
-        top = module.partition(".")[0]
-        if top in sys.builtin_module_names or top == "swift_ft":
-            return True
-        return not _there(top, self._own) and _there(top, self._installed)
-
-
-def _there(top: str, places: Sequence[str]) -> bool:
-    return importlib.machinery.PathFinder.find_spec(top, places) is not None
-
-
-def _imports(statement: ast.stmt) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yields the imports of this statement, including those of a ``try`` that contains only imports."""
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        yield statement
-    elif isinstance(statement, ast.Try) and _does_nothing_else(statement):
-        for inner in statement.body:
-            yield from _imports(inner)
-
-
-def _names(statement: ast.Import | ast.ImportFrom) -> list[str]:
-    """Returns the imported names. Empty: a relative import, so it is the script's own."""
-    if isinstance(statement, ast.Import):
-        return [alias.name for alias in statement.names]
-    if statement.level or statement.module is None:
-        return []
-    return [f"{statement.module}:{alias.name}" for alias in statement.names]
-
-
-def _does_nothing_else(statement: ast.stmt) -> bool:
-    """Returns whether the statement only imports, is a string, or assigns a constant to a name."""
-    match statement:
-        case ast.Import() | ast.ImportFrom() | ast.Pass():
-            return True
-        case ast.Expr(value=ast.Constant()) | ast.Assign(targets=[ast.Name()], value=ast.Constant()):
-            return True
-        case ast.Try(body=body, orelse=[], finalbody=[]):
-            return all(isinstance(inner, ast.Import | ast.ImportFrom | ast.Try) for inner in body) and all(
-                map(_does_nothing_else, body)
-            )
-        case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"), orelse=[]):
-            return True
-    return False
-
-
-# Trial imports: which modules may be imported before a fork, tried in a process that is discarded.
-#
-# ::
-#
-#     (fork server) has imported the modules of every rank; forks a child
-#     (child)       imports one after the other, checks its own state after each, and writes "" or the objection.
-#                   Imports cannot be undone, so it ends with the first one that does not fit
-#     (fork server) forks the next child for the modules after that one; then imports the fitting ones itself
-#
-# A module does not fit if it starts a thread or a process, keeps a file open, has set up CUDA, handles a signal or
-# draws from a default generator; nor if it has read a rank's own values (its number, its arguments).
-
-TRIAL_S_MAX = 60.0
-"""Seconds for all trials. The modules left then are imported by the script."""
-_OF_A_RANK = frozenset(
-    f"{group}{what}" for group in ("", "LOCAL_", "GROUP_", "ROLE_") for what in ("RANK", "WORLD_SIZE")
-) | {"MASTER_ADDR", "MASTER_PORT"}
-_OF_A_LAUNCHER = ("TORCHELASTIC_", "SWIFT_")
-Traces = Callable[[], dict[str, Any]]
-"""Returns observations of any process that the fork server forks, by name."""
-
-
-def fitting(names: list[str], traces: Traces) -> tuple[list[str], dict[str, str]]:
-    """Returns the modules that may be imported here, and the objections to the others."""
-    fit: list[str] = []
-    unfit: dict[str, str] = {}
-    deadline = time.monotonic() + TRIAL_S_MAX
-    while names:
-        passed, why = _try(names, traces, deadline)
-        fit += names[:passed]
-        if passed < len(names):
-            unfit[names[passed]] = why
-        names = names[passed + 1 :]
-    return fit, unfit
-
-
-def _try(names: list[str], traces: Traces, deadline: float) -> tuple[int, str]:
-    """Returns how many of the first modules fit, and the objection to the next one."""
-    told, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            worker.die_with(os.getppid())
-            os.close(told)
-            _import_all(names, traces, tell)
-        finally:
-            os._exit(0)
-    os.close(tell)
-    try:
-        lines = _lines(told, deadline)
-        passed = 0
-        for why in lines:
-            if why:
-                return passed, why
-            passed += 1
-        return passed, "it ends its process, or takes too long"
-    finally:
-        os.close(told)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def _lines(told: int, deadline: float) -> Iterator[str]:
-    """Yields lines until the child ends, or the deadline passes."""
-    text = b""
-    while (left_s := deadline - time.monotonic()) > 0 and select.select([told], [], [], left_s)[0]:
-        if not (more := os.read(told, 1 << 16)):
-            return
-        text += more
-        *whole, text = text.split(b"\n")
-        yield from (str(json.loads(line)) for line in whole)
-
-
-def _import_all(names: list[str], traces: Traces, tell: int) -> None:
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(quiet, stream)  # the script's own import prints it again
-    os.close(quiet)
-    looked: list[str] = []
-    _watch(looked)
-    before = traces() | _state()
-    for name in names:
-        try:
-            worker.preload(name)
-            after = traces() | _state()
-            why = (
-                looked[0] if looked else next((what for what in after if after[what] != before.get(what)), "")
-            )
-        except BaseException as error:  # noqa: BLE001  (whatever a module may raise)
-            why = f"{type(error).__name__}: {error}"
-        os.write(tell, json.dumps(why[:200]).encode() + b"\n")
-        if why:
-            return
-
-
-def _state() -> dict[str, Any]:
-    """Returns observations, each keyed by the objection if it changes."""
-    state: dict[str, Any] = {
-        "it handles a signal": {number: signal.getsignal(number) for number in signal.valid_signals()},
-        "it draws from Python's random": random.getstate(),
-    }
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        state["it draws from torch's generator"] = torch.get_rng_state().tolist()
-        from swift_ft.device import accelerator_in_use  # loads torch
-
-        state["it sets up a device"] = accelerator_in_use() is not None
-    return state
-
-
-def _watch(looked: list[str]) -> None:
-    """Records accesses to values that only a rank has: here a module would see another process's."""
-
-    class Environment(os._Environ):  # type: ignore[type-arg]
-        def __getitem__(self, name: str) -> str:
-            if name in _OF_A_RANK or name.startswith(_OF_A_LAUNCHER):
-                looked.append(f"it looks at ${name}")
-            return str(super().__getitem__(name))
-
-    class Arguments(list[str]):
-        def __getitem__(self, place: Any) -> Any:
-            looked.append("it looks at the arguments")
-            return super().__getitem__(place)
-
-        def __iter__(self) -> Iterator[str]:
-            looked.append("it looks at the arguments")
-            return super().__iter__()
-
-        def __len__(self) -> int:
-            looked.append("it looks at the arguments")
-            return super().__len__()
-
-    os.environ.__class__ = Environment
-    sys.argv = Arguments(sys.argv)
-
 
 FORK_S_MAX = 10.0
 """Seconds after which a fork server that does not answer is considered stuck. A fork takes some 20 ms."""
@@ -314,11 +72,10 @@ def adopting() -> Iterator[None]:
 class ForkServer:
     """The launcher's end. Readable when the server has reported whether it is fit, and when it has died."""
 
-    def __init__(self, env: dict[str, str], path0: str, preload: str, imports: str = "") -> None:
-        """Starts the server. Raises OSError if no process can be started."""
+    def __init__(self, env: dict[str, str], path0: str, preload: str) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-u", "-P", "-m", "swift_ft.launch.forkserver"]
-        command += [str(theirs.fileno()), str(os.getpid()), path0, preload, imports]
+        command += [str(theirs.fileno()), str(os.getpid()), path0, preload]
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -329,19 +86,13 @@ class ForkServer:
             raise
         self.pid = self._process.pid
         self.ready = False
-        self.chosen: list[str] = []
-        """The modules of `imports` that it has imported."""
-        self.left_out: dict[str, str] = {}
-        """The other modules of `imports`, each with the objection."""
 
     def fileno(self) -> int:
         return self._line.fileno()
 
     def wait_ready(self) -> str | None:
         """Waits for the server's report. Returns why it must not fork, or None. Raises ForkFailed if it has died."""
-        message = self._receive()
-        reason: str | None = message["fit"]
-        self.chosen, self.left_out = message["chosen"], message["left_out"]
+        reason: str | None = self._receive()["fit"]
         self.ready = reason is None
         return reason
 
@@ -425,29 +176,6 @@ def prepare(modules: str) -> str | None:
     return None
 
 
-def choose(imports: str) -> tuple[list[str], dict[str, str]]:
-    """Imports the modules that fit. Returns their names, and the objections to the others."""
-
-    def traces() -> dict[str, Any]:
-        return {
-            "it starts a thread": _threads(),
-            "it keeps a file open": _files(),
-            "it starts a process": own_children(),
-        }
-
-    wanted = [name for name in imports.split(",") if name and not _is_there(name)]
-    chosen, left_out = fitting(wanted, traces) if wanted else ([], {})
-    for name in chosen:
-        with contextlib.suppress(Exception):
-            worker.preload(name)
-    return chosen, left_out
-
-
-def _is_there(name: str) -> bool:
-    module, _, attribute = name.partition(":")
-    return module in sys.modules and (not attribute or attribute in vars(sys.modules[module]))
-
-
 def _reseed() -> None:
     """Reseeds generators as the standard library does for `random`, so that no two ranks share a stream by accident."""
     if "numpy.random" in sys.modules:
@@ -524,7 +252,7 @@ def serve(line: socket.socket, launcher_pid: int) -> list[int] | None:
 
 def main(argv: list[str]) -> None:
     try:
-        path0, modules, imports = argv[2:]
+        path0, modules = argv[2:]
         line_fd, launcher_pid = (int(arg) for arg in argv[:2])
     except ValueError:
         print("swift: swift_ft.launch.forkserver is started by `swift-ft run`, not by hand", file=sys.stderr)
@@ -535,12 +263,8 @@ def main(argv: list[str]) -> None:
     line.set_inheritable(False)
     worker.begin_path(path0)
     reason = prepare(modules)
-    chosen, left_out = choose(imports) if reason is None else ([], {})
-    if chosen and (_threads() > 1 or own_children()):
-        reason = f"one of {', '.join(chosen)} starts a thread or a process, sometimes"
     gc.freeze()  # so that a collection in a child does not write to every page
-    report = {"fit": reason and reason[:_REASON_MAX], "chosen": chosen, "left_out": left_out}
-    line.send(json.dumps(report).encode())
+    line.send(json.dumps({"fit": reason and reason[:_REASON_MAX]}).encode())
     fds = serve(line, launcher_pid)
     line.close()
     if fds is None:

@@ -66,8 +66,6 @@ class HealthCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """The result of one check."""
-
     fit: bool
     reason: str = ""
     """If unfit: how the check ended, and its last line of output."""
@@ -78,7 +76,6 @@ class Check:
     """One run, in a session of its own. Started by the launcher's main thread, with which it dies."""
 
     def __init__(self, check: HealthCheck, environment: Mapping[str, str]) -> None:
-        """Starts the check. Raises OSError if that fails."""
         self.limit_s = check.limit_s
         self._began = events.now()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed at the end of the check)
@@ -99,7 +96,6 @@ class Check:
 
     @property
     def left_s(self) -> float:
-        """Seconds until its time limit."""
         return self._began + self.limit_s - events.now()
 
     def end(self, why: str = "") -> Result:
@@ -128,8 +124,6 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
-    """A place without a process, which waits for another one."""
-
     at: float
     """The earliest time; infinite while it is being checked."""
     reason: str
@@ -145,8 +139,6 @@ class Waiting:
 
 
 class WaitingPlaces:
-    """The waiting places of one machine, by local rank."""
-
     def __init__(
         self,
         check: HealthCheck | None,
@@ -163,7 +155,6 @@ class WaitingPlaces:
         self._ended: list[tuple[int, Result]] = []
 
     def __bool__(self) -> bool:
-        """Returns whether any place waits."""
         return bool(self._waiting)
 
     def __contains__(self, local_rank: object) -> bool:
@@ -179,7 +170,6 @@ class WaitingPlaces:
         )
 
     def put_off(self, local_rank: int, at: float) -> None:
-        """Delays the place's next health check or process until `at`."""
         self._waiting[local_rank] = replace(self._waiting[local_rank], at=at)
 
     def requeue(self, local_rank: int, waiting: Waiting) -> int:
@@ -189,20 +179,16 @@ class WaitingPlaces:
         return failures
 
     def drop(self, local_rank: int) -> Waiting:
-        """Removes a place that gets no process."""
         return self._waiting.pop(local_rank)
 
     def leave(self, local_ranks: Iterable[int]) -> None:
-        """Removes these places, as far as they wait."""
         for local_rank in local_ranks:
             self._waiting.pop(local_rank, None)
 
     def clear(self) -> None:
-        """Removes all places."""
         self._waiting.clear()
 
     def patience_s(self, longest_s: float) -> float:
-        """Returns how long the loop may wait for an event."""
         now = events.now()
         waits = [waiting.at - now for waiting in self._waiting.values()]
         return max(0.0, min([longest_s, *waits, *(check.left_s for check in self._running.values())]))
@@ -250,7 +236,6 @@ class WaitingPlaces:
             raise ServiceError(f"run: the health check has failed: {'; '.join(unfit)}")
 
     def stop(self) -> None:
-        """Ends the running health checks."""
         for local_rank in list(self._running):
             self._end(local_rank, "it was told to stop")
 

@@ -1,6 +1,6 @@
 """The launcher's link to the coordinator: sends notices, receives Views, and never delays a replacement.
 
-(main thread)  `notify_exit`, `fail`: queued, sent in order by the link's own thread, each of them again and again
+(main thread)  `notify`, `fail`: queued, sent in order by the link's own thread, each of them again and again
                until the coordinator answers: without it, a death is noticed only when the lease ends.
 (watch thread) every new View is kept in `view` and wakes the main loop.
 """
@@ -27,8 +27,6 @@ DRAIN_UNSEEN_S = 3.0
 
 
 class CoordinatorLink:
-    """Connection that lasts from the start of the launcher to its end."""
-
     def __init__(self, address: str, job: str, wake: Callable[[], None]) -> None:
         self._address = address
         self._job = job
@@ -44,46 +42,9 @@ class CoordinatorLink:
         self._thread = threading.Thread(target=self._run, name="coordinator-link", daemon=True)
         self._thread.start()
 
-    def notify_exit(
-        self, rank: int, pid: int, exit_code: int, incarnation: str, *, given_up: bool = False
-    ) -> None:
-        """Reports the exit of a child. `given_up`: no process takes its place."""
-        exited = pb.ExitRequest(
-            rank=rank, pid=pid, exit_code=exit_code, incarnation=incarnation, given_up=given_up
-        )
-        self._tell(lambda client: client.call(exited))
-
-    def notify_given_up(self, rank: int) -> None:
-        """Reports that no process takes the place of that rank, whose last one has exited before."""
-        self._tell(lambda client: client.call(pb.ExitRequest(rank=rank, given_up=True)))
-
-    def notify_unfit(self, rank: int, reason: str) -> None:
-        """Reports that the place of that rank has failed its health check, so that no process gets it."""
-        self._tell(lambda client: client.call(pb.ExitRequest(rank=rank, unfit=reason)))
-
-    def notify_rehearsed(
-        self,
-        rank: int,
-        version: int,
-        *,
-        under_way: bool = False,
-        steps: int = 0,
-        difference: str = "",
-        why_not: str = "",
-    ) -> None:
-        """Reports the begin or the result of a rehearsal of that rank."""
-        self._tell(
-            lambda client: client.call(
-                pb.RehearsedRequest(
-                    rank=rank,
-                    version=version,
-                    under_way=under_way,
-                    steps=steps,
-                    difference=difference,
-                    why_not=why_not,
-                )
-            )
-        )
+    def notify(self, request: "pb.ExitRequest | pb.RehearsedRequest") -> None:
+        """Reports the exit or the rehearsal of a rank, or the state of its place."""
+        self._tell(lambda client: client.call(request))
 
     def fail(self, reason: str) -> None:
         """Reports that the job cannot go on. `close` waits until this is delivered."""
@@ -111,7 +72,6 @@ class CoordinatorLink:
 
     @property
     def unheard(self) -> bool:
-        """Returns whether the coordinator has not yet answered all notices."""
         return self._answered < self._told
 
     def _tell(self, call: "Callable[[CoordinatorClient], object]") -> None:

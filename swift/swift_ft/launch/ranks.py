@@ -5,6 +5,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing import Std
 
@@ -12,11 +13,12 @@ from swift_ft.errors import UsageError
 from swift_ft.files import make_directory
 from swift_ft.launch.worker import Program
 
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankProgram:
-    """The program of a job's ranks, the same for every local rank."""
-
     script: str
     module: bool
     args: list[str]
@@ -39,23 +41,7 @@ class RankProgram:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MachineSettings:
-    """Settings of one machine's ranks, from torchrun's flags."""
-
-    ranks: int
-    """The number of ranks."""
-    role: str
-    run_id: str
-    max_restarts: int
-    """The number of dead ranks that are replaced."""
-    monitor_interval_s: float
-    virtual_local_rank: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MachinePlace:
-    """A machine's place among the job's machines."""
-
     number: int
     ranks_of: list[int]
     """The number of ranks of each machine, by place."""
@@ -69,8 +55,6 @@ class MachinePlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """The destinations of the local ranks' output."""
-
     redirects: dict[int, Std] = field(default_factory=dict)
     """By local rank: the streams that go to files."""
     shown: frozenset[int] | None = None
@@ -107,12 +91,12 @@ def make_run_dir(log_dir: str | None, run_id: str) -> Path:
         ) from error
 
 
-def place_env(machine: MachineSettings, local_rank: int, job: RankProgram) -> dict[str, str]:
+def place_env(machine: "LaunchConfig", local_rank: int, job: RankProgram) -> dict[str, str]:
     """Returns the variables of a place of this machine, independent of the rank: for a health check, and as a part of a
     rank's own."""
     env = {
         "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(machine.ranks),
+        "LOCAL_WORLD_SIZE": str(machine.nproc_per_node),
         "SWIFT_COORDINATOR": job.coordinator,
         "SWIFT_JOB": job.name,
     }
@@ -125,7 +109,7 @@ def place_env(machine: MachineSettings, local_rank: int, job: RankProgram) -> di
 
 
 def rank_env(
-    machine: MachineSettings,
+    machine: "LaunchConfig",
     place: MachinePlace,
     local_rank: int,
     *,
@@ -176,7 +160,6 @@ def _device_of(local_rank: int) -> str:
 
 
 def make_program(job: RankProgram, output: Output, local_rank: int, env: dict[str, str]) -> Program:
-    """Returns all that a child needs to become this rank."""
     if output.run_dir is not None:
         env = env | {"TORCHELASTIC_ERROR_FILE": str(output.rank_dir(local_rank) / "error.json")}
     return Program(

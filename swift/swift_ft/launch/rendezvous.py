@@ -122,7 +122,6 @@ class Terms:
 
     @classmethod
     def of(cls, configs: Mapping[str, object]) -> "Terms":
-        """Parses the settings. Raises ValueError."""
         given = {}
         for name in cls.__dataclass_fields__:
             if name in configs:
@@ -141,8 +140,6 @@ class NotNeeded(Exception):
 
 
 class MetRendezvous(Rendezvous):
-    """One machine of several that meet at the coordinator."""
-
     def __init__(
         self,
         job: RankProgram,

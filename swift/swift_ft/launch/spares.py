@@ -14,6 +14,7 @@ were no rehearsals.
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
@@ -93,7 +94,6 @@ class Spares:
         return child
 
     def spawn(self) -> Child:
-        """Starts a child. Raises StartFailed."""
         child = self._nursery.spawn()
         events.emit("worker_spawned", pid=child.pid, incarnation=child.incarnation, forked=child.forked)
         return child
@@ -110,7 +110,6 @@ class Spares:
         return next(iter([*warmed_up, *plain]), None) or self.spawn()
 
     def on_view(self, view: pb.View | None) -> None:
-        """Ends warm-ups during a recovery."""
         if view is not None and view.state != pb.RUNNING:
             self._end_warm_up()
 
@@ -133,7 +132,6 @@ class Spares:
             self._warm_up_next(ranks, spawns=forks)
 
     def _warm_up_next(self, ranks: Sequence[int], *, spawns: bool) -> None:
-        """Advances the warm-ups, one at a time."""
         kept = [child for child in self._nursery.spares if child.kept_for is not None]
         under_way = next((child for child in kept if not child.warmed_up), None)
         if under_way is not None and under_way.warming:
@@ -155,7 +153,6 @@ class Spares:
             events.emit("warm_up_begin", rank=under_way.kept_for, pid=under_way.pid)
 
     def heard(self, child: Child) -> None:
-        """Handles a message of a spare."""
         if not child.warming:
             self._failures = 0
             events.emit("worker_warm", pid=child.pid, rank=child.rank)
@@ -178,7 +175,6 @@ class Spares:
             self._count_warm_up_failure(warmed["why_not"])
 
     def ended(self, child: Child) -> None:
-        """Handles the end of a spare."""
         events.emit("spare_exit", pid=child.pid, code=child.exit_code)
         if child.unwanted:
             return
@@ -229,7 +225,6 @@ class Rehearsals:
             self._end("")
 
     def on_view(self, view: pb.View | None) -> None:
-        """Ends a rehearsal during a recovery."""
         if self._child is None:
             return
         if view is None or view.state != pb.RUNNING or view.generation != self._generation:
@@ -272,10 +267,9 @@ class Rehearsals:
         self._known = False
         child.rehearse(self._program(place, child.incarnation, chosen.recorded))
         events.emit("rehearsal_begin", rank=chosen.rank, version=chosen.recorded, pid=child.pid)
-        self._link.notify_rehearsed(chosen.rank, chosen.recorded, under_way=True)
+        self._notify(under_way=True)
 
     def heard(self, child: Child) -> None:
-        """Handles a message of the rehearsal's process."""
         line, end, _ = child.said.partition(b"\n")
         if child is not self._child or not end:
             return
@@ -288,12 +282,9 @@ class Rehearsals:
         else:
             self._failures[self._rank] = 0
             self._child = None
-            self._link.notify_rehearsed(
-                self._rank, self._version, steps=found["steps"], difference=found["difference"]
-            )
+            self._notify(steps=found["steps"], difference=found["difference"])
 
     def ended(self, child: Child) -> None:
-        """Handles the end of a rehearsal's process."""
         if child is self._child:
             self._fail(f"its process has ended (exit code {child.exit_code})")
 
@@ -309,4 +300,7 @@ class Rehearsals:
         assert child is not None
         child.discard()
         if why:
-            self._link.notify_rehearsed(self._rank, self._version, why_not=why)
+            self._notify(why_not=why)
+
+    def _notify(self, **fields: Any) -> None:
+        self._link.notify(pb.RehearsedRequest(rank=self._rank, version=self._version, **fields))

@@ -124,8 +124,6 @@ _NOT_FOR_A_WARM_UP = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """All inputs by which a spare becomes a rank."""
-
     env: dict[str, str]
     """Variables added to the process's environment."""
     script: str

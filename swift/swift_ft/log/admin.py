@@ -37,8 +37,6 @@ class StreamInventory:
 
 @dataclass(frozen=True, slots=True)
 class JobSpace:
-    """Status of a running job on one server, for the coordinator."""
-
     trimmed_below_step: int
     wants_checkpoint: str
     """Reason why a checkpoint is needed before the regular interval; empty: none is needed."""

@@ -26,7 +26,6 @@ with the chunk's end, and lz4 does not write beyond its given output size.
 """
 
 import struct
-from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
 
@@ -113,13 +112,11 @@ def check_chunk(stored: memoryview, raw_bytes: int, width: int) -> None:
         raise RecordCorrupt("a block of its bitshuffle chunk lies outside of it")
 
 
-def check_codec(codec: str | Mapping[str, str]) -> None:
+def check_codec(codec: str) -> None:
     """Validates a writer's codec option. Raises UsageError if unknown, ServiceError if not installed."""
-    named = [codec] if isinstance(codec, str) else list(codec.values())
-    for name in named:
-        if name not in NAMES:
-            raise UsageError(f"codec {name!r} is not known; give one of {', '.join(NAMES)}")
-    if "bitshuffle" in named:
+    if codec not in NAMES:
+        raise UsageError(f"codec {codec!r} is not known; give one of {', '.join(NAMES)}")
+    if codec == "bitshuffle":
         _blosc()  # imports numcodecs now, not while a record is being timed
 
 

@@ -130,7 +130,6 @@ def in_the_way(path: Path) -> list[str]:
 
 
 def check_directory(directory: Path) -> None:
-    """Raises UsageError if this is not a log server's directory."""
     if not directory.is_dir():
         raise UsageError(f"there is no directory {directory}")
     if not os.access(directory, os.R_OK | os.X_OK):
@@ -148,7 +147,6 @@ def check_job(directory: Path, job: str) -> None:
 
 
 def segment_paths(directory: Path, job: str, stream: str) -> list[Path]:
-    """Returns the stream's segment files, in the order of their records."""
     return sorted((directory / job / stream).glob(SEGMENTS))
 
 
@@ -221,7 +219,6 @@ def grave_of(directory: Path, job: str) -> Path:
 
 
 def is_grave(name: str) -> bool:
-    """Returns whether this is the name of a tombstone, as `grave_of` creates them."""
     return _GRAVE.fullmatch(name) is not None
 
 

@@ -88,8 +88,6 @@ class FrameOversize(RecordInvalid):
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """All fields of a record except its body."""
-
     stream_tag: int
     sequence: int
     generation: int
@@ -260,7 +258,6 @@ def check_sizes(header: FrameHeader, body_bytes_max: int) -> None:
 
 
 def check_body(header: FrameHeader, stored: memoryview) -> None:
-    """Raises RecordCorrupt if the stored body does not match the header's checksum."""
     if crc32c.crc32c(stored) != header.body_crc:
         raise RecordCorrupt(f"{header.key}: its body's checksum does not match")
 
@@ -290,8 +287,6 @@ MESSAGE_BYTES = 2 << 20
 
 @dataclass(slots=True)
 class _Begun:
-    """A frame that is not complete yet."""
-
     header: FrameHeader
     parts: list[memoryview]
     missing: int
@@ -299,8 +294,6 @@ class _Begun:
 
 
 class Assembler:
-    """Decoder of one call's messages into frames with verified bodies."""
-
     def __init__(self, body_bytes_max: int) -> None:
         self._body_bytes_max = body_bytes_max
         self._begun: _Begun | None = None

@@ -33,8 +33,6 @@ class ManifestDamaged(ValueError):
 
 @dataclass(slots=True)
 class StreamMeta:
-    """Entry of one stream in the manifest."""
-
     first: int = 0
     """Lowest sequence kept; those below are dropped."""
     next_at_least: int = 0
@@ -100,7 +98,6 @@ def encode_granted(granted: Granted) -> bytes:
 
 
 def decode_granted(data: bytes) -> Granted:
-    """Decodes a registry entry. Raises ManifestDamaged."""
     fields = _decode(_GRANTED_MAGIC, data)
     granted = Granted(_name(fields), _uid(fields), _number(fields, "generation"))
     _nothing_else(fields)

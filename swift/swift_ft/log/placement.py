@@ -45,8 +45,6 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sender:
-    """A rank that writes streams."""
-
     rank: int
     host: str
     held: tuple[int, ...] = ()
@@ -99,7 +97,6 @@ def same_machine(one: str, other: str) -> bool:
 
 
 def machines(hosts: Sequence[str]) -> int:
-    """Returns the number of different machines."""
     known: list[str] = []
     for host in hosts:
         if not any(same_machine(host, other) for other in known):

@@ -68,8 +68,6 @@ class Reason(StrEnum):
 
 
 class Fsync(StrEnum):
-    """Policy that decides when an append is acknowledged."""
-
     ALWAYS = "always"
     """After fdatasync; appends that wait at the same time share one."""
     INTERVAL = "interval"
@@ -214,7 +212,6 @@ def message_of(error: grpc.RpcError) -> str:
 
 
 def as_error(address: str, error: grpc.RpcError) -> SwiftError:
-    """Returns our error for a failed call."""
     reason = reason_of(error)
     kind = _ERRORS.get(reason)
     if kind is not None:

@@ -74,8 +74,6 @@ def never() -> bool:
 
 
 class Holdings(NamedTuple):
-    """A job's streams on one server, and its trim."""
-
     streams: frozenset[str]
     trimmed_below_step: int
 
@@ -287,7 +285,6 @@ class StreamCursor:
                 raise RecordMissing(f"{self.stream} {key} was dropped: {steps} are declared unlogged")
 
     def drop_below(self, step: int) -> None:
-        """Drops records of older steps, which will not be requested."""
         with self._cond:
             self._from_step = max(self._from_step, step)
             for key in [key for key in self._records if key.step < step]:

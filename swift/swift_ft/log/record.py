@@ -53,8 +53,6 @@ STEP_MAX = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type: its name, its code in frames, and the bytes of an element."""
-
     name: str
     code: int
     bytes: int
@@ -95,8 +93,6 @@ DTYPE_BY_CODE: Mapping[int, DType] = MappingProxyType({dtype.code: dtype for dty
 
 @dataclass(frozen=True, slots=True, order=True)
 class RecordKey:
-    """Identity of a record within its stream."""
-
     step: int
     microbatch: int
     slot: int
@@ -233,7 +229,6 @@ class Unlogged:
         return steps is not None and (step <= steps.last or 2 * queued_bytes > queue_bytes)
 
     def drop(self, stream: str, step: int, size: int) -> None:
-        """Records that a record of `size` bytes is dropped."""
         self.records += 1
         self.bytes += size
         self._lack(stream, Steps(step, step))
@@ -251,7 +246,6 @@ class Unlogged:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Streams that a mark is due for."""
         return tuple(self._open)
 
     def due(self, stream: str) -> RecordKey | None:
@@ -260,7 +254,6 @@ class Unlogged:
         return None if steps is None else mark(steps)
 
     def marked(self, stream: str) -> None:
-        """Records that the stream's due mark is in the queue."""
         del self._open[stream]
 
     def forget(self) -> None:

@@ -69,8 +69,6 @@ _MADV_POPULATE_READ = 22
 
 
 class Word:
-    """Offsets of the control area's words."""
-
     MAGIC, CAPACITY, HEAD, TAIL, CONSUMER_SLEEPS, PRODUCER_WAITS = 0, 8, 64, 128, 192, 256
     FLOOR, RESENT, FLOOR_AT, PACE, URGENT = 320, 328, 336, 344, 352
     COUNTS, SERVERS = (384, 448), (512, 520)
@@ -126,7 +124,6 @@ def library() -> tuple[ctypes.CDLL, ctypes.PyDLL] | None:
 
 
 def check_available() -> None:
-    """Raises UsageError if this machine cannot have a ring."""
     if not hasattr(os, "memfd_create"):
         raise UsageError("the log's queue needs memfd_create, which this system does not have; use Linux")
     if library() is None and platform.machine() != "x86_64":
@@ -195,7 +192,6 @@ class Memory:
             self._library[1].swift_ring_store(self.address + word, value)
 
     def counts(self) -> Counts:
-        """Returns the totals of all records that have left the ring."""
         while True:
             tail = self.load(Word.TAIL)
             for at in Word.COUNTS:
@@ -342,8 +338,6 @@ def producer(memory: Memory, wake: int) -> Producer:
 
 
 class NativeProducer:
-    """Producer in `ring.cpp`, which copies bodies in a thread of its own."""
-
     def __init__(self, memory: Memory, wake: int) -> None:
         native = library()
         assert native is not None
@@ -511,7 +505,6 @@ class Consumer:
         return self._memory.load(Word.HEAD) - self.position
 
     def sleep(self, timeout_s: float) -> None:
-        """Waits until there are records to read, at most `timeout_s`."""
         self._memory.store(Word.CONSUMER_SLEEPS, 1)
         if not self.unread and self._poll.poll(timeout_s * 1000):
             os.eventfd_read(self._wake)
@@ -523,7 +516,6 @@ class Consumer:
             os.eventfd_read(self._wake)
 
     def wake(self) -> None:
-        """(any thread) Wakes the consumer from `sleep` or `nap`."""
         os.eventfd_write(self._wake, 1)
 
     def release(self, position: int, counts: Counts = _NONE) -> bool:

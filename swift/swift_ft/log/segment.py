@@ -91,8 +91,6 @@ assert _FOOTER.size == FOOTER_BYTES
 
 
 class Ending(StrEnum):
-    """State of the end of a segment file."""
-
     CLEAN = "clean"
     SEALED = "sealed"
     TORN = "torn"
@@ -100,8 +98,6 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """The first 256 bytes of a segment file, decoded."""
-
     job: str
     stream: str
     first_sequence: int
@@ -122,8 +118,6 @@ after the record that fills it."""
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Job and stream that a segment file must belong to."""
-
     job: str
     stream: str
     uid: str
@@ -173,7 +167,6 @@ def _seal(packed: bytes) -> bytes:
 
 
 def encode_segment_header(header: SegmentHeader) -> bytes:
-    """Returns the header's 256 bytes, checksum included."""
     packed = _HEADER.pack(
         SEGMENT_MAGIC,
         HEADER_VERSION,
@@ -241,8 +234,6 @@ def _decode_footer(data: bytes, header: SegmentHeader, offset: int) -> tuple[int
 
 
 class Source(Protocol):
-    """Interface of a file to read."""
-
     @property
     def size(self) -> int: ...
 
@@ -251,8 +242,6 @@ class Source(Protocol):
 
 
 class _Opened:
-    """A local file."""
-
     def __init__(self, path: Path) -> None:
         self._fd = open_regular(path, os.O_RDONLY)
         self.size = os.fstat(self._fd).st_size

@@ -78,8 +78,6 @@ def _named(stream: str, key: RecordKey) -> tuple[str, str]:
 
 
 class Link:
-    """Connection of one writer to one server, for all its streams."""
-
     def __init__(
         self,
         address: str,
@@ -87,7 +85,7 @@ class Link:
         generation: int,
         name: str,
         on_change: Callable[[], None],
-        fsync: Callable[[str], str],
+        fsync: str,
     ) -> None:
         """``on_change()`` is called, without a lock, after acknowledgements and after errors."""
         self.address = address
@@ -149,7 +147,6 @@ class Link:
             return self._core.meter.pace()
 
     def error(self, patience_s: float) -> SwiftError | None:
-        """Returns the error to report to the writer's caller, or None."""
         with self._cond:
             return self._core.error(patience_s, time.monotonic())
 
@@ -229,8 +226,6 @@ class Link:
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """A record in the queue, and its outcome."""
-
     stream: str
     key: RecordKey
     dtype: str
@@ -266,8 +261,8 @@ class Delivery:
         job: str,
         generation: int,
         *,
-        codec: str | Mapping[str, str],
-        fsync: str | Mapping[str, str],
+        codec: str,
+        fsync: str,
         patience_s: float,
         name: str,
         on_change: Callable[[], None],
@@ -298,14 +293,9 @@ class Delivery:
         self._error: SwiftError | None = None
         self._closed = False
         check_codec(codec)
-        self._codec: Callable[[str], str] = (
-            (lambda stream: codec.get(stream, "none")) if isinstance(codec, Mapping) else lambda _: codec
-        )
-        self._fsync = (
-            (lambda stream: fsync.get(stream, "")) if isinstance(fsync, Mapping) else lambda _: fsync
-        )
+        self._codec = codec
         self.links = {
-            address: Link(address, job, generation, self._name, self.changed, self._fsync)
+            address: Link(address, job, generation, self._name, self.changed, fsync)
             for address in self.servers
         }
         """Link of each server."""
@@ -315,7 +305,6 @@ class Delivery:
     # -- the sidecar's side -----------------------------------------------------------------------------
 
     def put(self, item: Item) -> None:
-        """Appends a record to the queue."""
         with self._lock:
             self._inbox.append(item)
             self._lock.notify_all()
@@ -331,7 +320,6 @@ class Delivery:
         return self._error
 
     def trouble(self) -> SwiftError | None:
-        """Returns the error to report to the trainer, or None."""
         errors = (link.error(self.patience_s) for link in self.links.values())
         return self._error or next((error for error in errors if error is not None), None)
 
@@ -383,7 +371,6 @@ class Delivery:
             self._lock.notify_all()
 
     def close(self) -> None:
-        """Ends the threads and gives up unacknowledged records."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -436,7 +423,6 @@ class Delivery:
             yield item
 
     def _work_on(self, item: Item) -> None:
-        """Processes a record; an error refuses it."""
         error: SwiftError
         try:
             self._take(item)
@@ -459,7 +445,7 @@ class Delivery:
         if not missing:
             item.outcome = "equal"
             return
-        codec, stored = compress(self._codec(item.stream), item.body, DTYPE_BY_NAME[item.dtype].width)
+        codec, stored = compress(self._codec, item.body, DTYPE_BY_NAME[item.dtype].width)
         item.stored_bytes = len(stored)
         framed = functools.partial(
             item.framed,
@@ -484,5 +470,4 @@ class Delivery:
             item.outcome = "copied" if copied else "sent"  # last: a reader that sees it uses `sent_to`
 
     def _missing(self, item: Item, known: _Known) -> tuple[str, ...]:
-        """Returns the servers that the record must be sent to."""
         return tuple(s for s in self.servers if s in item.sent_before or s not in known.servers)

@@ -16,7 +16,6 @@ Call sequence (`swift_ft.log.sender` is the shell, and holds a lock around each)
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swift_ft._pb import log_pb2
@@ -128,10 +127,8 @@ class _Stream:
 class LinkCore:
     """State of one writer's streams on one server. ``now`` is monotonic seconds."""
 
-    def __init__(
-        self, address: str, job: str, generation: int, now: float, fsync: Callable[[str], str]
-    ) -> None:
-        """``fsync``: maps a stream to one of `swift_ft.log.protocol.Fsync`; empty: the server's default."""
+    def __init__(self, address: str, job: str, generation: int, now: float, fsync: str) -> None:
+        """``fsync``: one of `swift_ft.log.protocol.Fsync`; empty: the server's default."""
         self.address = address
         self.resent = 0
         self.pending = 0
@@ -188,7 +185,6 @@ class LinkCore:
         return stream.acked
 
     def error(self, patience_s: float, now: float) -> SwiftError | None:
-        """Returns the error to report to the writer's caller, or None."""
         if self._error is not None:
             return self._error
         waited_s = now - self._progress_at
@@ -255,7 +251,7 @@ class LinkCore:
                         stream=stream.name,
                         generation=self._generation,
                         acked_sequence=stream.acked,
-                        fsync=self._fsync(stream.name),
+                        fsync=self._fsync,
                     )
                 )
         if opens:

@@ -62,7 +62,6 @@ def error_to_json(error: SwiftError | None) -> Message | None:
 
 
 def error_from_json(value: Message | None) -> SwiftError | None:
-    """Returns an error of the same class and text; ServiceError if the class is unknown."""
     if value is None:
         return None
     kind = getattr(errors, value["class"], None)
@@ -224,8 +223,8 @@ class RingWriter:
         servers: Mapping[str, int],
         job: str,
         generation: int,
-        codec: str | Mapping[str, str] = "none",
-        fsync: str | Mapping[str, str] = "",
+        codec: str = "none",
+        fsync: str = "",
         patience_s: float = PATIENCE_S,
         name: str = "",
     ) -> None:
@@ -454,11 +453,9 @@ class RingWriter:
     # -- control --------------------------------------------------------------------------------------
 
     def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str) -> None:
-        """Declares the records that a server holds of a stream."""
         self.delivery.expect(stream, digests, server)
 
     def set_generation(self, generation: int) -> None:
-        """Reopens the streams under the generation, resends unacknowledged records, and clears errors."""
         self.delivery.set_generation(generation)
 
     def discard(self, generation: int, upto: int) -> None:
@@ -487,7 +484,6 @@ class RingWriter:
         self._consumer.release(self._consumer.position)
 
     def trouble(self) -> SwiftError | None:
-        """Returns the error to report to the trainer now, or None."""
         return self.delivery.error or self._asking or self.delivery.trouble()
 
     def flush_to(self, upto: int, timeout_s: float) -> None:
@@ -527,8 +523,6 @@ NEVER_REACHED = 1 << 62
 
 
 class Sidecar:
-    """The sidecar process: its threads, and its connection to the trainer."""
-
     def __init__(self, line: socket.socket, memory: Memory, wake: int, trainer: int) -> None:
         """``trainer``: a pidfd, because a process forked by the trainer may keep the socket open."""
         self._line = line
@@ -560,7 +554,6 @@ class Sidecar:
         return time.monotonic() > self._until
 
     def _leave(self) -> None:
-        """Starts the drain: the trainer is gone."""
         if not self._gone.is_set():
             self._until = time.monotonic() + self._drain_s
             self._gone.set()

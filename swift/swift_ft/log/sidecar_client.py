@@ -20,14 +20,12 @@ from swift_ft.log.codec import check_codec
 from swift_ft.log.frame import BODY_BYTES_MAX, raw_bytes_of
 from swift_ft.log.memory import address_of
 from swift_ft.log.placement import COPIES_MAX, PATIENCE_S
-from swift_ft.log.protocol import Fsync
 from swift_ft.log.record import (
     DIMS_MAX,
     DTYPE_BY_NAME,
     MARK_DTYPE,
     MARK_SHAPE,
     MARK_SLOT,
-    WHEN_FULL,
     RecordKey,
     Unlogged,
     as_bytes,
@@ -69,7 +67,6 @@ class Line:
         return self._socket.makefile("rb")
 
     def close(self) -> None:
-        """Ends sending and closes the socket."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -207,7 +204,6 @@ class SidecarSupervisor:
 
     @property
     def pid(self) -> int:
-        """Process id of the sidecar."""
         return self._process.pid
 
     def raise_pending(self, may_drop: bool = False) -> None:
@@ -223,7 +219,6 @@ class SidecarSupervisor:
             raise error
 
     def expect(self, stream: str, server: str, digests: Mapping[RecordKey, bytes]) -> None:
-        """As `SidecarWriter.expect`."""
         for holder in [server] if server else list(self._servers):
             with self.changed:  # recorded for a successor of the sidecar
                 self._expected.add(stream, holder, digests)
@@ -245,17 +240,14 @@ class SidecarSupervisor:
         )
 
     def await_ready(self) -> None:
-        """Waits until the sidecar works."""
         self._request({"do": "go"})
 
     def interrupt(self) -> None:
-        """As `SidecarWriter.interrupt`."""
         with self.changed:
             self._interrupted = True
             self.changed.notify_all()
 
     def set_generation(self, generation: int, servers: Sequence[str], emptied: Collection[str]) -> None:
-        """As `SidecarWriter.set_generation`."""
         if generation >= self.generation and servers and (emptied or set(servers) != set(self._servers)):
             self._move(generation, servers, emptied)
         self._enter(generation, {"do": "set_generation", "generation": generation})
@@ -301,7 +293,6 @@ class SidecarSupervisor:
             self._request(message)
 
     def close(self) -> None:
-        """Ends the sidecar and waits for its exit."""
         with self._replacing, self.changed:
             self._closed = True
             self.changed.notify_all()
@@ -447,29 +438,6 @@ class WriterStats:
     """Raw bytes per second that the slowest log server acknowledged lately, while it was busy; 0: not known yet."""
 
 
-def check_options(
-    servers: Sequence[str],
-    job: str,
-    codec: str | Mapping[str, str],
-    fsync: str | Mapping[str, str],
-    queue_bytes: int,
-    patience_s: float,
-    when_full: str,
-) -> None:
-    """Validates a writer's options. Raises UsageError, and ServiceError if a codec is not installed."""
-    if not servers:
-        raise UsageError("a log writer needs at least one log server")
-    if queue_bytes < 1 or patience_s <= 0:
-        raise UsageError("queue_bytes and patience_s must be positive")
-    check_name("job", job)
-    check_codec(codec)
-    for policy in [fsync] if isinstance(fsync, str) else fsync.values():
-        if policy not in ("", *Fsync):
-            raise UsageError(f"fsync {policy!r} is not known; give one of {', '.join(Fsync)}")
-    if when_full not in WHEN_FULL:
-        raise UsageError(f"when_full {when_full!r} is not known; give one of {', '.join(WHEN_FULL)}")
-
-
 def check_record(
     stream: str, key: RecordKey, dtype: str, shape: tuple[int, ...], body: memoryview | bytes | bytearray
 ) -> memoryview:
@@ -494,8 +462,6 @@ def check_record(
 
 
 class Borrower(Protocol):
-    """Component that writes bodies into a ring itself."""
-
     def finish(self) -> None:
         """(a flush, a full ring) Waits until all bodies in progress are written."""
 
@@ -553,19 +519,20 @@ class SidecarWriter:
         job: str,
         generation: int,
         *,
-        codec: str | Mapping[str, str] = "none",
-        fsync: str | Mapping[str, str] = "",
+        codec: str = "none",
+        fsync: str = "",
         queue_bytes: int = 256 << 20,
         patience_s: float = PATIENCE_S,
         when_full: str = "block",
         name: str = "",
         lease: Mapping[str, Any] | None = None,
     ) -> None:
-        """``codec``: "none", "lz4" or "bitshuffle" for all streams, or by stream name (default "none"). ``fsync``: when
-        a record counts as durable ("always", "interval", "never"), for all streams or by stream name; empty: the
-        server's default. ``queue_bytes``: size of the ring. ``lease``: the trainer's lease, which the sidecar renews as
-        well (`swift_ft.log.sidecar.LeaseKeeper`). Raises UsageError if this machine cannot have a ring."""
-        check_options(servers, job, codec, fsync, queue_bytes, patience_s, when_full)
+        """``codec``: "none", "lz4" or "bitshuffle". ``fsync``: when a record counts as durable ("always", "interval",
+        "never"); empty: the server's default. ``queue_bytes``: size of the ring. ``lease``: the trainer's lease, which
+        the sidecar renews as well (`swift_ft.log.sidecar.LeaseKeeper`). Raises UsageError if this machine cannot have a
+        ring."""
+        check_name("job", job)
+        check_codec(codec)
         self.job = job
         self._patience_s = patience_s
         self._pushing = threading.Lock()
@@ -588,8 +555,8 @@ class SidecarWriter:
         self._producer = producer(self._memory, self._wake)
         begin: Message = {
             "job": job,
-            "codec": codec if isinstance(codec, str) else dict(codec),
-            "fsync": fsync if isinstance(fsync, str) else dict(fsync),
+            "codec": codec,
+            "fsync": fsync,
             "patience_s": patience_s,
             "name": name,
             "lease": None if lease is None else dict(lease),
@@ -621,12 +588,10 @@ class SidecarWriter:
 
     @property
     def generation(self) -> int:
-        """Generation of its appends."""
         return self._sidecar.generation
 
     @property
     def restarts(self) -> int:
-        """Number of sidecars that died and were replaced."""
         return self._sidecar.restarts
 
     @property
@@ -637,7 +602,6 @@ class SidecarWriter:
 
     @property
     def pid(self) -> int:
-        """Process id of the sidecar."""
         return self._sidecar.pid
 
     @property

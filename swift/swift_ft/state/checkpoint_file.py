@@ -117,8 +117,6 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """The content of an index, as passed to `dump` or as validated by `parse_index`."""
-
     version: int
     rank: int
     data_bytes: int

@@ -41,8 +41,6 @@ _TELL_AGAIN_S = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """The cost of one checkpoint."""
-
     tensor_bytes: int
     file_bytes: int
     seconds: float
@@ -120,7 +118,6 @@ class CheckpointStore:
 
     @property
     def directory(self) -> Path:
-        """Returns this job's checkpoint directory."""
         return self._directory
 
     def of_job(self, job: str) -> "CheckpointStore":
@@ -363,7 +360,6 @@ class CheckpointStore:
         return [*self._shards(folder), *self._shards(folder, begun=True)]
 
     def _folder(self, version: int, rank: int | None = None) -> Path:
-        """Returns the version's folder of this rank or of another one."""
         return self._directory / version_folder(version) / f"rank{self._rank if rank is None else rank}"
 
 
@@ -373,7 +369,6 @@ def _is_linked(folder: Path) -> bool:
 
 
 def _newer(shard: Path, than: Path) -> bool:
-    """Returns whether `shard` was saved in a newer generation than `than`."""
     return (generation_of(shard.name) or 0) > (generation_of(than.name) or 0)
 
 

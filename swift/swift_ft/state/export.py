@@ -125,8 +125,6 @@ class _Files(filesystem.FileSystem):
 
 
 class Reader(filesystem.FileSystemReader):
-    """A reader of a directory that DCP has written."""
-
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         super().__init__(directory)
         self.fs = _Files()
@@ -277,7 +275,6 @@ def _load(directory: Path, version: int, rank: int) -> State:
 
 
 def _is_dict_of(kind: type, value: Any) -> bool:
-    """Returns whether `value` is a dict from str to `kind`."""
     return isinstance(value, dict) and all(
         isinstance(name, str) and isinstance(item, kind) for name, item in value.items()
     )
@@ -428,6 +425,5 @@ def newest(directory: Path, world_size: int, said: Callable[[str], None]) -> tup
 
 
 def size_of(exported: State) -> tuple[int, int]:
-    """Returns (number of tensors, their bytes)."""
     tensors = [tensor for _, tensor in _flat(exported)]
     return len(tensors), sum(tensor.nbytes for tensor in tensors)

@@ -18,8 +18,6 @@ from swift_ft.state.kernels import DTYPES, Backwards, Form
 
 @dataclass(slots=True)
 class Error:
-    """Error sums over parameters."""
-
     elements: int = 0
     equal: int = 0
     ulps: float = 0.0
@@ -28,7 +26,6 @@ class Error:
     step_squares: float = 0.0
 
     def add(self, truth: torch.Tensor, got: torch.Tensor, stepped_squares: float) -> None:
-        """Adds one parameter. `stepped_squares`: squared length of the step that was undone."""
         if not truth.numel():
             return
         apart = (_order(truth) - _order(got)).abs()
@@ -95,8 +92,6 @@ class Applied:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """The inverse of one optimizer class."""
-
     tensors: Callable[[Hyper], tuple[str, ...]]
     """Returns the names of state tensors of the parameter's shape, in the order in which kernels take them."""
     refuses: Callable[[Hyper], str]
@@ -114,13 +109,11 @@ def _fade(beta: float) -> float:
 
 
 def _shrink(hyper: Hyper) -> str:
-    """Returns why decoupled weight decay cannot be undone; empty if it can."""
     factor = 1 - hyper["lr"] * hyper["weight_decay"]
     return "" if factor >= SHRINKS_BELOW else f"lr·weight_decay leaves {factor:.3g} of a parameter"
 
 
 def _forgets(**rates: float) -> str:
-    """Returns which decay rate is too small; empty if none is."""
     for name, rate in rates.items():
         if not rate >= FORGETS_BELOW:
             return f"{name}={rate:.3g} forgets the old value"
@@ -208,8 +201,6 @@ def snapshot(group: dict[str, Any]) -> Hyper:
 
 
 def numbers(hyper: Hyper) -> Hyper:
-    """Returns the hyperparameters with every tensor as a float."""
-
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return float(value.item())
@@ -344,7 +335,6 @@ class Bucket:
             yield Cluster(members, first, columns, one_pass, step)
 
     def columns(self, members: list[int], *, state: bool) -> list[list[torch.Tensor]]:
-        """Returns the live tensors: the parameters, and their state by kind."""
         parameters = [self.parameters[i] for i in members]
         names = self.names if state else ()
         kinds = [[self.optimizer.state[p][name].detach() for p in parameters] for name in names]

@@ -104,12 +104,10 @@ class Kept:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Returns the copies that are held."""
         return [copied for kept in (self, *self._optimizers) for _, copied in kept._tensors]
 
     @torch.no_grad()
     def restore(self) -> dict[Any, Any]:
-        """Restores and returns `holder`."""
         for tensor, copied in self._tensors:
             tensor.copy_(copied)
         for generator, state in self._generators:
@@ -203,7 +201,6 @@ class PreImage:
 
     @property
     def extra_bytes(self) -> int:
-        """Returns the bytes that are held until the next step."""
         return _size(self.values) + sum(_size(kept.tensors) for kept in self._state.values())
 
     def after(self) -> None:
@@ -214,7 +211,6 @@ class PreImage:
         return [squares(p.detach(), value) for p, value in zip(self.parameters, self.values, strict=True)]
 
     def undo(self) -> None:
-        """Restores parameters, their state and the optimizer's other kept values from the copies."""
         with torch.no_grad():
             if self.values:
                 optimizer_names.copy_([p.detach() for p in self.parameters], self.values)
@@ -236,8 +232,6 @@ MODES = ("none", "exact", "arithmetic", "preimage")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UndoResult:
-    """The outcome of an undo, and its accuracy."""
-
     mode: str
     exact: bool
     """True if parameters and state have the bits they had before the step."""
@@ -252,8 +246,6 @@ class UndoResult:
 
 
 class Record(Protocol):
-    """Data kept to undo one applied bucket."""
-
     @property
     def exact(self) -> bool: ...
     @property
@@ -315,7 +307,6 @@ class Journal:
         return "preimage" if all(reasons) else undo
 
     def _refusal(self, group: dict[str, Any]) -> str:
-        """Returns why this group's steps cannot be inverted; empty if they can."""
         if self._known not in RULES:
             return "none is known"
         if kernels.library() is None:
@@ -352,7 +343,6 @@ class Journal:
 
     @property
     def step(self) -> int:
-        """Returns the current step, as given to `begin`."""
         return self._step
 
     @property
@@ -372,7 +362,6 @@ class Journal:
         return "preimage" if self._held else self.mode
 
     def of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns whether this is that optimizer's journal."""
         return self._optimizer is optimizer
 
     def again(self) -> None:
@@ -517,7 +506,6 @@ class Journal:
 
     @contextmanager
     def _only(self, bucket: int) -> Any:
-        """Restricts the optimizer to this bucket's parameters for the duration."""
         if self.whole:
             yield
             return

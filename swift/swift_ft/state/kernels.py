@@ -126,7 +126,6 @@ def _team() -> int | None:
 
 
 def available(tensors: Sequence[torch.Tensor]) -> bool:
-    """Returns whether `Pass` supports these tensors of one dtype."""
     first, kernels = tensors[0], library()
     return (
         kernels is not None
@@ -237,6 +236,5 @@ class Pass:
         self._mark_changed()
 
     def _mark_changed(self) -> None:
-        """Increments the tensors' versions for autograd, which does not see changes by the library."""
         for column in self._columns[: self._call.kept]:
             torch.autograd.graph.increment_version(column)

@@ -47,17 +47,14 @@ class OriginLoader:
 
     @property
     def present(self) -> Any:
-        """Returns the loader of the origin whose batch is computed."""
         return self._made[self._origin()]
 
     @property
     def own(self) -> Any:
-        """Returns the loader of this rank's own data-parallel rank."""
         return self._made[self._own]
 
     @property
     def made(self) -> Mapping[int, Any]:
-        """Returns the loaders by origin."""
         return self._made
 
     def begin(self, origin: int) -> None:
@@ -70,7 +67,6 @@ class OriginLoader:
             setattr(self._made[origin], name, value)
 
     def state_dict(self) -> Any:
-        """Returns the state of this rank's own loader."""
         return self._made[self._own].state_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -104,8 +100,6 @@ class OriginLoader:
 
 
 class OriginLoaders:
-    """All origin loaders of a session."""
-
     def __init__(self) -> None:
         self._loaders: list[OriginLoader] = []
         self.names: list[str] = []
@@ -152,8 +146,6 @@ class Made(NamedTuple):
 
 
 class Iterators:
-    """The iterators of one rank's data loaders."""
-
     def __init__(self, randomness: Randomness, objects: Callable[[], Mapping[str, Any]]) -> None:
         """`objects`: returns the registered objects by name."""
         self.randomness = randomness
@@ -305,7 +297,6 @@ def place_of(loader: DataLoader[Any], objects: Mapping[str, Any]) -> str:
 
 
 def has_loader(place: str, objects: Mapping[str, Any]) -> bool:
-    """Returns whether there is a loader at that place."""
     return any(path == place and isinstance(value, DataLoader) for path, value in _walk(objects))
 
 

@@ -147,8 +147,6 @@ class _Place(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A value at the start of the process."""
-
     digest: str
     skeleton: Any
     tensors: dict[str, torch.Tensor] | None
@@ -321,8 +319,6 @@ def _unlaid(skeleton: Any) -> Any:
 
 
 class _Holder:
-    """A dictionary of names, and the values that were bound to them."""
-
     __slots__ = ("but", "holder", "mutable", "seen")
 
     def __init__(self, holder: dict[str, Any], but: frozenset[str]):
@@ -361,8 +357,6 @@ class _Holder:
 
 
 class _Copy:
-    """A tensor or an array, and a copy of its value."""
-
     __slots__ = ("looked", "value", "was")
 
     def __init__(self, value: Any):
@@ -402,8 +396,6 @@ class _Copy:
 
 
 class _Contents:
-    """A container, and a copy of its contents."""
-
     __slots__ = ("value", "was")
 
     def __init__(self, value: Any):
@@ -515,7 +507,6 @@ class KeptModules:
                     module._buffers[name] = _copy_of(buffer, memories)
 
     def forget(self) -> None:
-        """Discards the snapshot: the step is done."""
         self._kept = {}
 
     @property

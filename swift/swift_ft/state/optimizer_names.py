@@ -23,7 +23,6 @@ copy_: Callable[..., None] = torch._foreach_copy_
 
 
 def clone(tensors: Tensors) -> Tensors:
-    """Returns a copy of each tensor."""
     return list(torch._foreach_clone(tensors))
 
 
@@ -64,7 +63,6 @@ def post_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
 
 
 def own_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether the optimizer has step post-hooks of its own."""
     return bool(_own(optimizer, "_optimizer_step_post_hooks"))
 
 

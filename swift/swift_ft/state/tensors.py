@@ -36,7 +36,6 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def byte_view(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """Returns the bytes of a contiguous CPU tensor, as shared memory."""
     return bytes_of(plain(tensor))
 
 
@@ -61,7 +60,6 @@ def fill(tensor: torch.Tensor, record: Record, what: str) -> None:
 
 
 def to_tensor(record: Record) -> torch.Tensor:
-    """Returns a new CPU tensor with a record's bits."""
     tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
     byte_view(tensor)[:] = np.frombuffer(record.body, dtype=np.uint8)
     return tensor

@@ -54,8 +54,6 @@ _SETTINGS = {
 
 
 class Settings:
-    """The settings of one rank, by name."""
-
     def __init__(self) -> None:
         self._first: dict[str, Any] = {}
         self._now: dict[str, Any] = {}
@@ -85,7 +83,6 @@ class Settings:
 
 
 def read() -> dict[str, Any]:
-    """Returns all current settings."""
     settings = {}
     for name, setting in _SETTINGS.items():
         with suppress(RuntimeError):

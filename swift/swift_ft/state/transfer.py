@@ -162,7 +162,6 @@ def _check_stride(entry: TensorEntry) -> None:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Returns the dtype. Raises ValueError for an unknown name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype {name!r}")
@@ -260,8 +259,6 @@ def _first_difference(one: Any, other: Any, path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [begin, end) of the tensor with that index."""
-
     tensor: int
     begin: int
     end: int

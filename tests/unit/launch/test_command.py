@@ -299,13 +299,6 @@ def test_the_job_to_begin_with_is_told_to_the_ranks() -> None:
     assert (plan.job.from_job, plan.job.from_version) == ("", None)
 
 
-def test_what_the_script_imports_is_found_unless_nothing_else_is_wanted(tmp_path: Path) -> None:
-    script = tmp_path / "imports.py"
-    script.write_text("import yaml\n")
-    assert make_plan([COORDINATOR, str(script)]).imports == "yaml"
-    assert make_plan([COORDINATOR, "--preload-only=json", str(script)]).imports == ""
-
-
 def test_spares_can_import_what_they_are_told_to() -> None:
     for name in PRELOAD_DEFAULT.split(","):
         importlib.import_module(name)

@@ -57,8 +57,8 @@ def test_a_death_is_told_until_the_coordinator_answers(impatient: None) -> None:
     served.stop()
     link = CoordinatorLink(served.address, "j", lambda: None)
     try:
-        link.notify_exit(1, 7, -9, "a")
-        link.notify_given_up(2)
+        link.notify(pb.ExitRequest(rank=1, pid=7, exit_code=-9, incarnation="a"))
+        link.notify(pb.ExitRequest(rank=2, given_up=True))
         time.sleep(3 * PATIENCE_S)
         served.start()
         eventually(lambda: len(served.scripted.requests) == 2)
@@ -71,7 +71,7 @@ def test_a_death_is_told_until_the_coordinator_answers(impatient: None) -> None:
 
 def test_what_nobody_has_heard_holds_no_end_up(impatient: None) -> None:
     link = CoordinatorLink(f"127.0.0.1:{free_port()}", "j", lambda: None)
-    link.notify_exit(1, 7, -9, "a")
+    link.notify(pb.ExitRequest(rank=1, pid=7, exit_code=-9, incarnation="a"))
     link.close()
     eventually(lambda: not link._thread.is_alive())
 
@@ -84,7 +84,7 @@ def test_a_last_checkpoint_is_asked_for_once(impatient: None, monkeypatch: pytes
     try:
         link.ask_checkpoint("a launcher was told to stop")
         eventually(lambda: link.not_asked)
-        link.notify_exit(1, 7, 0, "a")
+        link.notify(pb.ExitRequest(rank=1, pid=7, incarnation="a"))
         served.start()
         eventually(lambda: served.scripted.requests)
     finally:

@@ -51,8 +51,9 @@ class FakeLink:
     def __init__(self) -> None:
         self.told: list[tuple[int, int, dict[str, Any]]] = []
 
-    def notify_rehearsed(self, rank: int, version: int, **fields: Any) -> None:
-        self.told.append((rank, version, fields))
+    def notify(self, request: pb.RehearsedRequest) -> None:
+        fields = {field.name: value for field, value in request.ListFields()}
+        self.told.append((fields.pop("rank"), fields.pop("version", 0), fields))
 
 
 def made(place: int, incarnation: str, version: int) -> Program:

@@ -8,10 +8,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft._pb import log_pb2
-from swift_ft.errors import UsageError
 from swift_ft.log.protocol import SERVICE, Fsync, code_of
 from swift_ft.log.record import RecordKey
-from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft_services.logserver.engine import Outgoing
 from swift_ft_services.logserver.state import EngineConfig
 from tests.log_client import LogWriter
@@ -373,15 +371,14 @@ def test_a_stream_says_when_its_records_are_acknowledged(default: Fsync, said: s
         assert storage.unsynced == (1 if policy is Fsync.NEVER else 0), "a fence syncs what was promised"
 
 
-def test_streams_of_one_writer_have_policies_of_their_own() -> None:
+def test_a_writers_policy_comes_before_the_servers() -> None:
     storage = MemoryStorage()
     with InProcess(storage, EngineConfig(fsync=Fsync.NEVER)) as server:
-        writer = LogWriter([server.address], JOB, 1, fsync={"s1.F": "always"})
-        for stream in ("s0.F", "s1.F"):
-            writer.append(stream, RecordKey(0, 0, 0), "uint8", (3,), b"abc")
-            writer.flush(TIMEOUT_S)
+        writer = LogWriter([server.address], JOB, 1, fsync="always")
+        writer.append("s0.F", RecordKey(0, 0, 0), "uint8", (3,), b"abc")
+        writer.flush(TIMEOUT_S)
         writer.close()
-        assert storage.commits == [(1, False), (1, True)]
+        assert storage.commits == [(1, True)]
 
 
 def test_a_policy_that_is_not_known(server: InProcess) -> None:
@@ -391,8 +388,6 @@ def test_a_policy_that_is_not_known(server: InProcess) -> None:
     code, _, message = call.refused()
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "always, interval, never" in message
-    with pytest.raises(UsageError, match="always, interval, never"):
-        SidecarWriter([server.address], JOB, 1, fsync="sometimes")
 
 
 def test_interval_policy_syncs_in_the_end() -> None:

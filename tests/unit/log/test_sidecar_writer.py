@@ -72,19 +72,6 @@ def test_append_flush_read(server: InProcess) -> None:
     assert admin.inventory(server.address, "unknown", TIMEOUT_S) == []
 
 
-def test_codec_by_stream(server: InProcess) -> None:
-    zeros = bytes(1 << 16)
-    with writing(server, codec={"a": "lz4"}) as writer, reading(server) as reader:
-        for stream in ("a", "b"):
-            writer.append(stream, key(0), "uint8", (1 << 16,), zeros)
-        writer.flush(TIMEOUT_S)
-        sizes = {stream.stream: stream.bytes for stream in admin.inventory(server.address, JOB, TIMEOUT_S)}
-        assert sizes["a"] < 2000 < len(zeros) < sizes["b"]
-        for stream in ("a", "b"):
-            with following(reader, stream, 0) as cursor:
-                assert cursor.get(key(0), TIMEOUT_S, never).body == zeros
-
-
 def test_a_key_appended_before_is_compared_not_sent(server: InProcess) -> None:
     with writing(server) as writer:
         put(writer, 0)
@@ -413,16 +400,6 @@ def test_a_record_larger_than_the_ring_is_refused() -> None:
         assert writer.stats.records == 2
 
 
-def test_bad_appends_by_address() -> None:
-    body = bytes(16)
-    with InProcess() as running, writing(running) as writer:
-        for dtype, shape, words in (("float7", (4,), "element type"), ("uint8", (1,) * 9, "9 dimensions")):
-            with pytest.raises(UsageError, match=words):
-                writer.append_at("s0.F", key(0), dtype, shape, ctypes.addressof(ctypes.c_char()), 1)
-        writer.append("s0.F", key(0), "uint8", (16,), body)
-        writer.flush(TIMEOUT_S)
-
-
 def test_a_writer_that_is_closed_says_so_and_harms_nobody() -> None:
     with InProcess() as running, writing(running) as writer:
         writer.append("s0.F", key(0), "uint8", (5,), bytes(5))
@@ -474,19 +451,6 @@ def test_a_request_never_comes_before_the_beginning(monkeypatch: pytest.MonkeyPa
         assert writer.restarts == 1
 
 
-def test_one_that_was_stopped_is_replaced_by_whoever_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sidecar_client, "STOPPED_S", 0.3)
-    with InProcess() as running, writing(running) as writer:
-        writer.append("s0.F", key(0), "uint8", (5,), bytes(5))
-        writer.flush(TIMEOUT_S)
-        os.kill(writer.pid, signal.SIGSTOP)
-        writer.append("s0.F", key(1), "uint8", (5,), bytes(5))
-        running.engine.administration.fence(JOB, 2)
-        writer.set_generation(2)
-        writer.flush(TIMEOUT_S)
-        assert (writer.stats.records, writer.restarts) == (2, 1)
-
-
 def test_one_that_goes_on_in_time_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sidecar_client, "STOPPED_S", 10 * TIMEOUT_S)
     with InProcess() as running, writing(running) as writer:
@@ -531,12 +495,6 @@ def test_codecs_and_what_they_made_of_it(codec: str) -> None:
         cursor.close()
         reader.close()
     assert writer.stats == stats
-
-
-@pytest.mark.parametrize("codec", ["zip", "auto"])
-def test_a_codec_that_is_not_there(codec: str) -> None:
-    with InProcess() as running, pytest.raises(UsageError, match=r"give one of none, lz4, bitshuffle$"):
-        SidecarWriter([running.address], JOB, 1, codec=codec)
 
 
 def test_an_error_is_told_together_with_being_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,11 +270,6 @@ def test_it_is_on_the_disk(tmp_path: Path) -> None:
     assert exported == 2
 
 
-def test_the_words_of_the_setting() -> None:
-    with pytest.raises(UsageError, match="when_full 'wait' is not known; give one of block, drop"):
-        SidecarWriter(["127.0.0.1:1"], JOB, 1, when_full="wait")
-
-
 def test_a_mark_is_no_tensors_key() -> None:
     with InProcess() as server, writing(server) as writer:
         with pytest.raises(UsageError, match="out of range"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from swift_ft.errors import Divergence, UsageError
+from swift_ft.errors import Divergence
 from swift_ft.log import codec as codecs
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey, digest_of
@@ -73,9 +73,3 @@ def test_a_link_knows_its_pace_after_some_records(server: InProcess, monkeypatch
     writer.flush(TIMEOUT_S)
     assert link.pace() != pace  # it was idle in between, and counts again
     writer.close()
-
-
-@pytest.mark.parametrize("codec", ["zip", "auto"])
-def test_a_codec_that_is_not_there(server: InProcess, codec: str) -> None:
-    with pytest.raises(UsageError, match=r"give one of none, lz4, bitshuffle$"):
-        writer_with(server, codec)
