@@ -9,14 +9,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from swift_ft.errors import LogInterrupted, ServiceError
 from swift_ft.log.placement import PATIENCE_S
-from swift_ft.log.record import RecordKey
+from swift_ft.log.record import RecordKey, as_bytes
 from swift_ft.log.sender import Delivery, Item
 from swift_ft.log.sender_core import Outgoing
-from swift_ft.log.sidecar_client import WriterStats, check_record
+from swift_ft.log.sidecar_client import SidecarWriter, WriterStats
 from swift_ft.state.tensors import byte_view, dtype_name
 
 _POLL_S = 0.25
@@ -75,8 +76,7 @@ class LogWriter:
         return len(self._items) + sum(link.pending for link in self.delivery.links.values())
 
     def append(self, stream: str, key: RecordKey, dtype: str, shape: tuple[int, ...], body: Any) -> None:
-        view = check_record(stream, key, dtype, shape, body)
-        item = Item(stream, key, dtype, shape, view, lambda _, **fields: Outgoing(**fields))
+        item = Item(stream, key, dtype, shape, as_bytes(body), lambda _, **fields: Outgoing(**fields))
         with self._lock:
             self._raise_pending()
             while self._pending() >= self._records_max:
@@ -125,6 +125,30 @@ class LogWriter:
         error = self.delivery.trouble()
         if error is not None:
             raise error
+
+
+class Writer(SidecarWriter):
+    """A rank's writer, for bodies that are bytes."""
+
+    def append(
+        self,
+        stream: str,
+        key: RecordKey,
+        dtype: str,
+        shape: tuple[int, ...],
+        body: Any,
+        *,
+        keep: bool = False,
+    ) -> bool:
+        """The body must not change until `wait_copied`. False if it was dropped."""
+        view = as_bytes(body)
+        array = np.frombuffer(view, np.uint8) if view.nbytes else np.zeros(1, np.uint8)
+        end = self.append_at(stream, key, dtype, shape, array.ctypes.data, view.nbytes, keep=keep)
+        lent = self.__dict__.setdefault("lent", deque())
+        lent.append((end, array))
+        while lent[0][0] < self.copied and len(lent) > 1:
+            lent.popleft()
+        return end >= 0
 
 
 def owned_bytes(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], memoryview]:

@@ -176,16 +176,12 @@ def _metric(family: Family, samples: Mapping[tuple[str, ...], Value]) -> Metric:
     name = family.name
     metric: Metric
     match family.kind:
-        case "counter":
-            metric = counter = CounterMetricFamily(name, family.help, labels=labels)
+        case "counter" | "gauge":
+            kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+            metric = number = kind(name, family.help, labels=labels)
             for values, value in samples.items():
                 assert isinstance(value, float | int), name
-                counter.add_metric(values, value)
-        case "gauge":
-            metric = gauge = GaugeMetricFamily(name, family.help, labels=labels)
-            for values, value in samples.items():
-                assert isinstance(value, float | int), name
-                gauge.add_metric(values, value)
+                number.add_metric(values, value)
         case "histogram":
             metric = histogram = HistogramMetricFamily(name, family.help, labels=labels)
             for values, value in samples.items():

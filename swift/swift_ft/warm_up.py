@@ -36,13 +36,6 @@ class Warmed:
     """True if the job was the reason (a recovery, a checkpoint that was replaced meanwhile): a retry may succeed."""
     version: int = -1
     """Version of the checkpoint that the step was computed from."""
-    script_seconds: float = 0.0
-    """Seconds from the script's first line to `session.run`, in the first run."""
-    step_seconds: float = 0.0
-    """Seconds for one forward and backward, including reads, in the first run."""
-    again_script_seconds: float = 0.0
-    """Seconds as in `script_seconds`, in the second run."""
-    again_step_seconds: float = 0.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,8 +71,6 @@ class OneRun:
         """Reports the reason and ends the process; called from any of its threads."""
         self.steps, self.difference = 0, ""
         """See `Rehearsed`."""
-        self.script_seconds = 0.0
-        self.step_seconds = 0.0
         self.gradients = b""
         """Digest of the gradients."""
         self.models: list[weakref.ref[Any]] = []
@@ -150,9 +141,6 @@ def warm_up(script: Callable[[], object]) -> Warmed:
         warmed.why_not = (
             "the script computes other gradients the second time: modules keep something that it changes"
         )
-    else:
-        warmed.again_script_seconds = again.script_seconds
-        warmed.again_step_seconds = again.step_seconds
     return warmed
 
 
@@ -186,8 +174,6 @@ def _run(script: Callable[[], object], run: OneRun) -> Warmed:
         why_not=why_not or left_before.left(run.models),
         passing=passing,
         version=-1 if run.version is None else run.version,
-        script_seconds=run.script_seconds,
-        step_seconds=run.step_seconds,
     )
 
 

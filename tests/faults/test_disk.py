@@ -15,7 +15,6 @@ from swift_ft._pb import log_pb2
 from swift_ft.errors import LogUnavailable, ServiceError, StaleGeneration
 from swift_ft.log import admin
 from swift_ft.log.protocol import message_of, reason_of
-from swift_ft.log.sidecar_client import SidecarWriter
 from tests.faults import shim
 from tests.faults.shim import Faults, eventually
 from tests.faults.world import (
@@ -31,6 +30,7 @@ from tests.faults.world import (
     reading,
 )
 from tests.integration.logserver_world import JOB, run
+from tests.log_client import Writer
 from tests.unit.log.append_call import Call
 from tests.unit.log.frames import STREAM, frame_of
 
@@ -302,7 +302,7 @@ def test_f27_slow_disk_blocks_the_writer_and_bounds_memory_on_both_sides(
     queue_bytes, credit_bytes, size, slack_bytes = 128 << 20, 2 << 20, 1_000_000, 8 << 20
     with Server(tmp_path / "log", "--credit-bytes", str(credit_bytes), faults=faults) as server:
         server.fence(1)
-        writer = SidecarWriter([server.address], JOB, 1, queue_bytes=queue_bytes)
+        writer = Writer([server.address], JOB, 1, queue_bytes=queue_bytes)
         writer.await_ready()
         put(writer, 0, size=size)
         writer.flush(TIMEOUT_S)

@@ -11,13 +11,13 @@ from swift_ft import rpc
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey
-from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.rpc import View
 from swift_ft.tools import status
 from tests.integration.coordinator_world import Coordinator, FakeMember, finish, recovered
 from tests.integration.coordinator_world import Job as Members
 from tests.integration.logserver_world import JOB, TIMEOUT_S, LogServer
 from tests.integration.scraping import scrape
+from tests.log_client import Writer
 
 STREAM = "s0.F"
 
@@ -40,7 +40,7 @@ def kept_by(view: View, rank: int) -> list[str]:
     return next(list(logs.servers) for logs in view.log_copies if logs.rank == rank)
 
 
-def put(writer: SidecarWriter, steps: range) -> None:
+def put(writer: Writer, steps: range) -> None:
     for step in steps:
         writer.append(STREAM, RecordKey(step, 0, 0), "uint8", (3,), bytes([step] * 3))
 
@@ -63,7 +63,7 @@ def test_a_log_server_that_comes_back_empty_is_used_anew(servers: list[LogServer
     members.coordinator("--log-servers", f"m0={one.address},m1={two.address}", "--copies", "2")
     ranks = members.form(JOB)
     both = kept_by(members.wait(ranks[0], recovered(1)), 0)
-    writer = SidecarWriter(both, JOB, 1)
+    writer = Writer(both, JOB, 1)
     try:
         put(writer, range(5))
         writer.flush(TIMEOUT_S)
@@ -111,14 +111,14 @@ def test_a_log_server_is_replaced_by_another_and_comes_back(
     one, two, new = servers
     # It has records of a job of that name, from long ago.
     new.fence(1)
-    old = SidecarWriter([new.address], JOB, 1)
+    old = Writer([new.address], JOB, 1)
     put(old, range(40, 50))
     old.close()
     named = f"m0={one.address},m1={two.address}"
     coordinator = members.coordinator("--log-servers", named, "--copies", "2")
     ranks = members.form(JOB)
     view = members.wait(ranks[0], recovered(1))
-    writer = SidecarWriter(kept_by(view, 0), JOB, 1)
+    writer = Writer(kept_by(view, 0), JOB, 1)
     try:
         assert sorted(kept_by(view, 0)) == sorted([one.address, two.address])
         put(writer, range(5))

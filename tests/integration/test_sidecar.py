@@ -17,8 +17,8 @@ from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey, digest_of
 from swift_ft.log.ring import Word
-from swift_ft.log.sidecar_client import SidecarWriter
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
+from tests.log_client import Writer
 
 STREAMS = ("s1.F", "s1.B", "r1.C")
 # Where a sidecar dies, and in front of how many of the 60 records that it is given (or batches of them).
@@ -70,7 +70,7 @@ def body_of(number: int) -> bytes:
     return chance.randbytes(size)
 
 
-def put(writer: SidecarWriter, number: int, body: bytes | None = None) -> None:
+def put(writer: Writer, number: int, body: bytes | None = None) -> None:
     body = body_of(number) if body is None else body
     writer.append(STREAMS[number % 3], key(number // 3), "uint8", (len(body),), body)
 
@@ -107,7 +107,7 @@ def eventually(condition: "object", timeout_s: float = TIMEOUT_S) -> None:
 
 
 def test_the_logs_pace_is_known_to_the_trainer(server: LogServer) -> None:
-    writer = SidecarWriter([server.address], JOB, 1, queue_bytes=8 << 20, name="rank1")
+    writer = Writer([server.address], JOB, 1, queue_bytes=8 << 20, name="rank1")
     try:
         assert writer.stats.pace_bytes_per_s == 0.0
         body, began, number = bytes(1 << 20), time.monotonic(), 0
@@ -127,13 +127,13 @@ def test_the_logs_pace_is_known_to_the_trainer(server: LogServer) -> None:
 def test_a_sidecar_killed_at_a_point_loses_and_doubles_nothing(
     shared: LogServer, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SidecarWriter, "module", "tests.integration.dying_sidecar")
+    monkeypatch.setattr(Writer, "module", "tests.integration.dying_sidecar")
     deaths = tmp_path / "deaths"
     for name, value in (("DIE_AT", point), ("DIE_ONCE", str(deaths))):
         monkeypatch.setenv(name, value)
     job = point.replace(":", ".").replace(",", ".")
     admin.fence(shared.address, job, 1, TIMEOUT_S)
-    writer = SidecarWriter([shared.address], job, 1, queue_bytes=4 << 20, name="rank1")
+    writer = Writer([shared.address], job, 1, queue_bytes=4 << 20, name="rank1")
     try:
         for number in range(60):
             put(writer, number)
@@ -157,12 +157,12 @@ def test_a_sidecar_killed_at_a_point_loses_and_doubles_nothing(
 def test_records_of_several_messages(
     server: LogServer, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SidecarWriter, "module", "tests.integration.dying_sidecar")
+    monkeypatch.setattr(Writer, "module", "tests.integration.dying_sidecar")
     deaths = tmp_path / "deaths"
     for name, value in (("DIE_AT", point), ("DIE_ONCE", str(deaths))):
         monkeypatch.setenv(name, value)
     bodies = [bytes([number]) * (9 << 20) for number in range(12)]
-    writer = SidecarWriter([server.address], JOB, 1, queue_bytes=32 << 20)
+    writer = Writer([server.address], JOB, 1, queue_bytes=32 << 20)
     try:
         for number, body in enumerate(bodies):
             put(writer, number, body)
@@ -183,7 +183,7 @@ def test_records_of_several_messages(
 @pytest.mark.parametrize("seed", range(3))
 def test_sidecars_killed_at_random_lose_and_double_nothing(server: LogServer, seed: int) -> None:
     chance = random.Random(seed)
-    writer = SidecarWriter([server.address], JOB, 1, queue_bytes=2 << 20, name="rank1")
+    writer = Writer([server.address], JOB, 1, queue_bytes=2 << 20, name="rank1")
     stop = threading.Event()
     kills = 0
 
@@ -215,7 +215,7 @@ def test_sidecars_killed_at_random_lose_and_double_nothing(server: LogServer, se
 
 
 def test_an_error_survives_the_sidecar_that_found_it(server: LogServer) -> None:
-    writer = SidecarWriter([server.address], JOB, 1)
+    writer = Writer([server.address], JOB, 1)
     try:
         put(writer, 0)
         writer.expect(STREAMS[1], {key(0): bytes(16)})
@@ -230,7 +230,7 @@ def test_an_error_survives_the_sidecar_that_found_it(server: LogServer) -> None:
 
 
 def test_expectations_and_generations_survive_the_sidecar(server: LogServer) -> None:
-    writer = SidecarWriter([server.address], JOB, 1, patience_s=2.0)
+    writer = Writer([server.address], JOB, 1, patience_s=2.0)
     try:
         put(writer, 0)
         writer.flush(TIMEOUT_S)
@@ -257,11 +257,11 @@ def test_expectations_and_generations_survive_the_sidecar(server: LogServer) -> 
 def test_a_sidecar_killed_while_the_log_is_given_up(
     server: LogServer, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SidecarWriter, "module", "tests.integration.dying_sidecar")
+    monkeypatch.setattr(Writer, "module", "tests.integration.dying_sidecar")
     deaths = tmp_path / "deaths"
     for name, value in (("DIE_AT", point), ("DIE_ONCE", str(deaths))):
         monkeypatch.setenv(name, value)
-    writer = SidecarWriter([server.address], JOB, 1)
+    writer = Writer([server.address], JOB, 1)
     try:
         for number in range(9):
             put(writer, number)
@@ -285,7 +285,7 @@ def test_a_sidecar_killed_while_the_log_is_given_up(
 
 
 def test_the_server_and_the_sidecar_die_together(server: LogServer) -> None:
-    writer = SidecarWriter([server.address], JOB, 1)
+    writer = Writer([server.address], JOB, 1)
     try:
         for number in range(30):
             put(writer, number)
@@ -302,9 +302,9 @@ def test_the_server_and_the_sidecar_die_together(server: LogServer) -> None:
 
 TRAINER = """
 import os, signal, sys
-from swift_ft.log.sidecar_client import SidecarWriter
+from tests.log_client import Writer
 from tests.integration.test_sidecar import put
-writer = SidecarWriter(sys.argv[1].split(","), "job", 1)
+writer = Writer(sys.argv[1].split(","), "job", 1)
 if sys.argv[3] == "fork" and os.fork() == 0:
     signal.pause()
 for number in range(int(sys.argv[2])):
@@ -349,9 +349,9 @@ def test_nobody_waits_for_the_end_of_a_sidecar(server: LogServer) -> None:
 
 IMPATIENT = """
 import os, signal, sys, time
-from swift_ft.log.sidecar_client import SidecarWriter
+from tests.log_client import Writer
 from tests.integration.test_sidecar import put
-writer = SidecarWriter([sys.argv[1]], "job", 1, patience_s=2.0)
+writer = Writer([sys.argv[1]], "job", 1, patience_s=2.0)
 put(writer, 0)
 writer.flush(20.0)
 os.kill(int(sys.argv[2]), signal.SIGSTOP)

@@ -12,9 +12,9 @@ import pytest
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey, digest_of
-from swift_ft.log.sidecar_client import SidecarWriter
 from tests.integration.logserver_world import JOB, TIMEOUT_S, LogServer
 from tests.integration.test_sidecar import STREAMS, body_of, check, eventually, gone, key, killed_trainer, put
+from tests.log_client import Writer
 
 POINTS = [
     *(
@@ -52,7 +52,7 @@ def servers(tmp_path: Path) -> Iterator[list[LogServer]]:
 @pytest.fixture
 def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that shows that it did."""
-    monkeypatch.setattr(SidecarWriter, "module", "tests.integration.dying_sidecar")
+    monkeypatch.setattr(Writer, "module", "tests.integration.dying_sidecar")
     monkeypatch.setenv("DIE_ONCE", str(tmp_path / "died"))
     return tmp_path / "died"
 
@@ -84,7 +84,7 @@ def test_a_sidecar_killed_at_a_point_loses_and_doubles_nothing_on_either(
     servers: list[LogServer], point: str, dying: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIE_AT", point)
-    writer = SidecarWriter([s.address for s in servers[:2]], JOB, 1, queue_bytes=4 << 20)
+    writer = Writer([s.address for s in servers[:2]], JOB, 1, queue_bytes=4 << 20)
     try:
         for number in range(60):
             put(writer, number)
@@ -109,7 +109,7 @@ def test_a_lost_server_is_replaced_while_the_sidecar_dies(
     """What the lost one had not acknowledged, the new one gets; the one that stays has everything, once."""
     lost, stays, new = servers
     monkeypatch.setenv("DIE_AT", "none:1")
-    writer = SidecarWriter([lost.address, stays.address], JOB, 1, queue_bytes=8 << 20)
+    writer = Writer([lost.address, stays.address], JOB, 1, queue_bytes=8 << 20)
     try:
         for number in range(30):
             put(writer, number)
@@ -139,7 +139,7 @@ def test_a_server_that_is_used_again_was_emptied_and_is_not_taken_for_the_old_on
 ) -> None:
     """It was given up and named again before the sidecar ever worked without it."""
     one, two, _ = servers
-    writer = SidecarWriter([one.address, two.address], JOB, 1)
+    writer = Writer([one.address, two.address], JOB, 1)
     try:
         for number in range(30):
             put(writer, number)
@@ -168,7 +168,7 @@ def test_servers_are_replaced_and_sidecars_killed_at_random(servers: list[LogSer
     chance = random.Random(seed)
     using = servers[:2]
     since = {server.address: 0 for server in using}
-    writer = SidecarWriter([s.address for s in using], JOB, 1, queue_bytes=2 << 20)
+    writer = Writer([s.address for s in using], JOB, 1, queue_bytes=2 << 20)
     count = 0
     generation = 1
     moves = kills = 0
@@ -216,12 +216,12 @@ def test_a_killed_trainers_ring_is_drained_to_both(servers: list[LogServer]) -> 
         check(server, 60)
 
 
-def put_step(writer: SidecarWriter, step: int) -> None:
+def put_step(writer: Writer, step: int) -> None:
     body = bytes([step]) * 64
     writer.append(STREAMS[0], RecordKey(step, 0, 0), "uint8", (64,), body)
 
 
-def killed(writer: SidecarWriter) -> None:
+def killed(writer: Writer) -> None:
     """Its sidecar; returns when there is another one."""
     os.kill(writer.pid, signal.SIGKILL)
     eventually(lambda: writer.restarts == 1)
@@ -230,7 +230,7 @@ def killed(writer: SidecarWriter) -> None:
 def test_a_damaged_copy_costs_nothing_while_the_other_is_sound(servers: list[LogServer]) -> None:
     """One server comes back without what it had acknowledged, and the sidecar's successor asks both what they have."""
     sound, damaged, _ = servers
-    writer = SidecarWriter([damaged.address, sound.address], JOB, 1)
+    writer = Writer([damaged.address, sound.address], JOB, 1)
     try:
         for step in range(5):
             put_step(writer, step)
@@ -261,7 +261,7 @@ def test_a_successor_asks_for_nothing_that_is_trimmed(servers: list[LogServer]) 
     one, two, _ = servers
     for server in (one, two):
         admin.trim(server.address, JOB, 5, TIMEOUT_S)
-    writer = SidecarWriter([one.address, two.address], JOB, 1)
+    writer = Writer([one.address, two.address], JOB, 1)
     try:
         writer.forget_below(5)  # as `Restorer.follow` does
         put_step(writer, 5)

@@ -529,7 +529,7 @@ def _check_preload(lists: Iterable[str], path0: str) -> None:
     """Raises UsageError for an unknown module. Otherwise a typing error would stay unnoticed and slow replacements
     down."""
     for name in filter(None, ",".join(lists).split(",")):
-        top = re.split(r"[.:]", name)[0]
+        top = name.partition(".")[0]
         if top not in sys.builtin_module_names and PathFinder.find_spec(top, [path0, *sys.path]) is None:
             raise UsageError(f"run: --preload {name}: there is no such module")
 

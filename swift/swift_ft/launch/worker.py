@@ -161,16 +161,10 @@ def die_with(launcher_pid: int) -> None:
 
 
 def preload(modules: str) -> None:
-    """Imports ahead of time, ``module`` or ``module:name``. Ignores failures: the script raises the error if it needs
-    the module."""
-    for entry in filter(None, modules.split(",")):
-        module, _, name = entry.partition(":")
+    """Imports ahead of time. Ignores failures: the script raises the error if it needs the module."""
+    for module in filter(None, modules.split(",")):
         with contextlib.suppress(ImportError):
-            loaded = importlib.import_module(module)
-            if name and not hasattr(
-                loaded, name
-            ):  # asked for it, a module may import more; or it is one of its own
-                importlib.import_module(f"{module}.{name}")
+            importlib.import_module(module)
 
 
 def draw_alike() -> None:

@@ -242,24 +242,25 @@ def server_runs(directory: Path) -> bool | None:
     """Returns whether a log server runs on the directory; None if the system does not show locks. Reads /proc/locks,
     because trying the lock could prevent a server from starting."""
     try:
-        lock = os.stat(directory / LOCK)
-        lines = Path("/proc/locks").read_text().splitlines()
+        return any(words[1] == "FLOCK" for words in _locks(directory))
     except OSError:
         return None
+
+
+def _locks(directory: Path) -> list[list[str]]:
+    """Returns the lines of /proc/locks about the directory's lock, as words."""
+    lock = os.stat(directory / LOCK)
     here = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
-    return any(words[1] == "FLOCK" and here in words for line in lines if len(words := line.split()) > 5)
+    lines = map(str.split, Path("/proc/locks").read_text().splitlines())
+    return [words for words in lines if len(words) > 5 and here in words]
 
 
 def held_by_strangers(directory: Path) -> bool:
     """Returns whether the lock is held only by users who could not run a log server on this directory: not its owner,
     not root, not this process's user. (Older lock files could be opened by all users.) False if unknown."""
     try:
-        lock = os.stat(directory / LOCK)
-        lines = Path("/proc/locks").read_text().splitlines()
-        here = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
-        pids = [words[4] for line in lines if len(words := line.split()) > 5 and here in words]
-        users = {os.stat(f"/proc/{pid}").st_uid for pid in pids}
-        servers = {0, os.geteuid(), os.stat(directory).st_uid, lock.st_uid}
+        users = {os.stat(f"/proc/{words[4]}").st_uid for words in _locks(directory)}
+        servers = {0, os.geteuid(), os.stat(directory).st_uid, os.stat(directory / LOCK).st_uid}
     except OSError:
         return False
     return bool(users) and not users & servers

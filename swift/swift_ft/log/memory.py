@@ -1,4 +1,4 @@
-"""Memory at the level of C: addresses of buffers, huge pages, and malloc settings for messages of megabytes."""
+"""Memory at the level of C: huge pages, and malloc settings for messages of megabytes."""
 
 import ctypes
 import mmap
@@ -49,30 +49,3 @@ def page_aligned(size: int) -> mmap.mmap:
     with suppress(AttributeError, OSError):  # another system, or no huge pages: slower, still correct
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
-
-
-class _Buffer(ctypes.Structure):
-    """CPython's Py_buffer, which gives the address of an object's memory, writable or not."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-def address_of(view: memoryview) -> int:
-    """Returns the address of the view's memory, valid as long as `view` lives."""
-    buffer = _Buffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
-    address = int(buffer.buf or 0)
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
-    return address

@@ -17,18 +17,14 @@ from typing import Any, BinaryIO, Protocol
 from swift_ft import events
 from swift_ft.errors import LogInterrupted, LogUnavailable, ServiceError, SwiftError, UsageError
 from swift_ft.log.codec import check_codec
-from swift_ft.log.frame import BODY_BYTES_MAX, raw_bytes_of
-from swift_ft.log.memory import address_of
 from swift_ft.log.placement import COPIES_MAX, PATIENCE_S
 from swift_ft.log.record import (
     DIMS_MAX,
     DTYPE_BY_NAME,
     MARK_DTYPE,
     MARK_SHAPE,
-    MARK_SLOT,
     RecordKey,
     Unlogged,
-    as_bytes,
     check_name,
 )
 from swift_ft.log.ring import HEADER_BYTES, Memory, Producer, Word, header_of, producer
@@ -430,35 +426,12 @@ class WriterStats:
     resent: int = 0
     """Records sent again after a lost connection or a fence."""
     blocked_seconds: float = 0.0
-    """Total seconds that `append` waited because the queue was full."""
+    """Total seconds that `append_at` waited because the queue was full."""
     dropped_records: int = 0
     """Records not logged because the queue was full (when_full="drop")."""
     dropped_bytes: int = 0
     pace_bytes_per_s: float = 0.0
     """Raw bytes per second that the slowest log server acknowledged lately, while it was busy; 0: not known yet."""
-
-
-def check_record(
-    stream: str, key: RecordKey, dtype: str, shape: tuple[int, ...], body: memoryview | bytes | bytearray
-) -> memoryview:
-    """Validates a record and returns its body as bytes. Raises UsageError for an invalid stream name, element type,
-    shape or key, or for a body of the wrong size."""
-    check_name("stream", stream)
-    if dtype not in DTYPE_BY_NAME:
-        raise UsageError(f"{stream} {key}: element type {dtype!r} cannot be logged")
-    if len(shape) > DIMS_MAX:
-        raise UsageError(f"{stream} {key}: {len(shape)} dimensions; at most {DIMS_MAX} can be logged")
-    if not (0 <= key.step < 1 << 63 and 0 <= key.microbatch < 1 << 32 and 0 <= key.slot < MARK_SLOT):
-        raise UsageError(f"{stream} {key}: out of range")
-    view = as_bytes(body)
-    expected = raw_bytes_of(dtype, shape)
-    if min(shape, default=0) < 0 or view.nbytes != expected:
-        raise UsageError(f"{stream} {key}: {dtype} {list(shape)} takes {expected} bytes, not {view.nbytes}")
-    if view.nbytes > BODY_BYTES_MAX:
-        raise UsageError(
-            f"{stream} {key}: {view.nbytes} bytes are more than a record can have ({BODY_BYTES_MAX})"
-        )
-    return view
 
 
 class Borrower(Protocol):
@@ -486,26 +459,26 @@ class SidecarWriter:
 
         (coordinator)        admin.fence(server, job, generation)      grants the generation
         (a rank)             writer = SidecarWriter(servers, job, generation)
-        (channel)            append, or append_at, for every tensor    return at once
+        (channel)            append_at, for every tensor               returns at once
         (restorer)           expect → … unlogged.lacks → declare; restart if the log starts empty
         (new generation)     interrupt                                 frees a blocked append
         (engine)             set_generation                            sends again what was not acknowledged
         (engine)             flush                                     before a report: all of it is durable
         (engine)             forget_below                              after a step
 
-    `append` and `append_at` put a record into the ring within microseconds, and a native thread copies its body. The
-    body must not change until `wait_copied`, or until `copied` has passed the position that `append_at` returned. Then
-    the caller may reuse it.
+    `append_at` puts a record into the ring within microseconds, and a native thread copies its body. The body must not
+    change until `wait_copied`, or until `copied` has passed the position that `append_at` returned. Then the caller may
+    reuse it.
 
     A record goes to every server, each of which assigns its own sequence, and stays in the ring until all have
-    acknowledged it. One that the log already has is compared and not sent. While the ring is full, `append` blocks, or
-    with ``when_full="drop"`` drops the record and declares its step unlogged (`swift_ft.log.record`).
+    acknowledged it. One that the log already has is compared and not sent. While the ring is full, `append_at` blocks,
+    or with ``when_full="drop"`` drops the record and declares its step unlogged (`swift_ft.log.record`).
 
     A server may be killed and restarted on the same address and directory without loss or duplicates. When other
     servers replace it (`set_generation`), they receive the records that it had not acknowledged, and those that are
-    appended again. Errors in the background are raised by the next `append` or `flush`: Divergence (names stream, step,
-    microbatch and slot) and SequenceConflict until the next generation; LogUnavailable after ``patience_s`` without an
-    acknowledgement, until the log makes progress.
+    appended again. Errors in the background are raised by the next `append_at` or `flush`: Divergence (names stream,
+    step, microbatch and slot) and SequenceConflict until the next generation; LogUnavailable after ``patience_s``
+    without an acknowledgement, until the log makes progress.
 
     A `SidecarSupervisor` keeps the sidecar running. A sidecar that outlives its trainer sends the ring's records, for
     at most 10 s.
@@ -544,7 +517,6 @@ class SidecarWriter:
         """Record of the unlogged steps. The engine and the restorer read it and add to it."""
         self._blocked_seconds = 0.0
         self._streams: dict[str, int] = {}
-        self._lent: deque[tuple[int, object]] = deque()
         self._stats: WriterStats | None = None  # set on close
         self._borrower = NOBODY
         self._memory = Memory.create(queue_bytes)
@@ -610,32 +582,6 @@ class SidecarWriter:
         with self._mapped:
             return self._producer.reserved if self._stats is not None else self._memory.load(Word.HEAD)
 
-    def append(
-        self,
-        stream: str,
-        key: RecordKey,
-        dtype: str,
-        shape: tuple[int, ...],
-        body: memoryview | bytes | bytearray,
-        *,
-        keep: bool = False,
-    ) -> bool:
-        """Appends a tensor, whose ``body`` must not change until `wait_copied`. Returns False if it was dropped; with
-        ``keep`` it never is (a replay: other ranks wait for the record).
-
-        A key that the stream has already (appended before by this writer, or declared by `expect`) is compared and not
-        sent. Raises errors from the background (LogUnavailable only if the record must be kept), LogInterrupted after
-        `interrupt`, and UsageError for an invalid record or one that is larger than the ring.
-        """
-        view = check_record(stream, key, dtype, shape, body)
-        end = self.append_at(stream, key, dtype, shape, address_of(view), view.nbytes, keep=keep)
-        copied = self.copied
-        while self._lent and self._lent[0][0] <= copied:
-            self._lent.popleft()
-        if end > copied:
-            self._lent.append((end, view))
-        return end >= 0
-
     def append_at(
         self,
         stream: str,
@@ -647,11 +593,14 @@ class SidecarWriter:
         now: bool = False,
         keep: bool = False,
     ) -> int:
-        """Appends ``size`` bytes at an address. Returns the position that `copied` will pass once they are copied, or
-        -1 if the record was dropped.
+        """Appends a tensor of ``size`` bytes at an address. Returns the position that `copied` will pass once they are
+        copied, or -1 if the record was dropped.
 
         ``now``: the calling thread copies them before this returns. While the ring is full, waits or drops the record;
-        with ``keep`` it always waits. Raises as `append` does.
+        with ``keep`` it always waits (a replay: other ranks wait for the record). A key that the stream has already
+        (appended before by this writer, or declared by `expect`) is compared and not sent. Raises errors from the
+        background (LogUnavailable only if the record must be kept), LogInterrupted after `interrupt`, and UsageError
+        for an invalid record or one that is larger than the ring.
         """
         may_drop = self.drops and not keep
         with self._pushing:
@@ -689,7 +638,7 @@ class SidecarWriter:
         return index
 
     def declare(self) -> None:
-        """Puts the marks that are due into the ring, and does not wait for the log. Raises as `append` does."""
+        """Puts the marks that are due into the ring, and does not wait for the log. Raises as `append_at` does."""
         with self._pushing:
             for stream in self.unlogged.streams:
                 self._sidecar.raise_pending()
@@ -741,7 +690,6 @@ class SidecarWriter:
             if self._stats is None:
                 self._borrower.finish()
                 self._producer.wait(self._producer.reserved)
-            self._lent.clear()
 
     def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str = "") -> None:
         """Declares records that one server (empty: every one) holds of a stream: these keys are compared, and not sent
@@ -750,13 +698,13 @@ class SidecarWriter:
         self._sidecar.expect(stream, server, digests)
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until everything appended is durable. Raises as `append` does, and ServiceError after `timeout_s`."""
+        """Waits until all records are durable. Raises ServiceError after `timeout_s`, and as `append_at` does."""
         self.declare()
         self.wait_copied()
         self._sidecar.flush(self.copied, timeout_s)
 
     def interrupt(self) -> None:
-        """(any thread) Makes blocked and later calls of append and flush raise LogInterrupted, until set_generation."""
+        """(any thread) Makes blocked and later appends and flushes raise LogInterrupted, until set_generation."""
         self._sidecar.interrupt()
 
     def set_generation(

@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from swift_ft.errors import UsageError
-from swift_ft.state.tree import empty_tensors, join, split
+from swift_ft.state.tree import dtype_of, join, split
 
 # The element types that a checkpoint may hold. A name that is missing here is refused, never looked up in torch.
 
@@ -298,6 +298,28 @@ def _leaves(value: Any, depth: int) -> Iterator[dict[str, Any]]:
             return
     for item in value.values() if isinstance(value, dict) else value:
         yield from _leaves(item, depth + 1)
+
+
+def empty_tensors(skeleton: Any) -> dict[str, torch.Tensor]:
+    """Returns an uninitialised tensor for every tensor that the skeleton names, with its strides."""
+    tensors: dict[str, torch.Tensor] = {}
+    for leaf in _leaves(skeleton, 0):
+        if "array" in leaf:
+            tensors[leaf["array"]] = torch.empty(leaf["bytes"], dtype=torch.uint8)
+        else:
+            tensors[leaf["tensor"]] = empty_like(leaf)
+    return tensors
+
+
+def empty_like(leaf: dict[str, Any]) -> torch.Tensor:
+    """Returns an uninitialised tensor for a skeleton's description. Raises ValueError if `split` cannot return it."""
+    dtype, shape = dtype_of(leaf["dtype"]), leaf["shape"]
+    if "stride" not in leaf:
+        return torch.empty(shape, dtype=dtype)
+    stride = leaf["stride"]
+    if len(stride) != len(shape) or any(type(step) is not int or step < 0 for step in stride):
+        raise ValueError(f"strides {stride} for the shape {shape}")
+    return torch.empty_strided(shape, stride, dtype=dtype)
 
 
 def _lengths(value: Any, name: str) -> list[int]:

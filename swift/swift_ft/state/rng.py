@@ -114,23 +114,21 @@ class Randomness:
 
 def digest_of_states() -> str:
     """Returns the SHA-256 of the default generators' states: of torch on each device, of `random`, of numpy."""
-    sha = hashlib.sha256()
-    for state in generator_states():
-        sha.update(state.numpy().tobytes())
-    sha.update(repr(random.getstate()).encode())
-    for part in np.random.get_state(legacy=True):
-        sha.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
-    return sha.hexdigest()
+    return hashlib.sha256(b"".join(_states().values())).hexdigest()
 
 
 def digests_of_states() -> dict[str, str]:
     """Returns one digest per generator: "torch" (and "torch.device0", …), "random", "numpy"."""
+    return {word: hashlib.sha256(state).hexdigest()[:32] for word, state in _states().items()}
+
+
+def _states() -> dict[str, bytes]:
     words = ["torch", *(f"torch.device{n}" for n in range(len(generator_states()) - 1))]
     found = {word: state.numpy().tobytes() for word, state in zip(words, generator_states(), strict=True)}
     found["random"] = repr(random.getstate()).encode()
     parts = np.random.get_state(legacy=True)
     found["numpy"] = b"".join(p.tobytes() if isinstance(p, np.ndarray) else repr(p).encode() for p in parts)
-    return {word: hashlib.sha256(state).hexdigest()[:32] for word, state in found.items()}
+    return found
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -209,7 +209,7 @@ def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if kind == "complex":
         return complex(*items)
     if kind == "dtype":
-        return _dtype(items)
+        return dtype_of(items)
     if kind == "device":
         return torch.device(items)
     raise ValueError(f"a state with a {kind!r} in it")
@@ -248,44 +248,9 @@ _TORCH_TYPES = {
 }
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
     """Returns the dtype. (No lookup by attribute: torch imports submodules on access.)"""
     dtype = _TORCH_TYPES.get(name)
     if dtype is None:
         raise ValueError(f"no dtype {name!r}")
     return dtype
-
-
-def leaves(skeleton: Any) -> Iterator[dict[str, Any]]:
-    """Yields the skeleton's description of each tensor and array in it."""
-    if isinstance(skeleton, list):
-        for item in skeleton:
-            yield from leaves(item)
-    elif isinstance(skeleton, dict):
-        if "tensor" in skeleton or "array" in skeleton:
-            yield skeleton
-        elif "scalar" not in skeleton:
-            for item in skeleton.values():
-                yield from leaves(item)
-
-
-def empty_tensors(skeleton: Any) -> dict[str, torch.Tensor]:
-    """Returns an uninitialised tensor for every tensor that the skeleton names, with its strides."""
-    tensors: dict[str, torch.Tensor] = {}
-    for leaf in leaves(skeleton):
-        if "array" in leaf:
-            tensors[leaf["array"]] = torch.empty(leaf["bytes"], dtype=torch.uint8)
-        else:
-            tensors[leaf["tensor"]] = empty_like(leaf)
-    return tensors
-
-
-def empty_like(leaf: dict[str, Any]) -> torch.Tensor:
-    """Returns an uninitialised tensor for a skeleton's description. Raises ValueError if `split` cannot return it."""
-    dtype, shape = _dtype(leaf["dtype"]), leaf["shape"]
-    if "stride" not in leaf:
-        return torch.empty(shape, dtype=dtype)
-    stride = leaf["stride"]
-    if len(stride) != len(shape) or any(type(step) is not int or step < 0 for step in stride):
-        raise ValueError(f"strides {stride} for the shape {shape}")
-    return torch.empty_strided(shape, stride, dtype=dtype)

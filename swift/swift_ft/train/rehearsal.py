@@ -11,7 +11,6 @@ With replicas, averaged gradients are recorded for the first step only. The next
 """
 
 import random
-import time
 import weakref
 from abc import ABC, abstractmethod
 from typing import Any, NoReturn
@@ -145,13 +144,11 @@ class Shadow(ABC):
 class Warming(Shadow):
     def run(self, train_step: TrainStep, num_steps: int) -> NoReturn:
         run = warm_up.this_run()
-        run.script_seconds = warm_up.script_seconds()
         run.models = [weakref.ref(stage.submod) for stage in self._state.stages]
         view = self._view = self._running()
         version = run.version = max(view.checkpoints) if run.version is None else run.version
         self._state.present = False
         load_checkpoint(self._state, self._store, version)
-        began = time.monotonic()
         reader = LogReader(self._sources(view), self._client.job)
         self._state.updates.stops_at_last = self._channel.rehearsing = True
         try:
@@ -163,7 +160,6 @@ class Warming(Shadow):
             self._channel.rehearsing = False
             self._channel.end_replay()
             reader.close()
-        run.step_seconds = time.monotonic() - began
         run.gradients = self._gradients()
         self._step_optimizers()
         raise reinitialization.over()

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_ft.errors import ServiceError, UsageError
+from swift_ft.state.checkpoint_file import empty_tensors
 from swift_ft.state.checkpoint_store import CheckpointStore
-from swift_ft.state.tree import empty_tensors, join, split
+from swift_ft.state.tree import join, split
 from tests.unit.checkpoint.holding import Holding, unexpected
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

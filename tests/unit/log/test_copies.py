@@ -11,9 +11,9 @@ from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey
 from swift_ft.log.ring import ALIGN, HEADER_BYTES
-from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft_services.logserver.service import make_server
 from swift_ft_services.logserver.storage_interface import Write
+from tests.log_client import Writer
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
 
@@ -28,7 +28,7 @@ def key(step: int, microbatch: int = 0) -> RecordKey:
     return RecordKey(step, microbatch, 0)
 
 
-def put(writer: SidecarWriter, step: int, value: int = 0) -> None:
+def put(writer: Writer, step: int, value: int = 0) -> None:
     writer.append(STREAM, key(step), "uint8", (4,), bytes([value or step] * 4))
 
 
@@ -44,7 +44,7 @@ def steps_of(server: InProcess) -> list[int]:
     return found
 
 
-def put_all(writer: SidecarWriter, steps: int) -> None:
+def put_all(writer: Writer, steps: int) -> None:
     for step in range(steps):
         put(writer, step)
 
@@ -101,8 +101,8 @@ def two() -> Iterator[InProcess]:
 
 
 @contextmanager
-def writing(*servers: InProcess, **options: float) -> Iterator[SidecarWriter]:
-    writer = SidecarWriter([s.address for s in servers], JOB, 1, **options)  # type: ignore[arg-type]
+def writing(*servers: InProcess, **options: float) -> Iterator[Writer]:
+    writer = Writer([s.address for s in servers], JOB, 1, **options)  # type: ignore[arg-type]
     try:
         yield writer
     finally:
@@ -149,7 +149,7 @@ class TestWriting:
 
     def test_one_server_alone_cannot_free_the_queue(self, one: InProcess) -> None:
         """What one of two has not acknowledged is held, and bounds what waits."""
-        writer = SidecarWriter([one.address, NOBODY], JOB, 1, queue_bytes=4096, patience_s=0.5)
+        writer = Writer([one.address, NOBODY], JOB, 1, queue_bytes=4096, patience_s=0.5)
         try:
             with pytest.raises(LogUnavailable, match="acknowledged nothing"):
                 put_all(writer, 50)
@@ -293,7 +293,7 @@ class TestMoving:
 
     def test_nothing_waits_for_a_server_that_was_replaced(self, two: InProcess) -> None:
         with InProcess() as three:
-            writer = SidecarWriter([NOBODY, two.address], JOB, 1, patience_s=0.3)
+            writer = Writer([NOBODY, two.address], JOB, 1, patience_s=0.3)
             try:
                 put(writer, 0)
                 with pytest.raises(ServiceError, match=NOBODY):

@@ -12,7 +12,7 @@ import pytest
 from swift_ft.log import sidecar
 from swift_ft.log.ring import Memory, Word, header_of, producer
 from swift_ft.log.sidecar import RingWriter
-from swift_ft.log.sidecar_client import SidecarWriter
+from tests.log_client import Writer
 from tests.unit.log.service import JOB, InProcess, eventually
 from tests.unit.log.test_writer_reader import TIMEOUT_S, key
 
@@ -130,9 +130,9 @@ def test_a_trainer_that_waits_for_room_does_not_wait_for_itself() -> None:
 
 def test_who_replays_or_may_drop_records_does_not_gather() -> None:
     with InProcess() as running:
-        with closing(SidecarWriter([running.address], JOB, 1, when_full="drop")) as writer:
+        with closing(Writer([running.address], JOB, 1, when_full="drop")) as writer:
             assert writer._memory.load(Word.URGENT) == 1
-        with closing(SidecarWriter([running.address], JOB, 1)) as writer:
+        with closing(Writer([running.address], JOB, 1)) as writer:
             for keep in (False, True, False):
                 writer.append("s0.F", key(int(keep)), "uint8", (5,), bytes(5), keep=keep)
                 assert writer._memory.load(Word.URGENT) == keep
@@ -140,7 +140,7 @@ def test_who_replays_or_may_drop_records_does_not_gather() -> None:
 
 def test_the_end_of_a_step_sends_its_records() -> None:
     """(the trainer's part of it)"""
-    with InProcess() as running, closing(SidecarWriter([running.address], JOB, 1)) as writer:
+    with InProcess() as running, closing(Writer([running.address], JOB, 1)) as writer:
         write, written = os.eventfd_write, []
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(os, "eventfd_write", lambda fd, value: (written.append(fd), write(fd, value))[1])

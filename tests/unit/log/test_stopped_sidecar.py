@@ -13,7 +13,8 @@ from swift_ft.errors import LogInterrupted
 from swift_ft.log import sidecar_client
 from swift_ft.log.record import RecordKey
 from swift_ft.log.sidecar import is_running
-from swift_ft.log.sidecar_client import Line, SidecarWriter
+from swift_ft.log.sidecar_client import Line
+from tests.log_client import Writer
 from tests.unit.log.service import JOB, InProcess, eventually
 from tests.unit.log.test_writer_reader import TIMEOUT_S, put
 
@@ -26,7 +27,7 @@ def once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The next sidecar is stopped if this file is there."""
     file = tmp_path / "stop"
     monkeypatch.setenv("STOP_ONCE", str(file))
-    monkeypatch.setattr(SidecarWriter, "module", "tests.unit.log.stopping_sidecar")
+    monkeypatch.setattr(Writer, "module", "tests.unit.log.stopping_sidecar")
     return file
 
 
@@ -44,7 +45,7 @@ def ends(call: Callable[[], object]) -> bool:
     return not thread.is_alive()
 
 
-def killed_and_stopped(writer: SidecarWriter, once: Path) -> None:
+def killed_and_stopped(writer: Writer, once: Path) -> None:
     """Its successor is stopped before it reads."""
     once.touch()
     before = writer.pid
@@ -57,7 +58,7 @@ def test_a_successor_that_is_stopped_while_it_starts_holds_nobody_up(
     running: InProcess, once: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sidecar_client, "STOPPED_S", 10 * TIMEOUT_S)  # it stays as it is
-    writer = SidecarWriter([running.address], JOB, 1)
+    writer = Writer([running.address], JOB, 1)
     put(writer, 0)
     writer.flush(TIMEOUT_S)
     writer.expect("s0.F", MANY)
@@ -76,7 +77,7 @@ def test_it_is_replaced_by_whoever_waits_for_it_and_nothing_is_lost(
     running: InProcess, once: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sidecar_client, "STOPPED_S", 0.3)
-    writer = SidecarWriter([running.address], JOB, 1)
+    writer = Writer([running.address], JOB, 1)
     put(writer, 0)
     writer.flush(TIMEOUT_S)
     writer.expect("s0.F", MANY)
@@ -95,7 +96,7 @@ def test_it_is_replaced_by_whoever_waits_for_it_and_nothing_is_lost(
 def test_the_first_one_as_well(running: InProcess, once: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sidecar_client, "STOPPED_S", 0.3)
     once.touch()
-    writer = SidecarWriter([running.address], JOB, 1)
+    writer = Writer([running.address], JOB, 1)
     assert ends(writer.await_ready)
     put(writer, 0)
     writer.flush(TIMEOUT_S)
@@ -107,7 +108,7 @@ def test_one_that_is_stopped_while_it_works_is_told_much(
     running: InProcess, once: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sidecar_client, "STOPPED_S", 0.3)
-    writer = SidecarWriter([running.address], JOB, 1)
+    writer = Writer([running.address], JOB, 1)
     writer.await_ready()
     os.kill(writer.pid, signal.SIGSTOP)
     assert ends(lambda: writer.expect("s0.F", MANY))

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from swift_ft.errors import ServiceError
-from swift_ft.log.sidecar_client import SidecarWriter
+from tests.log_client import Writer
 from tests.unit.log.service import JOB, InProcess
 from tests.unit.log.test_writer_reader import TIMEOUT_S, put
 
@@ -18,9 +18,9 @@ def test_a_sidecar_that_has_lost_a_thread_is_replaced(
     once = tmp_path / "fail"
     once.touch()
     monkeypatch.setenv("FAIL_ONCE", str(once))
-    monkeypatch.setattr(SidecarWriter, "module", "tests.unit.log.threadless_sidecar")
+    monkeypatch.setattr(Writer, "module", "tests.unit.log.threadless_sidecar")
     with InProcess() as server:
-        writer = SidecarWriter([server.address], JOB, 1)
+        writer = Writer([server.address], JOB, 1)
         first = writer.pid
         put(writer, 0)
         writer.flush(TIMEOUT_S)
@@ -39,6 +39,6 @@ def test_a_trainer_that_can_start_no_thread_is_told_and_leaves_no_process(
     with InProcess() as server:
         monkeypatch.setattr(threading.Thread, "start", start)
         with pytest.raises(ServiceError, match="the log's sidecar cannot be started: can't start new thread"):
-            SidecarWriter([server.address], JOB, 1)
+            Writer([server.address], JOB, 1)
         monkeypatch.undo()
     assert psutil.Process().children() == before

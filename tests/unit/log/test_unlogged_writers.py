@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from swift_ft.errors import LogUnavailable, RecordMissing, UsageError
+from swift_ft.errors import LogUnavailable, RecordMissing
 from swift_ft.log import admin
 from swift_ft.log.admin import StreamInventory
 from swift_ft.log.reader import LogReader, never
-from swift_ft.log.record import MARK_SLOT, Dropped, RecordKey, Steps, hull
-from swift_ft.log.sidecar_client import SidecarWriter
+from swift_ft.log.record import MARK_SLOT, Dropped, Steps, hull
 from swift_ft.tools.log_contents import DirectoryLog, export
 from swift_ft_services.logserver.engine import LogEngine
 from swift_ft_services.logserver.state import EngineConfig
 from swift_ft_services.logserver.storage import DirectoryStorage
+from tests.log_client import Writer
 from tests.unit.log.service import JOB, InProcess, eventually
 from tests.unit.log.test_writer_reader import TIMEOUT_S, Gate, key
 
@@ -27,9 +27,9 @@ STREAM = "s0.F"
 
 
 @contextmanager
-def writing(server: InProcess, **options: object) -> Iterator[SidecarWriter]:
+def writing(server: InProcess, **options: object) -> Iterator[Writer]:
     options = {"queue_bytes": QUEUE_BYTES, "when_full": "drop", **options}
-    writer = SidecarWriter([server.address], JOB, 1, **options)  # type: ignore[arg-type]
+    writer = Writer([server.address], JOB, 1, **options)  # type: ignore[arg-type]
     try:
         yield writer
     finally:
@@ -37,7 +37,7 @@ def writing(server: InProcess, **options: object) -> Iterator[SidecarWriter]:
 
 
 @contextmanager
-def shut(**options: object) -> Iterator[tuple[Gate, InProcess, SidecarWriter]]:
+def shut(**options: object) -> Iterator[tuple[Gate, InProcess, Writer]]:
     """A server that takes nothing, until its gate is opened."""
     gate = Gate()
     with InProcess(gate) as server, writing(server, **options) as writer:
@@ -48,7 +48,7 @@ def shut(**options: object) -> Iterator[tuple[Gate, InProcess, SidecarWriter]]:
             gate.open.set()
 
 
-def put(writer: SidecarWriter, step: int, microbatch: int = 0, keep: bool = False) -> bool:
+def put(writer: Writer, step: int, microbatch: int = 0, keep: bool = False) -> bool:
     return writer.append(STREAM, key(step, microbatch), "uint8", (len(BODY),), BODY, keep=keep)
 
 
@@ -70,7 +70,7 @@ def steps_there(server: InProcess, from_step: int = 0) -> dict[int, int]:
     return found
 
 
-def filled(writer: SidecarWriter) -> int:
+def filled(writer: Writer) -> int:
     """Steps of two records until something is dropped; gives that step."""
     for step in range(20):
         taken = [put(writer, step, microbatch) for microbatch in range(2)]
@@ -268,9 +268,3 @@ def test_it_is_on_the_disk(tmp_path: Path) -> None:
     assert (found.unlogged, found.records) == (Steps(1, 3), 3)
     exported, _ = export(tmp_path / "out.safetensors", files.records(JOB, STREAM, lambda step: True), {})
     assert exported == 2
-
-
-def test_a_mark_is_no_tensors_key() -> None:
-    with InProcess() as server, writing(server) as writer:
-        with pytest.raises(UsageError, match="out of range"):
-            writer.append(STREAM, RecordKey(0, 0, MARK_SLOT), "uint8", (1,), b"x")

@@ -23,9 +23,8 @@ from swift_ft.errors import (
 from swift_ft.log import admin
 from swift_ft.log.reader import LogReader, StreamCursor, never
 from swift_ft.log.record import RecordKey
-from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft_services.logserver.storage import DirectoryStorage
-from tests.log_client import LogWriter
+from tests.log_client import LogWriter, Writer
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import JOB, InProcess, eventually
 
@@ -70,7 +69,7 @@ def following(reader: LogReader, stream: str, from_step: int) -> Iterator[Stream
 
 
 def put(
-    writer: LogWriter | SidecarWriter,
+    writer: LogWriter | Writer,
     step: int,
     microbatch: int = 0,
     stream: str = "s0.F",
@@ -159,9 +158,9 @@ def test_a_writer_without_work_is_never_impatient(server: InProcess, monkeypatch
 
 def test_bad_writers_and_readers() -> None:
     with pytest.raises(UsageError):
-        SidecarWriter(["a:1"], "a/b", 1)
+        Writer(["a:1"], "a/b", 1)
     with pytest.raises(UsageError, match=r"give one of none, lz4, bitshuffle$"):
-        SidecarWriter(["a:1"], JOB, 1, codec="zip")
+        Writer(["a:1"], JOB, 1, codec="zip")
     with pytest.raises(UsageError):
         LogReader([], JOB)
     with pytest.raises(UsageError):

@@ -410,22 +410,3 @@ def test_nothing_is_taken_back_without_undo() -> None:
     journal.apply(0)
     with pytest.raises(ServiceError, match="undo='none'"):
         journal.undo()
-
-
-@pytest.mark.parametrize(("name", "implementation"), list(models.cases()))
-def test_a_pre_image_takes_everything_back(name: str, implementation: str) -> None:
-    parameters, optimizer = pair(name, implementation, torch.float32)
-    journal = Journal(optimizer, undo="preimage", bucket_bytes=SMALL)
-    for step in range(3):
-        before = models.image(optimizer)
-        models.give_gradients(parameters, step)
-        journal.begin(step)
-        for bucket in range(0, len(journal.buckets), 2):
-            journal.apply(bucket)
-        assert models.image(optimizer) != before
-        optimizer.zero_grad()
-        assert journal.undo().exact
-        assert models.image(optimizer) == before
-        assert journal.applied == ()
-        models.give_gradients(parameters, step)
-        journal.apply_rest()

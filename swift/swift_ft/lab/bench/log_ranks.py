@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from swift_ft.lab.bench.output import cpu_s as cpu_s_of
 from swift_ft.log.memory import keep_freed_memory
 from swift_ft.log.reader import LogReader
@@ -33,11 +35,11 @@ def append(address: str, name: str, size: int, count: int) -> None:
     job, stream = name.split("/")
     writer = SidecarWriter([address], job, GENERATION, name=stream)
     writer.await_ready()
-    body = memoryview(bytes(i * 37 & 255 for i in range(min(size, 1 << 16))) * -(-size // (1 << 16)))[:size]
+    body = np.resize(np.arange(min(size, 1 << 16), dtype=np.uint32) * 37, size).astype(np.uint8)
 
     def work() -> None:
         for step in range(count):
-            writer.append(stream, RecordKey(step, 0, 0), _DTYPE, (size,), body)
+            writer.append_at(stream, RecordKey(step, 0, 0), _DTYPE, (size,), body.ctypes.data, size)
         writer.flush(TIMEOUT_S)
 
     _measured(work, lambda: time.process_time() + cpu_s_of(writer.pid))
