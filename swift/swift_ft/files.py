@@ -67,6 +67,15 @@ def make_directory(path: Path) -> list[Path]:
     return missing
 
 
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def write_whole(
     path: Path, data: str | bytes, mode: int | None = 0o600, owner: tuple[int, int] | None = None
 ) -> None:

@@ -175,7 +175,7 @@ def parse_json(content: str | bytes, where: str = "") -> Any:
 def _parse(content: str | bytes) -> Any:
     try:
         text = content.decode() if isinstance(content, bytes) else content
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_constant, parse_float=_float)
+        value = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_constant, parse_float=_float)
         if "\\u" in text:  # only an escape can encode a lone surrogate
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -186,6 +186,8 @@ def _parse(content: str | bytes) -> Any:
         raise UsageError(f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
         raise UsageError("nested too deeply") from None
+    except DuplicateKey as error:
+        raise UsageError(str(error)) from None
     except ValueError:  # more digits than Python accepts
         raise UsageError("a number has too many digits") from None
     level = [value]
@@ -202,11 +204,16 @@ def _items(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+class DuplicateKey(ValueError):
+    """JSON in which an object has a key twice: other parsers may take the other one."""
+
+
+def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object (an `object_pairs_hook`). Raises DuplicateKey."""
     value_of: dict[str, Any] = {}
     for name, value in pairs:
         if name in value_of:
-            raise UsageError(f"{json.dumps(name)[1:-1][:60]}: comes twice")
+            raise DuplicateKey(f"{json.dumps(name)[1:-1][:60]}: comes twice")
         value_of[name] = value
     return value_of
 

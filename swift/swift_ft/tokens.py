@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Self
 
 from swift_ft.errors import UsageError
 from swift_ft.files import read_regular, write_whole
-from swift_ft.text import one_line
+from swift_ft.text import one_line, unique_keys
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -416,14 +416,7 @@ class Authority:
 def _check_said_once(token: str) -> None:
     """Raises ValueError for duplicate JSON keys, which other parsers may resolve differently."""
     for part in token.split(".")[:2]:
-        json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)), object_pairs_hook=_once)
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    value_of = dict(pairs)
-    if len(value_of) < len(pairs):
-        raise ValueError("twice")
-    return value_of
+        json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)), object_pairs_hook=unique_keys)
 
 
 def _grant_of(claims: Mapping[str, object], now: float) -> Grant:

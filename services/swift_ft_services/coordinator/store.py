@@ -25,8 +25,7 @@ from typing import BinaryIO, Protocol, TypeVar
 import crc32c
 import xxhash
 
-from swift_ft.files import open_regular
-from swift_ft.log.directory import sync_directory
+from swift_ft.files import open_regular, sync_directory
 
 T = TypeVar("T")
 

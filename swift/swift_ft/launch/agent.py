@@ -47,6 +47,7 @@ from swift_ft.launch.ranks import (
 from swift_ft.launch.rendezvous import Rendezvous
 from swift_ft.launch.spares import Rehearsals, Spares
 from swift_ft.launch.worker import Program
+from swift_ft.log.memory import available_memory
 from swift_ft.rpc.codec import of_view
 from swift_ft.rpc.views import STARTED_AGAIN, end_words, has_left_forming, inexact_words, state_name
 from swift_ft.text import tell as say
@@ -148,15 +149,6 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-def available_bytes() -> int | None:
-    """Returns the memory that a new process can take without swapping; None if the system does not report it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        return None
-
-
 def why_no_room(needed: int, available: int | None) -> str:
     """Returns why `needed` bytes do not fit, empty if they do. `needed`: the size of the largest living rank, which the
     lost one is assumed to need."""
@@ -168,7 +160,7 @@ def why_no_room(needed: int, available: int | None) -> str:
 def room_for_one_more(pids: Iterable[int]) -> str:
     """Returns why another process as large as these does not fit; empty if it does."""
     living = list(map(resident_bytes, pids))
-    return why_no_room(max(living), available_bytes()) if living else "none of them is on this machine"
+    return why_no_room(max(living), available_memory()) if living else "none of them is on this machine"
 
 
 class Vacated:

@@ -25,7 +25,7 @@ from types import MappingProxyType
 import crc32c
 
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.files import open_regular, read_regular
+from swift_ft.files import open_regular, read_regular, sync_directory
 from swift_ft.log.manifest import (
     GRANTED,
     GRANTED_BYTES_MAX,
@@ -203,14 +203,6 @@ def age_s(directory: Path, job: str) -> float | None:
         except FileNotFoundError:
             continue  # removed meanwhile
     return time.time() - newest if newest else None
-
-
-def sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def grave_of(directory: Path, job: str) -> Path:

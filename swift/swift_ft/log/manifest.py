@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import crc32c
 
-from swift_ft.text import NAME_PATTERN
+from swift_ft.text import NAME_PATTERN, unique_keys
 
 MANIFEST = ".manifest"
 MANIFEST_BYTES_MAX = 64 << 20
@@ -136,20 +136,11 @@ def _decode(magic: str, data: bytes) -> dict[str, object]:
     if words[1] != str(_VERSIONS[magic]):
         raise ManifestDamaged(f"it is of version {words[1]}, this program reads version {_VERSIONS[magic]}")
     try:
-        fields = json.loads(body, object_pairs_hook=_once)
-    except ManifestDamaged:
-        raise
+        fields = json.loads(body, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise ManifestDamaged(f"what it says is no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ManifestDamaged("what it says is not a list of fields")
-    return fields
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ManifestDamaged("it has a field twice")
     return fields
 
 

@@ -49,3 +49,15 @@ def page_aligned(size: int) -> mmap.mmap:
     with suppress(AttributeError, OSError):  # another system, or no huge pages: slower, still correct
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
+
+
+def available_memory() -> int | None:
+    """Returns the bytes that can be allocated without swapping; None if the system does not report them."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None

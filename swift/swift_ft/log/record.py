@@ -56,6 +56,8 @@ class DType:
     name: str
     code: int
     bytes: int
+    safetensors: str = ""
+    """Its name in safetensors, if it has one."""
 
     @property
     def width(self) -> int:
@@ -65,26 +67,26 @@ class DType:
 
 # A code is never used twice and never changes its meaning.
 _DTYPES = (
-    DType("bool", 1, 1),
-    DType("uint8", 2, 1),
-    DType("int8", 3, 1),
-    DType("int16", 4, 2),
-    DType("int32", 5, 4),
-    DType("int64", 6, 8),
-    DType("float16", 7, 2),
-    DType("bfloat16", 8, 2),
-    DType("float32", 9, 4),
-    DType("float64", 10, 8),
-    DType("complex64", 11, 8),
+    DType("bool", 1, 1, "BOOL"),
+    DType("uint8", 2, 1, "U8"),
+    DType("int8", 3, 1, "I8"),
+    DType("int16", 4, 2, "I16"),
+    DType("int32", 5, 4, "I32"),
+    DType("int64", 6, 8, "I64"),
+    DType("float16", 7, 2, "F16"),
+    DType("bfloat16", 8, 2, "BF16"),
+    DType("float32", 9, 4, "F32"),
+    DType("float64", 10, 8, "F64"),
+    DType("complex64", 11, 8, "C64"),
     DType("complex128", 12, 16),
-    DType("float8_e4m3fn", 13, 1),
-    DType("float8_e5m2", 14, 1),
-    DType("float8_e4m3fnuz", 15, 1),
-    DType("float8_e5m2fnuz", 16, 1),
-    DType("float8_e8m0fnu", 17, 1),
-    DType("uint16", 18, 2),
-    DType("uint32", 19, 4),
-    DType("uint64", 20, 8),
+    DType("float8_e4m3fn", 13, 1, "F8_E4M3"),
+    DType("float8_e5m2", 14, 1, "F8_E5M2"),
+    DType("float8_e4m3fnuz", 15, 1, "F8_E4M3FNUZ"),
+    DType("float8_e5m2fnuz", 16, 1, "F8_E5M2FNUZ"),
+    DType("float8_e8m0fnu", 17, 1, "F8_E8M0"),
+    DType("uint16", 18, 2, "U16"),
+    DType("uint32", 19, 4, "U32"),
+    DType("uint64", 20, 8, "U64"),
     DType("complex32", 21, 4),
 )
 DTYPE_BY_NAME: Mapping[str, DType] = MappingProxyType({dtype.name: dtype for dtype in _DTYPES})

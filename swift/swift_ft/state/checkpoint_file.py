@@ -25,31 +25,19 @@ import torch
 import xxhash
 
 from swift_ft.errors import UsageError
+from swift_ft.files import sync_directory
+from swift_ft.log.record import DTYPE_BY_NAME
 from swift_ft.state.tree import dtype_of, join, split
+from swift_ft.text import unique_keys
 
 # The element types that a checkpoint may hold. A name that is missing here is refused, never looked up in torch.
 
 # Types that safetensors has. The others are stored as bytes (U8); the index has their real type.
 _SAFETENSORS: Mapping[str, str] = MappingProxyType(
     {
-        "bool": "BOOL",
-        "uint8": "U8",
-        "int8": "I8",
-        "int16": "I16",
-        "uint16": "U16",
-        "int32": "I32",
-        "uint32": "U32",
-        "int64": "I64",
-        "uint64": "U64",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "float32": "F32",
-        "float64": "F64",
-        "complex64": "C64",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e5m2": "F8_E5M2",
-        "float8_e4m3fnuz": "F8_E4M3FNUZ",
-        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        name: dtype.safetensors
+        for name, dtype in DTYPE_BY_NAME.items()
+        if dtype.safetensors and name != "float8_e8m0fnu"
     }
 )
 _OTHERS = (
@@ -335,20 +323,11 @@ def _lengths(value: Any, name: str) -> list[int]:
 
 def _json(text: bytes) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:
         raise Damaged("the index is nested too deep") from None
-    except Damaged:
-        raise
     except ValueError as error:
         raise Damaged(f"the index is no JSON: {error}") from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value_of = dict(pairs)
-    if len(value_of) != len(pairs):
-        raise Damaged("the index has a key twice")
-    return value_of
 
 
 def _fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
@@ -469,7 +448,7 @@ def write_shard(
     with _opened(folder / INDEX, _NEW) as file:
         _write(file, memoryview(text))
         os.fsync(file)
-    sync_folder(folder)
+    sync_directory(folder)
     return at + len(text)
 
 
@@ -597,8 +576,3 @@ def _regular(name: str, inside: int) -> Iterator[tuple[int, int]]:
         if not stat.S_ISREG(facts.st_mode):
             raise Damaged(f"{name} is no file")
         yield file, facts.st_size
-
-
-def sync_folder(path: Path) -> None:
-    with _opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as folder:
-        os.fsync(folder)

@@ -27,8 +27,8 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.files import make_directory
-from swift_ft.state.checkpoint_file import Damaged, Snapshot, read_shard, sync_folder, write_shard
+from swift_ft.files import make_directory, sync_directory
+from swift_ft.state.checkpoint_file import Damaged, Snapshot, read_shard, write_shard
 from swift_ft.text import generation_of, version_folder, version_of
 
 # Pauses between the attempts to write one version.
@@ -194,7 +194,7 @@ class CheckpointStore:
             if self._holder.fenced:
                 raise _FencedMeanwhile
             part.rename(shard)
-            sync_folder(folder)
+            sync_directory(folder)
         except BaseException:
             _remove([part, shard])
             with suppress(OSError):  # there is something else of this version
@@ -207,7 +207,7 @@ class CheckpointStore:
     def _make(self, folder: Path) -> None:
         """Creates the folder and its missing parents, durably."""
         for path in make_directory(folder):
-            sync_folder(path.parent)
+            sync_directory(path.parent)
 
     def wait_saved(self) -> None:
         """Waits until the last save has been attempted once, successfully or not."""

@@ -37,8 +37,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.files import open_regular, read_regular
-from swift_ft.state.checkpoint_file import elements, sync_folder
+from swift_ft.files import open_regular, read_regular, sync_directory
+from swift_ft.state.checkpoint_file import elements
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.tree import join, split
 from swift_ft.text import listed, rank_of, version_of
@@ -370,9 +370,9 @@ def write_dcp(target: Path, exported: State) -> int:
         for path in part.iterdir():  # torch creates them with the umask's permissions
             path.chmod(0o600)
         _check(part, exported)
-        sync_folder(part)
+        sync_directory(part)
         part.rename(target)
-        sync_folder(target.parent)
+        sync_directory(target.parent)
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror}; give another place") from None
     except CheckpointException as error:  # not a subclass of Exception

@@ -44,8 +44,9 @@ from swift_ft.comm.backend import (
     Wire,
 )
 from swift_ft.errors import ReplayRefused, ReplicaDiffers, UsageError
+from swift_ft.log.memory import available_memory
 from swift_ft.state.tensors import as_bytes, byte_view, dtype_name
-from swift_ft.state.tree import join, split, stride_told
+from swift_ft.state.tree import dtype_of, join, split, stride_told
 
 # The manifest, which describes a state to another replica, and the cutting of its bytes into chunks.
 #
@@ -81,7 +82,7 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        return 0 if self.same_as else math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+        return 0 if self.same_as else math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}" + (f" ({self.placement})" if self.placement else "")
@@ -132,7 +133,7 @@ def _check_entries(entries: Sequence[TensorEntry]) -> None:
             raise ValueError(f"{entry.path} comes twice")
         if any(type(size) is not int or size < 0 for size in entry.shape):
             raise ValueError(f"{entry.path} has the shape {list(entry.shape)}")
-        torch_dtype(entry.dtype)
+        dtype_of(entry.dtype)
         _check_stride(entry)
         if entry.same_as:
             other = known.get(entry.same_as)
@@ -159,13 +160,6 @@ def _check_stride(entry: TensorEntry) -> None:
     reach = sum((size - 1) * stride for size, stride in zip(entry.shape, entry.stride, strict=True) if size)
     if reach > _REACH_MAX * max(numel, 1):
         raise ValueError(f"{entry.path} has the strides {list(entry.stride)}")
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"no dtype {name!r}")
-    return dtype
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -452,7 +446,7 @@ def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 def fresh(entry: TensorEntry) -> torch.Tensor:
     """Returns an uninitialised contiguous CPU tensor of an entry's shape and dtype."""
-    dtype = torch_dtype(entry.dtype)
+    dtype = dtype_of(entry.dtype)
     if entry.bytes < _HUGE_BYTES:
         return torch.empty(entry.shape, dtype=dtype)
     memory = mmap.mmap(-1, entry.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -497,18 +491,6 @@ def _check_memory(sizes: Iterable[int]) -> None:
         raise ReplayRefused(
             f"a replica's state needs {needed >> 20} MiB, {free >> 20} MiB are free; add memory to this machine"
         )
-
-
-def available_memory() -> int | None:
-    """Returns the bytes that can be allocated without swapping; None if the system does not report them."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
 
 
 # Operations in flight per source, so that the backend is busy while a chunk is digested. They hold no copies.

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 import grpc
 
@@ -39,7 +38,7 @@ from swift_ft.log.directory import (
 from swift_ft.log.frame import FrameHeader, decode_header, decode_record
 from swift_ft.log.manifest import GRANTED, NO_UID, JobMeta, StreamMeta
 from swift_ft.log.protocol import as_error, open_channel
-from swift_ft.log.record import MARK_SLOT, Record, declared, stream_tag
+from swift_ft.log.record import DTYPE_BY_NAME, MARK_SLOT, Record, declared, stream_tag
 from swift_ft.log.segment import (
     FILE_BYTES_LEAST,
     SEQUENCE_MAX,
@@ -500,32 +499,6 @@ def _stream(inventory: admin.StreamInventory) -> StreamFacts:
     )
 
 
-# Element types of the log -> names in safetensors.
-DTYPES: Mapping[str, str] = MappingProxyType(
-    {
-        "bool": "BOOL",
-        "uint8": "U8",
-        "int8": "I8",
-        "int16": "I16",
-        "uint16": "U16",
-        "int32": "I32",
-        "uint32": "U32",
-        "int64": "I64",
-        "uint64": "U64",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "float32": "F32",
-        "float64": "F64",
-        "complex64": "C64",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e5m2": "F8_E5M2",
-        "float8_e4m3fnuz": "F8_E4M3FNUZ",
-        "float8_e5m2fnuz": "F8_E5M2FNUZ",
-        "float8_e8m0fnu": "F8_E8M0",
-    }
-)
-
-
 def export(path: Path, records: Iterable[tuple[str, Record]], metadata: Mapping[str, str]) -> tuple[int, int]:
     """Writes (stream, record) pairs under names like ``s2.F/17/3/0`` (stream, step, microbatch, slot). Returns their
     number and bytes. The file is written atomically. Raises UsageError if there are no records, for an element type
@@ -540,8 +513,8 @@ def export(path: Path, records: Iterable[tuple[str, Record]], metadata: Mapping[
                 if record.key.slot == MARK_SLOT:
                     continue  # no tensor
                 name = f"{stream}/{record.key.step}/{record.key.microbatch}/{record.key.slot}"
-                dtype = DTYPES.get(record.dtype)
-                if dtype is None:
+                dtype = DTYPE_BY_NAME[record.dtype].safetensors
+                if not dtype:
                     raise UsageError(
                         f"{name} is of {record.dtype}, which safetensors does not have: leave it out"
                     )

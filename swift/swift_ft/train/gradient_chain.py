@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from swift_ft.comm.backend import GRADIENTS, GRADIENTS_MASK, NOTE, NOTE_PAYLOAD, WEIGHTS, Pending, Wire
 from swift_ft.errors import ReplayRefused
 from swift_ft.state.tensors import as_bytes, dtype_name
-from swift_ft.state.transfer import torch_dtype
+from swift_ft.state.tree import dtype_of
 
 # Layout and modes that a helper's modules must share with the owner's.
 
@@ -83,9 +83,7 @@ def set_module_modes(module: torch.nn.Module, as_there: dict[str, Any]) -> torch
     for index, part in enumerate(module.modules()):
         part.training = index not in evaluating
     enabled, dtype, cached = as_there["autocast"]
-    return torch.autocast(
-        _device_type(module), dtype=torch_dtype(dtype), enabled=enabled, cache_enabled=cached
-    )
+    return torch.autocast(_device_type(module), dtype=dtype_of(dtype), enabled=enabled, cache_enabled=cached)
 
 
 def _device_type(module: torch.nn.Module) -> str:

@@ -18,12 +18,13 @@ import torch
 from swift_ft import events, torch_private
 from swift_ft.comm.backend import Wire
 from swift_ft.errors import ReplayRefused
+from swift_ft.log.memory import available_memory
 from swift_ft.log.reader import ReadFilter
 from swift_ft.log.record import RecordKey
 from swift_ft.planner import Help
 from swift_ft.planner.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from swift_ft.state.tensors import same_bits
-from swift_ft.state.transfer import available_memory, torch_dtype
+from swift_ft.state.tree import dtype_of
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.gradient_chain import (
     Addends,
@@ -525,7 +526,7 @@ class Owner:
     def _take(self, told: dict[str, Any], payload: torch.Tensor) -> Strides:
         """Takes over a helper's losses and the records that the log lacked. Returns its gradients' strides. Raises
         ReplayRefused for a loss of another type or shape."""
-        shapes = [(torch_dtype(dtype), shape) for *_, dtype, shape in [*told["losses"], *told["lacking"]]]
+        shapes = [(dtype_of(dtype), shape) for *_, dtype, shape in [*told["losses"], *told["lacking"]]]
         tensors = taken_apart(payload, shapes)
         for (mb, *_), value in zip(told["losses"], tensors, strict=False):
             loss = self.loss(mb)

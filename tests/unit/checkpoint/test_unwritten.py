@@ -187,7 +187,7 @@ def test_whoever_loads_gives_up_what_was_not_written(tmp_path: Path, store: Chec
     assert told.durable == [1]
 
 
-@pytest.mark.parametrize("fails_at", ["write_shard", "sync_folder"])
+@pytest.mark.parametrize("fails_at", ["write_shard", "sync_directory"])
 def test_nothing_of_it_stays_and_what_was_there_of_that_version_does(
     tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, fails_at: str
 ) -> None:

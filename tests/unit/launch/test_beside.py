@@ -5,7 +5,8 @@ import os
 import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.launch.agent import Vacated, available_bytes, resident_bytes, room_for_one_more, why_no_room
+from swift_ft.launch.agent import Vacated, resident_bytes, room_for_one_more, why_no_room
+from swift_ft.log.memory import available_memory
 
 GIB = 1 << 30
 
@@ -26,7 +27,7 @@ def test_a_lost_rank_is_taken_for_as_large_as_the_largest(
 
 
 def test_what_a_process_takes_is_read_from_the_system() -> None:
-    mine, free = resident_bytes(os.getpid()), available_bytes()
+    mine, free = resident_bytes(os.getpid()), available_memory()
     assert 1 << 20 < mine < 1 << 40
     assert free is not None
     assert free > 0

@@ -436,8 +436,8 @@ def test_something_else_in_the_place_of_a_file(
 @pytest.mark.parametrize(
     ("begins", "fields", "says"),
     [
-        ("swift-log-manifest 2", '{"job": "job", "job": "job"}', "a field twice"),
-        ("swift-log-manifest 2", '{"streams": {"s": {"first": 0, "first": 0}}}', "a field twice"),
+        ("swift-log-manifest 2", '{"job": "job", "job": "job"}', "comes twice"),
+        ("swift-log-manifest 2", '{"streams": {"s": {"first": 0, "first": 0}}}', "comes twice"),
         ("swift-log-manifest \x1b[2J", "{}", "does not begin as it should"),
         ("swift-log-manifest 7", "{}", "of version 7"),
         ("swift-log-manifest 2", "[" * 100_000, "no JSON"),

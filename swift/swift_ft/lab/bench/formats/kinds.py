@@ -20,8 +20,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from swift_ft.files import sync_directory
 from swift_ft.lab.bench.formats.states import State, leaves, nested
-from swift_ft.state.checkpoint_file import sync_folder
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.export import Reading, alone, load_dcp
 
@@ -60,7 +60,7 @@ class OneFile(Format):
         if fsync:
             with path.open("rb") as file:
                 os.fsync(file)
-            sync_folder(place)
+            sync_directory(place)
         return lambda: None
 
     def load(self, place: Path, like: State) -> State:
@@ -112,7 +112,7 @@ class Dcp(Format):
 
 def _sync_if(place: Path, fsync: bool) -> None:
     if fsync:
-        sync_folder(place)
+        sync_directory(place)
 
 
 def _blank(value: Any) -> Any:
