@@ -16,6 +16,7 @@ import grpc
 from swift_ft import events
 from swift_ft.cli_parser import is_loopback
 from swift_ft.errors import UsageError
+from swift_ft.text import port_number
 from swift_ft.tokens import Owner, Role, Signature, SigningKey, read_file, read_secret, signature, write_file
 
 # Overview of authentication: tokens and their keys, roles, and channels that carry tokens over TLS.
@@ -131,7 +132,6 @@ AUTHORIZATION = "authorization"
 BEARER = "Bearer "
 _RELOAD_S = 1.0
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?|\[[0-9A-Fa-f:.]{2,45}\]")
-_PORT = re.compile("[0-9]{1,5}")
 _SCHEMES = {"dns", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds", "google-c2p"}
 """URI schemes of gRPC: it takes "unix:7301" for a socket's path."""
 
@@ -182,7 +182,7 @@ class Credentials:
     def check(self, address: str) -> None:
         """Raises UsageError if a file is missing or accessible to others, or if the connection would be unencrypted."""
         host, _, port = address.rpartition(":")
-        if not host or not _is_port(port):
+        if not host or port_number(port) is None:
             raise UsageError(f"{address!r} is not HOST:PORT, such as 10.0.0.5:7301")
         if self.ca is None and not self.insecure and not is_loopback(host):
             raise UsageError(
@@ -197,7 +197,7 @@ class Credentials:
         """Checks an address that another party has named. Raises UsageError as `check` does, and if the address would
         get this process's token unencrypted, even where that is allowed otherwise, or is not the port of a host."""
         host, _, port = address.rpartition(":")
-        if not _is_port(port) or not _HOST.fullmatch(host) or host.lower() in _SCHEMES:
+        if port_number(port) is None or not _HOST.fullmatch(host) or host.lower() in _SCHEMES:
             raise UsageError(f"{address!r} is not HOST:PORT, such as 10.0.0.5:7301")
         if self.token_file is not None and self.ca is None and not is_loopback(host):
             raise UsageError(
@@ -217,10 +217,6 @@ class Credentials:
 
     def tls_files(self) -> list[Path]:
         return [path for path in (self.ca, self.certificate, self.key) if path is not None]
-
-
-def _is_port(text: str) -> bool:
-    return _PORT.fullmatch(text) is not None and int(text) < 65536
 
 
 def read_token(path: Path) -> str:

@@ -11,7 +11,6 @@ import ctypes
 import json
 import math
 import os
-import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ import torch
 import xxhash
 
 from swift_ft.errors import UsageError
-from swift_ft.files import sync_directory
+from swift_ft.files import open_regular, sync_directory
 from swift_ft.log.record import DTYPE_BY_NAME
 from swift_ft.state.tree import dtype_of, join, split
 from swift_ft.text import unique_keys
@@ -351,7 +350,6 @@ _NO_STATE = (
     ValueError,
 )
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO must not block
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -410,6 +408,15 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         raise UsageError(f"the state at {name} holds a {kind} tensor; keep it as plain tensors")
     if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise UsageError(f"the state at {name} holds a tensor of {tensor.dtype}; keep it as another type")
+
+
+def digest_of(value: Any) -> str:
+    """Returns the digest of a value that `split` takes apart. Strides count."""
+    tensors, skeleton = split(value)
+    state = xxhash.xxh3_128(json.dumps(skeleton).encode())
+    for tensor in tensors.values():
+        state.update(elements(tensor.detach().cpu()))
+    return state.hexdigest()
 
 
 # --- writing ---
@@ -571,8 +578,8 @@ def _opened(path: str | Path, flags: int, inside: int | None = None) -> Iterator
 @contextmanager
 def _regular(name: str, inside: int) -> Iterator[tuple[int, int]]:
     """Opens a regular file. Yields (descriptor, bytes)."""
-    with _opened(name, _FILE, inside) as file:
-        facts = os.fstat(file)
-        if not stat.S_ISREG(facts.st_mode):
-            raise Damaged(f"{name} is no file")
-        yield file, facts.st_size
+    file = open_regular(name, os.O_RDONLY, inside=inside)
+    try:
+        yield file, os.fstat(file).st_size
+    finally:
+        os.close(file)

@@ -11,7 +11,6 @@ A directory gets its final name once its content is durable and has been read ba
 """
 
 import io
-import json
 import os
 import pickle
 import re
@@ -27,7 +26,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import torch
-import xxhash
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -38,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.files import open_regular, read_regular, sync_directory
-from swift_ft.state.checkpoint_file import elements
+from swift_ft.state.checkpoint_file import digest_of
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.tree import join, split
 from swift_ft.text import listed, rank_of, version_of
@@ -298,13 +296,13 @@ def assemble(states: Sequence[State]) -> State:
         own = ranks[str(rank)]
         for key, module in state.pop("stages").items():
             for name, value in module.items():
-                where, digest = (key, name), _digest(value)
+                where, digest = (key, name), digest_of(value)
                 if digests.setdefault(where, digest) != digest:  # a buffer that differs between replicas
                     own.setdefault("stages", {}).setdefault(key, {})[name] = value
                 else:
                     stages.setdefault(key, {}).setdefault(name, value)
         for part in sorted(state.keys() - {"version", "placements"}):
-            first = firsts.setdefault((part, _digest(state[part])), rank)
+            first = firsts.setdefault((part, digest_of(state[part])), rank)
             if first == rank:
                 own[part] = state[part]
             else:
@@ -349,14 +347,6 @@ def _together(path: str, parts: Sequence[Mapping[str, torch.Tensor]], dimension:
     raise UsageError(f"the shards of {path[:80]} cannot be put together: {why}")
 
 
-def _digest(value: Any) -> str:
-    tensors, skeleton = split(value)
-    state = xxhash.xxh3_128(json.dumps(skeleton).encode())
-    for tensor in tensors.values():
-        state.update(elements(tensor))
-    return state.hexdigest()
-
-
 def write_dcp(target: Path, exported: State) -> int:
     """Writes the directory. Returns its files' bytes. Raises UsageError if it exists, cannot be written, or was not
     read back as written."""
@@ -399,7 +389,7 @@ def _check(directory: Path, exported: State) -> None:
             batch[name] = torch.empty(written[name].shape, dtype=written[name].dtype)
         load_dcp(batch, directory)
         for name, tensor in batch.items():
-            if _digest(tensor) != _digest(written[name].contiguous()):
+            if digest_of(tensor) != digest_of(written[name].contiguous()):
                 raise UsageError(f"{directory}: {name} was not read back as it was written")
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from swift_ft.errors import ServiceError
 from swift_ft.optimizers import Lamb, Lion
 from swift_ft.state import kernels, optimizer_names
 from swift_ft.state.kernels import DTYPES, Backwards, Form
+from swift_ft.state.tensors import overlapping
 
 # Error of an undo, for drills and benchmarks that also keep a copy.
 
@@ -222,21 +222,8 @@ def unfit(
         tensors += used
     if any(tensor.layout != torch.strided for tensor in tensors) or not kernels.available(tensors):
         return True
-    return _overlap(parameters)  # one would be undone before the other is read
-
-
-def _overlap(parameters: list[torch.nn.Parameter]) -> bool:
-    spans = []
-    for parameter in parameters:
-        if parameter.numel():
-            reach = sum(
-                (size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True)
-            )
-            spans.append(
-                (parameter.data_ptr(), parameter.data_ptr() + (reach + 1) * parameter.element_size())
-            )
-    spans.sort()
-    return any(end > begin for (_, end), (begin, _) in pairwise(spans))
+    named = {str(number): parameter for number, parameter in enumerate(parameters)}
+    return bool(overlapping(named))  # one would be undone before the other is read
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ into its existing tensors, regardless of strides. Both are still called (hooks, 
 what they have changed is corrected or refused.
 """
 
-import hashlib
 import json
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from swift_ft import torch_private
 from swift_ft.errors import ServiceError, SwiftError, UsageError
+from swift_ft.state.checkpoint_file import digest_of
 from swift_ft.state.optimizer_names import state_left_alone
-from swift_ft.state.tensors import byte_view, plain, same_bits
+from swift_ft.state.tensors import same_bits
 from swift_ft.state.transfer import local
 from swift_ft.state.tree import join, split
 
@@ -199,7 +199,7 @@ class ModuleState:
             "values": {
                 path: value
                 for path, value in values.items()
-                if path not in self._begin or _digest(value) != self._begin[path].digest
+                if path not in self._begin or digest_of(value) != self._begin[path].digest
             },
             "gone": [path for path in self._begin if path not in values],
             "frozen": {
@@ -236,7 +236,7 @@ class ModuleState:
                     continue
                 there = at.holder.get(at.name, self)
                 if there is not self and (
-                    _digest(there) == self._begin[path].digest
+                    digest_of(there) == self._begin[path].digest
                     if path not in values
                     else not goes_into and _same(there, values[path])
                 ):
@@ -280,26 +280,17 @@ def _places_of(module: torch.nn.Module, weights: set[int]) -> Iterator[tuple[str
 def _value(value: Any) -> _Value:
     tensors, skeleton = split(value)
     if sum(tensor.nbytes for tensor in tensors.values()) > _KEPT_BYTES:
-        return _Value(_digest(value), skeleton, None)
+        return _Value(digest_of(value), skeleton, None)
     copies = {
         name: tensor.detach().clone(memory_format=torch.preserve_format) for name, tensor in tensors.items()
     }
-    return _Value(_digest(value), json.loads(json.dumps(skeleton)), copies)
+    return _Value(digest_of(value), json.loads(json.dumps(skeleton)), copies)
 
 
 def _again(begun: _Value, path: str) -> Any:
     if begun.tensors is None:
         raise ServiceError(f"{path} of a module has changed, and is too large to be kept as it was")
     return join(begun.skeleton, {name: tensor.clone() for name, tensor in begun.tensors.items()})
-
-
-def _digest(value: Any) -> str:
-    tensors, skeleton = split(value)
-    sha = hashlib.blake2b(json.dumps(skeleton).encode(), digest_size=16)
-    for name in sorted(tensors):
-        data = plain(tensors[name])
-        sha.update(byte_view(data).data if data.numel() else b"")
-    return sha.hexdigest()
 
 
 def _same(one: Any, other: Any) -> bool:

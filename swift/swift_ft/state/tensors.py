@@ -1,6 +1,7 @@
 """Tensors as bytes and back, bit for bit, for every dtype."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,25 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def byte_view(tensor: torch.Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     return bytes_of(plain(tensor))
+
+
+def overlapping(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Returns the paths of tensors whose memory, from first to last element, overlaps another one's."""
+    spans = []
+    for path, tensor in tensors.items():
+        if tensor.numel():
+            last = sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize, path))
+    overlapping: set[str] = set()
+    end, longest = 0, ""
+    for begin, end_of_this, path in sorted(spans):
+        if begin < end:
+            overlapping |= {path, longest}
+        if end_of_this > end:
+            end, longest = end_of_this, path
+    return overlapping
 
 
 def laid_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

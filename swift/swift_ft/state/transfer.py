@@ -45,7 +45,7 @@ from swift_ft.comm.backend import (
 )
 from swift_ft.errors import ReplayRefused, ReplicaDiffers, UsageError
 from swift_ft.log.memory import available_memory
-from swift_ft.state.tensors import as_bytes, byte_view, dtype_name
+from swift_ft.state.tensors import as_bytes, byte_view, dtype_name, overlapping
 from swift_ft.state.tree import dtype_of, join, split, stride_told
 
 # The manifest, which describes a state to another replica, and the cutting of its bytes into chunks.
@@ -355,7 +355,7 @@ class Destination:
             here = _each_once(self._entries, here)
         # Tied here as at the source: filled through the entry in `same_as`.
         tied = {e.path for e in self._entries if e.path in here and _same(here[e.path], here.get(e.same_as))}
-        self._overlapping = _overlapping({path: tensor for path, tensor in here.items() if path not in tied})
+        self._overlapping = overlapping({path: tensor for path, tensor in here.items() if path not in tied})
         for entry in self._entries:
             if entry.path in here and entry.path not in self._overlapping and not _laid_alike(entry, here):
                 del here[entry.path]  # replaced by a new tensor
@@ -463,25 +463,6 @@ def _is_bytes(tensor: torch.Tensor) -> bool:
 
 def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     return other is not None and (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride())
-
-
-def _overlapping(tensors: dict[str, torch.Tensor]) -> set[str]:
-    """Returns the paths of tensors whose memory, from first to last element, overlaps another one's."""
-    spans = []
-    for path, tensor in tensors.items():
-        if tensor.numel():
-            last = sum(
-                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-            spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize, path))
-    overlapping: set[str] = set()
-    end, longest = 0, ""
-    for begin, end_of_this, path in sorted(spans):
-        if begin < end:
-            overlapping |= {path, longest}
-        if end_of_this > end:
-            end, longest = end_of_this, path
-    return overlapping
 
 
 def _check_memory(sizes: Iterable[int]) -> None:
