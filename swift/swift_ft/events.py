@@ -106,12 +106,7 @@ def _append(directory: Path, at: float, line: bytes) -> None:
 
 def read(directory: str | Path) -> list[dict[str, Any]]:
     """Returns all events of all processes, by time. A torn last line (its writer was killed) is left out."""
-    events = []
-    for path in _traces(Path(directory)):
-        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
-            events += [json.loads(line) for line in file if line.endswith(b"\n")]
-    events.sort(key=lambda event: event["t"])
-    return events
+    return Tail(Path(directory)).read()
 
 
 def _traces(directory: Path) -> Iterator[Path]:

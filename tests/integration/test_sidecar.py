@@ -220,7 +220,7 @@ def test_an_error_survives_the_sidecar_that_found_it(server: LogServer) -> None:
         put(writer, 0)
         writer.expect(STREAMS[1], {key(0): bytes(16)})
         put(writer, 1)
-        eventually(lambda: writer._sidecar._error)
+        eventually(lambda: writer._error)
         os.kill(writer.pid, signal.SIGKILL)
         eventually(lambda: writer.restarts == 1)
         with pytest.raises(Divergence, match=r"s1\.B step 0"):
@@ -237,7 +237,7 @@ def test_expectations_and_generations_survive_the_sidecar(server: LogServer) -> 
         writer.expect(STREAMS[1], {key(0): digest_of("uint8", (1,), b"x"), key(5): bytes(16)})
         server.fence(2)
         put(writer, 3)
-        eventually(lambda: isinstance(writer._sidecar._trouble, StaleGeneration))
+        eventually(lambda: isinstance(writer._trouble, StaleGeneration))
         assert writer._memory.load(Word.HEAD) > writer._memory.load(Word.TAIL)  # it stays in the ring
         writer.set_generation(2)
         os.kill(writer.pid, signal.SIGKILL)

@@ -149,8 +149,8 @@ def test_a_server_that_is_used_again_was_emptied_and_is_not_taken_for_the_old_on
         one.start()
         for server in (one, two):
             server.fence(3)
-        with writer._sidecar.changed:  # generation 2, whose sidecar was ended before it could do anything
-            writer._sidecar._renumber([two.address])
+        with writer.changed:  # generation 2, whose sidecar was ended before it could do anything
+            writer._renumber([two.address])
         writer.set_generation(3, [two.address, one.address])
         for number in range(30, 60):
             put(writer, number)

@@ -157,10 +157,10 @@ class Spares:
             self._failures = 0
             events.emit("worker_warm", pid=child.pid, rank=child.rank)
             return
-        line, end, child.said = child.said.partition(b"\n")
+        line, end, _ = child.said.partition(b"\n")
         if not end:
-            child.said = line
             return
+        child.said = b""
         warmed = json.loads(line)
         child.warming = False
         events.emit("warmed_up", rank=child.kept_for, pid=child.pid, **warmed)

@@ -151,8 +151,8 @@ _RESTARTS_MAX, _RESTARTS_WITHIN_S = 5, 10.0
 
 
 class SidecarSupervisor:
-    """Owner of a trainer's sidecar. Its methods may be called by any thread of the trainer. A thread of its own reads
-    the sidecar's messages and notices its death."""
+    """Owner of a trainer's sidecar; the base class of a writer. Its methods may be called by any thread of the trainer.
+    A thread of its own reads the sidecar's messages and notices its death."""
 
     def __init__(
         self,
@@ -195,10 +195,6 @@ class SidecarSupervisor:
         self._listener.start()
 
     @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
     def pid(self) -> int:
         return self._process.pid
 
@@ -214,19 +210,22 @@ class SidecarSupervisor:
         if error is not None:
             raise error
 
-    def expect(self, stream: str, server: str, digests: Mapping[RecordKey, bytes]) -> None:
+    def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str = "") -> None:
+        """Declares records that one server (empty: every one) holds of a stream: these keys are compared, and not sent
+        there. Raises RecordCorrupt if another copy has a different record under one of these keys."""
+        check_name("stream", stream)
         for holder in [server] if server else list(self._servers):
             with self.changed:  # recorded for a successor of the sidecar
                 self._expected.add(stream, holder, digests)
             for message in expectations(stream, holder, digests):
                 self._request(message)
 
-    def forget_below(self, step: int) -> None:
+    def _forget_expected(self, step: int) -> None:
         """Forgets expectations of older steps. A successor that still compares such records asks the servers."""
         with self.changed:
             self._expected.forget_below(step)
 
-    def flush(self, upto: int, timeout_s: float) -> None:
+    def _flush_to(self, upto: int, timeout_s: float) -> None:
         """Waits until everything in the ring below this position is acknowledged. Raises ServiceError after
         `timeout_s`, and the errors of `raise_pending`."""
         with self.changed:
@@ -236,20 +235,27 @@ class SidecarSupervisor:
         )
 
     def await_ready(self) -> None:
+        """Waits until the sidecar works. Optional, for a trainer at its start."""
         self._request({"do": "go"})
 
     def interrupt(self) -> None:
+        """(any thread) Makes blocked and later appends and flushes raise LogInterrupted, until set_generation."""
         with self.changed:
             self._interrupted = True
             self.changed.notify_all()
 
-    def set_generation(self, generation: int, servers: Sequence[str], emptied: Collection[str]) -> None:
+    def set_generation(
+        self, generation: int, servers: Sequence[str] = (), emptied: Collection[str] = ()
+    ) -> None:
+        """(after a fence) Continues under the new generation: reopens streams, resends unacknowledged records, clears
+        pending errors. ``servers``: the servers that keep the streams from now on (empty: unchanged). ``emptied``:
+        those of them that were restarted without their data."""
         if generation >= self.generation and servers and (emptied or set(servers) != set(self._servers)):
             self._move(generation, servers, emptied)
         self._enter(generation, {"do": "set_generation", "generation": generation})
 
-    def restart(self, generation: int, upto: int) -> None:
-        """As `SidecarWriter.restart`. Drops the ring's records below `upto`."""
+    def _restart(self, generation: int, upto: int) -> None:
+        """Drops the ring's records below `upto`, and all knowledge of the log's content."""
         with self.changed:
             if self._closed:
                 self.raise_pending()
@@ -288,7 +294,7 @@ class SidecarSupervisor:
             self._interrupted = False
             self._request(message)
 
-    def close(self) -> None:
+    def _end(self) -> None:
         with self._replacing, self.changed:
             self._closed = True
             self.changed.notify_all()
@@ -452,7 +458,7 @@ NOBODY: Borrower = _Nobody()
 """Placeholder while the ring has no borrower."""
 
 
-class SidecarWriter:
+class SidecarWriter(SidecarSupervisor):
     """Writer of all streams of one rank, to each of the servers that keep a copy.
 
     Call sequence::
@@ -480,8 +486,7 @@ class SidecarWriter:
     step, microbatch and slot) and SequenceConflict until the next generation; LogUnavailable after ``patience_s``
     without an acknowledgement, until the log makes progress.
 
-    A `SidecarSupervisor` keeps the sidecar running. A sidecar that outlives its trainer sends the ring's records, for
-    at most 10 s.
+    A sidecar that outlives its trainer sends the ring's records, for at most 10 s.
     """
 
     module = "swift_ft.log.sidecar"  # the program to start
@@ -534,7 +539,7 @@ class SidecarWriter:
             "lease": None if lease is None else dict(lease),
         }
         try:
-            self._sidecar = SidecarSupervisor(
+            super().__init__(
                 self.module, self._memory.fd, self._wake, servers, generation, begin, self.unlogged.refuse
             )
         except SwiftError:
@@ -559,22 +564,10 @@ class SidecarWriter:
         )
 
     @property
-    def generation(self) -> int:
-        return self._sidecar.generation
-
-    @property
-    def restarts(self) -> int:
-        return self._sidecar.restarts
-
-    @property
     def queued_bytes(self) -> int:
         """(any thread) Bytes in the ring that the log has not acknowledged."""
         with self._mapped:
             return 0 if self._stats is not None else self._producer.reserved - self._memory.load(Word.TAIL)
-
-    @property
-    def pid(self) -> int:
-        return self._sidecar.pid
 
     @property
     def copied(self) -> int:
@@ -604,7 +597,7 @@ class SidecarWriter:
         """
         may_drop = self.drops and not keep
         with self._pushing:
-            self._sidecar.raise_pending(may_drop)
+            self.raise_pending(may_drop)
             if size > self._largest:
                 raise UsageError(
                     f"{stream} {key}: {size} bytes are more than the log's queue holds ({self._largest}); "
@@ -641,7 +634,7 @@ class SidecarWriter:
         """Puts the marks that are due into the ring, and does not wait for the log. Raises as `append_at` does."""
         with self._pushing:
             for stream in self.unlogged.streams:
-                self._sidecar.raise_pending()
+                self.raise_pending()
                 self._declared(stream, wait=True)
 
     def _declared(self, stream: str, wait: bool) -> bool:
@@ -664,11 +657,11 @@ class SidecarWriter:
             while True:
                 self._borrower.finish()
                 self._memory.store(Word.PRODUCER_WAITS, 1)
-                with self._sidecar.changed:
+                with self.changed:
                     if (end := self._producer.push(header, address, size, now)) >= 0:
                         return end
-                    self._sidecar.changed.wait(POLL_S)
-                    self._sidecar.raise_pending()
+                    self.changed.wait(POLL_S)
+                    self.raise_pending()
                 if self._memory.load(Word.TAIL) != tail:
                     tail, moved = self._memory.load(Word.TAIL), time.monotonic()
                 waited_s = time.monotonic() - moved
@@ -691,29 +684,11 @@ class SidecarWriter:
                 self._borrower.finish()
                 self._producer.wait(self._producer.reserved)
 
-    def expect(self, stream: str, digests: Mapping[RecordKey, bytes], server: str = "") -> None:
-        """Declares records that one server (empty: every one) holds of a stream: these keys are compared, and not sent
-        there. Raises RecordCorrupt if another copy has a different record under one of these keys."""
-        check_name("stream", stream)
-        self._sidecar.expect(stream, server, digests)
-
     def flush(self, timeout_s: float) -> None:
         """Waits until all records are durable. Raises ServiceError after `timeout_s`, and as `append_at` does."""
         self.declare()
         self.wait_copied()
-        self._sidecar.flush(self.copied, timeout_s)
-
-    def interrupt(self) -> None:
-        """(any thread) Makes blocked and later appends and flushes raise LogInterrupted, until set_generation."""
-        self._sidecar.interrupt()
-
-    def set_generation(
-        self, generation: int, servers: Sequence[str] = (), emptied: Collection[str] = ()
-    ) -> None:
-        """(after a fence) Continues under the new generation: reopens streams, resends unacknowledged records, clears
-        pending errors. ``servers``: the servers that keep the streams from now on (empty: unchanged). ``emptied``:
-        those of them that were restarted without their data."""
-        self._sidecar.set_generation(generation, servers, emptied)
+        self._flush_to(self.copied, timeout_s)
 
     def restart(self, generation: int) -> None:
         """(after a fence and admin.reset: all ranks restore a checkpoint) As set_generation, but drops unacknowledged
@@ -721,11 +696,7 @@ class SidecarWriter:
         self.wait_copied()
         with self._pushing:
             self.unlogged.forget()
-        self._sidecar.restart(generation, self.copied)
-
-    def await_ready(self) -> None:
-        """Waits until the sidecar works. Optional, for a trainer at its start."""
-        self._sidecar.await_ready()
+        self._restart(generation, self.copied)
 
     def forget_below(self, step: int) -> None:
         """Forgets the keys of older steps, which will not be appended again."""
@@ -735,17 +706,17 @@ class SidecarWriter:
             self._memory.store(Word.FLOOR_AT, self._producer.reserved)
             self._memory.store(Word.FLOOR, step)
             os.eventfd_write(self._wake, 1)  # a step is done: the sidecar sends its records
-        self._sidecar.forget_below(step)
+        self._forget_expected(step)
 
     def close(self, flush_timeout_s: float = 10.0) -> None:
         """Flushes, unless the timeout is 0, and ends the sidecar. Raises the errors of `flush`, after ending it."""
-        if self._sidecar.closed:
+        if self._closed:
             return
         try:
             if flush_timeout_s > 0:
                 self.flush(flush_timeout_s)
         finally:
-            self._sidecar.close()
+            self._end()
             self._borrower.let_go()
             with self._pushing, self._mapped:
                 self._free_ring()

@@ -21,6 +21,7 @@ from swift_ft.comm.backend import INNER_ACTIVATIONS, INNER_GRADIENTS, Pending, W
 from swift_ft.comm.process_groups import Interrupted
 from swift_ft.comm.worker_thread import Broken
 from swift_ft.errors import Divergence, RecordMissing, ReplayRefused, SwiftError
+from swift_ft.log.memory import available_memory
 from swift_ft.log.reader import LogReader, ReadFilter
 from swift_ft.log.record import RecordKey, digest_of
 from swift_ft.log.sender import differs_words
@@ -28,7 +29,6 @@ from swift_ft.planner.schedule import BACKWARD_WEIGHT
 from swift_ft.rpc.codec import PublishedPlan
 from swift_ft.state.rng import kept
 from swift_ft.state.tensors import byte_view, dtype_name, plain
-from swift_ft.state.transfer import available_memory
 from swift_ft.state.tree import split
 from swift_ft.train.boundary_log import BACKWARD, FORWARD, Channel
 from swift_ft.train.gradient_chain import (

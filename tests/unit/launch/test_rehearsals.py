@@ -132,7 +132,7 @@ def test_what_it_says_may_come_in_parts() -> None:
     assert len(world.link.told) == 1
     child.said += b', "difference": "", "why_not": "", "passing": false}\n'
     world.rehearsals.heard(child)
-    assert world.link.told[-1] == (4, 20, {"steps": 4, "difference": ""})
+    assert world.link.told[-1] == (4, 20, {"steps": 4})
 
 
 def test_who_was_rehearsed_least_comes_first() -> None:

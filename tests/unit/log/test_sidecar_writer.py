@@ -7,7 +7,6 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,6 @@ from swift_ft.log import admin, ring, sidecar_client
 from swift_ft.log.reader import LogReader, never
 from swift_ft.log.record import RecordKey, digest_of
 from swift_ft.log.sidecar import Message, RingWriter
-from swift_ft.log.sidecar_client import SidecarSupervisor
 from swift_ft_services.logserver.state import EngineConfig
 from tests.log_client import Writer
 from tests.unit.log.memory_storage import MemoryStorage
@@ -252,11 +250,11 @@ def test_flush_in_time_and_patience() -> None:
             writer.flush(0.1)
         with pytest.raises(LogUnavailable, match="has acknowledged nothing for"):
             writer.flush(TIMEOUT_S)
-        eventually(lambda: writer._sidecar._trouble is not None)  # the sidecar says so apart from its answer
+        eventually(lambda: writer._trouble is not None)  # the sidecar says so apart from its answer
         with pytest.raises(LogUnavailable):
             put(writer, 2)
         gate.open.set()  # it moves again: so does the writer
-        eventually(lambda: not writer.queued_bytes and not writer._sidecar._trouble)
+        eventually(lambda: not writer.queued_bytes and not writer._trouble)
         put(writer, 3)
         writer.flush(TIMEOUT_S)
 
@@ -418,7 +416,7 @@ def test_a_writer_that_is_closed_says_so_and_harms_nobody() -> None:
         writer.close()
 
 
-class Overtaken(SidecarSupervisor):
+class Overtaken(Writer):
     """Somebody asks for something at the moment in which there is a line to a new sidecar."""
 
     asked: threading.Thread | None = None
@@ -432,18 +430,16 @@ class Overtaken(SidecarSupervisor):
             asking.join(0.3)  # it gets as far as it can
 
 
-def test_a_request_never_comes_before_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sidecar_client, "SidecarSupervisor", Overtaken)
-    with InProcess() as running, closing(Writer([running.address], JOB, 1)) as writer:
-        sidecar: Any = writer._sidecar
+def test_a_request_never_comes_before_the_beginning() -> None:
+    with InProcess() as running, closing(Overtaken([running.address], JOB, 1)) as writer:
         writer.append("s0.F", key(0), "uint8", (5,), bytes(5))
         writer.flush(TIMEOUT_S)
         running.engine.administration.fence(JOB, 2)
         os.kill(writer.pid, signal.SIGKILL)
-        eventually(lambda: sidecar.asked is not None)
-        assert sidecar.asked is not None
-        sidecar.asked.join(TIMEOUT_S)
-        assert not sidecar.asked.is_alive()
+        eventually(lambda: writer.asked is not None)
+        assert writer.asked is not None
+        writer.asked.join(TIMEOUT_S)
+        assert not writer.asked.is_alive()
         writer.append("s0.F", key(1), "uint8", (5,), bytes(5))
         writer.flush(TIMEOUT_S)
         assert writer.restarts == 1
@@ -551,7 +547,7 @@ def test_a_successor_claims_nothing_of_a_log_that_was_given_up() -> None:
 def test_a_sidecar_that_cannot_live_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Writer, "module", "swift_ft.log.no_such_module")
     with InProcess() as running, writing(running) as writer:
-        eventually(lambda: writer._sidecar._dead, 30.0)
+        eventually(lambda: writer._dead, 30.0)
         for _ in range(2):
             with pytest.raises(LogUnavailable, match=r"has died 6 times within"):
                 put(writer, 0)
