@@ -467,7 +467,7 @@ class Channel:
         self._assignment = assignment
         self._origin = assignment.slots[rank].dp_rank
         self.randomness = Randomness(seed, self._origin)
-        self._faults = faults
+        self.faults = faults
         self._in_microbatch = 0
         """Microbatch whose forward or backward is under way; for fault injection."""
         self.shapes = Shapes(store, self._origin, check)
@@ -751,31 +751,19 @@ class Channel:
                 return
             if direction == FORWARD:
                 self.microbatches_replayed += 1
-            self._faults.replaying(self._step, microbatch)
+            self.faults.replaying(self._step, microbatch)
         else:
-            self._faults.at(_PHASES[direction], self._step, microbatch)
+            self.faults.at(_PHASES[direction], self._step, microbatch)
 
     def fails_at_layers(self, module: torch.nn.Module) -> None:
         """(session) Prepares fault injection at layers inside of `module`. Registers a forward hook on each layer of
         the module that has a planned fault, and none otherwise."""
-        for name in self._faults.layers:
+        for name in self.faults.layers:
             watch(module, name, lambda phase, name=name: self._at_layer(phase, name))  # type: ignore[misc]
 
     def _at_layer(self, phase: str, layer: str) -> None:
         if not self.replaying:
-            self._faults.at(phase, self._step, self._in_microbatch, layer=layer)
-
-    def inferring(self) -> None:
-        """(before a stage infers its shapes) Injects a fault if due."""
-        self._faults.at("shapes", self._step)
-
-    def settling(self, step: int) -> None:
-        """(the result of that step's vote has arrived and is not processed yet) Injects a fault if due."""
-        self._faults.at("settle", step)
-
-    def taking_back(self, version: int) -> None:
-        """(before a rank goes back to that version) Injects a fault if due."""
-        self._faults.at("take_back", version)
+            self.faults.at(phase, self._step, self._in_microbatch, layer=layer)
 
     def recorded(self, stream: str, key: RecordKey) -> Record:
         """(rehearsal) Returns the record that this rank has noted under `key`. Waits for it."""

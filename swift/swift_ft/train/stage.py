@@ -234,7 +234,7 @@ class _Logged(_Base):
 
     def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
         self.inferring = True
-        self._channel.inferring()
+        self._channel.faults.at("shapes", self._channel.step)
         training, first = bool(self.has_backward), self.is_first
         self._channel.shapes.infer(self._channel.step, self.call, training=training, first=first)
         self._before_inference = Inference(self.submod, *self.called_too())

@@ -254,7 +254,7 @@ class Staggering(Participant):
             return
         began = time.monotonic()
         pending.task.wait()
-        self._channel.settling(pending.step)
+        self._channel.faults.at("settle", pending.step)
         if any(norm.clips() for norm in pending.norms):
             raise self._misspeculated(pending)
         self._pending = None
@@ -311,7 +311,7 @@ class Staggering(Participant):
         copy = self._copies.get(version)
         if copy is None:
             return False
-        self._channel.taking_back(version)
+        self._channel.faults.at("take_back", version)
         self._state.present = False
         # Loads a copy of the copy, because optimizers keep the tensors that they load.
         self._state.load_state_dict(Snapshot(copy.state()).state())

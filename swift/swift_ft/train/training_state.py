@@ -5,7 +5,7 @@ import json
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -627,15 +627,17 @@ class TrainerState:
 
         Buffers are left out: the replica's may have grown or changed type by now.
         """
-        state = self.state_dict()
-        stages: dict[str, Any] = {}
-        for key, stage in self.keyed().items():
-            names = {name for name, _ in stage.submod.named_parameters(remove_duplicate=False)}
-            stages[key] = {name: tensor for name, tensor in state["stages"][key].items() if name in names}
-        tensors, _ = split(
-            {key: value for key, value in state.items() if key != "modules"} | {"stages": stages}
-        )
+        state = {key: value for key, value in self.state_dict().items() if key != "modules"}
+        tensors, _ = split(state | {"stages": {key: parameters for key, parameters, _ in self._halves()}})
         return tensors
+
+    def _halves(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+        """Yields each stage's name, and its parameters and its buffers, as they are in states."""
+        for key, stage in self.keyed().items():
+            tensors, _ = fsdp.localized(stage.submod.state_dict())
+            names = {name for name, _ in stage.submod.named_parameters(remove_duplicate=False)}
+            parameters = {name: tensor for name, tensor in tensors.items() if name in names}
+            yield key, parameters, {name: tensor for name, tensor in tensors.items() if name not in names}
 
     def shared_dict(self) -> dict[str, Any]:
         return in_common(self.state_dict())
@@ -664,20 +666,19 @@ class TrainerState:
     def parts(self) -> dict[str, Any]:
         """Returns the state that replicas must have in common, by part names for messages; objects by name."""
         state = self.state_dict()
-        names = {
-            f"{key}.{name}"
-            for key, stage in self.keyed().items()
-            for name, _ in stage.submod.named_parameters()
-        }
-        tensors = {f"{i}.{n}": t for i, stage in state["stages"].items() for n, t in stage.items()}
+        parameters: dict[str, Any] = {}
+        buffers: dict[str, Any] = {}
+        for key, of_stage, others in self._halves():
+            parameters |= {f"{key}.{name}": tensor for name, tensor in of_stage.items()}
+            buffers |= {f"{key}.{name}": tensor for name, tensor in others.items()}
         groups = [group for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
         return {
             # First, because a difference here makes everything else differ.
             HYPERPARAMETERS: [{k: v for k, v in group.items() if k != "params"} for group in groups],
-            "parameters": {name: tensor for name, tensor in tensors.items() if name in names},
+            "parameters": parameters,
             "optimizer": state["optimizers"],
             "iterators of data loaders": state["iterators"],
-            "a buffer": {name: tensor for name, tensor in tensors.items() if name not in names},
+            "a buffer": buffers,
             **self.gradients.parts(self._named_parameters(), self.updates.bucket_of, self.updates.elsewhere),
             **{f"register({name}=...)": value for name, value in sorted(state["objects"].items())},
         }
@@ -694,11 +695,8 @@ class TrainerState:
         told["attribute"] = self.modules.state()["values"]
         parameters: dict[str, Any] = {}
         updated: dict[str, Any] = {}
-        for key, stage in self.keyed().items():
-            tensors, _ = fsdp.localized(stage.submod.state_dict())
-            names = {name for name, _ in stage.submod.named_parameters(remove_duplicate=False)}
-            parameters[f"parameter {key}"] = {name: t for name, t in tensors.items() if name in names}
-            told[f"buffer {key}"] = {name: t for name, t in tensors.items() if name not in names}
+        for key, of_stage, buffers in self._halves():
+            parameters[f"parameter {key}"], told[f"buffer {key}"] = of_stage, buffers
         for number, state in enumerate(states_of(self.optimizers)):
             for part, value in fsdp.localized(state)[0].items():
                 (told if part == "param_groups" else updated)[f"optimizer {number}.{part}"] = value

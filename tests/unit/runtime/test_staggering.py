@@ -76,8 +76,7 @@ class Rank:
         self.channel = SimpleNamespace(
             unsettled=False,
             witness=self.witness,
-            settling=lambda step: self.phases.append(("settle", step)),
-            taking_back=lambda version: self.phases.append(("take_back", version)),
+            faults=SimpleNamespace(at=lambda phase, step: self.phases.append((phase, step))),
         )
         self.staggering = Staggering(
             0,
