@@ -9,7 +9,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from swift_ft.errors import UsageError
@@ -38,16 +38,35 @@ def listed(names: Iterable[str], shown_max: int = 8) -> str:
     return ", ".join(names[:shown_max]) + (f" and {more} more" if more > 0 else "")
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Returns a line for each row, with aligned columns: the first `left` ones to the left, all others to the right."""
+def table(rows: Sequence[Sequence[str]], left: int | Collection[int] = 1) -> list[str]:
+    """Returns a line for each row, with aligned columns: those of `left` (the first so many, or these) to the left, all
+    others to the right."""
+    left = range(left) if isinstance(left, int) else left
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if at < left else cell.rjust(width)
+            cell.ljust(width) if at in left else cell.rjust(width)
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
+
+
+def size_words(size: float) -> str:
+    """Formats bytes: 1234567 -> "1.235 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.95:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"
+
+
+def time_words(seconds: float) -> str:
+    """Formats a duration: 5400.0 -> "90 min"."""
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def show(lines: Iterable[object]) -> None:

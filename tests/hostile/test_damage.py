@@ -19,10 +19,10 @@ from swift_ft.errors import SwiftError
 from swift_ft.log import admin
 from swift_ft.log.protocol import Fsync, code_of, reason_of
 from swift_ft.tools import inspect
-from swift_ft.tools.log_contents import _records_of
 from swift_ft_services.logserver.state import EngineConfig
 from tests.hostile.damage import Scene, spoil
 from tests.hostile.world import BOUND_S, Server, frame, message, opening
+from tests.unit.log.frames import records_of
 
 JOBS, STREAMS = ("alpha", "beta"), ("s0.F", "s1.B")
 COUNT, HALF, TRIMMED = 40, 24, 3
@@ -96,7 +96,7 @@ def found_of(server: Server, job: str, stream: str, from_step: int) -> tuple[Map
     request = log_pb2.ReadRequest(job=job, stream=stream, from_step=from_step, follow=False)
     try:
         for reply in server.stub.Read(request, timeout=BOUND_S):
-            for record in _records_of(reply.frames):
+            for record in records_of(reply.frames):
                 assert record.key.step not in found
                 found[record.key.step] = bytes(record.body)
     except grpc.RpcError as error:

@@ -55,8 +55,9 @@ def test_services_that_answer(tmp_path: Path) -> None:
         assert found[f"{kind} {address}"] in ("ok", "warn")  # a slow machine warns of the round trip
         assert found[f"{kind} {address} version"] == "ok"
         assert found[f"{kind} {address} clock"] == "ok"
-    assert report["facts"]["directory"]["in_use"] is True
-    assert [peer["serving"] for peer in report["facts"]["peers"]] == [True, True]
+    told = {finding["check"]: finding["found"] for finding in report["findings"]}
+    assert told["directory"] == f"{server.directory}, a log server holds it"
+    assert told[f"log server {server.address}"].startswith("SERVING, ")
     lines = done.stdout.splitlines()
     assert len(lines) == len(report["findings"]) + 1
     assert all(line[:6] in ("ok    ", "warn  ", "fail  ") for line in lines[:-1])

@@ -317,14 +317,13 @@ def test_every_element_type_comes_out_bit_for_bit(tmp_path: Path) -> None:
             used = {header.dtype: header.codec for header in records if len(header.shape) == 3}
             assert used == dict.fromkeys(DTYPES, CODECS[codec])
         out = tmp_path / "out.safetensors"
-        for source in (("--server", server.address), ("--directory", server.directory)):
-            text = inspect(*source, "--job", JOB, "--export", out)
-            assert f"{len(bodies)} records of job {JOB}" in text
-            found = {
-                name: (tensor["dtype"], tensor["shape"], bytes(tensor["data"]))
-                for name, tensor in deserialize(out.read_bytes())
-            }
-            assert found == bodies
+        text = inspect("--directory", server.directory, "--job", JOB, "--export", out)
+        assert f"{len(bodies)} records of job {JOB}" in text
+        found = {
+            name: (tensor["dtype"], tensor["shape"], bytes(tensor["data"]))
+            for name, tensor in deserialize(out.read_bytes())
+        }
+        assert found == bodies
         assert sorted(path.name for path in tmp_path.iterdir() if "out." in path.name) == [out.name]
 
 
@@ -368,7 +367,7 @@ def test_what_safetensors_does_not_have_is_refused(tmp_path: Path) -> None:
         writer = LogWriter([server.address], JOB, 1)
         writer.append("s0.F", RecordKey(0, 0, 0), "complex128", (1,), bytes(16))
         writer.close()
-        words = inspect("--server", server.address, "--export", tmp_path / "x", code=2)
+        words = inspect("--directory", server.directory, "--export", tmp_path / "x", code=2)
         assert "s0.F/0/0/0 is of complex128, which safetensors does not have" in words
 
 
@@ -412,7 +411,7 @@ def test_mistakes(tmp_path: Path) -> None:
         (("--directory", log, "--job", "nobody"), f"there is no job nobody in {log}; there are: {JOB}"),
         (("--directory", log, "--job", "../x"), "is not allowed"),
         (("--directory", log, "--stream", "s9.F"), "there is no stream s9.F"),
-        (("--server", "127.0.0.1:1", "--verify"), "--verify reads files"),
+        (("--server", "127.0.0.1:1", "--verify"), "--verify and --export read files"),
         (("--directory", log, "--export", tmp_path / "x", "--step", "a"), "--step a: write N, or N:M"),
         (("--directory", log, "--export", tmp_path / "x", "--step", "99"), "nothing to export"),
         (("--directory", log, "--export", missing / "x"), f"there is no directory {missing}"),

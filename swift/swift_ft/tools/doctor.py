@@ -1,5 +1,10 @@
-"""`swift-ft doctor`: gathers facts, checks them, prints a table. Exit code 0: no failure; 3: failures; 2: usage."""
+"""`swift-ft doctor`: looks at this machine and at services; `machine_checks` judges.
 
+Exit code 0: no failure; 3: failures; 2: usage.
+"""
+
+import argparse
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -13,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -30,30 +35,10 @@ from swift_ft.credentials import ENV_TOKEN_FILE, SECURITY_KEY, advised, read_tok
 from swift_ft.errors import SwiftError, UsageError
 from swift_ft.log.protocol import TIME_KEY, VERSION_KEY, message_of, open_channel
 from swift_ft.log.ring import Memory
-from swift_ft.text import show, tell
+from swift_ft.text import show, table, tell
 from swift_ft.tokens import claims_of
-from swift_ft.tools.machine_checks import (
-    Certificate,
-    Directory,
-    Facts,
-    Finding,
-    Machine,
-    Peer,
-    Port,
-    Software,
-    Status,
-    Token,
-    examine,
-    exit_code,
-)
-
-# `swift-ft doctor` checks whether this machine is fit for swift, and whether the services answer.
-#
-#  facts    plain data (`machine_checks`)
-#  gather   collects the facts: the only part that accesses the machine
-#  checks   pure functions that judge the facts (`machine_checks`)
-#  command  the command line
-
+from swift_ft.tools import machine_checks
+from swift_ft.tools.machine_checks import Finding, Status
 
 # Reading of PEM certificates and keys. Raises ValueError for other data.
 
@@ -105,25 +90,18 @@ _RING_BYTES = 256 << 20  # as a session's by default
 _CLOCK = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
 
-def software() -> Software:
-    """Returns the versions of Python and of the packages that swift needs, and the compiled kernels."""
+def software() -> Iterator[Finding]:
     versions: dict[str, str] = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     package = importlib.util.find_spec("swift_ft")
     folder = Path(package.origin).parent / "state" if package is not None and package.origin else Path()
-    return Software(
-        python=sys.version_info[:3],
-        packages=versions,
-        kernels=sorted(path.stem.removeprefix("_kernels_") for path in folder.glob("_kernels_*.so")),
-    )
+    kernels = sorted(path.stem.removeprefix("_kernels_") for path in folder.glob("_kernels_*.so"))
+    return machine_checks.software(sys.version_info[:3], versions, kernels)
 
 
-def machine() -> Machine:
-    """Returns the number of CPUs, this process's limits, and whether a rank's log queue can be had."""
+def machine(ranks: int) -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     no_ring = ""
@@ -131,8 +109,9 @@ def machine() -> Machine:
         Memory.create(_RING_BYTES).close()
     except UsageError as error:
         no_ring = str(error)
-    return Machine(
+    return machine_checks.machine(
         cpus=len(os.sched_getaffinity(0)),
+        ranks=ranks,
         open_files=-1 if files == resource.RLIM_INFINITY else files,
         locked_bytes=-1 if locked == resource.RLIM_INFINITY else locked,
         no_ring=no_ring,
@@ -157,39 +136,39 @@ def filesystem_of(path: str, mounts: Iterable[str]) -> str:
     return kind
 
 
-def directory(path: Path) -> Directory:
+def directory(path: Path) -> Iterator[Finding]:
     """Examines the log's directory. Leaves no file behind: its test file is unlinked before it is written."""
     path = Path(os.path.abspath(path))
     nearest = path
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
-    kind = ""
-    try:
-        with open("/proc/self/mountinfo") as mounts:
-            kind = filesystem_of(str(nearest.resolve()), mounts)
-    except OSError:
-        pass
-    space = os.statvfs(nearest)
-    known: dict[str, Any] = {
-        "path": str(path),
-        "filesystem": kind,
-        "free_bytes": space.f_bavail * space.f_frsize,
-        "size_bytes": space.f_blocks * space.f_frsize,
-    }
+    measured: dict[str, Any] | None = None
     if not path.exists():
         writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
-        return Directory(**known, parent_writable=writable)
-    known["exists"] = True
-    try:
-        if not path.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        measured = _measured(path)
-    except OSError as error:
-        return Directory(**known, problem=error.strerror or str(error))
-    return Directory(**known, **measured, in_use=_in_use(path))
+        yield machine_checks.directory(str(path), exists=False, writable=writable)
+    else:
+        problem = ""
+        try:
+            if not path.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            measured = _measured(path)
+        except OSError as error:
+            problem = error.strerror or str(error)
+        in_use = measured is not None and _in_use(path)
+        yield machine_checks.directory(str(path), exists=True, problem=problem, in_use=in_use)
+    kind = ""
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as mounts:
+        kind = filesystem_of(str(nearest.resolve()), mounts)
+    if kind:
+        space = os.statvfs(nearest)
+        free_bytes, size_bytes = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+        yield from machine_checks.file_system(kind, free_bytes, size_bytes)
+    if measured is not None:
+        yield from machine_checks.disk(**measured)
 
 
 def _measured(path: Path) -> dict[str, Any]:
+    """Returns the arguments of `machine_checks.disk`."""
     fd, name = tempfile.mkstemp(prefix=".doctor.", dir=path)
     direct_fd = -1
     try:
@@ -276,7 +255,7 @@ def _in_use(path: Path) -> bool:
 # -- the network ----------------------------------------------------------------------------------------
 
 
-def port(address: str) -> Port:
+def port(address: str) -> Finding:
     """Checks whether a server could listen at this address: binds it for a moment."""
     host, number = host_and_port(address, "--listen")
     try:
@@ -288,16 +267,18 @@ def port(address: str) -> Port:
             probe.bind(where)
             probe.listen()
     except OSError as error:
-        return Port(address=address, problem=error.strerror or str(error))
-    return Port(address=address)
+        return machine_checks.port(address, error.strerror or str(error))
+    return machine_checks.port(address)
 
 
-def peer(kind: str, address: str, timeout_s: float) -> Peer:
+def peer(kind: str, address: str, timeout_s: float) -> Iterator[Finding]:
     """Checks a service's health a few times. The clock is compared in the fastest round trip."""
+    where, advice = f"{kind} {address}", "is it running, there, behind no firewall?"
     try:
         channel = open_channel(address)
     except UsageError as error:  # a local problem: an invalid or missing token or certificate
-        return Peer(kind=kind, address=address, problem=str(error))
+        yield Finding(where, Status.FAIL, str(error), advice)
+        return
     trips: list[float] = []
     offset: tuple[float, float] | None = None
     version, serving = "", False
@@ -319,18 +300,20 @@ def peer(kind: str, address: str, timeout_s: float) -> Peer:
             if told is not None and _CLOCK.fullmatch(told) and trip_s == min(trips):
                 offset = (trip_s, float(told) - (wall + trip_s / 2))
     except grpc.FutureTimeoutError:
-        problem = f"cannot be reached within {timeout_s:g} s"
-        return Peer(kind=kind, address=address, problem=advised(address, problem))
+        problem = advised(address, f"cannot be reached within {timeout_s:g} s")
+        yield Finding(where, Status.FAIL, problem, advice)
+        return
     except grpc.RpcError as error:
-        return Peer(kind=kind, address=address, problem=f"does not tell its health: {message_of(error)}")
+        yield Finding(where, Status.FAIL, f"does not tell its health: {message_of(error)}", advice)
+        return
     finally:
         channel.close()
-    return Peer(
-        kind=kind,
-        address=address,
+    yield from machine_checks.peer(
+        where,
         serving=serving,
         round_trips_s=trips,
         version=version,
+        own_version=metadata.version("swift-ft"),
         security=security,
         clock_offset_s=offset[1] if offset is not None else None,
     )
@@ -339,48 +322,45 @@ def peer(kind: str, address: str, timeout_s: float) -> Peer:
 # -- certificates ---------------------------------------------------------------------------------------
 
 
-def certificates(environment: Mapping[str, str], now: float) -> Sequence[Certificate]:
-    """Returns the files that the TLS variables name: their mode and validity, and whether the key matches."""
-    named = {variable: environment[variable] for variable in TLS_VARIABLES if environment.get(variable)}
-    return [
-        Certificate(
-            variable=variable, path=path, **_examined(variable, path, named.get("SWIFT_TLS_CERT"), now)
+def certificates(environment: Mapping[str, str], now: float, warn_days: float) -> Iterator[Finding]:
+    """Examines the files that the TLS variables name: their mode and validity, and whether the key matches."""
+    pair = environment.get("SWIFT_TLS_CERT")
+    for variable in TLS_VARIABLES:
+        if not (path := environment.get(variable)):
+            continue
+        try:
+            mode, data = os.stat(path).st_mode & 0o7777, Path(path).read_bytes()
+            if variable.endswith("_KEY"):
+                read_key(data)
+                matches = same_key(Path(pair).read_bytes(), data) if pair else None
+                yield machine_checks.key(variable, path, mode=mode, matches=matches)
+                continue
+            begins, ends = read_certificate(data)
+        except (OSError, ValueError) as error:
+            problem = (error.strerror if isinstance(error, OSError) else "") or str(error)
+            yield Finding(variable, Status.FAIL, f"{path}: {problem}", "name a readable PEM file")
+            continue
+        yield machine_checks.certificate(
+            variable, path, expires_in_s=ends - now, valid_since_s=now - begins, warn_days=warn_days
         )
-        for variable, path in named.items()
-    ]
 
 
-def _examined(variable: str, path: str, pair: str | None, now: float) -> dict[str, Any]:
-    """Returns the other fields of a `Certificate`. `pair`: the certificate of a key."""
-    try:
-        mode, data = os.stat(path).st_mode & 0o7777, Path(path).read_bytes()
-        if variable.endswith("_KEY"):
-            read_key(data)
-            matches = same_key(Path(pair).read_bytes(), data) if pair else None
-            return {"mode": mode, "is_key": True, "matches": matches}
-        begins, ends = read_certificate(data)
-        return {"mode": mode, "expires_in_s": ends - now, "valid_since_s": now - begins}
-    except OSError as error:
-        return {"problem": error.strerror or str(error)}
-    except ValueError as error:
-        return {"problem": str(error)}
-
-
-def token(environment: Mapping[str, str], now: float) -> Token | None:
-    """Returns the token that this machine's clients would use."""
-    name = environment.get(ENV_TOKEN_FILE)
-    if not name:
-        return None
+def token(environment: Mapping[str, str], now: float) -> Iterator[Finding]:
+    """Examines the token that this machine's clients would use. Its signature is not verified."""
+    if not (name := environment.get(ENV_TOKEN_FILE)):
+        return
+    problem = "holds something that is no token of ours"
     try:
         claims = claims_of(read_token(Path(name)))
     except UsageError as error:
-        return Token(path=name, problem=str(error).removeprefix(f"{ENV_TOKEN_FILE} {name}: "))
+        claims, problem = None, str(error).removeprefix(f"{ENV_TOKEN_FILE} {name}: ")
     if claims is None:
-        return Token(path=name, problem="holds something that is no token of ours")
-    return Token(
-        path=name,
+        yield Finding(machine_checks.TOKEN, Status.FAIL, f"{name}: {problem}", "make one with swift-ft token")
+        return
+    yield machine_checks.token(
+        name,
         job=claims.job,
-        roles=sorted(claims.roles),
+        roles=claims.roles,
         generation=claims.generation_max,
         expires_in_s=claims.expires_at - now,
     )
@@ -417,14 +397,12 @@ def parser() -> Parser:
     parser.add_argument(
         "--timeout", type=float, default=5.0, metavar="SECONDS", help="how long to wait for each service"
     )
-    parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write findings and facts as JSON, for programs"
-    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the findings as JSON, for programs")
     return parser
 
 
-def gathered(argv: Sequence[str]) -> tuple[Facts, Path | None]:
-    """Parses the command line and gathers the facts. Raises UsageError before anything is accessed."""
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the options, checked. Raises UsageError."""
     options = parser().parse_args(argv)
     for flag in ("listen", "server", "coordinator"):
         for address in getattr(options, flag):
@@ -436,49 +414,48 @@ def gathered(argv: Sequence[str]) -> tuple[Facts, Path | None]:
         raise UsageError(f"--timeout {options.timeout:g}: give at most {TIMEOUT_S_MAX:g} s")
     if options.json is not None and not options.json.parent.is_dir():
         raise UsageError(f"--json: there is no directory {options.json.parent}")
-    asked = [("log server", address) for address in options.server]
-    asked += [("coordinator", address) for address in options.coordinator]
-    facts = Facts(
-        own_version=metadata.version("swift-ft"),
-        software=software(),
-        machine=machine(),
-        ranks=options.ranks,
-        certificate_days=options.certificate_days,
-        directory=directory(options.directory) if options.directory is not None else None,
-        ports=[port(address) for address in options.listen],
-        peers=[peer(kind, address, options.timeout) for kind, address in asked],
-        certificates=certificates(os.environ, time.time()),
-        token=token(os.environ, time.time()),
-    )
-    return facts, options.json
+    return options
 
 
-def table(findings: Sequence[Finding]) -> str:
+def examine(options: argparse.Namespace) -> Iterator[Finding]:
+    """Yields what is found on this machine and of the services."""
+    yield from software()
+    yield from machine(options.ranks)
+    if options.directory is not None:
+        yield from directory(options.directory)
+    yield from map(port, options.listen)
+    for kind, addresses in (("log server", options.server), ("coordinator", options.coordinator)):
+        for address in addresses:
+            yield from peer(kind, address, options.timeout)
+    yield from certificates(os.environ, time.time(), options.certificate_days)
+    yield from token(os.environ, time.time())
+
+
+def lines(findings: Sequence[Finding]) -> list[str]:
     """Formats one line per finding: status, check, fact, and after a dash the advice."""
-    width = max(len(finding.check) for finding in findings)
-    lines = [
-        f"{finding.status:<4}  {finding.check:<{width}}  {finding.found}"
-        + (f" - {finding.advice}" if finding.advice else "")
+    rows = [
+        (
+            f"{finding.status:<4}",
+            finding.check,
+            finding.found + (f" - {finding.advice}" if finding.advice else ""),
+        )
         for finding in findings
     ]
     counts = {status: sum(finding.status is status for finding in findings) for status in Status}
-    lines.append(f"{counts[Status.OK]} ok, {counts[Status.WARN]} to look at, {counts[Status.FAIL]} failed")
-    return "\n".join(lines)
+    last = f"{counts[Status.OK]} ok, {counts[Status.WARN]} to look at, {counts[Status.FAIL]} failed"
+    return [*table(rows, left=3), last]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
-        facts, json_path = gathered(sys.argv[1:] if argv is None else argv)
-        findings = examine(facts)
-        if json_path is not None:
-            report = {
-                "ok": exit_code(findings) == 0,
-                "findings": [asdict(finding) for finding in findings],
-                "facts": asdict(facts),
-            }
-            json_path.write_text(json.dumps(report, indent=1, default=sorted) + "\n")
-        show(table(findings).splitlines())
-        return exit_code(findings)
+        options = parse(sys.argv[1:] if argv is None else argv)
+        findings = list(examine(options))
+        failed = any(finding.status is Status.FAIL for finding in findings)
+        if options.json is not None:
+            report = {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+        show(lines(findings))
+        return 3 if failed else 0
     except SwiftError as error:
         tell(error)
         return error.exit_code

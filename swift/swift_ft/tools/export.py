@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from swift_ft.cli_parser import Parser
@@ -15,32 +14,8 @@ from swift_ft.text import one_line, tell
 EXIT_USAGE, EXIT_DAMAGE = 2, 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportConfig:
-    """The command line, validated."""
-
-    directory: Path
-    """Checkpoint directory of the job."""
-    target: Path
-    version: int | None
-    ranks: int | None
-
-    def __post_init__(self) -> None:
-        if not self.directory.is_dir():
-            raise UsageError(
-                f"there is no directory {self.directory}: --checkpoint-dir and --job must be those of swift-ft run"
-            )
-        if not self.target.parent.is_dir():
-            raise UsageError(f"there is no directory {self.target.parent}")
-        if self.target.exists() or self.target.is_symlink():
-            raise UsageError(f"{self.target} is there already: give another place")
-        if self.version is not None and self.version < 0:
-            raise UsageError(f"--version must be 0 or more, not {self.version}")
-        if self.ranks is not None and self.ranks < 1:
-            raise UsageError(f"--ranks must be at least 1, not {self.ranks}")
-
-
-def parse(argv: Sequence[str]) -> ExportConfig:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the options, checked, with the job's checkpoint directory. Raises UsageError."""
     parser = Parser(
         prog="swift-ft export",
         description="Writes a version of a job as a directory that torch.distributed.checkpoint.load opens.",
@@ -59,17 +34,26 @@ def parse(argv: Sequence[str]) -> ExportConfig:
         help="the job's number of ranks (default: as many as have saved something)",
     )
     parser.add_argument("target", metavar="DIRECTORY", help="what is made; it must not be there yet")
-    arguments = parser.parse_args(argv)
-    check_name("job", arguments.job)
-    return ExportConfig(
-        directory=Path(arguments.checkpoint_dir, arguments.job).absolute(),
-        target=Path(arguments.target).absolute(),
-        version=arguments.version,
-        ranks=arguments.ranks,
-    )
+    given = parser.parse_args(argv)
+    check_name("job", given.job)
+    given.directory = Path(given.checkpoint_dir, given.job).absolute()
+    given.target = Path(given.target).absolute()
+    if not given.directory.is_dir():
+        raise UsageError(
+            f"there is no directory {given.directory}: --checkpoint-dir and --job must be those of swift-ft run"
+        )
+    if not given.target.parent.is_dir():
+        raise UsageError(f"there is no directory {given.target.parent}")
+    if given.target.exists() or given.target.is_symlink():
+        raise UsageError(f"{given.target} is there already: give another place")
+    if given.version is not None and given.version < 0:
+        raise UsageError(f"--version must be 0 or more, not {given.version}")
+    if given.ranks is not None and given.ranks < 1:
+        raise UsageError(f"--ranks must be at least 1, not {given.ranks}")
+    return given
 
 
-def run(config: ExportConfig) -> None:
+def run(config: argparse.Namespace) -> None:
     """Runs the command; prints one line. Raises ServiceError if no version is whole, UsageError if it cannot be
     written."""
     ranks = config.ranks or export.world_size_of(config.directory)

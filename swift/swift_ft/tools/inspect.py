@@ -26,38 +26,16 @@ from swift_ft.log.directory import (
     remove_forgotten,
 )
 from swift_ft.log.record import check_name
-from swift_ft.text import one_line, tell, whole_number
+from swift_ft.text import show, size_words, table, tell, time_words, whole_number
 from swift_ft.tools.log_contents import (
     DirectoryLog,
     JobFacts,
     LogFacts,
     SegmentFacts,
-    ServedLog,
     StreamFacts,
     export,
+    served_facts,
 )
-
-# Text output: tables in plain columns.
-
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-
-
-def size_words(count: int) -> str:
-    """Formats a size: 1234567 -> "1.2 MB"."""
-    value = float(count)
-    for unit in _UNITS:
-        if value < 999.95 or unit == _UNITS[-1]:
-            return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    raise AssertionError
-
-
-def time_words(seconds: float) -> str:
-    """Formats a duration: 90.0 -> "90 s"."""
-    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _steps_of(stream: StreamFacts) -> str:
@@ -102,22 +80,22 @@ _OF_SEGMENT: Mapping[str, Callable[[SegmentFacts], str]] = {
 _LEFT = {"job", "stream", "segment", "state", "ends", "steps"}
 
 
-def show(facts: LogFacts, *, segments: bool) -> None:
-    """Prints the facts as tables. ``segments``: lists every file, too."""
-    print(one_line(_head(facts)))
+def lines(facts: LogFacts, *, segments: bool) -> list[str]:
+    """Returns the facts as tables. ``segments``: lists every file, too."""
     streams = [(job.job, stream) for job in facts.jobs for stream in job.streams]
     files = [(job, stream, each) for job, stream in streams for each in stream.segments or []]
-    _table(_OF_JOB, [_cells(_OF_JOB, job) for job in facts.jobs])
-    _table(("job", *_OF_STREAM), [[job, *_cells(_OF_STREAM, stream)] for job, stream in streams])
-    if segments:
-        rows = [[job, stream.stream, *_cells(_OF_SEGMENT, each)] for job, stream, each in files]
-        _table(("job", "stream", *_OF_SEGMENT), rows)
-    for alarm in (facts.alarm, *(job.alarm for job in facts.jobs)):
-        if alarm:
-            print(one_line(f"alarm: {alarm}"))
-    if facts.verified is None:
-        for problem in facts.problems():
-            print(one_line(f"problem: {problem}"))
+    alarms = [alarm for alarm in (facts.alarm, *(job.alarm for job in facts.jobs)) if alarm]
+    return [
+        _head(facts),
+        *_table(_OF_JOB, [_cells(_OF_JOB, job) for job in facts.jobs]),
+        *_table(("job", *_OF_STREAM), [[job, *_cells(_OF_STREAM, stream)] for job, stream in streams]),
+        *_table(
+            ("job", "stream", *_OF_SEGMENT),
+            [[job, stream.stream, *_cells(_OF_SEGMENT, each)] for job, stream, each in files if segments],
+        ),
+        *(f"alarm: {alarm}" for alarm in alarms),
+        *(f"problem: {problem}" for problem in facts.problems() if facts.verified is None),
+    ]
 
 
 def _cells(columns: Mapping[str, Callable[[Any], str]], row: object) -> list[str]:
@@ -131,19 +109,10 @@ def _head(facts: LogFacts) -> str:
     return f"{facts.source} keeps {size_words(facts.used_bytes)}{of}{runs}"
 
 
-def _table(columns: Iterable[str], rows: Sequence[Sequence[str]]) -> None:
-    if not rows:
-        return
-    columns = list(columns)
-    lines = [columns, *([one_line(cell) for cell in row] for row in rows)]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
-    print()
-    for row in lines:
-        cells = [
-            cell.ljust(width) if name in _LEFT else cell.rjust(width)
-            for name, cell, width in zip(columns, row, widths)
-        ]
-        print("  ".join(cells).rstrip())
+def _table(columns: Iterable[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    names = list(columns)
+    left = [at for at, name in enumerate(names) if name in _LEFT]
+    return ["", *table([names, *rows], left)] if rows else []
 
 
 EXIT_DAMAGE = 1
@@ -156,8 +125,8 @@ def _check(given: argparse.Namespace) -> None:
         raise UsageError("give --directory DIR or --server HOST:PORT, one of them")
     for kind, name in (("job", given.job or "x"), ("stream", given.stream or "x")):
         check_name(kind, name)
-    if given.verify and given.directory is None:
-        raise UsageError("--verify reads files: give --directory; a server verifies what it reads by itself")
+    if (given.verify or given.export is not None) and given.directory is None:
+        raise UsageError("--verify and --export read files: give --directory; a server may be running there")
     if given.drop_job and (given.verify or given.export is not None):
         raise UsageError("--drop-job goes alone")
     if given.force and not given.drop_job:
@@ -204,7 +173,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--export",
         type=Path,
         metavar="FILE.safetensors",
-        help="write the job's records, as s2.F/step/microbatch/slot",
+        help="write the job's records (with --directory), as s2.F/step/microbatch/slot",
     )
     parser.add_argument(
         "--step", default="0:", metavar="N[:M]", help="export these steps only, from N to M - 1"
@@ -234,31 +203,27 @@ def run(config: argparse.Namespace) -> int:
     stream."""
     if config.drop_job:
         return _drop(config)
-    log = DirectoryLog(config.directory) if config.directory is not None else None
-    served = ServedLog(config.server, config.timeout_s)
     if config.export is not None:
-        return _export(config, log or served, config.export)
-    if log is not None:
-        facts = log.facts(config.job, config.stream, config.verify)
+        return _export(config)
+    if config.directory is not None:
+        facts = DirectoryLog(config.directory).facts(config.job, config.stream, config.verify)
     else:
-        facts = served.facts(config.job, config.stream)
+        facts = served_facts(config.server, config.timeout_s, config.job, config.stream)
     if config.stream and not any(job.streams for job in facts.jobs):
         raise UsageError(
             f"there is no stream {config.stream} in {f'job {config.job}' if config.job else 'any job'}"
         )
     _write_json(config.json, asdict(facts))
-    show(facts, segments=config.segments)
+    show(lines(facts, segments=config.segments))
     return _verdict(facts)
 
 
 def _verdict(facts: LogFacts) -> int:
     if facts.verified is not None:
-        for line in facts.verified.damage:
-            print(one_line(f"damaged: {line}"))
         count = len(facts.verified.damage)
         words = f"{count} damaged" if count else "all is well"
         checked = f"{facts.verified.records} records, {size_words(facts.verified.bytes)}"
-        print(f"\nverified {checked}: {words}")
+        show([*(f"damaged: {line}" for line in facts.verified.damage), "", f"verified {checked}: {words}"])
         return EXIT_DAMAGE if count else 0
     problems = [job.problem for job in facts.jobs if job.problem]
     for problem in problems:
@@ -266,8 +231,8 @@ def _verdict(facts: LogFacts) -> int:
     return EXIT_DAMAGE if problems else 0
 
 
-def _export(config: argparse.Namespace, log: DirectoryLog | ServedLog, path: Path) -> int:
-    job = config.job
+def _export(config: argparse.Namespace) -> int:
+    log, job, path = DirectoryLog(config.directory), config.job, config.export
     if not job:
         jobs = [held.job for held in log.facts().jobs]
         if len(jobs) != 1:
@@ -276,7 +241,7 @@ def _export(config: argparse.Namespace, log: DirectoryLog | ServedLog, path: Pat
     records = log.records(job, config.stream, lambda step: step in config.step)
     count, size = export(path, records, {"job": job, "made_by": "swift-ft inspect"})
     _write_json(config.json, {"file": str(path), "job": job, "records": count, "bytes": size})
-    print(one_line(f"{path}: {count} records of job {job}, {size_words(size)}"))
+    show([f"{path}: {count} records of job {job}, {size_words(size)}"])
     return 0
 
 
@@ -325,15 +290,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LogUnavailable as error:
         tell(advised(server, str(error)) if server else error, "inspect")
         return error.exit_code
-    except RecordCorrupt as error:
+    except (SwiftError, OSError) as error:
         tell(error, "inspect")
-        return EXIT_DAMAGE
-    except SwiftError as error:
-        tell(error, "inspect")
-        return error.exit_code
-    except OSError as error:
-        tell(error, "inspect")
-        return ServiceError.exit_code
+        if isinstance(error, RecordCorrupt):
+            return EXIT_DAMAGE
+        return error.exit_code if isinstance(error, SwiftError) else ServiceError.exit_code
     except KeyboardInterrupt:
         return 130
 

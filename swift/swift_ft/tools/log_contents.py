@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
-
-from swift_ft._pb import log_pb2, log_pb2_grpc
+from swift_ft._pb import log_pb2
 from swift_ft.errors import LogError, RecordCorrupt, ServiceError, UsageError
 from swift_ft.files import open_regular, private
 from swift_ft.log import admin
@@ -35,9 +33,8 @@ from swift_ft.log.directory import (
     server_runs,
     sub_directories,
 )
-from swift_ft.log.frame import FrameHeader, decode_header, decode_record
+from swift_ft.log.frame import FrameHeader, decode_record
 from swift_ft.log.manifest import GRANTED, NO_UID, JobMeta, StreamMeta
-from swift_ft.log.protocol import as_error, open_channel
 from swift_ft.log.record import DTYPE_BY_NAME, MARK_SLOT, Record, declared, stream_tag
 from swift_ft.log.segment import (
     FILE_BYTES_LEAST,
@@ -382,8 +379,8 @@ def _count(record: ScannedRecord, facts: StreamFacts) -> None:
     step = record.header.key.step
     facts.records += 1
     facts.bytes += record.header.frame_bytes
-    facts.first_step = step if facts.first_step is None else min(facts.first_step, step)
-    facts.last_step = step if facts.last_step is None else max(facts.last_step, step)
+    facts.first_step = min(step, facts.first_step if facts.first_step is not None else step)
+    facts.last_step = max(step, facts.last_step or 0)
     steps = declared(record.header.key)
     if steps is not None:
         begin, end = facts.unlogged or steps
@@ -403,99 +400,51 @@ def _verify(stored: Stored, facts: StreamFacts, verified: Verified) -> None:
     verified.bytes += stored.header.frame_bytes
 
 
-# Log from a running server, over gRPC.
+def served_facts(address: str, timeout_s: float, job: str = "", stream: str = "") -> LogFacts:
+    """Returns the facts of a running server, of one job, one stream, or all. Raises UsageError if there is no such job,
+    or LogUnavailable."""
+    status = admin.status(address, timeout_s)
+    known = [held.job for held in status.jobs]
+    if job and job not in known:
+        raise UsageError(f"there is no job {job} on {address}; there are: {', '.join(known) or 'none'}")
+    return LogFacts(
+        source=address,
+        used_bytes=status.space.used_bytes,
+        limit_bytes=status.space.limit_bytes,
+        alarm=status.closed_reason or status.space.reason,
+        server_runs=True,
+        jobs=[_served_job(address, timeout_s, held, stream) for held in status.jobs if job in ("", held.job)],
+    )
 
-_ANY_BODY_BYTES = 1 << 62
 
-
-class ServedLog:
-    """The log of a running server."""
-
-    def __init__(self, address: str, timeout_s: float) -> None:
-        self.address = address
-        self._timeout_s = timeout_s
-
-    def facts(self, job: str = "", stream: str = "") -> LogFacts:
-        """Returns the facts of one job, one stream, or all. Raises UsageError if there is no such job, or
-        LogUnavailable."""
-        status = admin.status(self.address, self._timeout_s)
-        facts = LogFacts(
-            source=self.address,
-            used_bytes=status.space.used_bytes,
-            limit_bytes=status.space.limit_bytes,
-            alarm=status.closed_reason or status.space.reason,
-            server_runs=True,
-        )
-        self._check(job, status)
-        for held in status.jobs:
-            if job in ("", held.job):
-                facts.jobs.append(self._job(held, stream))
-        return facts
-
-    def _check(self, job: str, status: log_pb2.StatusReply) -> None:
-        known = [held.job for held in status.jobs]
-        if job and job not in known:
-            raise UsageError(
-                f"there is no job {job} on {self.address}; there are: {', '.join(known) or 'none'}"
+def _served_job(address: str, timeout_s: float, status: log_pb2.JobStatus, only: str) -> JobFacts:
+    inventory = admin.inventory(address, status.job, timeout_s)
+    return JobFacts(
+        job=status.job,
+        generation=status.generation,
+        trimmed_below_step=status.trimmed_below_step,
+        records=status.records,
+        bytes=status.space.used_bytes,
+        limit_bytes=status.space.limit_bytes,
+        alarm=status.space.reason,
+        idle_seconds=status.idle_seconds,
+        writers=status.writers,
+        streams=[
+            StreamFacts(
+                stream=held.stream,
+                first_sequence=held.first_sequence,
+                durable_sequence=held.durable_sequence,
+                appended_sequence=held.next_sequence,
+                records=held.records,
+                bytes=held.bytes,
+                first_step=held.first_step,
+                last_step=held.last_step,
+                unlogged=held.unlogged,
+                problems=[*([f"quarantined: {held.quarantined}"] if held.quarantined else []), *held.holes],
             )
-
-    def _job(self, status: log_pb2.JobStatus, only: str) -> JobFacts:
-        inventory = admin.inventory(self.address, status.job, self._timeout_s)
-        return JobFacts(
-            job=status.job,
-            generation=status.generation,
-            trimmed_below_step=status.trimmed_below_step,
-            records=status.records,
-            bytes=status.space.used_bytes,
-            limit_bytes=status.space.limit_bytes,
-            alarm=status.space.reason,
-            idle_seconds=status.idle_seconds,
-            writers=status.writers,
-            streams=[_stream(stream) for stream in inventory if only in ("", stream.stream)],
-        )
-
-    def records(self, job: str, stream: str, wanted: Callable[[int], bool]) -> Iterator[tuple[str, Record]]:
-        """Yields (stream, record) of the wanted steps. Raises RecordCorrupt if one of them is damaged."""
-        facts = self.facts(job, stream).jobs[0]
-        channel = open_channel(self.address)
-        stub = log_pb2_grpc.LogStub(channel)
-        try:
-            for stream_facts in facts.streams:
-                request = log_pb2.ReadRequest(
-                    job=job, stream=stream_facts.stream, from_step=facts.trimmed_below_step, follow=False
-                )
-                for reply in stub.Read(request):
-                    for record in _records_of(reply.frames):
-                        if wanted(record.key.step):
-                            yield stream_facts.stream, record
-        except grpc.RpcError as error:
-            raise as_error(self.address, error) from None
-        finally:
-            channel.close()
-
-
-def _records_of(frames: bytes) -> Iterator[Record]:
-    at = 0
-    while at < len(frames):
-        header = decode_header(frames, at, _ANY_BODY_BYTES)
-        end = at + header.frame_bytes
-        yield decode_record(header, memoryview(frames)[at + header.header_bytes : end])
-        at = end
-
-
-def _stream(inventory: admin.StreamInventory) -> StreamFacts:
-    quarantined = [f"quarantined: {inventory.quarantined}"] if inventory.quarantined else []
-    return StreamFacts(
-        stream=inventory.stream,
-        first_sequence=inventory.first_sequence,
-        durable_sequence=inventory.durable_sequence,
-        appended_sequence=inventory.next_sequence,
-        records=inventory.records,
-        bytes=inventory.bytes,
-        first_step=inventory.first_step,
-        last_step=inventory.last_step,
-        unlogged=inventory.unlogged,
-        problems=[*quarantined, *inventory.holes],
+            for held in inventory
+            if only in ("", held.stream)
+        ],
     )
 
 

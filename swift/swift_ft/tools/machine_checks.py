@@ -1,129 +1,11 @@
-"""The doctor's checks: turn facts into findings. Pure; every threshold is here, with its reason."""
+"""The doctor's checks: turn what was found into findings. Pure; every threshold is here, with its reason."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
-from typing import Any
 
-# Facts that the doctor has gathered, as plain data, without judgement.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Software:
-    python: tuple[int, int, int]
-    packages: Mapping[str, str]
-    """Distribution -> version; those not installed are left out."""
-    kernels: Sequence[str]
-    """Compiled libraries that were found, by level."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """CPUs and limits of this machine, as this process sees them."""
-
-    cpus: int
-    """CPUs that this process may use."""
-    open_files: int
-    """Limit of open files; -1: none."""
-    locked_bytes: int
-    """Limit of locked memory; -1: none."""
-    no_ring: str
-    """Reason why a rank's log queue cannot be had; empty: it can."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Directory:
-    """The log's directory and its disk."""
-
-    path: str
-    exists: bool = False
-    parent_writable: bool = False
-    """True if it can be created: the nearest existing parent is writable."""
-    problem: str = ""
-    """Reason why the directory cannot be written."""
-    filesystem: str = ""
-    free_bytes: int = 0
-    size_bytes: int = 0
-    direct: bool = False
-    preallocates: bool = False
-    syncs_s: Sequence[float] = ()
-    """Seconds of each 4 KiB write with fdatasync."""
-    append_bytes_per_s: float = 0.0
-    in_use: bool = False
-    """True if a log server has locked it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Port:
-    address: str
-    problem: str = ""
-    """Reason why no server can listen there."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Peer:
-    """A service whose health was checked."""
-
-    kind: str
-    address: str
-    problem: str = ""
-    serving: bool = False
-    round_trips_s: Sequence[float] = ()
-    version: str = ""
-    """Its version of swift-ft; empty: not reported."""
-    security: frozenset[str] = frozenset()
-    """Reported protection: "tls", "mutual-tls", "tokens", "insecure"."""
-    clock_offset_s: float | None = None
-    """Its wall clock minus the local one, with an uncertainty of half a round trip."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Certificate:
-    """One file that a TLS environment variable names: a certificate or a key."""
-
-    variable: str
-    path: str
-    problem: str = ""
-    expires_in_s: float = 0.0
-    valid_since_s: float = 0.0
-    """Negative: not valid yet."""
-    mode: int = 0
-    """Permission bits of the file."""
-    is_key: bool = False
-    matches: bool | None = None
-    """True if certificate and key belong together; None: one of them is missing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Token:
-    """Claims of a token, whose signature was not verified."""
-
-    path: str
-    problem: str = ""
-    job: str = ""
-    roles: Sequence[str] = ()
-    generation: int | None = None
-    """Highest generation in which it is valid; None: any."""
-    expires_in_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """All gathered facts; the checks of this module judge them."""
-
-    own_version: str
-    software: Software
-    machine: Machine
-    ranks: int = 0
-    """Number of ranks planned for this machine; 0: not given."""
-    certificate_days: float = 30.0
-    directory: Directory | None = None
-    ports: Sequence[Port] = ()
-    peers: Sequence[Peer] = ()
-    certificates: Sequence[Certificate] = field(default=())
-    token: Token | None = None
-
+from swift_ft.text import size_words
 
 GIB = 1 << 30
 DAY_S = 86400.0
@@ -146,6 +28,7 @@ CLOCK_WARN_S = 1.0
 TOKEN_WARN_S = 600.0
 """Time left to renew it before ranks are refused."""
 
+TOKEN = "SWIFT_TOKEN_FILE"
 IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 REMOTE = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "fuse", "fuseblk", "virtiofs"}
 LAYERED = {"overlay", "aufs"}
@@ -168,14 +51,6 @@ class Finding:
     """Advice to the operator; empty if there is none."""
 
 
-def examine(facts: Facts) -> list[Finding]:
-    return [finding for check in CHECKS for finding in check(facts)]
-
-
-def exit_code(findings: Sequence[Finding]) -> int:
-    return 3 if any(finding.status is Status.FAIL for finding in findings) else 0
-
-
 def _judge(check: str, found: str, *rules: tuple[bool, Status, str]) -> Finding:
     """Returns a finding by the first rule (condition, status, advice) that holds; without one all is well."""
     status, advice = next(((status, advice) for holds, status, advice in rules if holds), (Status.OK, ""))
@@ -188,11 +63,10 @@ WARN, FAIL = Status.WARN, Status.FAIL
 # -- software -----------------------------------------------------------------------------------------
 
 
-def software(facts: Facts) -> Iterator[Finding]:
+def software(python: Sequence[int], versions: Mapping[str, str], kernels: Sequence[str]) -> Iterator[Finding]:
     """Judges Python, the packages (installed, new enough, and not newer than the tested ones) and the kernels."""
-    python, versions, kernels = facts.software.python, facts.software.packages, facts.software.kernels
     wanted = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-    yield _judge("python", _dotted(python), (python[:2] not in PYTHONS, FAIL, f"use Python {wanted}"))
+    yield _judge("python", _dotted(python), (tuple(python[:2]) not in PYTHONS, FAIL, f"use Python {wanted}"))
     below = _dotted(TORCH_BELOW)
     for name, least in LEAST.items():
         found, is_torch = versions.get(name), name == "torch"
@@ -226,35 +100,33 @@ def _numbers(version: str) -> tuple[int, ...]:
 # -- the machine --------------------------------------------------------------------------------------
 
 
-def machine(facts: Facts) -> Iterator[Finding]:
-    """Judges whether a CPU is left beside the ranks, the limits of this process, and shared memory."""
-    machine, ranks = facts.machine, facts.ranks
+def machine(*, cpus: int, ranks: int, open_files: int, locked_bytes: int, no_ring: str) -> Iterator[Finding]:
+    """Judges whether a CPU is left beside the ranks, the limits of this process (-1: none), and shared memory.
+
+    `no_ring`: reason why a rank's log queue cannot be had, and a remedy. Without it sessions are refused."""
     yield _judge(
         "processors",
-        f"{machine.cpus} for {ranks} ranks" if ranks else f"{machine.cpus}",
+        f"{cpus} for {ranks} ranks" if ranks else f"{cpus}",
         (
-            0 < ranks >= machine.cpus,
+            0 < ranks >= cpus,
             WARN,
             "logging takes time from training without a spare processor: run fewer ranks here",
         ),
     )
-    files = machine.open_files
     advice = f"raise it to {OPEN_FILES_WANTED}: ulimit -n, or LimitNOFILE= in the unit"
     yield _judge(
         "open files",
-        "no limit" if files < 0 else f"limit {files}",
-        (0 <= files < OPEN_FILES_MIN, FAIL, advice),
-        (0 <= files < OPEN_FILES_WANTED, WARN, advice),
+        "no limit" if open_files < 0 else f"limit {open_files}",
+        (0 <= open_files < OPEN_FILES_MIN, FAIL, advice),
+        (0 <= open_files < OPEN_FILES_WANTED, WARN, advice),
     )
-    # A rank's log queue: without it sessions are refused.
-    problem, _, remedy = machine.no_ring.partition("; ")
+    problem, _, remedy = no_ring.partition("; ")
     yield _judge("shared memory", problem or "memfd works", (bool(problem), FAIL, remedy))
-    locked = machine.locked_bytes
     yield _judge(
         "locked memory",
-        "no limit" if locked < 0 else f"limit {_size(locked)}",
+        "no limit" if locked_bytes < 0 else f"limit {size_words(locked_bytes)}",
         (
-            0 <= locked < LOCKED_BYTES_WANTED,
+            0 <= locked_bytes < LOCKED_BYTES_WANTED,
             WARN,
             "pinned buffers may be refused on GPU machines: ulimit -l, or LimitMEMLOCK=",
         ),
@@ -264,50 +136,51 @@ def machine(facts: Facts) -> Iterator[Finding]:
 # -- the log's directory --------------------------------------------------------------------------------
 
 
-def directory(facts: Facts) -> Iterator[Finding]:
-    """Judges whether the log's directory can be used, and its file system and disk."""
-    directory = facts.directory
-    if directory is None:
-        return
-    absent = not directory.exists and not directory.problem
-    found = (f": {directory.problem}" if directory.problem else "") + (
-        ", a log server holds it" if directory.in_use else ""
-    )
-    if absent:
-        found = " will be made" if directory.parent_writable else " is missing"
-    yield _judge(
+def directory(
+    path: str, *, exists: bool, writable: bool = True, problem: str = "", in_use: bool = False
+) -> Finding:
+    """Judges whether the log's directory can be used. `writable`: it, or its nearest parent that exists."""
+    found = (f": {problem}" if problem else "") + (", a log server holds it" if in_use else "")
+    if not exists:
+        found = " will be made" if writable else " is missing"
+    return _judge(
         "directory",
-        f"{directory.path}{found}",
-        (absent and not directory.parent_writable, FAIL, "make it, writable for the server"),
-        (bool(directory.problem), FAIL, "make it writable for the server's user"),
+        f"{path}{found}",
+        (not exists and not writable, FAIL, "make it, writable for the server"),
+        (bool(problem), FAIL, "make it writable for the server's user"),
     )
-    if kind := directory.filesystem:
-        remote = kind in REMOTE or kind.startswith("fuse.")
-        yield _judge(
-            "filesystem",
-            kind,
-            (kind in IN_MEMORY, FAIL, "it is memory: a restart loses the log; use a disk"),
-            (remote, WARN, "its syncs promise what its server promises; use a local disk"),
-            (kind in LAYERED, WARN, "it goes with the container: mount a volume"),
-        )
-        advice = "the log holds all since the last checkpoint: give it 10 GiB and more"
-        room = f"{_size(directory.free_bytes)} free of {_size(directory.size_bytes)}"
-        yield _judge("disk space", room, (directory.free_bytes < FREE_BYTES_MIN, WARN, advice))
-    if directory.syncs_s:
-        yield from _disk(directory)
 
 
-def _disk(directory: Directory) -> Iterator[Finding]:
-    direct, preallocates = directory.direct, directory.preallocates
+def file_system(kind: str, free_bytes: int, size_bytes: int) -> Iterator[Finding]:
+    yield _judge(
+        "filesystem",
+        kind,
+        (kind in IN_MEMORY, FAIL, "it is memory: a restart loses the log; use a disk"),
+        (
+            kind in REMOTE or kind.startswith("fuse."),
+            WARN,
+            "its syncs promise what its server promises; use a local disk",
+        ),
+        (kind in LAYERED, WARN, "it goes with the container: mount a volume"),
+    )
+    advice = "the log holds all since the last checkpoint: give it 10 GiB and more"
+    room = f"{size_words(free_bytes)} free of {size_words(size_bytes)}"
+    yield _judge("disk space", room, (free_bytes < FREE_BYTES_MIN, WARN, advice))
+
+
+def disk(
+    *, direct: bool, preallocates: bool, syncs_s: Sequence[float], append_bytes_per_s: float
+) -> Iterator[Finding]:
+    """`syncs_s`: seconds of each 4 KiB write with fdatasync."""
     advice = "appends cost more, through the page cache: use ext4 or xfs"
     yield _judge("direct writes", "O_DIRECT works" if direct else "no O_DIRECT", (not direct, WARN, advice))
     advice = "a full disk is noticed late, syncs cost more: use ext4 or xfs"
     found = "fallocate works" if preallocates else "no fallocate"
     yield _judge("preallocation", found, (not preallocates, WARN, advice))
-    middle_s, worst_s = median(directory.syncs_s), max(directory.syncs_s)
+    middle_s, worst_s = median(syncs_s), max(syncs_s)
     yield _judge(
         "sync latency",
-        f"median {middle_s * 1e3:.2f} ms, slowest {worst_s * 1e3:.2f} ms of {len(directory.syncs_s)}",
+        f"median {middle_s * 1e3:.2f} ms, slowest {worst_s * 1e3:.2f} ms of {len(syncs_s)}",
         (
             middle_s < SYNC_PLAUSIBLE_S,
             WARN,
@@ -315,108 +188,111 @@ def _disk(directory: Directory) -> Iterator[Finding]:
         ),
         (middle_s > SYNC_SLOW_S, WARN, "each acknowledgement waits so long: use another disk"),
     )
-    slow = directory.append_bytes_per_s < APPEND_SLOW_BYTES_PER_S
-    speed = f"{directory.append_bytes_per_s / 1e6:.0f} MB/s with a sync at the end"
     yield _judge(
-        "append speed", speed, (slow, WARN, "boundary traffic above it stops training: use another disk")
+        "append speed",
+        f"{append_bytes_per_s / 1e6:.0f} MB/s with a sync at the end",
+        (
+            append_bytes_per_s < APPEND_SLOW_BYTES_PER_S,
+            WARN,
+            "boundary traffic above it stops training: use another disk",
+        ),
     )
 
 
 # -- the network ----------------------------------------------------------------------------------------
 
 
-def network(facts: Facts) -> Iterator[Finding]:
-    """Judges whether ports are free and services answer, have this version, are secured, and have the same time."""
-    for port in facts.ports:
-        found = f"{port.address}: {port.problem}" if port.problem else f"{port.address} is free"
-        yield _judge("port", found, (bool(port.problem), FAIL, "stop what uses it, or take another"))
-    for peer in facts.peers:
-        where = f"{peer.kind} {peer.address}"
-        if peer.problem:
-            yield Finding(where, FAIL, peer.problem, "is it running, there, behind no firewall?")
-        else:
-            yield from _peer(where, peer, facts.own_version)
+def port(address: str, problem: str = "") -> Finding:
+    """`problem`: reason why no server can listen there."""
+    found = f"{address}: {problem}" if problem else f"{address} is free"
+    return _judge("port", found, (bool(problem), FAIL, "stop what uses it, or take another"))
 
 
-def _peer(where: str, peer: Peer, own: str) -> Iterator[Finding]:
-    trip_s, uncertain_s = median(peer.round_trips_s), min(peer.round_trips_s) / 2
+def peer(
+    where: str,
+    *,
+    serving: bool,
+    round_trips_s: Sequence[float],
+    version: str,
+    own_version: str,
+    security: Collection[str],
+    clock_offset_s: float | None,
+) -> Iterator[Finding]:
+    """Judges a service that answers. `version`, `clock_offset_s` (its wall clock minus the local one, known to half a
+    round trip): empty or None if not reported. `security`: of "tls", "mutual-tls", "tokens", "insecure"."""
+    trip_s, uncertain_s = median(round_trips_s), min(round_trips_s) / 2
     yield _judge(
         where,
-        f"{'SERVING' if peer.serving else 'NOT_SERVING'}, round trip {trip_s * 1e3:.2f} ms",
-        (not peer.serving, FAIL, "see its log: disk full, failed, or draining"),
+        f"{'SERVING' if serving else 'NOT_SERVING'}, round trip {trip_s * 1e3:.2f} ms",
+        (not serving, FAIL, "see its log: disk full, failed, or draining"),
         (trip_s > ROUND_TRIP_SLOW_S, WARN, "every step waits for it: put it nearer"),
     )
     advice = "whoever reaches its port can use it: see docs/security.md, or trust the network"
-    security = ", ".join(sorted(peer.security)) or "plain, on loopback"
-    yield _judge(f"{where} security", security, ("insecure" in peer.security, WARN, advice))
-    other, same = peer.version != own, "install one version everywhere"
-    found = f"{peer.version or 'unknown'}, here {own}" if other else own
+    found = ", ".join(sorted(security)) or "plain, on loopback"
+    yield _judge(f"{where} security", found, ("insecure" in security, WARN, advice))
+    other, same = version != own_version, "install one version everywhere"
+    found = f"{version or 'unknown'}, here {own_version}" if other else version
     yield _judge(f"{where} version", found, (other, WARN, same))
-    offset_s = peer.clock_offset_s
     # Leases use monotonic time: a wrong clock affects only the reading of logs and the dates of certificates.
     yield _judge(
         f"{where} clock",
-        "not told" if offset_s is None else f"{offset_s:+.3f} s against here, ± {uncertain_s:.3f} s",
-        (offset_s is None, WARN, same),
+        "not told"
+        if clock_offset_s is None
+        else f"{clock_offset_s:+.3f} s against here, ± {uncertain_s:.3f} s",
+        (clock_offset_s is None, WARN, same),
         (
-            abs(offset_s or 0.0) - uncertain_s > CLOCK_WARN_S,
+            abs(clock_offset_s or 0.0) - uncertain_s > CLOCK_WARN_S,
             WARN,
             "run NTP on both: logs of the two cannot be read side by side",
         ),
     )
 
 
-def credentials(facts: Facts) -> Iterator[Finding]:
-    """Judges the files that the TLS variables name, and the token: for how long it is valid, and in which
-    generations."""
-    for certificate in facts.certificates:
-        found, *rules = _key(certificate) if certificate.is_key else _certificate(certificate, facts)
-        if certificate.problem:
-            found, rules = certificate.problem, [(True, FAIL, "name a readable PEM file")]
-        yield _judge(certificate.variable, f"{certificate.path}: {found}", *rules)
-    if (token := facts.token) is None:
-        return
-    renew, minutes = "is swift-ft token --renew running?", token.expires_in_s / 60
-    claims = f"{token.path}: job {token.job}, {', '.join(token.roles)}"
-    expired, bound = token.expires_in_s <= 0, token.generation is not None
-    left = f"{claims}: expired" if expired else f"{claims}, {minutes:.0f} min left"
-    left += f", to generation {token.generation}" if bound and not expired else ""
-    yield _judge(
-        "SWIFT_TOKEN_FILE",
-        f"{token.path}: {token.problem}" if token.problem else left,
-        (bool(token.problem), FAIL, "make one with swift-ft token"),
+def token(
+    path: str, *, job: str, roles: Collection[str], generation: int | None, expires_in_s: float
+) -> Finding:
+    """Judges for how long a token is valid, and to which generation (None: any)."""
+    renew, claims = "is swift-ft token --renew running?", f"{path}: job {job}, {', '.join(sorted(roles))}"
+    expired, bound = expires_in_s <= 0, generation is not None
+    left = f"{claims}: expired" if expired else f"{claims}, {expires_in_s / 60:.0f} min left"
+    left += f", to generation {generation}" if bound and not expired else ""
+    return _judge(
+        TOKEN,
+        left,
         (expired, FAIL, renew),
         (bound, WARN, "a job's ranks need one that is not bound: leave --generation out"),
-        (token.expires_in_s < TOKEN_WARN_S, WARN, renew),
+        (expires_in_s < TOKEN_WARN_S, WARN, renew),
     )
 
 
-def _key(key: Certificate) -> tuple[Any, ...]:
-    readable = bool(key.mode & 0o077)
-    found = "not the certificate's key" if key.matches is False and not readable else f"mode {key.mode:04o}"
-    return (
-        found,
-        (readable, FAIL, f"others may use it: chmod 600 {key.path}"),
-        (key.matches is False, FAIL, "name the pair"),
+def key(variable: str, path: str, *, mode: int, matches: bool | None) -> Finding:
+    """`matches`: whether certificate and key belong together; None: one of them is missing."""
+    readable = bool(mode & 0o077)
+    found = "not the certificate's key" if matches is False and not readable else f"mode {mode:04o}"
+    return _judge(
+        variable,
+        f"{path}: {found}",
+        (readable, FAIL, f"others may use it: chmod 600 {path}"),
+        (matches is False, FAIL, "name the pair"),
     )
 
 
-def _certificate(certificate: Certificate, facts: Facts) -> tuple[Any, ...]:
-    left_s, early = certificate.expires_in_s, certificate.valid_since_s < 0
-    found = "expired" if left_s <= 0 else "not valid yet" if early else f"{left_s / DAY_S:.0f} days left"
-    return (
-        found,
-        (left_s <= 0, FAIL, "renew it"),
+def certificate(
+    variable: str, path: str, *, expires_in_s: float, valid_since_s: float, warn_days: float
+) -> Finding:
+    """`valid_since_s`: negative if it is not valid yet."""
+    early = valid_since_s < 0
+    found = (
+        "expired"
+        if expires_in_s <= 0
+        else "not valid yet"
+        if early
+        else f"{expires_in_s / DAY_S:.0f} days left"
+    )
+    return _judge(
+        variable,
+        f"{path}: {found}",
+        (expires_in_s <= 0, FAIL, "renew it"),
         (early, FAIL, "wait, or set this machine's clock"),
-        (left_s < facts.certificate_days * DAY_S, WARN, "renew it"),
+        (expires_in_s < warn_days * DAY_S, WARN, "renew it"),
     )
-
-
-def _size(size: int) -> str:
-    for unit, name in ((1 << 40, "TiB"), (GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size} B"
-
-
-CHECKS = (software, machine, directory, network, credentials)

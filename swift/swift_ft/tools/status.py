@@ -14,7 +14,7 @@ from swift_ft.log.placement import parse_server
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.rpc.codec import as_json
 from swift_ft.rpc.views import inexact_words, rehearsal_words, state_name
-from swift_ft.text import show, tell
+from swift_ft.text import show, table, tell
 
 OVER = (pb.FINISHED, pb.FAILED, pb.STOPPED)
 """States in which a job's ranks and log servers are no longer monitored."""
@@ -213,10 +213,8 @@ def job_lines(reply: pb.JobsReply) -> list[str]:
     """Returns the lines of the text output."""
     if not reply.jobs:
         return ["no jobs"]
-    table: list[tuple[str, ...]] = [("job", "state", "generation", "ranks", "version", "checkpoint", "")]
-    table += [_row(job) for job in reply.jobs]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]) - 1)]
-    out = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in table]
+    head = ("job", "state", "generation", "ranks", "version", "checkpoint", "")
+    out = table([head, *map(_row, reply.jobs)], left=len(head))
     return out + ([f"and {reply.left_out} more"] if reply.left_out else [])
 
 

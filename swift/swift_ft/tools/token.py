@@ -3,8 +3,8 @@
 import signal
 import sys
 import uuid
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from swift_ft import tokens
@@ -17,48 +17,8 @@ from swift_ft.tokens import Owner, Role, write_file
 HOURS_MAX = 24 * 366
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenConfig:
-    """The command line, validated. Either `new_key`, or all other fields are set."""
-
-    new_key: Path | None = None
-    key: Path | None = None
-    job: str = ""
-    roles: frozenset[Role] = frozenset()
-    hours: float = 0
-    generation_max: int | None = None
-    out: Path | None = None
-    renew: bool = False
-    owner: Owner | None = None
-    """Owner of the file `out`."""
-    subject: str = ""
-
-    def __post_init__(self) -> None:
-        if self.new_key is not None:
-            if self.key is not None or self.job or self.roles or self.renew or self.owner:
-                raise UsageError("token: --new-key makes a key and nothing else; leave the other flags out")
-            return
-        if self.key is None or not self.job or not self.roles:
-            raise UsageError("token: give --new-key DIR, or --key FILE --job NAME --role ROLE")
-        if self.job != tokens.EVERY_JOB:
-            check_job(self.job)
-        if not 0 < self.hours <= HOURS_MAX:
-            raise UsageError(f"token: --hours {self.hours:g}: more than 0, at most {HOURS_MAX}")
-        if len(self.subject) > tokens.SUBJECT_MAX or not self.subject.isprintable():
-            raise UsageError(f"token: --subject: at most {tokens.SUBJECT_MAX} characters that can be printed")
-        if self.generation_max is not None and self.generation_max < 1:
-            raise UsageError(f"token: --generation {self.generation_max}: they start at 1")
-        if self.renew and self.out is None:
-            raise UsageError("token: --renew rewrites a file: name it with --out FILE")
-        if self.owner and self.out is None:
-            raise UsageError("token: --owner is the owner of a file: name it with --out FILE")
-        if self.renew and self.generation_max is not None:
-            raise UsageError(
-                "token: --generation is for one generation, --renew for a whole run: leave one out"
-            )
-
-
-def parse(argv: Sequence[str]) -> TokenConfig:
+def parse(argv: Sequence[str]) -> Namespace:
+    """Returns the options, checked: either `new_key`, or key, job and roles. Raises UsageError."""
     parser = Parser(prog="swift-ft token", description="Makes signing keys, and job tokens signed with them.")
     add = parser.add_argument
     add(
@@ -107,19 +67,34 @@ def parse(argv: Sequence[str]) -> TokenConfig:
         metavar="NAME",
         help="the bearer, a person or a machine, as the servers' audit trails name it",
     )
-    options = parser.parse_args(argv)
-    return TokenConfig(
-        new_key=options.new_key,
-        key=options.key,
-        job=options.job,
-        roles=frozenset(_role(word) for words in options.role for word in words.split(",")),
-        hours=options.hours,
-        generation_max=options.generation,
-        out=options.out,
-        renew=options.renew,
-        subject=options.subject,
-        owner=Owner.parse(options.owner, "token: --owner") if options.owner else None,
-    )
+    given = parser.parse_args(argv)
+    given.roles = frozenset(_role(word) for words in given.role for word in words.split(","))
+    given.owner = Owner.parse(given.owner, "token: --owner") if given.owner else None
+    _check(given)
+    return given
+
+
+def _check(given: Namespace) -> None:
+    if given.new_key is not None:
+        if given.key is not None or given.job or given.roles or given.renew or given.owner:
+            raise UsageError("token: --new-key makes a key and nothing else; leave the other flags out")
+        return
+    if given.key is None or not given.job or not given.roles:
+        raise UsageError("token: give --new-key DIR, or --key FILE --job NAME --role ROLE")
+    if given.job != tokens.EVERY_JOB:
+        check_job(given.job)
+    if not 0 < given.hours <= HOURS_MAX:
+        raise UsageError(f"token: --hours {given.hours:g}: more than 0, at most {HOURS_MAX}")
+    if len(given.subject) > tokens.SUBJECT_MAX or not given.subject.isprintable():
+        raise UsageError(f"token: --subject: at most {tokens.SUBJECT_MAX} characters that can be printed")
+    if given.generation is not None and given.generation < 1:
+        raise UsageError(f"token: --generation {given.generation}: they start at 1")
+    if given.renew and given.out is None:
+        raise UsageError("token: --renew rewrites a file: name it with --out FILE")
+    if given.owner and given.out is None:
+        raise UsageError("token: --owner is the owner of a file: name it with --out FILE")
+    if given.renew and given.generation is not None:
+        raise UsageError("token: --generation is for one generation, --renew for a whole run: leave one out")
 
 
 def _role(word: str) -> Role:
@@ -129,33 +104,24 @@ def _role(word: str) -> Role:
         raise UsageError(f"token: --role {word}: there are {', '.join(Role)}") from None
 
 
-def run(config: TokenConfig) -> None:
+def run(config: Namespace) -> None:
     """Runs the command: creates a key or a token, or renews one until interrupted. Raises UsageError for an unusable
     file."""
     if config.new_key is not None:
         signing, verifying = tokens.new_key(config.new_key)
         print(f"keep secret, mint with it: {signing}\ngive to servers (--token-keys): {verifying.parent}")
         return
-    assert config.key is not None
+    job, roles, lifetime_s = config.job, config.roles, config.hours * 3600
     if config.renew:
-        assert config.out is not None
-        lifetime_s = config.hours * 3600
-        renewal = Renewal(
-            config.key, config.out, config.job, config.roles, lifetime_s, config.owner, config.subject
-        )
+        renewal = Renewal(config.key, config.out, job, roles, lifetime_s, config.owner, config.subject)
         _keep(renewal, config.hours)
         return
     key = tokens.SigningKey.load(config.key, "--key")
     token_id = uuid.uuid4().hex
     token = key.mint(
-        config.job,
-        config.roles,
-        config.hours * 3600,
-        generation_max=config.generation_max,
-        subject=config.subject,
-        token_id=token_id,
+        job, roles, lifetime_s, generation_max=config.generation, subject=config.subject, token_id=token_id
     )
-    _say(f"the token's id, by which it can be revoked (--revoked): {token_id}")
+    tell(f"the token's id, by which it can be revoked (--revoked): {token_id}")
     if config.out is None:
         print(token)
     else:
@@ -170,27 +136,17 @@ def _keep(renewal: Renewal, hours: float) -> None:
     complaints = Complaints()
     try:
         renewal.turn()
-        _say(f"{renewal.out}: written, good for {hours:g} h; renewed at half of that")
+        tell(f"{renewal.out}: written, good for {hours:g} h; renewed at half of that")
         while signal.sigtimedwait(stop, LOOK_EVERY_S) is None:
-            line = _turn(renewal, complaints, hours)
+            try:
+                line = f"renewed, good for {hours:g} h" if renewal.turn() else ""
+                complaints.about(None)
+            except (UsageError, OSError) as error:
+                line = complaints.about(error)
             if line:
-                _say(f"{renewal.out}: {line}")
+                tell(f"{renewal.out}: {line}")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _turn(renewal: Renewal, complaints: Complaints, hours: float) -> str:
-    """Renews the token if it is due. Returns a line to print, or an empty string."""
-    try:
-        renewed = renewal.turn()
-    except (UsageError, OSError) as error:
-        return complaints.about(error)
-    complaints.about(None)
-    return f"renewed, good for {hours:g} h" if renewed else ""
-
-
-def _say(line: str) -> None:
-    tell(line)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

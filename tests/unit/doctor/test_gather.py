@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 from swift_ft.tokens import Role, SigningKey, new_key
 from swift_ft.tools import doctor
 from swift_ft.tools.doctor import filesystem_of
-from swift_ft.tools.machine_checks import Token
+from swift_ft.tools.machine_checks import Finding
 
 MOUNTS = """\
 24 1 253:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
@@ -87,20 +87,21 @@ def test_certificates_and_keys(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
         (tmp_path / name).chmod(0o640)
 
-    def found(**named: str) -> dict[str, object]:
+    def found(**named: str) -> dict[str, Finding]:
         environment = {f"SWIFT_TLS_{what}": str(tmp_path / name) for what, name in named.items()}
         return {
-            c.variable.removeprefix("SWIFT_TLS_"): c
-            for c in doctor.certificates(environment, NOW.timestamp())
+            finding.check.removeprefix("SWIFT_TLS_"): finding
+            for finding in doctor.certificates(environment, NOW.timestamp(), 10.0)
         }
 
     one = found(CERT="cert", KEY="key", CA="chain")
-    cert, own, authority = one["CERT"], one["KEY"], one["CA"]
-    assert (cert.expires_in_s, cert.valid_since_s) == (20 * 86400, 10 * 86400)  # type: ignore[attr-defined]
-    assert (own.is_key, own.mode, own.matches) == (True, 0o640, True)  # type: ignore[attr-defined]
-    assert authority.expires_in_s == 7 * 86400  # type: ignore[attr-defined]  # the first that ends
-    assert found(CERT="cert", KEY="other")["KEY"].matches is False  # type: ignore[attr-defined]
-    assert found(KEY="other")["KEY"].matches is None  # type: ignore[attr-defined]
+    assert one["CERT"].found == f"{tmp_path / 'cert'}: 20 days left"
+    assert one["KEY"].found == f"{tmp_path / 'key'}: mode 0640"
+    assert one["CA"].found == f"{tmp_path / 'chain'}: 7 days left"  # the first that ends
+    assert [one[name].status for name in ("CERT", "KEY", "CA")] == ["ok", "fail", "warn"]
+    (tmp_path / "other").chmod(0o600)
+    assert found(CERT="cert", KEY="other")["KEY"].advice == "name the pair"
+    assert found(KEY="other")["KEY"].status == "ok"
     for named, words in (
         ({"KEY": "locked"}, "encrypted"),
         ({"KEY": "text"}, "not a private key"),
@@ -108,7 +109,8 @@ def test_certificates_and_keys(tmp_path: Path) -> None:
         ({"CERT": "absent"}, "No such file"),
     ):
         (broken,) = found(**named).values()
-        assert words in broken.problem  # type: ignore[attr-defined]
+        assert words in broken.found
+        assert (broken.status, broken.advice) == ("fail", "name a readable PEM file")
     assert found() == {}
 
 
@@ -116,26 +118,26 @@ def test_a_directory_is_measured_and_nothing_stays_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "APPEND_BYTES", 8 << 20)
-    found = doctor.directory(tmp_path)
-    assert found.exists
-    assert not found.problem
-    assert len(found.syncs_s) == doctor.SYNCS
-    assert min(found.syncs_s) > 0
-    assert found.append_bytes_per_s > 0
-    assert found.filesystem
-    assert 0 < found.free_bytes <= found.size_bytes
-    assert not found.in_use
+    found = {finding.check: finding.found for finding in doctor.directory(tmp_path)}
+    assert found["directory"] == str(tmp_path)
+    assert found.keys() == {
+        *("directory", "filesystem", "disk space"),
+        *("direct writes", "preallocation", "sync latency", "append speed"),
+    }
+    assert found["sync latency"].endswith(f" of {doctor.SYNCS}")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_directories_that_are_none(tmp_path: Path) -> None:
-    absent = doctor.directory(tmp_path / "a" / "b")
-    assert (absent.exists, absent.parent_writable, absent.problem) == (False, True, "")
+    def found(path: Path) -> Finding:
+        return next(finding for finding in doctor.directory(path) if finding.check == "directory")
+
+    assert found(tmp_path / "a" / "b").found == f"{tmp_path / 'a' / 'b'} will be made"
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    assert doctor.directory(tmp_path / "file").problem == "Not a directory"
-    assert doctor.directory(Path("/proc/swift")).parent_writable is (os.geteuid() == 0)
-    assert doctor.directory(Path("/proc")).problem
+    assert found(tmp_path / "file").found == f"{tmp_path / 'file'}: Not a directory"
+    assert found(Path("/proc/swift")).status == ("ok" if os.geteuid() == 0 else "fail")
+    assert found(Path("/proc")).status == "fail"
 
 
 def test_a_port_is_free_until_somebody_listens(tmp_path: Path) -> None:
@@ -143,9 +145,9 @@ def test_a_port_is_free_until_somebody_listens(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        assert "in use" in doctor.port(address).problem
-    assert doctor.port(address).problem == ""
-    assert doctor.port("203.0.113.1:80").problem  # not an address of this machine
+        assert "in use" in doctor.port(address).found
+    assert doctor.port(address).status == "ok"
+    assert doctor.port("203.0.113.1:80").status == "fail"  # not an address of this machine
 
 
 def test_a_token_is_looked_into_and_not_shown(tmp_path: Path) -> None:
@@ -153,31 +155,27 @@ def test_a_token_is_looked_into_and_not_shown(tmp_path: Path) -> None:
     path = tmp_path / "token"
     now = time.time()
 
-    def found(content: str, mode: int = 0o600) -> Token:
+    def found(content: str, mode: int = 0o600) -> Finding:
         path.write_text(content)
         path.chmod(mode)
-        token = doctor.token({"SWIFT_TOKEN_FILE": str(path)}, now)
-        assert token is not None
-        assert content not in repr(token)
-        return token
+        (finding,) = doctor.token({"SWIFT_TOKEN_FILE": str(path)}, now)
+        assert content not in repr(finding)
+        return finding
 
     token = found(key.mint("run42", [Role.WRITER, Role.REPLAYER], 600, generation_max=4))
-    assert (token.job, token.roles, token.generation, token.problem) == (
-        *("run42", ["replayer", "writer"], 4, ""),
-    )
-    assert 590 < token.expires_in_s <= 601
-    expired = found(key.mint("run42", [Role.WRITER], -60))
-    assert (expired.problem, expired.generation) == ("", None)
-    assert -62 < expired.expires_in_s < -58
-    assert "no token of ours" in found("a.b.c").problem
-    assert "chmod 600" in found(key.mint("j", [Role.WRITER], 60), 0o640).problem
-    assert doctor.token({}, now) is None
+    assert token.found == f"{path}: job run42, replayer, writer, 10 min left, to generation 4"
+    assert "expired" in found(key.mint("run42", [Role.WRITER], -60)).found
+    assert "no token of ours" in found("a.b.c").found
+    assert "chmod 600" in found(key.mint("j", [Role.WRITER], 60), 0o640).found
+    assert list(doctor.token({}, now)) == []
     path.unlink()
-    gone = doctor.token({"SWIFT_TOKEN_FILE": str(path)}, now)
-    assert gone is not None
-    assert gone.problem == "No such file or directory"
+    (gone,) = doctor.token({"SWIFT_TOKEN_FILE": str(path)}, now)
+    assert gone.found == f"{path}: No such file or directory"
+    assert (gone.status, gone.advice) == ("fail", "make one with swift-ft token")
 
 
 def test_compiled_kernels_are_found_where_they_are_built() -> None:
     built = Path(doctor.__file__).parents[1].rglob("_kernels_*.so")
-    assert doctor.software().kernels == sorted(path.stem.removeprefix("_kernels_") for path in built)
+    (found,) = (finding for finding in doctor.software() if finding.check == "compiled kernels")
+    kernels = sorted(path.stem.removeprefix("_kernels_") for path in built)
+    assert found.found == (", ".join(kernels) or "not built")

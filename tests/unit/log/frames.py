@@ -1,11 +1,12 @@
 """Frames and segment files for tests."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from swift_ft.log.frame import CODEC_NONE, FrameHeader, checksum, encode_header
-from swift_ft.log.record import RecordKey, digest_of, stream_tag
+from swift_ft.log.frame import CODEC_NONE, FrameHeader, checksum, decode_header, decode_record, encode_header
+from swift_ft.log.record import Record, RecordKey, digest_of, stream_tag
 from swift_ft.log.segment import SegmentHeader, encode_footer, encode_segment_header, segment_name
 
 JOB = "job"
@@ -60,3 +61,13 @@ def write_segment(directory: Path, first: int, data: bytes) -> Path:
     path = directory / segment_name(first)
     path.write_bytes(data)
     return path
+
+
+def records_of(frames: bytes) -> Iterator[Record]:
+    """What a server's answer to a read holds."""
+    at = 0
+    while at < len(frames):
+        header = decode_header(frames, at, 1 << 62)
+        end = at + header.frame_bytes
+        yield decode_record(header, memoryview(frames)[at + header.header_bytes : end])
+        at = end

@@ -16,10 +16,10 @@ from swift_ft.log.manifest import MANIFEST, decode_manifest
 from swift_ft.log.protocol import Reason
 from swift_ft.log.record import MARK_SLOT, STEP_MAX, RecordKey, Steps, mark
 from swift_ft.log.segment import SegmentHeader, encode_segment_header
-from swift_ft.tools.log_contents import DirectoryLog, _records_of
+from swift_ft.tools.log_contents import DirectoryLog
 from swift_ft_services.logserver.storage import DirectoryStorage
 from tests.unit.log.append_call import TIMEOUT_S, Call
-from tests.unit.log.frames import JOB, STREAM, frame_of, write_segment
+from tests.unit.log.frames import JOB, STREAM, frame_of, records_of, write_segment
 from tests.unit.log.service import InProcess
 from tests.unit.log.test_storage import on_disk, recovered
 
@@ -96,7 +96,7 @@ def test_what_is_acknowledged_can_be_used(
         steps = [key.step for key in there]
         assert (found.first_step, found.last_step) == (min(steps, default=None), max(steps, default=None))
         request = log_pb2.ReadRequest(job=JOB, stream=STREAM, from_step=0, follow=False)
-        read = [r for reply in server.stub.Read(request) for r in _records_of(reply.frames)]
+        read = [r for reply in server.stub.Read(request) for r in records_of(reply.frames)]
         assert {r.key: bytes(r.body) for r in read} == there
     facts = DirectoryLog(directory).facts(JOB, verify=True)
     assert facts.verified is not None

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from swift_ft.errors import UsageError
-from swift_ft.tools.doctor import gathered
+from swift_ft.tools.doctor import parse as parse_doctor
 from swift_ft.tools.inspect import parse as parse_inspect
 from swift_ft_services import listening
 from swift_ft_services.coordinator.__main__ import checked_timing
@@ -66,4 +66,4 @@ def test_and_who_asks_them() -> None:
     with pytest.raises(UsageError, match="at most 3600"):
         parse_inspect(["--server", "h:1", "--timeout-s", "1e300"])
     with pytest.raises(UsageError, match="at most 3600"):
-        gathered(["--timeout", "1e300"])
+        parse_doctor(["--timeout", "1e300"])
