@@ -1,6 +1,7 @@
 """From what ranks have measured to what the planner takes, and to its command."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.lab.plan.command import Given, main
+from swift_ft.lab.plan.command import main
+from swift_ft.lab.plan.command import parse as options_of
 from swift_ft.lab.plan.model import CostModel
 from swift_ft.lab.plan.profile import Profile, parse
 from swift_ft.lab.plan.running_job import profile_of
@@ -16,6 +18,7 @@ from swift_ft.planner import RankMeasured, Sent, StageMeasured
 from swift_ft.rpc.codec import to_message
 
 STAGES = 4
+JOB = ["--coordinator", "h:1", "--job", "j"]
 CONFIG = {"checkpoint_every": "10", "helpers": "2", "replicas": "1", "shards": "1"}
 
 
@@ -58,9 +61,9 @@ def whole(**changes: Any) -> dict[int, RankMeasured]:
 
 
 def made(
-    ranks: dict[int, RankMeasured] | None = None, hosts: str = "aabb", **given: Any
+    ranks: dict[int, RankMeasured] | None = None, hosts: str = "aabb", flags: str = ""
 ) -> tuple[Profile, str]:
-    profile, assumed = profile_of("j", reply(ranks or whole(), hosts), Given(**given))
+    profile, assumed = profile_of("j", reply(ranks or whole(), hosts), options_of([*JOB, *flags.split()]))
     return profile, "; ".join(assumed)
 
 
@@ -86,33 +89,33 @@ def test_ranks_may_run_the_stages_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "changes", "field", "value", "said"),
+    ("flags", "changes", "field", "value", "said"),
     [
-        ({}, {}, "machine_mtbf_s", (2592000.0,) * 2, "failures.machine_mtbf_s 2.592e+06 (--machine-mtbf)"),
-        ({"machine_mtbf_s": 5.0}, {}, "machine_mtbf_s", (5.0, 5.0), ""),
-        ({}, {}, "log_read_bytes_per_s", 1e9, "(--log-read-rate; nothing was replayed)"),
-        ({"log_read_bytes_per_s": 5.0}, {}, "log_read_bytes_per_s", 5.0, ""),
-        ({}, {"log_read_bytes": 100, "log_read_wait_s": 0.5}, "log_read_bytes_per_s", 200.0, ""),
-        ({}, {"log_read_bytes": 100, "log_read_wait_s": 0.0}, "log_read_bytes_per_s", 1e18, ""),
-        ({}, {}, "log_write_bytes_per_s", 1e9, "(--log-write-rate; nothing was logged)"),
+        ("", {}, "machine_mtbf_s", (2592000.0,) * 2, "failures.machine_mtbf_s 2.592e+06 (--machine-mtbf)"),
+        ("--machine-mtbf 5", {}, "machine_mtbf_s", (5.0, 5.0), ""),
+        ("", {}, "log_read_bytes_per_s", 1e9, "(--log-read-rate; nothing was replayed)"),
+        ("--log-read-rate 5", {}, "log_read_bytes_per_s", 5.0, ""),
+        ("", {"log_read_bytes": 100, "log_read_wait_s": 0.5}, "log_read_bytes_per_s", 200.0, ""),
+        ("", {"log_read_bytes": 100, "log_read_wait_s": 0.0}, "log_read_bytes_per_s", 1e18, ""),
+        ("", {}, "log_write_bytes_per_s", 1e9, "(--log-write-rate; nothing was logged)"),
         (
-            {},
+            "",
             {"log_write_bytes_per_s": 7.0},
             "log_write_bytes_per_s",
             1e9,
             "it took 14, and nobody waited for it",
         ),
-        ({}, {"log_write_bytes_per_s": 9e9}, "log_write_bytes_per_s", 18e9, "nobody waited for it"),
-        ({}, {"log_write_bytes_per_s": 7.0, "log_full": True}, "log_write_bytes_per_s", 14.0, ""),
-        ({"machine_per_rank": True}, {}, "machine_of_stage", (0, 1, 2, 3), ""),
-        ({}, {}, "parallel", None, "nobody helps a replay (else --network-rate)"),
-        ({"fixed_s": 3.0}, {}, "fixed_s", 3.0, ""),
+        ("", {"log_write_bytes_per_s": 9e9}, "log_write_bytes_per_s", 18e9, "nobody waited for it"),
+        ("", {"log_write_bytes_per_s": 7.0, "log_full": True}, "log_write_bytes_per_s", 14.0, ""),
+        ("--machine-per-rank", {}, "machine_of_stage", (0, 1, 2, 3), ""),
+        ("", {}, "copies_max", 1, "nobody helps a replay (else --network-rate)"),
+        ("--fixed 3", {}, "fixed_s", 3.0, ""),
     ],
 )
 def test_what_is_assumed_is_said(
-    given: dict[str, Any], changes: dict[str, Any], field: str, value: object, said: str
+    flags: str, changes: dict[str, Any], field: str, value: object, said: str
 ) -> None:
-    profile, assumed = made(whole(**changes), **given)
+    profile, assumed = made(whole(**changes), flags=flags)
     assert getattr(profile, field) == value
     assert said in assumed
     if not said and field != "machine_of_stage":
@@ -128,9 +131,8 @@ def test_one_rank_that_has_replayed_does_not_stand_for_the_log() -> None:
 
 
 def test_helpers_are_counted_where_the_network_is_known() -> None:
-    profile, assumed = made(network_bytes_per_s=1e9)
-    assert profile.parallel is not None
-    assert (profile.parallel.copies_max, profile.parallel.gradient_bytes) == (3, (7, 8, 9, 10))
+    profile, assumed = made(flags="--network-rate 1GB")
+    assert (profile.copies_max, profile.gradient_bytes) == (3, (7, 8, 9, 10))
     assert "helps" not in assumed
 
 
@@ -172,7 +174,7 @@ def test_what_cannot_be_planned_is_one_line(
     ranks: dict[int, RankMeasured], hosts: str, config: dict[str, str], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error) as raised:
-        profile_of("j", reply(ranks, hosts, **config), Given())
+        profile_of("j", reply(ranks, hosts, **config), options_of(JOB))
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -180,39 +182,26 @@ def test_what_cannot_be_planned_is_one_line(
 # --- the command ---
 
 
-class Fake:
-    """The line to a job."""
+def asked(ranks: dict[int, RankMeasured]) -> Callable[[str, str], pb.MeasurementsReply]:
+    """The answer of a coordinator."""
 
-    def __init__(self, ranks: dict[int, RankMeasured]) -> None:
-        self._ranks = ranks
-        self.asked: list[object] = []
+    def ask(coordinator: str, job: str) -> pb.MeasurementsReply:
+        assert (coordinator, job) == ("h:1", "j")
+        return reply(ranks)
 
-    def connect(self, coordinator: str, job: str) -> "Fake":
-        self.asked += [coordinator, job]
-        return self
-
-    def profile(self, given: Given) -> tuple[Profile, list[str]]:
-        self.asked.append(given)
-        return profile_of("j", reply(self._ranks), given)
-
-    def close(self) -> None:
-        self.asked.append("closed")
-
-
-JOB = ["--coordinator", "h:1", "--job", "j"]
+    return ask
 
 
 def test_a_running_job_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fake, saved = Fake(whole()), tmp_path / "profile.json"
+    saved = tmp_path / "profile.json"
     words = [*JOB, "--machine-per-rank", "--machine-mtbf", "86400", "--log-read-rate", "2MB"]
-    assert main([*words, "--save-profile", str(saved), "--storage-cap", "1.3kB"], fake.connect) == 0
-    given = Given(machine_per_rank=True, machine_mtbf_s=86400.0, log_read_bytes_per_s=2e6)
-    assert fake.asked == ["h:1", "j", given, "closed"]
+    assert main([*words, "--save-profile", str(saved), "--storage-cap", "1.3kB"], asked(whole())) == 0
     shown = capsys.readouterr().out
     assert "assumed: log.write_bytes_per_s 1e+09" in shown
     assert "mtbf" not in shown
     assert 'for the session: groups="' in shown
     profile = parse(saved.read_bytes())
+    assert (profile.machines, profile.machine_mtbf_s[0], profile.log_read_bytes_per_s) == (4, 86400.0, 2e6)
     assert profile.source.startswith("measured by the job's ranks; assumed: ")
     # What was saved is what was planned with.
     capsys.readouterr()
@@ -222,7 +211,7 @@ def test_a_running_job_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_nothing_measured_yet_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "profile.json"
-    assert main([*JOB, "--save-profile", str(saved)], Fake({}).connect) == 3
+    assert main([*JOB, "--save-profile", str(saved)], asked({})) == 3
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err == "swift: job j: ranks 0, 1, 2, 3 measured no step yet; ask again later\n"
@@ -238,8 +227,8 @@ def test_nothing_measured_yet_is_one_line(tmp_path: Path, capsys: pytest.Capture
         (JOB[2:], "--job is for a running job"),
         (["p.json", "--machine-mtbf", "5"], "--machine-mtbf is for a running job"),
         (["p.json", "--machine-per-rank"], "--machine-per-rank is for a running job"),
-        ([*JOB, "--log-read-rate", "much"], "--log-read-rate much: write bytes"),
-        ([*JOB, "--fixed", "soon"], "--fixed soon: write seconds"),
+        ([*JOB, "--log-read-rate", "much"], "--log-read-rate: much: write bytes"),
+        ([*JOB, "--fixed", "soon"], "--fixed: soon: write a time"),
         ([*JOB, "--machine-mtbf", "0"], "failures.machine_mtbf_s[0]: must be from"),
         ([*JOB, "--save-profile", "/no/such/place"], "--save-profile: there is no directory /no/such"),
     ],
@@ -247,7 +236,7 @@ def test_nothing_measured_yet_is_one_line(tmp_path: Path, capsys: pytest.Capture
 def test_what_is_wrong_with_the_command_is_one_line(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments, Fake(whole()).connect) == 2
+    assert main(arguments, asked(whole())) == 2
     shown = capsys.readouterr()
     assert words in shown.err
     assert len(shown.err.splitlines()) == 1

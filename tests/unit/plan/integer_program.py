@@ -5,9 +5,11 @@ a comparison of two variables, and the sums over a worker say what it does and h
 take the same way, the first one goes first everywhere; others are as good, by another name.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import highspy
 
@@ -46,147 +48,82 @@ class _Program:
     """Of a step that is over within `horizon`."""
 
     def __init__(self, work: Work, horizon: int) -> None:
-        self._work = work
-        self._horizon = horizon
+        self._work, self._horizon = work, horizon
         self._owner = {action: worker for worker, action in work.actions()}
         self._takes = {action: int(work.costs.of(action.kind, action.stage)) for action in self._owner}
-        self._number = {action: n for n, action in enumerate(self._owner)}
-        self.variables = (len(self._number) + 1) * horizon
-        self._rows: list[tuple[list[int], list[float], float]] = []
-        """(variables, factors, at most)."""
-        self._over = len(self._number)
-        self._compare()
-        self._share()
-
-    def _at(self, number: int, time: int) -> int | None:
-        """The variable; None: it cannot have begun."""
-        return None if time < 0 else number * self._horizon + min(time, self._horizon - 1)
-
-    def _after(self, behind: int, before: int, lag: int) -> None:
-        """What is behind begins `lag` later, or more."""
-        for time in range(self._horizon):
-            later, sooner = self._at(behind, time), self._at(before, time - lag)
-            assert later is not None
-            if sooner is None:
-                self._rows.append(([later], [1.0], 0.0))
-            else:
-                self._rows.append(([later, sooner], [1.0, -1.0], 0.0))
-
-    def _compare(self) -> None:
-        work = self._work
-        for action, number in self._number.items():
-            for time in range(self._horizon - 1):
-                sooner, later = self._at(number, time), self._at(number, time + 1)
-                assert sooner is not None
-                assert later is not None
-                self._rows.append(([sooner, later], [1.0, -1.0], 0.0))
+        # Without callbacks, which nobody uses here: to set them, it prints its name on stdout.
+        self._solver = type("Quiet", (highspy.Highs,), {"enableCallbacks": lambda _: None})()
+        self._solver.setOptionValue("output_flag", False)
+        self._solver.setOptionValue("threads", 1)
+        self._over = self._rising()
+        self._begun = {action: self._rising() for action in self._owner}
+        for action, begun in self._begun.items():
+            self._solver.addConstr(begun[horizon - 1] == 1)
+            self._after(self._over, begun, self._takes[action])
             for needed in needs(work, action):
                 message = int(work.costs.transfer) if self._owner[needed] != self._owner[action] else 0
-                self._after(number, self._number[needed], self._takes[needed] + message)
-            self._after(self._over, number, self._takes[action])
-        for time in range(self._horizon - 1):
-            sooner, later = self._at(self._over, time), self._at(self._over, time + 1)
-            assert sooner is not None
-            assert later is not None
-            self._rows.append(([sooner, later], [1.0, -1.0], 0.0))
+                self._after(begun, self._begun[needed], self._takes[needed] + message)
+        self._order_alike()
+        self._share()
+
+    def _rising(self) -> list[Any]:
+        """By each unit of time: whether something has begun by then."""
+        row = [self._solver.addBinary() for _ in range(self._horizon)]
+        for sooner, later in itertools.pairwise(row):
+            self._solver.addConstr(sooner <= later)
+        return row
+
+    def _after(self, behind: list[Any], before: list[Any], lag: int) -> None:
+        """What is behind begins `lag` later, or more."""
+        for time, later in enumerate(behind):
+            self._solver.addConstr(later <= (before[time - lag] if time >= lag else 0))
+
+    def _order_alike(self) -> None:
+        work = self._work
         alike: dict[tuple[int, ...], tuple[int, int]] = {}
-        for origin in range(work.origins):
-            for microbatch in range(work.microbatches):
-                way = tuple(work.owners[stage, origin][microbatch] for stage in range(work.stages))
-                if way in alike:
-                    for kind in work.kinds():
-                        for stage in range(work.stages):
-                            first = Action(kind, stage, *alike[way])
-                            self._after(
-                                self._number[Action(kind, stage, origin, microbatch)],
-                                self._number[first],
-                                self._takes[first],
-                            )
-                alike[way] = origin, microbatch
+        for origin, microbatch in itertools.product(range(work.origins), range(work.microbatches)):
+            way = tuple(work.owners[stage, origin][microbatch] for stage in range(work.stages))
+            if way in alike:
+                for kind, stage in itertools.product(work.kinds(), range(work.stages)):
+                    first = Action(kind, stage, *alike[way])
+                    second = Action(kind, stage, origin, microbatch)
+                    self._after(self._begun[second], self._begun[first], self._takes[first])
+            alike[way] = origin, microbatch
 
     def _share(self) -> None:
         """A worker does one thing at a time, and holds so much."""
         for worker in self._work.stages_of():
             own = [action for action, owner in self._owner.items() if owner == worker]
             for time in range(self._horizon):
-                self._sum([(action, time, self._takes[action]) for action in own], 1.0)
+                begun = [self._begun[action][time] for action in own]
+                self._solver.addConstr(sum(begun) - sum(self._done(own, time)) <= 1)
                 if self._work.cap is not None:
-                    forwards = [(action, time, None) for action in own if action.kind == _FORWARD]
-                    frees = [
-                        (action, time - self._takes[action])
-                        for action in own
-                        if action.kind == self._work.adds()
-                    ]
-                    self._sum(forwards, float(self._work.cap[worker]), frees)
+                    held = [self._begun[action][time] for action in own if action.kind == _FORWARD]
+                    freed = self._done([action for action in own if action.kind == self._work.adds()], time)
+                    self._solver.addConstr(sum(held) - sum(freed) <= self._work.cap[worker])
 
-    def _sum(
-        self,
-        runs: Sequence[tuple[Action, int, int | None]],
-        most: float,
-        less: Sequence[tuple[Action, int]] = (),
-    ) -> None:
-        variables, factors = [], []
-        for action, time, takes in runs:
-            begun = self._at(self._number[action], time)
-            assert begun is not None
-            variables.append(begun)
-            factors.append(1.0)
-            over = None if takes is None else self._at(self._number[action], time - takes)
-            if over is not None:
-                variables.append(over)
-                factors.append(-1.0)
-        for action, time in less:
-            freed = self._at(self._number[action], time)
-            if freed is not None:
-                variables.append(freed)
-                factors.append(-1.0)
-        self._rows.append((variables, factors, most))
+    def _done(self, actions: Sequence[Action], time: int) -> list[Any]:
+        return [
+            self._begun[action][time - self._takes[action]]
+            for action in actions
+            if time >= self._takes[action]
+        ]
 
     def solve(self, listed: Step, least: int, limit_s: float) -> Exact:
         """The step that was there, or a shorter one."""
-        horizon, over = self._horizon, self._over * self._horizon
-        # Without callbacks, which nobody uses here: to set them, it prints its name on stdout.
-        solver = type("Quiet", (highspy.Highs,), {"enableCallbacks": lambda _: None})()
-        solver.setOptionValue("output_flag", False)
-        solver.setOptionValue("time_limit", limit_s)
-        solver.setOptionValue("threads", 1)
-        model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = self.variables, len(self._rows)
-        # The more units in which all is over, the shorter. In the last one all has begun.
-        model.col_cost_ = [-1.0 if column >= over else 0.0 for column in range(self.variables)]
-        model.col_lower_ = [
-            1.0 if column < over and column % horizon == horizon - 1 else 0.0
-            for column in range(self.variables)
-        ]
-        model.col_upper_ = [
-            0.0 if column >= over and column - over < least else 1.0 for column in range(self.variables)
-        ]
-        model.row_lower_ = [-highspy.kHighsInf] * len(self._rows)
-        model.row_upper_ = [most for _, _, most in self._rows]
-        matrix = model.a_matrix_
-        matrix.format_ = highspy.MatrixFormat.kRowwise
-        starts, indices, values = [0], [], []
-        for variables, factors, _ in self._rows:
-            indices += variables
-            values += factors
-            starts.append(len(indices))
-        matrix.start_, matrix.index_, matrix.value_ = starts, indices, values
-        model.integrality_ = [highspy.HighsVarType.kInteger] * self.variables
-        solver.passModel(model)
-        solver.run()
-        found = solver.getInfo()
+        for over in self._over[:least]:
+            self._solver.addConstr(over == 0)
+        self._solver.setOptionValue("time_limit", limit_s)
+        self._solver.maximize(sum(self._over))  # the more units in which all is over, the shorter
+        found = self._solver.getInfo()
         # No unit within the horizon: as long as the one that was there.
         proven = least
         if math.isfinite(found.mip_dual_bound):
-            proven = max(least, min(horizon, horizon + math.ceil(found.mip_dual_bound - 1e-6)))
-        if not -horizon <= found.objective_function_value < -0.5:
+            proven = max(least, self._horizon - math.floor(found.mip_dual_bound + 1e-6))
+        if not 0.5 < found.objective_function_value <= self._horizon:
             return Exact(step=listed, least=proven)
-        return Exact(step=self._step(solver.getSolution().col_value), least=proven)
-
-    def _step(self, values: list[float]) -> Step:
         slots: dict[int, list[Timed]] = {worker: [] for worker in self._work.stages_of()}
-        for action, number in self._number.items():
-            begun = values[number * self._horizon : (number + 1) * self._horizon]
-            begin = float(sum(1 for value in begun if value < 0.5))
+        for action, begun in self._begun.items():
+            begin = float(sum(self._solver.val(each) < 0.5 for each in begun))
             slots[self._owner[action]].append(Timed(begin, begin + self._takes[action], action))
-        return Step(slots={worker: sorted(row) for worker, row in slots.items()})
+        return Exact(step=Step(slots={worker: sorted(row) for worker, row in slots.items()}), least=proven)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from swift_ft.lab.plan.profile import Parallel, Profile
+from swift_ft.lab.plan.profile import Profile
 
 
 def profile(machines: int = 4, ranks: int = 1, **changes: Any) -> Profile:
@@ -41,9 +41,6 @@ def profiles(draw: st.DrawFn, machines_max: int = 6, same_sizes: bool | None = N
     same = draw(st.booleans()) if same_sizes is None else same_sizes
     sizes = st.sampled_from([1000, 2000]) if same else st.integers(1, 10**6)
     seconds = st.floats(0.01, 10.0)
-    parallel = None
-    if draw(st.booleans()):
-        parallel = Parallel(copies_max=draw(st.integers(1, 4)), gradient_bytes=each(st.integers(0, 10**4)))
     return Profile(
         name="drawn",
         microbatches=draw(st.integers(1, 9)),
@@ -63,7 +60,8 @@ def profiles(draw: st.DrawFn, machines_max: int = 6, same_sizes: bool | None = N
         checkpoint_bytes_per_s=draw(st.floats(10.0, 1e6)),
         machine_mtbf_s=each(st.floats(1e3, 1e7), len(ranks)),
         fixed_s=draw(st.floats(0.0, 100.0)),
-        parallel=parallel,
+        copies_max=draw(st.integers(1, 4)),
+        gradient_bytes=each(st.integers(0, 10**4)),
     )
 
 
@@ -86,16 +84,14 @@ def group_s(p: Profile, first: int, end: int) -> tuple[float, int]:
         for machine in range(first, end)
     )
     best = (math.inf, 0)
-    for d in range(1, (p.parallel.copies_max if p.parallel else 1) + 1):
+    for d in range(1, p.copies_max + 1):
         if d * len(stages) > p.stages:
             continue
         compute_s = sum(times) + (math.ceil(p.microbatches / d) - 1) * max(times)
         compute_s += max(p.update_s[s] for s in stages) if p.update_s else 0.0
         spread_s = 0.0
-        if p.parallel is not None and p.network_bytes_per_s is not None and d > 1:
-            compute_s += (
-                2 * (d - 1) / d * max(p.parallel.gradient_bytes[s] for s in stages) / p.network_bytes_per_s
-            )
+        if p.gradient_bytes is not None and p.network_bytes_per_s is not None and d > 1:
+            compute_s += 2 * (d - 1) / d * max(p.gradient_bytes[s] for s in stages) / p.network_bytes_per_s
             spread_s = max(p.checkpoint_bytes[s] for s in stages) / p.network_bytes_per_s
         steps_s = (p.checkpoint_interval_steps - 1) / 2 * max(compute_s, read_s)
         total = p.fixed_s + load_s + spread_s + steps_s + step_s(p) / 2

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_ft.lab.plan import report
-from swift_ft.lab.plan import report as frontier
-from swift_ft.lab.plan import report as greedy
 from swift_ft.lab.plan.model import CostModel
-from swift_ft.lab.plan.profile import Cap, Parallel, Profile
+from swift_ft.lab.plan.profile import Cap, Profile
 from swift_ft.lab.plan.report import Frontier, by_labels, exact, on_grid
 from tests.unit.plan.profiles import choices, costs, edge_bytes, group_s, profile, profiles
 
@@ -88,8 +86,8 @@ def test_both_programs_find_the_same(n: int, data: st.DataObject) -> None:
 def test_sizes_that_are_rounded_up_cost_no_more_than_is_said(drawn: Profile) -> None:
     model = CostModel(drawn)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frontier, "GRID_WORK", 0)
-        patch.setattr(frontier, "GRID_UNITS_PER_MACHINE", 2)
+        patch.setattr(report, "GRID_WORK", 0)
+        patch.setattr(report, "GRID_UNITS_PER_MACHINE", 2)
         found = exact(model, candidates_max=0)
     check(found, [(*costs(drawn, cuts), len(cuts)) for cuts in choices(drawn)], found.resolution_bytes)
     for point in found.points:
@@ -105,7 +103,7 @@ def test_arbitrary_sizes_of_many_machines_are_said_to_be_rounded() -> None:
     model = CostModel(many)
     whole = exact(model, candidates_max=10**9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frontier, "GRID_WORK", 0)  # two units for each machine: coarse enough to be seen
+        patch.setattr(report, "GRID_WORK", 0)  # two units for each machine: coarse enough to be seen
         rounded = exact(model, candidates_max=1000)
     assert rounded.resolution_bytes > 0 == whole.resolution_bytes
     check(
@@ -144,14 +142,13 @@ def test_sixteen_machines_alike_in_six_groups() -> None:
     """Recovery grows with the sum of squares of the sizes: the merge doubles groups, 48; 3, 3, 3, 3, 2, 2 have 44."""
     alike = profile(machines=16)
     model = CostModel(alike)
-    for additive in (True, False):
-        (merged,) = (cuts for cuts in greedy.merges(model, additive=additive) if len(cuts) == 5)
-        assert sizes_of(merged, 16) == [4, 4, 2, 2, 2, 2]
+    (merged,) = (cuts for cuts in report.merges(model) if len(cuts) == 5)
+    assert sizes_of(merged, 16) == [4, 4, 2, 2, 2, 2]
     (best,) = (point.cuts for point in exact(model).points if len(point.cuts) == 5)
     assert sizes_of(best, 16) == [3, 3, 3, 3, 2, 2]
 
 
-def merged_by_hand(p: Profile, *, additive: bool) -> list[tuple[int, ...]]:
+def merged_by_hand(p: Profile) -> list[tuple[int, ...]]:
     """SWIFT's merge, step by step, on lists."""
     rates = [1 / mtbf for mtbf in p.machine_mtbf_s]
     model = CostModel(p)
@@ -165,10 +162,7 @@ def merged_by_hand(p: Profile, *, additive: bool) -> list[tuple[int, ...]]:
         for (a, middle, r_a), (_, b, r_b) in itertools.pairwise(groups):
             chance_a, chance_b = (sum(rates[x:y]) / sum(rates) for x, y in ((a, middle), (middle, b)))
             size = edge_bytes(p, middle)
-            if additive:
-                merged = r_a + r_b + size / (p.network_bytes_per_s or math.inf)
-            else:
-                merged, r_a, r_b = (group_s(p, x, y)[0] for x, y in ((a, b), (a, middle), (middle, b)))
+            merged = r_a + r_b + size / (p.network_bytes_per_s or math.inf)
             grown = merged * (chance_a + chance_b) - r_a * chance_a - r_b * chance_b
             scores.append((grown / size, a, b, merged))
         best = min(score for score, *_ in scores)
@@ -181,10 +175,10 @@ def merged_by_hand(p: Profile, *, additive: bool) -> list[tuple[int, ...]]:
 
 
 @settings(max_examples=50, deadline=None)
-@given(profiles(machines_max=8), st.booleans())
-def test_the_merge_is_the_papers(drawn: Profile, additive: bool) -> None:
-    by_hand = merged_by_hand(drawn, additive=additive)
-    found = greedy.merges(CostModel(drawn), additive=additive)
+@given(profiles(machines_max=8))
+def test_the_merge_is_the_papers(drawn: Profile) -> None:
+    by_hand = merged_by_hand(drawn)
+    found = report.merges(CostModel(drawn))
     assert found[: len(by_hand)] == by_hand
     assert len(found) == drawn.machines
 
@@ -193,8 +187,7 @@ def test_the_merge_is_the_papers(drawn: Profile, additive: bool) -> None:
 @given(profiles(machines_max=8))
 def test_the_optimum_is_never_worse_than_a_merge(drawn: Profile) -> None:
     for row in report.build(drawn, None)["compared"]:
-        for other in (row["swift_s"], row["greedy_s"]):
-            assert other is None or row["exact_s"] <= other * ROUNDING
+        assert row["exact_s"] <= (row["swift_s"] or math.inf) * ROUNDING
 
 
 def test_neither_is_a_rounded_one() -> None:
@@ -203,13 +196,13 @@ def test_neither_is_a_rounded_one() -> None:
     sizes = tuple(int(size) for size in rng.integers(10**6, 10**7, n - 1))
     drawn = profile(machines=n, forward_bytes=sizes, backward_s=tuple(rng.uniform(1, 3, n).tolist()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frontier, "CANDIDATES_MAX", 0)
-        patch.setattr(frontier, "GRID_WORK", 0)
-        patch.setattr(frontier.exact, "__kwdefaults__", {"worst_s": math.inf, "candidates_max": 0})
+        patch.setattr(report, "CANDIDATES_MAX", 0)
+        patch.setattr(report, "GRID_WORK", 0)
+        patch.setattr(report.exact, "__kwdefaults__", {"worst_s": math.inf, "candidates_max": 0})
         document = report.build(drawn, None)
     assert not document["frontier"]["exact"]
     for row in document["compared"]:
-        assert row["exact_s"] <= min(row["swift_s"] or math.inf, row["greedy_s"] or math.inf) * ROUNDING
+        assert row["exact_s"] <= (row["swift_s"] or math.inf) * ROUNDING
 
 
 # --- a thousand stages ---
@@ -232,9 +225,7 @@ def thousand(ranks: int, seed: int, **changes: Any) -> Profile:
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_thousand_stages(ranks: int) -> None:
     """Merges and all included. docs/planning.md has the times."""
-    big = thousand(
-        ranks, 5, parallel=Parallel(copies_max=4, gradient_bytes=(100,) * 1000), network_bytes_per_s=1e9
-    )
+    big = thousand(ranks, 5, copies_max=4, gradient_bytes=(100,) * 1000, network_bytes_per_s=1e9)
     document = report.build(big, None)
     assert document["frontier"]["exact"]
     assert len(document["frontier"]["points"]) == big.machines  # every number of groups is worth having

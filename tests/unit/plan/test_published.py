@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from swift_ft.lab.plan import report
-from swift_ft.lab.plan.command import read
 from swift_ft.lab.plan.model import CostModel
+from swift_ft.lab.plan.profile import read
 
 ROOT = Path(__file__).parents[3]
 PROFILES = ROOT / "examples" / "profiles"
@@ -39,7 +39,7 @@ def test_bytes_are_those_of_the_formulas(name: str) -> None:
     for boundary in range(profile.stages - 1):
         assert profile.forward_bytes[boundary] + profile.backward_bytes[boundary] == per_boundary
     document = built(name)
-    for row in [*document["frontier"]["points"], *document["swift"], *document["greedy"]]:
+    for row in [*document["frontier"]["points"], *document["swift"]]:
         assert row["bytes_per_step"] == per_boundary * len(row["logged"])
         assert row["storage_bytes"] == INTERVAL * per_boundary * len(row["logged"])
         # Boundaries between machines only: behind the last stage of one.
@@ -57,9 +57,7 @@ def test_the_optimum_is_never_worse_and_sometimes_better(name: str) -> None:
     assert len(rows) == MACHINES
     for row in rows:
         assert row["exact_s"] <= row["swift_s"] * ROUNDING
-        assert row["exact_s"] <= row["greedy_s"] * ROUNDING
     assert any(row["exact_s"] * ROUNDING < row["swift_s"] for row in rows)
-    assert any(row["exact_s"] * ROUNDING < row["greedy_s"] for row in rows)
 
 
 def test_a_step_and_a_replay_are_those_of_the_formulas(name: str) -> None:
@@ -76,7 +74,7 @@ def test_a_step_and_a_replay_are_those_of_the_formulas(name: str) -> None:
 
 def test_the_document_shows_what_the_command_prints(name: str) -> None:
     shown = (ROOT / "docs" / "planning.md").read_text()
-    assert report.text(built(name)) in shown
+    assert "\n".join(report.text(built(name))) in shown
 
 
 def test_the_profiles_say_what_is_published_and_what_is_not(name: str) -> None:

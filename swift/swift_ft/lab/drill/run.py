@@ -40,7 +40,7 @@ from swift_ft.lab.drill.report_strategies import told
 from swift_ft.lab.drill.verdict_checks import Digest
 from swift_ft.lab.failures import damage
 from swift_ft.lab.failures.damage import EXTERNAL, HeldVictims, flip, segment_files
-from swift_ft.lab.plan.command import read as read_profile
+from swift_ft.lab.plan.profile import read as read_profile
 from swift_ft.log import segment
 
 # Negative controls: a flipped bit in a log must be detected, or a PASS is meaningless.

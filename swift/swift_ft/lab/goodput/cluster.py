@@ -1,26 +1,21 @@
-"""Reads a trace of a cluster's faults: the times of each fault and of the return of its node.
+"""A cluster: ranks, nodes and replicas; the times of faults, by distribution or by a trace; the duration of repairs.
 
-There are two formats. CSV, whose first line names the columns in any order: `node`, and `start` and `end` with their
-unit (`start_s`, `start_h` or `start_days`); further columns are ignored. And the JSON of InfiniteHBD-Trace: a list of
-events with `node_id`, `event_time` in days, `event_type` (`fault_start` or `fault_end`) and `fault_type`.
-"""
+Times are seconds."""
 
-import csv
-import json
 import math
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from swift_ft.errors import UsageError
-from swift_ft.lab.goodput.figures import DAY_S
-from swift_ft.text import parse_json
+from scipy.optimize import brentq
 
-FAULTS_MAX = 1_000_000
-TIME_MAX_S = 1e12
+from swift_ft.errors import UsageError
+
 FAULTS_MIN = 10
 """Smallest number of faults from which the distribution of their times can be estimated."""
-_UNITS = {"s": 1.0, "h": 3600.0, "days": DAY_S}
+RANKS_MAX = 1_000_000
+CV_MIN, CV_MAX = 0.1, 10.0
+SHAPE_MIN, SHAPE_MAX = 0.2, 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +28,18 @@ class Trace:
     """Outage of each fault except the first; same length as `gaps_s`."""
     nodes: int
     """Number of different nodes in the trace."""
+
+    @classmethod
+    def of(cls, faults: Sequence[tuple[float, float, str]]) -> "Trace":
+        """Takes the start, the end and the node of each fault. Raises UsageError, in one line, if there are too few."""
+        if len(faults) < FAULTS_MIN:
+            raise UsageError(f"has {len(faults)} faults that ended: give {FAULTS_MIN} or more")
+        faults = sorted(faults)
+        gaps = tuple(later - start for (start, _, _), (later, _, _) in pairwise(faults))
+        if not sum(gaps) > 0:
+            raise UsageError("has all its faults at the same moment: give their times")
+        outages = tuple(end - start for start, end, _ in faults[1:])
+        return cls(gaps_s=gaps, outages_s=outages, nodes=len({node for _, _, node in faults}))
 
     @property
     def mean_gap_s(self) -> float:
@@ -52,92 +59,6 @@ class Trace:
     @property
     def repair_s(self) -> float:
         return sum(self.outages_s) / len(self.outages_s)
-
-
-def parse(text: str) -> Trace:
-    """Parses a trace in either format. Raises UsageError, in one line, if it is invalid."""
-    faults = _events(text) if text.lstrip()[:1] in ("[", "{") else _table(text)
-    if len(faults) < FAULTS_MIN:
-        raise UsageError(f"has {len(faults)} faults: give {FAULTS_MIN} or more")
-    faults.sort()
-    starts = [start for start, _, _ in faults]
-    gaps = tuple(b - a for a, b in pairwise(starts))
-    if not sum(gaps) > 0:
-        raise UsageError("has all its faults at the same moment: give their times")
-    return Trace(
-        gaps_s=gaps,
-        outages_s=tuple(end - start for start, end, _ in faults[1:]),
-        nodes=len({node for _, _, node in faults}),
-    )
-
-
-def _checked(start_s: float, end_s: float, where: str) -> None:
-    if not -TIME_MAX_S <= start_s <= end_s <= TIME_MAX_S:
-        raise UsageError(
-            f"{where}: a fault ends when it begins or later, within {TIME_MAX_S:g} s of the time 0"
-        )
-
-
-def _table(text: str) -> list[tuple[float, float, str]]:
-    lines = text.splitlines()
-    if len(lines) > FAULTS_MAX:
-        raise UsageError(f"has more than {FAULTS_MAX} lines: give fewer")
-    rows = csv.reader(lines, strict=True)
-    try:
-        head = [name.strip() for name in next(rows, [])]
-        columns = {name.partition("_")[0]: (at, name.partition("_")[2]) for at, name in enumerate(head)}
-        units = [columns.get(name, (0, ""))[1] for name in ("start", "end")]
-        if "node" not in columns or any(unit not in _UNITS for unit in units):
-            raise UsageError("line 1: name the columns node, start_h and end_h (or _s, or _days)")
-        faults = []
-        for row in rows:
-            if not row:
-                continue
-            where = f"line {rows.line_num}"
-            try:
-                node = row[columns["node"][0]].strip()
-                times = [
-                    float(row[columns[name][0]]) * _UNITS[unit]
-                    for name, unit in zip(("start", "end"), units, strict=True)
-                ]
-            except (ValueError, IndexError):
-                raise UsageError(f"{where}: write a node, a start and an end, both as numbers") from None
-            _checked(times[0], times[1], where)
-            faults.append((times[0], times[1], node))
-    except csv.Error as error:
-        raise UsageError(f"line {rows.line_num}: {error}; write CSV") from None
-    return faults
-
-
-def _events(text: str) -> list[tuple[float, float, str]]:
-    events = parse_json(text)
-    if not isinstance(events, list) or len(events) > 2 * FAULTS_MAX:
-        raise UsageError("is no list of events: give the JSON of InfiniteHBD-Trace, or CSV")
-    begun: dict[tuple[str, str], deque[float]] = {}
-    faults = []
-    for number, event in enumerate(events, start=1):
-        where = f"event {number}"
-        try:
-            node, kind, at = event["node_id"], event["event_type"], float(event["event_time"]) * DAY_S
-            key = (str(node), json.dumps(event.get("fault_type"), sort_keys=True))
-        except (TypeError, KeyError, ValueError, OverflowError, AttributeError):
-            raise UsageError(f"{where}: write node_id, event_type and event_time (days)") from None
-        if kind == "fault_start":
-            begun.setdefault(key, deque()).append(at)
-        elif kind == "fault_end" and begun.get(key):
-            start = begun[key].popleft()
-            _checked(start, at, where)
-            faults.append((start, at, key[0]))
-        else:
-            raise UsageError(f"{where}: event_type is fault_start, or fault_end after it")
-    return faults
-
-
-# A cluster: ranks, nodes and replicas; the rate of faults, and the duration of repairs. Times are seconds.
-
-RANKS_MAX = 1_000_000
-CV_MIN, CV_MAX = 0.1, 10.0
-SHAPE_MIN, SHAPE_MAX = 0.2, 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,15 +137,11 @@ class Faults:
     """Mean time between failures of a node."""
     shape: float = 1.0
     """Weibull shape of the times between two faults of the job; 1: exponential."""
-    together: float = 0.0
-    """Share of faults that are simultaneous with the previous one."""
     trace: Trace | None = None
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.mtbf_s <= 1e12:
             raise UsageError(f"--machine-mtbf {self.mtbf_s:g}: give 1 s to 1e12 s, such as 264d")
-        if not 0 <= self.together <= 0.9:
-            raise UsageError(f"--together {self.together:g}: give a share of 0 to 0.9")
 
     @property
     def exponential(self) -> bool:
@@ -232,7 +149,7 @@ class Faults:
 
     @property
     def cv(self) -> float:
-        """Coefficient of variation of the times between faults, without simultaneous ones unless from a trace."""
+        """Coefficient of variation of the times between faults."""
         return self.trace.cv if self.trace is not None else cv_of(self.shape)
 
     def job_mtbf_s(self, cluster: Cluster) -> float:
@@ -251,8 +168,4 @@ def shape_of(cv: float) -> float:
         return 1.0
     if not CV_MIN <= cv <= CV_MAX:
         raise UsageError(f"--cv {cv:g}: give {CV_MIN:g} to {CV_MAX:g}; 1 is exponential")
-    low, high = SHAPE_MIN, SHAPE_MAX
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if cv_of(middle) > cv else (low, middle)
-    return (low + high) / 2
+    return float(brentq(lambda shape: cv_of(shape) - cv, SHAPE_MIN, SHAPE_MAX))

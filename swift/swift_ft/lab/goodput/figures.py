@@ -19,14 +19,13 @@ _RECOVERY = "swift-ft bench recovery (docs/benchmarks.md)"
 VALUE_MAX = 1e15
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Figure:
-    """One parameter of the model. Its name ends with the unit."""
+    """One parameter of the model."""
 
-    name: str
     value: float
-    source: str
     words: str
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,121 +71,94 @@ PRESETS: Mapping[str, Preset] = {
     ),
 }
 
-FIGURES = (
-    Figure(
-        name="step_s",
-        value=6 * 405e9 * 16.8e6 / (16384 * 400e12),
-        words="an optimizer step",
-        source="Llama 3 405B, table 4: 6 * 405e9 * 16.8e6 tokens / (16,384 GPUs * 400 TFLOPS)",
+FIGURES = {
+    "step_s": Figure(
+        6 * 405e9 * 16.8e6 / (16384 * 400e12),
+        "an optimizer step",
+        "Llama 3 405B, table 4: 6 * 405e9 * 16.8e6 tokens / (16,384 GPUs * 400 TFLOPS)",
     ),
-    Figure(
-        name="detect_s",
-        value=10.0,
-        words="until a lost node is known",
-        source="the lease of swift-ft coordinator: 20 heartbeats of 0.5 s; a process that ends is known at once",
+    "detect_s": Figure(
+        10.0,
+        "until a lost node is known",
+        "the lease of swift-ft coordinator: 20 heartbeats of 0.5 s; a process that ends is known at once",
     ),
-    Figure(
-        name="start_s",
-        value=0.404 * RESTART_S,
-        words="to start and warm up new processes on all nodes",
-        source=f"40.4 % of {_RESTART}",
+    "start_s": Figure(
+        0.404 * RESTART_S, "to start and warm up new processes on all nodes", f"40.4 % of {_RESTART}"
     ),
-    Figure(
-        name="restart_s_per_rank",
-        value=(600 - RESTART_S) / (100_000 - RESTART_RANKS),
-        words=f"more of a restart, for each rank beyond {RESTART_RANKS:,}",
-        source="between those 4.45 min and 10 min at 100,000 GPUs (FT-HSDP, arXiv 2602.00277)",
+    "restart_s_per_rank": Figure(
+        (600 - RESTART_S) / (100_000 - RESTART_RANKS),
+        f"more of a restart, for each rank beyond {RESTART_RANKS:,}",
+        "between those 4.45 min and 10 min at 100,000 GPUs (FT-HSDP, arXiv 2602.00277)",
     ),
-    Figure(
-        name="rebuild_s",
-        value=0.245 * RESTART_S,
-        words="to build process groups, whatever the strategy",
-        source=f"24.5 % of {_RESTART}",
+    "rebuild_s": Figure(
+        0.245 * RESTART_S, "to build process groups, whatever the strategy", f"24.5 % of {_RESTART}"
     ),
-    Figure(
-        name="load_s",
-        value=0.35 * RESTART_S,
-        words="to load a checkpoint, or one node's part of it",
-        source=f"35 % of {_RESTART}",
+    "load_s": Figure(
+        0.35 * RESTART_S, "to load a checkpoint, or one node's part of it", f"35 % of {_RESTART}"
     ),
-    Figure(
-        name="coordinate_s_per_rank",
-        value=2.3 / 1024,
-        words="of a generation at swift's coordinator",
-        source="swift-ft bench coordinator: 2.3 s for 1,024 members; not measured beyond, taken in proportion",
+    "coordinate_s_per_rank": Figure(
+        2.3 / 1024,
+        "of a generation at swift's coordinator",
+        "swift-ft bench coordinator: 2.3 s for 1,024 members; not measured beyond, taken in proportion",
     ),
-    Figure(
-        name="reinit_s",
-        value=0.99 - 0.89,
-        words="to begin the training function again",
-        source=f"{_RECOVERY}: reinit 0.99 s, checkpoint 0.89 s, of a small model",
+    "reinit_s": Figure(
+        0.99 - 0.89,
+        "to begin the training function again",
+        f"{_RECOVERY}: reinit 0.99 s, checkpoint 0.89 s, of a small model",
     ),
-    Figure(
-        name="state_bytes",
-        value=405e9 * 14 / 128,
-        words="of a rank: weights and optimizer",
-        source="Llama 3 405B on 128 ranks, 14 bytes a parameter (weights in bf16; weights and two moments in float32)",
+    "state_bytes": Figure(
+        405e9 * 14 / 128,
+        "of a rank: weights and optimizer",
+        "Llama 3 405B on 128 ranks, 14 bytes a parameter (weights in bf16; weights and two moments in float32)",
     ),
-    Figure(
-        name="copy_bytes_per_s",
-        value=0.91 * 50e9,
-        words="of a state, to another rank or to host memory",
-        source="0.91 of a raw socket (docs/benchmarks.md), of 400 Gb/s (Llama 3, section 3.3.1)",
+    "copy_bytes_per_s": Figure(
+        0.91 * 50e9,
+        "of a state, to another rank or to host memory",
+        "0.91 of a raw socket (docs/benchmarks.md), of 400 Gb/s (Llama 3, section 3.3.1)",
     ),
-    Figure(
-        name="save_s",
-        value=1.3 * 6 * 405e9 * 16.8e6 / (16384 * 400e12),
-        words="that a checkpoint costs training",
-        source="1.3 steps, swift-ft bench checkpoint, async (docs/benchmarks.md)",
+    "save_s": Figure(
+        1.3 * 6 * 405e9 * 16.8e6 / (16384 * 400e12),
+        "that a checkpoint costs training",
+        "1.3 steps, swift-ft bench checkpoint, async (docs/benchmarks.md)",
     ),
-    Figure(
-        name="behind_s",
-        value=3600.0,
-        words="or the best interval if that is longer: between checkpoints, where another way comes first",
-        source="assumed: what is lost if that way fails; --checkpoint-every has your own",
+    "behind_s": Figure(
+        3600.0,
+        "or the best interval if that is longer: between checkpoints, where another way comes first",
+        "assumed: what is lost if that way fails; --checkpoint-every has your own",
     ),
-    Figure(
-        name="snapshot_s",
-        value=2 * 405e9 * 14 / 128 / (0.91 * 50e9),
-        words="that a snapshot costs training",
-        source="state_bytes, copied and then passed to the partner at copy_bytes_per_s; training waits for both",
+    "snapshot_s": Figure(
+        2 * 405e9 * 14 / 128 / (0.91 * 50e9),
+        "that a snapshot costs training",
+        "state_bytes, copied and then passed to the partner at copy_bytes_per_s; training waits for both",
     ),
-    Figure(
-        name="session_s_per_step",
-        value=(7.2 - 4.3) / 1000,
-        words="that a session adds to a step",
-        source=f"{_RECOVERY}: 7.2 ms beside torchrun's 4.3 ms",
+    "session_s_per_step": Figure(
+        (7.2 - 4.3) / 1000, "that a session adds to a step", f"{_RECOVERY}: 7.2 ms beside torchrun's 4.3 ms"
     ),
-    Figure(
-        name="log_share",
-        value=0.008,
-        words="that logging adds to a step, as a share of it",
-        source="docs/benchmarks.md, logging of large steps: 1.008 (0.983 to 1.025) of the step",
+    "log_share": Figure(
+        0.008,
+        "that logging adds to a step, as a share of it",
+        "docs/benchmarks.md, logging of large steps: 1.008 (0.983 to 1.025) of the step",
     ),
-    Figure(
-        name="helpers",
-        value=3.0,
-        words="ranks that share a replay with its owner",
-        source="the default of swift_ft.SessionConfig",
+    "helpers": Figure(
+        3.0, "ranks that share a replay with its owner", "the default of swift_ft.SessionConfig"
     ),
-    Figure(
-        name="repair_s",
-        value=132.84 * 3600,
-        words="until a lost node is back, on average",
-        source="InfiniteHBD-Trace: the mean outage is 132.8 h, the median 20.4 h",
+    "repair_s": Figure(
+        132.84 * 3600,
+        "until a lost node is back, on average",
+        "InfiniteHBD-Trace: the mean outage is 132.8 h, the median 20.4 h",
     ),
-)
-NAMES = tuple(figure.name for figure in FIGURES)
-_MAY_BE_ZERO = {name for name in NAMES if name not in ("step_s", "copy_bytes_per_s", "repair_s", "behind_s")}
+}
+"""Name, which ends with the unit -> default."""
+_POSITIVE = ("step_s", "copy_bytes_per_s", "repair_s", "behind_s")
 SAVE_STEPS = 1.3
 
 
 def check(name: str, value: float, flag: str) -> None:
     """Raises UsageError, prefixed by `flag`, if there is no such figure or the value is invalid."""
-    if name not in NAMES:
-        raise UsageError(f"{flag}: there is no figure {name}; there are {', '.join(NAMES)}")
-    least = "0" if name in _MAY_BE_ZERO else "more than 0"
-    if not 0 <= value <= VALUE_MAX or (value == 0 and name not in _MAY_BE_ZERO):
+    if name not in FIGURES:
+        raise UsageError(f"{flag}: there is no figure {name}; there are {', '.join(FIGURES)}")
+    least = "more than 0" if name in _POSITIVE else "0"
+    if not 0 <= value <= VALUE_MAX or (value == 0 and name in _POSITIVE):
         raise UsageError(f"{flag}: {name} is {value:g}; give {least}, at most {VALUE_MAX:g}")
 
 
@@ -195,7 +167,7 @@ def resolve(given: Mapping[str, tuple[float, str]]) -> dict[str, Figure]:
 
     Unless given, two follow from others: a checkpoint costs 1.3 steps, and a snapshot two copies of the state.
     """
-    figures = {figure.name: figure for figure in FIGURES}
+    figures = dict(FIGURES)
     for name, (value, source) in given.items():
         figures[name] = replace(figures[name], value=value, source=source)
     if "save_s" not in given:

@@ -2,13 +2,16 @@
 
 import math
 import textwrap
+from dataclasses import asdict, replace
 from typing import Any
+
+from scipy.special import pdtr
 
 from swift_ft.lab.goodput import simulation, ways
 from swift_ft.lab.goodput.cluster import Cluster, Faults
 from swift_ft.lab.goodput.ways import Request, Way
 from swift_ft.lab.plan.interval import daly_s, expected_s, young_s
-from swift_ft.text import table
+from swift_ft.text import table, time_words
 
 # The share of time that is training, in closed form.
 #
@@ -35,19 +38,17 @@ def useful_share(way: Way, cluster: Cluster, faults: Faults, repair_s: float) ->
     mtbf_s = faults.job_mtbf_s(cluster)
     missing = repair_s / mtbf_s
     if way.speeds:
-        return way.share_of_runs * running(way, mtbf_s, faults.together) * mean_speed(way, cluster, missing)
-    event_s = mtbf_s / (1 - faults.together)
-    expected = expected_s(way.work_s, way.stall_s, way.stop_s, way.ratio, event_s)
+        return way.share_of_runs * running(way, mtbf_s) * mean_speed(way, cluster, missing)
+    expected = expected_s(way.work_s, way.stall_s, way.stop_s, way.ratio, mtbf_s)
     running_share = (way.work_s + way.stall_s) / expected
-    ready = 1.0 if way.spares is None else cdf(way.spares, missing)
+    ready = 1.0 if way.spares is None else float(pdtr(way.spares, missing))
     return way.share_of_runs * running_share * ready
 
 
-def running(way: Way, mtbf_s: float, together: float) -> float:
+def running(way: Way, mtbf_s: float) -> float:
     """Returns the share of time in which a job that continues without lost nodes does new work."""
-    lost, back = (1 - together) / mtbf_s, 1 / mtbf_s
-    rate = lost + back
-    mean = (lost * math.exp(-rate * way.stop_s) + back * math.exp(-rate * way.back_s)) / rate
+    rate = 2 / mtbf_s  # of faults and of returns
+    mean = (math.exp(-rate * way.stop_s) + math.exp(-rate * way.back_s)) / 2
     x = rate * way.work_s * way.ratio
     return mean * (x / math.expm1(x) if 0 < x < 700 else float(x == 0))
 
@@ -56,27 +57,11 @@ def mean_speed(way: Way, cluster: Cluster, missing: float) -> float:
     """Returns the mean speed over the number of missing nodes, whose mean is `missing`."""
     parts = cluster.parts if way.by_part else 1
     total, below = 0.0, 0.0
-    for speed, at_most in zip(way.speeds, cdfs(len(way.speeds) - 1, missing / parts), strict=True):
-        until = at_most**parts
+    for lost, speed in enumerate(way.speeds):
+        until = float(pdtr(lost, missing / parts)) ** parts
         total += speed * (until - below)
         below = until
     return total
-
-
-def cdfs(most: int, mean: float) -> list[float]:
-    """Returns P(N <= k) of a Poisson number, for k = 0 to `most`."""
-    if mean == 0:
-        return [1.0] * (most + 1)
-    total, sums = 0.0, []
-    for k in range(most + 1):
-        total += math.exp(k * math.log(mean) - mean - math.lgamma(k + 1))
-        sums.append(min(1.0, total))
-    return sums
-
-
-def cdf(most: int, mean: float) -> float:
-    """Returns P(N <= most) of a Poisson number."""
-    return cdfs(most, mean)[-1]
 
 
 AGREE_SIGMA = 3.2905
@@ -93,12 +78,10 @@ COLUMNS_MAX = 118
 def build(request: Request, *, sweep: bool) -> dict[str, Any]:
     """Builds the document; with `sweep`, also the shares by the size of the cluster."""
     cluster, faults = request.cluster, request.faults
-    maker = ways.Maker(cluster, faults, request.figures, request.given)
     mtbf_s = faults.job_mtbf_s(cluster)
     missing = request.repair_s / mtbf_s
     save_s = request.figures["save_s"].value
-    event_s = mtbf_s / (1 - faults.together)
-    rows = _rows(request, cluster, simulation.TRIALS, simulation.SPAN)
+    rows = _rows(request, simulation.TRIALS, simulation.SPAN)
     document: dict[str, Any] = {
         "ranks": cluster.ranks,
         "ranks_per_node": cluster.ranks_per_node,
@@ -113,28 +96,24 @@ def build(request: Request, *, sweep: bool) -> dict[str, Any]:
             "job_mtbf_s": mtbf_s,
             "shape": None if faults.trace is not None else faults.shape,
             "cv": faults.cv,
-            "together": faults.trace.together if faults.trace is not None else faults.together,
+            "together": faults.trace.together if faults.trace is not None else 0.0,
             "repair_s": request.repair_s,
             "missing_nodes": missing,
         },
         "spares": {"given": cluster.spares, "needed": rows[0]["spares_needed"]},
         "interval": {
-            "best_s": maker.best_s,
-            "young_s": young_s(save_s, 1.0, event_s),
-            "daly_s": daly_s(save_s, 1.0, event_s),
-            "given_s": request.given.every_s,
+            "best_s": ways.Maker(request).best_s,
+            "young_s": young_s(save_s, 1.0, mtbf_s),
+            "daly_s": daly_s(save_s, 1.0, mtbf_s),
+            "given_s": request.every_s,
         },
-        "figures": {
-            name: {"value": figure.value, "words": figure.words, "source": figure.source}
-            for name, figure in request.figures.items()
-        },
+        "figures": {name: asdict(figure) for name, figure in request.figures.items()},
         "strategies": rows,
-        "left_out": [{"name": name, "why": why} for name, why in maker.left_out()],
         "sweep": [],
     }
     if sweep:
         document["sweep"] = [
-            {"ranks": ranks, "strategies": _points(request, cluster.resized(ranks))}
+            {"ranks": ranks, "strategies": _points(replace(request, cluster=cluster.resized(ranks)))}
             for ranks in sizes(cluster)
         ]
     return document
@@ -146,26 +125,23 @@ def sizes(cluster: Cluster) -> list[int]:
     unit = cluster.ranks_per_node
     if cluster.replicas > 1:
         unit = math.lcm(unit, cluster.replica_ranks)
-    found = {cluster.ranks}
-    ranks = unit
-    while ranks < max(SWEEP_RANKS, cluster.ranks):
-        if ranks > 1:
-            found.add(ranks)
-        ranks *= 2
-    return sorted({*found, ranks})
+    found = [unit]
+    while found[-1] < max(SWEEP_RANKS, cluster.ranks):
+        found.append(2 * found[-1])
+    return sorted({*found, cluster.ranks} - {1})
 
 
-def _points(request: Request, cluster: Cluster) -> dict[str, dict[str, float]]:
-    rows = _rows(request, cluster, TRIALS_OF_SWEEP, SPAN_OF_SWEEP)
+def _points(request: Request) -> dict[str, dict[str, float]]:
+    rows = _rows(request, TRIALS_OF_SWEEP, SPAN_OF_SWEEP)
     return {row["name"]: {key: row[key] for key in ("formula", "simulated", "error")} for row in rows}
 
 
-def _rows(request: Request, cluster: Cluster, trials: int, span: float) -> list[dict[str, Any]]:
-    faults, repair_s = request.faults, request.repair_s
+def _rows(request: Request, trials: int, span: float) -> list[dict[str, Any]]:
+    cluster, faults, repair_s = request.cluster, request.faults, request.repair_s
     drawn = simulation.sample(faults, cluster, repair_s, seed=request.seed, trials=trials, span=span)
     needed = simulation.spares_needed(drawn)
     rows = []
-    for way in ways.Maker(cluster, faults, request.figures, request.given).ways():
+    for way in ways.Maker(request).ways():
         share = useful_share(way, cluster, faults, repair_s)
         outcome = simulation.simulate(way, cluster, drawn)
         spares = 0 if way.speeds else (needed if way.spares is None else way.spares)
@@ -211,8 +187,6 @@ def _compared(way: ways.Way, faults: Faults, row: dict[str, Any], mtbf_s: float)
             f"times between faults are not exponential (coefficient of variation {faults.cv:.2f}): "
             f"{row['faults_in_recovery'] / max(1, row['faults']):.0%} of the faults came in a recovery"
         )
-    if faults.together and (way.speeds or way.spares is not None):
-        reasons.append("nodes that are lost together are missing together, which the formula leaves out")
     fallen = row["fell_back"] / max(1, row["faults"])
     if fallen * (way.fall_stop_s + way.fall_ratio * way.every_s / 2) / mtbf_s > WORTH_TELLING * difference:
         reasons.append(
@@ -245,9 +219,6 @@ def text(document: dict[str, Any]) -> list[str]:
         *_assumptions(document),
         "",
         *_figures(document),
-        "",
-        "left out",
-        *(line for row in document["left_out"] for line in _wrapped(f"  {row['name']}: {row['why']}")),
     ]
 
 
@@ -255,12 +226,12 @@ def _head(document: dict[str, Any]) -> list[str]:
     faults, interval, spares = document["faults"], document["interval"], document["spares"]
     lines = [
         f"{document['ranks']:,} ranks on {document['nodes']:,} nodes, {document['replicas']:,} replicas; a fault every "
-        f"{seconds(faults['job_mtbf_s'])} ({1000 * 86400 / faults['node_mtbf_s']:.3g} in 1,000 node-days)",
+        f"{time_words(faults['job_mtbf_s'])} ({1000 * 86400 / faults['node_mtbf_s']:.3g} in 1,000 node-days)",
         *_wrapped(f"faults: {faults['source']}"),
-        f"{faults['missing_nodes']:.3g} nodes are in repair on average, for {seconds(faults['repair_s'])} each; "
+        f"{faults['missing_nodes']:.3g} nodes are in repair on average, for {time_words(faults['repair_s'])} each; "
         f"{spares['needed']:,} spare ones are enough in 99.9 % of the time",
-        f"checkpoints: best every {seconds(interval['best_s'])} (Young 1974: {seconds(interval['young_s'])}, Daly "
-        f"2006: {seconds(interval['daly_s'])}; docs/planning.md)",
+        f"checkpoints: best every {time_words(interval['best_s'])} (Young 1974: "
+        f"{time_words(interval['young_s'])}, Daly 2006: {time_words(interval['daly_s'])}; docs/planning.md)",
     ]
     if faults["shape"] is None:
         lines += _wrapped(
@@ -270,14 +241,6 @@ def _head(document: dict[str, Any]) -> list[str]:
     if faults["together"]:
         lines.append(f"{faults['together']:.1%} of the faults come at the moment of the one before")
     return lines
-
-
-def seconds(value: float) -> str:
-    """Formats a duration in a readable unit."""
-    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if value >= 2 * size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g} s"
 
 
 def _table(document: dict[str, Any]) -> list[str]:
@@ -292,11 +255,11 @@ def _table(document: dict[str, Any]) -> list[str]:
                 f"{row['formula']:.2%}",
                 f"{row['simulated']:.2%} ± {100 * row['error']:.2f}{mark or '  '}",
                 f"{row['of_all_nodes']:.2%}",
-                seconds(row["stop_s"]),
-                seconds(row["again_s"]),
+                time_words(row["stop_s"]),
+                time_words(row["again_s"]),
                 f"{row['slowed']:.2%}" if row["speed_with_one_missing"] is not None else "-",
                 f"{row['overhead']:.2%}",
-                seconds(row["interval_s"]),
+                time_words(row["interval_s"]),
             ]
         )
     return table(rows)
@@ -315,15 +278,15 @@ def _differences(document: dict[str, Any]) -> list[str]:
 def _assumptions(document: dict[str, Any]) -> list[str]:
     lines = ["what each strategy does, and what is in its stop"]
     for row in document["strategies"]:
-        parts = " + ".join(f"{name} {seconds(value)}" for name, value in row["stop_parts"].items())
+        parts = " + ".join(f"{name} {time_words(value)}" for name, value in row["stop_parts"].items())
         words = f"  {row['name']}: {row['words']}. Stop: {parts}"
         if row["back_s"] is not None:
             words += (
                 f". Speed with one node missing: {row['speed_with_one_missing']:.1%}; a node that is back: "
-                f"{seconds(row['back_s'])}"
+                f"{time_words(row['back_s'])}"
             )
         if row["resting_costs_s"] and row["resting_s"] != row["interval_s"]:
-            words += f". Every {seconds(row['resting_s'])}, for {seconds(row['resting_costs_s'])} each"
+            words += f". Every {time_words(row['resting_s'])}, for {time_words(row['resting_costs_s'])} each"
         lines += _wrapped(words)
     return lines
 

@@ -94,8 +94,6 @@ def _drawn(faults: Faults, rng: np.random.Generator, rows: int, columns: int) ->
     if faults.shape != 1.0:  # the gap around a random moment: a part of one drawn by its length
         whole = rng.gamma(1 + 1 / faults.shape, 1.0, rows) ** (1 / faults.shape) / mean
         gaps[:, 0] = whole * rng.random(rows)
-    alone = rng.random((rows, columns)) >= faults.together
-    gaps = np.where(alone, gaps / (1 - faults.together), 0.0)
     return gaps, rng.exponential(1.0, (rows, columns))
 
 

@@ -7,7 +7,7 @@ repeated: a checkpoint, a snapshot, or the start of the step. The parts of recov
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swift_ft.lab.goodput.cluster import Cluster, Faults
@@ -84,25 +84,19 @@ class Way:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
-    """User's values for intervals and recoveries. None: the best interval."""
-
-    every_s: float | None = None
-    snapshot_every_s: float | None = None
-    stops: Mapping[str, float]
-    """Strategy -> measured time that all ranks wait after a fault; replaces the sum of the parts."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """Checked command line of ``--goodput``."""
 
     cluster: Cluster
     faults: Faults
     figures: Mapping[str, Figure]
-    given: Given
-    seed: int
-    source: str
+    every_s: float | None = None
+    """Checkpoint interval. None: the best one."""
+    snapshot_every_s: float | None = None
+    stops: Mapping[str, float] = field(default_factory=dict)
+    """Strategy -> measured time that all ranks wait after a fault; replaces the sum of the parts."""
+    seed: int = 0
+    source: str = ""
     """Description of the source of the faults."""
 
     @property
@@ -111,20 +105,16 @@ class Request:
 
 
 class Maker:
-    """Builds the ways of one cluster. (caller) `ways()`, `left_out()`."""
+    """Builds the ways of one cluster."""
 
-    def __init__(self, cluster: Cluster, faults: Faults, figures: Mapping[str, Figure], given: Given) -> None:
-        self._cluster, self._given = cluster, given
-        self._of = {name: figure.value for name, figure in figures.items()}
-        self._mtbf_s = faults.job_mtbf_s(cluster) / (1 - faults.together)
-        self._best_s = max(self._of["step_s"], best_work_s(self._of["save_s"], 1.0, self._mtbf_s))
+    def __init__(self, request: Request) -> None:
+        self._cluster, self._request = request.cluster, request
+        self._of = {name: figure.value for name, figure in request.figures.items()}
+        self._mtbf_s = request.faults.job_mtbf_s(request.cluster)
+        self.best_s = max(self._of["step_s"], best_work_s(self._of["save_s"], 1.0, self._mtbf_s))
+        """Checkpoint interval with the greatest useful share if all work since the checkpoint is repeated."""
         self._session = self._of["session_s_per_step"] / self._of["step_s"]
         self._logging = self._session + self._of["log_share"]
-
-    @property
-    def best_s(self) -> float:
-        """Checkpoint interval with the greatest useful share if all work since the checkpoint is repeated."""
-        return self._best_s
 
     def _swift(self, *further: tuple[str, float], detect: bool = True) -> tuple[tuple[str, float], ...]:
         """Returns the common parts of swift's recoveries, with `further` ones."""
@@ -133,7 +123,7 @@ class Maker:
         return (*parts, ("rebuild", self._of["rebuild_s"]), *further)
 
     def _stop(self, name: str, parts: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
-        given = self._given.stops.get(name)
+        given = self._request.stops.get(name)
         return parts if given is None else (("given", given),)
 
     def ways(self) -> list[Way]:
@@ -155,29 +145,6 @@ class Maker:
             made += [self._replica(AUTO), *self._going_on()]
         return made
 
-    def left_out(self) -> list[tuple[str, str]]:
-        """Returns the strategies that the model leaves out, with the reasons."""
-        out = [
-            ("rollback", "shrink to within the step under way, so it would have shrink's line"),
-            (
-                "shrink without replicas",
-                "the lost stage moves beside another rank of its machine; here whole machines are lost",
-            ),
-            (
-                "torchft and others",
-                "their recoveries were measured with two ranks only; give yours with --stop restart=SECONDS",
-            ),
-        ]
-        if self._cluster.holders == 1:
-            words = "they need a replica on another node: give --replicas"
-            out.append(("replica, auto, shrink, adaptive", words))
-        if self._cluster.nodes == 1:
-            out.append(("snapshot", "it needs a partner on another node"))
-        if self._cluster.replica_ranks > 1:
-            words = f"they need the whole model on each rank, and {self._cluster.replica_ranks} ranks share one here"
-            out.append(("shrink, drop and lossy-forward", words))
-        return out
-
     @property
     def _load(self) -> tuple[str, float]:
         return "load", self._of["load_s"]
@@ -196,9 +163,9 @@ class Maker:
             name=name,
             words=words,
             stop_parts=self._stop(name, parts),
-            work_s=every_s or self._best_s,
+            work_s=every_s or self.best_s,
             stall_s=self._of["save_s"],
-            every_s=every_s or self._best_s,
+            every_s=every_s or self.best_s,
             save_s=self._of["save_s"],
             by_checkpoint=True,
             **options,
@@ -218,8 +185,8 @@ class Maker:
         )
         words = "all processes start again (torchrun) and load the newest checkpoint"
         made = [self._by_checkpoint(RESTART, f"{words}; the best interval", parts, overhead=0.0)]
-        if self._given.every_s is not None:
-            every_s, yours = self._given.every_s, f"{words}; your interval"
+        if self._request.every_s is not None:
+            every_s, yours = self._request.every_s, f"{words}; your interval"
             made.append(self._by_checkpoint(GIVEN, yours, parts, every_s, overhead=0.0))
         if self._cluster.spares != 0:
             words += ", once the lost node is repaired"
@@ -230,16 +197,16 @@ class Maker:
         """Returns the checkpoints, and the fallback to them, of a strategy that recovers without checkpoints if it
         can."""
         stop = self._stop(CHECKPOINT, self._swift(self._load))
-        every_s = self._given.every_s
+        every_s = self._request.every_s
         return {
-            "every_s": max(self._best_s, self._of["behind_s"]) if every_s is None else every_s,
+            "every_s": max(self.best_s, self._of["behind_s"]) if every_s is None else every_s,
             "save_s": self._of["save_s"],
             "fall_stop_s": sum(seconds for _, seconds in stop),
         }
 
     def _snapshot(self) -> Way:
         stall_s, step_s = self._of["snapshot_s"], self._of["step_s"]
-        every_s = self._given.snapshot_every_s
+        every_s = self._request.snapshot_every_s
         return Way(
             name=SNAPSHOT,
             words="all go back to copies in host memory; the partner of a lost node has its copy",

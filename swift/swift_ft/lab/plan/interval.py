@@ -13,8 +13,9 @@ mtbf / ratio. So a log that replays four times as fast acts on the interval like
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-NEWTON_STEPS_MAX = 100
+from scipy.optimize import brentq
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,13 +34,10 @@ class Pace:
     useful_step_s: float
     """Time of a step without a log."""
 
-    def interval_s(self, steps: float) -> float:
-        """Returns the expected time of so many steps and a checkpoint."""
-        return expected_s(steps * self.step_s, self.save_s, self.down_s, self.ratio, self.mtbf_s)
-
     def useful(self, steps: float) -> float:
         """Returns the share of time that is training, 0 to 1."""
-        return steps * self.useful_step_s / self.interval_s(steps)
+        interval_s = expected_s(steps * self.step_s, self.save_s, self.down_s, self.ratio, self.mtbf_s)
+        return steps * self.useful_step_s / interval_s
 
     def best_steps(self, steps_max: float = math.inf) -> int:
         """Returns the number of steps, at least 1, with the greatest useful share."""
@@ -75,26 +73,14 @@ def best_work_s(save_s: float, ratio: float, mtbf_s: float) -> float:
     """Returns the work between checkpoints that minimizes E / work.
 
     With x = ratio work / mtbf and c = ratio save / mtbf, dE/dwork = E / work becomes log(1 - x) + x + c = 0. It has one
-    root in (0, 1) for c > 0. Uses Newton's method from Young's x, with bisection outside the known bounds.
+    root in (0, 1) for c > 0, which a float cannot tell from 1 if c is large.
     """
     c = ratio * save_s / mtbf_s
-    if c == 0:
-        return 0.0
-    low, high = 0.0, 1.0
-    x = min(math.sqrt(2 * c), 0.9)
-    for _ in range(NEWTON_STEPS_MAX):
-        value = c - _above_line(x)
-        if value > 0:
-            low = x
-        else:
-            high = x
-        following = x + value * (1 - x) / x  # the derivative is -x / (1 - x)
-        if not low < following < high:
-            following = (low + high) / 2
-        if abs(following - x) <= 1e-15 * x:
-            break
-        x = following
-    return x * mtbf_s / ratio
+    below_1 = math.nextafter(1.0, 0.0)
+    if c == 0 or c >= _above_line(below_1):
+        return mtbf_s / ratio if c else 0.0
+    x = brentq(lambda x: _above_line(x) - c, 0.0, below_1, xtol=1e-300, rtol=1e-15, maxiter=2000)
+    return float(x) * mtbf_s / ratio
 
 
 def _above_line(x: float) -> float:
@@ -104,46 +90,25 @@ def _above_line(x: float) -> float:
     return sum(x**power / power for power in range(9, 1, -1))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BytesBalance:
-    """Bytes of the log, compared with those of the checkpoints that would shorten recovery as much.
+def balance(
+    *, steps: int, log_bytes: int, checkpoint_bytes: int, recovery_s: float, restore_s: float, step_s: float
+) -> dict[str, Any]:
+    """Compares the log's bytes of one interval with those of the checkpoints that would shorten recovery as much.
 
     Restoring a checkpoint in all ranks, with K' steps between checkpoints, is as fast as a recovery with the log if
 
         down + (K' - 1) / 2 step + step / 2  =  recovery with the log
 
-    so in K steps the log avoids K / K' - 1 checkpoints.
+    so in K steps the log avoids K / K' - 1 checkpoints. `restore_s`: recovery of all ranks without the repeated steps,
+    except for half a step. K' is 0 if no interval is short enough; the number of avoided checkpoints is infinite then.
     """
-
-    log_bytes: int
-    """K V: log bytes of one interval."""
-    checkpoint_bytes: int
-    """Bytes of one checkpoint of all stages."""
-    equal_interval_steps: float
-    """K'; 0: no checkpoint interval is short enough."""
-    avoided: float
-    """Number of avoided checkpoints; infinite if K' is 0."""
-
-    @property
-    def pays(self) -> bool:
-        return self.log_bytes < self.checkpoint_bytes * self.avoided if self.checkpoint_bytes else False
-
-
-def balance(
-    *, steps: int, log_bytes: int, checkpoint_bytes: int, recovery_s: float, restore_s: float, step_s: float
-) -> BytesBalance:
-    """Computes the balance. `restore_s`: recovery of all ranks without the repeated steps, except for half a step."""
-    equal = max(0.0, 1 + 2 * (recovery_s - restore_s) / step_s)
-    if equal < 1:  # even one in every step is not enough
-        return BytesBalance(
-            log_bytes=log_bytes,
-            checkpoint_bytes=checkpoint_bytes,
-            equal_interval_steps=0.0,
-            avoided=math.inf,
-        )
-    return BytesBalance(
-        log_bytes=log_bytes,
-        checkpoint_bytes=checkpoint_bytes,
-        equal_interval_steps=equal,
-        avoided=max(0.0, steps / equal - 1),
-    )
+    equal = 1 + 2 * (recovery_s - restore_s) / step_s
+    equal = equal if equal >= 1 else 0.0
+    avoided = max(0.0, steps / equal - 1) if equal else math.inf
+    return {
+        "log_bytes": log_bytes,
+        "checkpoint_bytes": checkpoint_bytes,
+        "equal_interval_steps": equal,
+        "avoided": avoided,
+        "pays": checkpoint_bytes > 0 and log_bytes < checkpoint_bytes * avoided,
+    }

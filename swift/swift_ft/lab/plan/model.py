@@ -75,10 +75,10 @@ class CostModel:
         self._update_s = (
             np.zeros(profile.stages) if profile.update_s is None else np.asarray(profile.update_s)
         )
-        self.formula_step_s = float(
+        formula_s = (
             self._stage_s.sum() + (profile.microbatches - 1) * self._stage_s.max() + self._update_s.max()
         )
-        self.step_s = self.formula_step_s if profile.step_s is None else profile.step_s
+        self.step_s = float(formula_s) if profile.step_s is None else profile.step_s
         self.rates = 1.0 / np.asarray(profile.machine_mtbf_s)
         """Failure rate of each machine, per second."""
         self.mtbf_s = float(1.0 / self.rates.sum())
@@ -116,11 +116,10 @@ class CostModel:
         stages = np.diff(self.starts)
         state = np.asarray(profile.checkpoint_bytes, dtype=np.float64)
         state_max = np.maximum.reduceat(state, firsts)
-        gradient = np.zeros(profile.stages) if profile.parallel is None else profile.parallel.gradient_bytes
+        gradient = profile.gradient_bytes or np.zeros(profile.stages)
         gradient_max = np.maximum.reduceat(np.asarray(gradient, dtype=np.float64), firsts)
         chance = self.rates / self.rates.sum()
         steps, half_step_s = (profile.checkpoint_interval_steps - 1) / 2, self.step_s / 2
-        copies_max = 1 if profile.parallel is None else profile.parallel.copies_max
         for i in range(self.n):
             row = slice(i + 1, self.n + 1)
             length_s, slowest_s = np.cumsum(stage_sum[i:]), np.maximum.accumulate(stage_max[i:])
@@ -129,7 +128,7 @@ class CostModel:
             room = profile.stages // np.cumsum(stages[i:])
             read_s = (self.forward_bytes[i] + self.backward_bytes[row]) / profile.log_read_bytes_per_s
             self.probability[i, row] = np.cumsum(chance[i:])
-            for d in range(1, copies_max + 1):
+            for d in range(1, profile.copies_max + 1):
                 shares = -(-profile.microbatches // d)
                 replay_s = length_s + (shares - 1) * slowest_s + updating_s
                 down_s = profile.fixed_s + loading_s + half_step_s
@@ -151,14 +150,15 @@ class CostModel:
 
     def replay_step_with(self, i: int, j: int, copies: int) -> float:
         """Returns the time of one replayed step of the group [i, j] in this number of copies, which need not be the
-        optimum. Without `parallel` in the profile, the exchange among copies takes no time."""
+        optimum. Without `gradient_bytes`, the exchange among copies takes no time."""
         profile, stages = self.profile, slice(int(self.starts[i]), int(self.starts[j]))
         pace_s = self._stage_s[stages]
         shares = -(-profile.microbatches // copies)
         took = pace_s.sum() + (shares - 1) * pace_s.max() + self._update_s[stages].max()
-        if copies > 1 and profile.parallel is not None and profile.network_bytes_per_s is not None:
-            gradient = max(profile.parallel.gradient_bytes[stages])
-            took += 2 * (copies - 1) / copies * gradient / profile.network_bytes_per_s
+        if copies > 1 and profile.gradient_bytes is not None and profile.network_bytes_per_s is not None:
+            took += (
+                2 * (copies - 1) / copies * max(profile.gradient_bytes[stages]) / profile.network_bytes_per_s
+            )
         read = self.forward_bytes[i] + self.backward_bytes[j]
         return float(max(took, read / profile.log_read_bytes_per_s))
 

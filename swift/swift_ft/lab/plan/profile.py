@@ -6,58 +6,87 @@ the field says otherwise. UsageError: one line that names the field and its vali
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from swift_ft.errors import UsageError
+from swift_ft.files import read_given
 from swift_ft.text import parse_json
 
 FORMAT = 1
 STAGES_MAX = 100_000
 MACHINES_MAX = 2_000
 """Limited because the planner's tables have a cell for every pair of machines."""
-MICROBATCHES_MAX = 1_000_000
-STEPS_MAX = 1_000_000_000
 BYTES_MAX = 10**13
 """Limit for one boundary and direction, or for one stage's state. Sums over all stages stay below 2**63."""
 SECONDS_MIN, SECONDS_MAX = 1e-12, 1e12
 RATE_MAX = 1e18
 COPIES_MAX = 64
-CAPS = ("storage_bytes", "recovery_s", "worst_recovery_s")
+
+
+class _Rule(NamedTuple):
+    """Place of a value in the document, and its bounds."""
+
+    path: str
+    least: float
+    most: float
+    of: str = ""
+    """What the value is a list of, with an entry for each; empty: a single number."""
+    whole: bool = False
+
+
+_CAPS = {
+    "storage_bytes": _Rule("cap.storage_bytes", 0, BYTES_MAX * STAGES_MAX, whole=True),
+    "recovery_s": _Rule("cap.recovery_s", SECONDS_MIN, SECONDS_MAX),
+    "worst_recovery_s": _Rule("cap.worst_recovery_s", SECONDS_MIN, SECONDS_MAX),
+}
+_STAGES = _Rule("stages", 1, STAGES_MAX, whole=True)
+_MACHINES = _Rule("machines.count", 1, MACHINES_MAX, whole=True)
+_RANKS = _Rule("machines.ranks_per_machine", 1, STAGES_MAX, whole=True)
+_RULES = {
+    "microbatches": _Rule("microbatches", 1, 1_000_000, whole=True),
+    "forward_s": _Rule("forward_s", 0, SECONDS_MAX, "stage"),
+    "backward_s": _Rule("backward_s", 0, SECONDS_MAX, "stage"),
+    "update_s": _Rule("update_s", 0, SECONDS_MAX, "stage"),
+    "step_s": _Rule("step_s", SECONDS_MIN, SECONDS_MAX),
+    "forward_bytes": _Rule("forward_bytes", 0, BYTES_MAX, "boundary", whole=True),
+    "backward_bytes": _Rule("backward_bytes", 0, BYTES_MAX, "boundary", whole=True),
+    "other_bytes": _Rule("other_bytes", 0, BYTES_MAX, whole=True),
+    "machine_of_stage": _Rule("machines.of_stage", 0, MACHINES_MAX - 1, "stage", whole=True),
+    "log_write_bytes_per_s": _Rule("log.write_bytes_per_s", 1, RATE_MAX),
+    "log_read_bytes_per_s": _Rule("log.read_bytes_per_s", 1, RATE_MAX),
+    "log_copy_bytes_per_s": _Rule("log.copy_bytes_per_s", 1, RATE_MAX),
+    "network_bytes_per_s": _Rule("network_bytes_per_s", 1, RATE_MAX),
+    "checkpoint_interval_steps": _Rule("checkpoint.interval_steps", 1, 1_000_000_000, whole=True),
+    "checkpoint_bytes": _Rule("checkpoint.bytes", 0, BYTES_MAX, "stage", whole=True),
+    "checkpoint_bytes_per_s": _Rule("checkpoint.bytes_per_s", 1, RATE_MAX),
+    "checkpoint_stall_s": _Rule("checkpoint.stall_s", 0, SECONDS_MAX),
+    "machine_mtbf_s": _Rule("failures.machine_mtbf_s", SECONDS_MIN, SECONDS_MAX, "machine"),
+    "fixed_s": _Rule("fixed_s", 0, SECONDS_MAX),
+    "copies_max": _Rule("parallel.copies_max", 1, COPIES_MAX, whole=True),
+    "gradient_bytes": _Rule("parallel.gradient_bytes", 0, BYTES_MAX, "stage", whole=True),
+}
+"""Attribute of `Profile` -> rule."""
+_PARTS = {rule.path.partition(".")[0] for rule in _RULES.values() if "." in rule.path}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cap:
-    """Limit of a plan: one of `CAPS`."""
+    """Limit of a plan: storage_bytes, recovery_s or worst_recovery_s."""
 
     kind: str
     value: float
 
     def __post_init__(self) -> None:
-        if self.kind not in CAPS:
-            raise UsageError(f"cap: there is no {_shown(self.kind)}; there are: {', '.join(CAPS)}")
-        if self.kind == "storage_bytes":
-            _whole(self.value, "cap.storage_bytes", 0, BYTES_MAX * STAGES_MAX)
-        else:
-            _number(self.value, f"cap.{self.kind}", SECONDS_MIN, SECONDS_MAX)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parallel:
-    """Replay in several copies of the lost group, each with its share of the microbatches."""
-
-    copies_max: int
-    gradient_bytes: tuple[int, ...]
-    """Per stage: bytes that the copies reduce after every replayed step."""
-
-    def __post_init__(self) -> None:
-        _whole(self.copies_max, "parallel.copies_max", 1, COPIES_MAX)
-        _all(_whole, self.gradient_bytes, "parallel.gradient_bytes", 0, BYTES_MAX)
+        if self.kind not in _CAPS:
+            raise UsageError(f"cap: there is no {_shown(self.kind)}; there are: {', '.join(_CAPS)}")
+        _check(self.value, _CAPS[self.kind])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Checked profile. Raises UsageError if a field is missing, unknown or invalid."""
+    """Checked profile. Raises UsageError if a field is invalid."""
 
     name: str
     source: str = ""
@@ -96,76 +125,48 @@ class Profile:
     """Per machine: mean time between its failures."""
     fixed_s: float = 0.0
     """Fixed time of every recovery, besides loading and replay: detect, fence, plan, rebuild."""
-    parallel: Parallel | None = None
-    """None: one copy."""
+    copies_max: int = 1
+    """Number of copies of the lost group that may replay, each with its share of the microbatches."""
+    gradient_bytes: tuple[int, ...] | None = None
+    """Per stage: bytes that the copies reduce after every replayed step; None: none."""
     cap: Cap | None = None
 
     def __post_init__(self) -> None:
-        stages = len(self.forward_s)
-        _whole(stages, "stages", 1, STAGES_MAX)
         for text, where in ((self.name, "name"), (self.source, "source")):
             if not isinstance(text, str) or not text.isprintable():
                 raise UsageError(f"{where}: must be one line of text, not {_shown(text)}")
-        _whole(self.microbatches, "microbatches", 1, MICROBATCHES_MAX)
-        _whole(self.checkpoint_interval_steps, "checkpoint.interval_steps", 1, STEPS_MAX)
-        _whole(self.other_bytes, "other_bytes", 0, BYTES_MAX)
-        self._check_stages(stages)
-        self._check_machines(stages)
-        for value, where in (
-            (self.log_write_bytes_per_s, "log.write_bytes_per_s"),
-            (self.log_read_bytes_per_s, "log.read_bytes_per_s"),
-            (self.log_copy_bytes_per_s, "log.copy_bytes_per_s"),
-            (self.network_bytes_per_s, "network_bytes_per_s"),
-            (self.checkpoint_bytes_per_s, "checkpoint.bytes_per_s"),
-        ):
-            if value is not None:
-                _number(value, where, 1.0, RATE_MAX)
-        if self.step_s is not None:
-            _number(self.step_s, "step_s", SECONDS_MIN, SECONDS_MAX)
-        for value, where in ((self.checkpoint_stall_s, "checkpoint.stall_s"), (self.fixed_s, "fixed_s")):
-            if value is not None:
-                _number(value, where, 0.0, SECONDS_MAX)
-        if self.parallel is not None:
-            _length(self.parallel.gradient_bytes, "parallel.gradient_bytes", stages, "stage")
-            if self.parallel.copies_max > 1 and self.network_bytes_per_s is None:
-                raise UsageError("network_bytes_per_s: is missing, and parallel.copies_max above 1 needs it")
-
-    def _check_stages(self, stages: int) -> None:
-        update_s = self.update_s if self.update_s is not None else (0.0,) * stages
-        for times, where in (
-            (self.forward_s, "forward_s"),
-            (self.backward_s, "backward_s"),
-            (update_s, "update_s"),
-        ):
-            _length(times, where, stages, "stage")
-            _all(_number, times, where, 0.0, SECONDS_MAX)
+        _check(self.stages, _STAGES)
+        counts = {"stage": self.stages, "boundary": self.stages - 1}
+        for attribute, rule in _RULES.items():
+            value = getattr(self, attribute)
+            if value is None:
+                continue
+            if rule.of == "machine":
+                counts["machine"] = self.machine_of_stage[-1] + 1
+            if rule.of:
+                _length(value, rule, counts)
+                for index, entry in enumerate(value):
+                    _check(entry, rule, f"[{index}]")
+            else:
+                _check(value, rule)
         for stage, (forward, backward) in enumerate(zip(self.forward_s, self.backward_s, strict=True)):
             if forward + backward < SECONDS_MIN:
                 raise UsageError(f"forward_s and backward_s: stage {stage} computes nothing; give its times")
-        _length(self.checkpoint_bytes, "checkpoint.bytes", stages, "stage")
-        _all(_whole, self.checkpoint_bytes, "checkpoint.bytes", 0, BYTES_MAX)
-        for sizes, where in ((self.forward_bytes, "forward_bytes"), (self.backward_bytes, "backward_bytes")):
-            _length(sizes, where, stages - 1, "boundary")
-            _all(_whole, sizes, where, 0, BYTES_MAX)
         for boundary, sizes in enumerate(zip(self.forward_bytes, self.backward_bytes, strict=True)):
             if sum(sizes) == 0:
                 raise UsageError(
                     f"forward_bytes and backward_bytes: nothing crosses boundary {boundary}; give what does"
                 )
-
-    def _check_machines(self, stages: int) -> None:
-        _length(self.machine_of_stage, "machines.of_stage", stages, "stage")
         last = -1
         for stage, machine in enumerate(self.machine_of_stage):
-            _whole(machine, f"machines.of_stage[{stage}]", 0, MACHINES_MAX - 1)
             if not last <= machine <= last + 1:
                 raise UsageError(
                     f"machines.of_stage: stage {stage} is on machine {machine} after machine {max(last, 0)}; number "
                     "machines from 0 in the order of their stages, each with neighbouring stages only"
                 )
             last = machine
-        _length(self.machine_mtbf_s, "failures.machine_mtbf_s", last + 1, "machine")
-        _all(_number, self.machine_mtbf_s, "failures.machine_mtbf_s", SECONDS_MIN, SECONDS_MAX)
+        if self.copies_max > 1 and self.network_bytes_per_s is None:
+            raise UsageError("network_bytes_per_s: is missing, and parallel.copies_max above 1 needs it")
 
     @property
     def stages(self) -> int:
@@ -177,165 +178,106 @@ class Profile:
 
     def document(self) -> dict[str, Any]:
         """Returns the JSON document that `parse` reads; for programs that measure a job."""
-        fields: dict[str, Any] = {"profile": FORMAT, "name": self.name, "source": self.source}
-        fields["stages"] = self.stages
-        for name in ("microbatches", "step_s", "other_bytes", "network_bytes_per_s", "fixed_s"):
-            fields[name] = getattr(self, name)
-        for name in ("forward_s", "backward_s", "forward_bytes", "backward_bytes"):
-            fields[name] = list(getattr(self, name))
-        fields["update_s"] = None if self.update_s is None else list(self.update_s)
-        fields["machines"] = {"of_stage": list(self.machine_of_stage)}
-        fields["log"] = {
-            "write_bytes_per_s": self.log_write_bytes_per_s,
-            "read_bytes_per_s": self.log_read_bytes_per_s,
-            "copy_bytes_per_s": self.log_copy_bytes_per_s,
-        }
-        fields["checkpoint"] = {
-            "interval_steps": self.checkpoint_interval_steps,
-            "bytes": list(self.checkpoint_bytes),
-            "bytes_per_s": self.checkpoint_bytes_per_s,
-            "stall_s": self.checkpoint_stall_s,
-        }
-        fields["failures"] = {"machine_mtbf_s": list(self.machine_mtbf_s)}
-        if self.parallel is not None:
-            fields["parallel"] = {
-                "copies_max": self.parallel.copies_max,
-                "gradient_bytes": list(self.parallel.gradient_bytes),
-            }
+        made: dict[str, Any] = {"profile": FORMAT, "name": self.name, "source": self.source}
+        made["stages"] = self.stages
+        for attribute, rule in _RULES.items():
+            value, (part, _, name) = getattr(self, attribute), rule.path.rpartition(".")
+            if value is not None:
+                holder = made.setdefault(part, {}) if part else made
+                holder[name] = list(value) if rule.of else value
         if self.cap is not None:
-            fields["cap"] = {self.cap.kind: self.cap.value}
-        return {name: value for name, value in fields.items() if value is not None}
+            made["cap"] = {self.cap.kind: self.cap.value}
+        return made
+
+
+_OPTIONAL = {field.name for field in fields(Profile) if field.default is not MISSING}
+
+
+def read(path: Path) -> Profile:
+    """Reads a profile. Raises UsageError if the file cannot be read or is no valid profile."""
+    content = read_given(path, str(path))
+    try:
+        return parse(content)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
 
 
 def parse(text: str | bytes) -> Profile:
     """Parses a document. Raises UsageError, in one line, if it is invalid."""
-    fields = _Fields(parse_json(text), "")
-    version = fields.pop("profile")
+    given = _flattened(parse_json(text))
+    version = given.pop("profile", None)
     if version != FORMAT or isinstance(version, bool):
         raise UsageError(f"profile: must be {FORMAT}, the version of the format, not {_shown(version)}")
-    stages = _whole(fields.pop("stages"), "stages", 1, STAGES_MAX)
-    values = {**_head(fields, stages), **_services(fields, stages)}
-    of_stage = _machines(fields.part("machines"), stages)
-    machines = max((m for m in of_stage if isinstance(m, int)), default=0) + 1
-    failures = fields.part("failures")
-    mtbf = failures.spread("machine_mtbf_s", min(max(machines, 1), MACHINES_MAX))
-    failures.end()
-    parallel = fields.part("parallel", needed=False)
-    if parallel is not None:
-        values["parallel"] = Parallel(
-            copies_max=parallel.pop("copies_max"),
-            gradient_bytes=parallel.spread("gradient_bytes", stages, "stage"),
-        )
-        parallel.end()
-    cap = fields.part("cap", needed=False)
-    if cap is not None:
-        values["cap"] = cap.only()
-    fields.end()
-    return Profile(machine_of_stage=of_stage, machine_mtbf_s=mtbf, **values)
+    stages = _check(given.pop("stages", None), _STAGES)
+    counts = {"stage": stages, "boundary": stages - 1}
+    if not isinstance(given.get("machines.of_stage", []), list):
+        raise UsageError("machines.of_stage: must be a list of machines")
+    if "machines.of_stage" not in given:
+        given["machines.of_stage"] = _machines(given, stages)
+    values: dict[str, Any] = {name: given.pop(name) for name in ("name", "source") if name in given}
+    if "cap" in given:
+        values["cap"] = _cap(given.pop("cap"))
+    for attribute, rule in _RULES.items():
+        if rule.path not in given:
+            continue
+        value = given.pop(rule.path)
+        if rule.of == "machine":
+            of_stage = values["machine_of_stage"]
+            counts["machine"] = (
+                max((machine for machine in of_stage if isinstance(machine, int)), default=0) + 1
+            )
+            counts["machine"] = min(max(counts["machine"], 1), MACHINES_MAX)
+        values[attribute] = _entries(value, rule, counts) if rule.of else _check(value, rule)
+    for path in given:
+        raise UsageError(f"{_shown(path)[1:-1]}: there is no such field")
+    for attribute in ("name", *_RULES):
+        if attribute not in _OPTIONAL and attribute not in values:
+            raise UsageError(f"{_RULES[attribute].path if attribute in _RULES else attribute}: is missing")
+    return Profile(**values)
 
 
-def _head(fields: "_Fields", stages: int) -> dict[str, Any]:
-    return {
-        "name": fields.pop("name"),
-        "source": fields.pop("source", ""),
-        "microbatches": fields.pop("microbatches"),
-        "forward_s": fields.spread("forward_s", stages, "stage"),
-        "backward_s": fields.spread("backward_s", stages, "stage"),
-        "update_s": fields.spread("update_s", stages, "stage") if fields.has("update_s") else None,
-        "step_s": fields.pop("step_s", None),
-        "forward_bytes": fields.spread("forward_bytes", stages - 1, "boundary"),
-        "backward_bytes": fields.spread("backward_bytes", stages - 1, "boundary"),
-        "other_bytes": fields.pop("other_bytes", 0),
-        "network_bytes_per_s": fields.pop("network_bytes_per_s", None),
-        "fixed_s": fields.pop("fixed_s", 0.0),
-    }
+def _flattened(document: Any) -> dict[str, Any]:
+    """Returns the values by their paths."""
+    if not isinstance(document, dict):
+        raise UsageError(f"a profile: must be an object, not {_shown(document)}")
+    flat: dict[str, Any] = {}
+    for name, value in document.items():
+        if name not in _PARTS:
+            flat[name] = value
+        elif isinstance(value, dict):
+            flat |= {f"{name}.{inner}": entry for inner, entry in value.items()}
+        else:
+            raise UsageError(f"{name}: must be an object, not {_shown(value)}")
+    return flat
 
 
-def _services(fields: "_Fields", stages: int) -> dict[str, Any]:
-    log, checkpoint = fields.part("log"), fields.part("checkpoint")
-    values = {
-        "log_write_bytes_per_s": log.pop("write_bytes_per_s"),
-        "log_read_bytes_per_s": log.pop("read_bytes_per_s"),
-        "log_copy_bytes_per_s": log.pop("copy_bytes_per_s", None),
-        "checkpoint_interval_steps": checkpoint.pop("interval_steps"),
-        "checkpoint_bytes": checkpoint.spread("bytes", stages, "stage"),
-        "checkpoint_bytes_per_s": checkpoint.pop("bytes_per_s"),
-        "checkpoint_stall_s": checkpoint.pop("stall_s", None),
-    }
-    log.end()
-    checkpoint.end()
-    return values
-
-
-def _machines(fields: "_Fields", stages: int) -> tuple[Any, ...]:
-    """Returns the machine of every stage: as listed, or a fixed number of stages per machine."""
-    if fields.has("of_stage"):
-        of_stage = fields.pop("of_stage")
-        fields.end()
-        if not isinstance(of_stage, list):
-            raise UsageError(f"machines.of_stage: must be a list of machines, not {_shown(of_stage)}")
-        return tuple(of_stage)
-    count = _whole(fields.pop("count"), "machines.count", 1, MACHINES_MAX)
-    ranks = _whole(fields.pop("ranks_per_machine"), "machines.ranks_per_machine", 1, STAGES_MAX)
-    fields.end()
+def _machines(given: dict[str, Any], stages: int) -> list[int]:
+    """Returns the machine of every stage if each machine has as many."""
+    count = _check(given.pop(_MACHINES.path, None), _MACHINES)
+    ranks = _check(given.pop(_RANKS.path, None), _RANKS)
     if count * ranks != stages:
         raise UsageError(
             f"machines: {count} machines of {ranks} ranks are not {stages} stages; "
             "give machines.of_stage, the machine of every stage"
         )
-    return tuple(stage // ranks for stage in range(stages))
+    return [stage // ranks for stage in range(stages)]
 
 
-_MISSING = object()
+def _cap(value: Any) -> Cap:
+    if not isinstance(value, dict) or len(value) != 1:
+        raise UsageError(f"cap: give one of {', '.join(_CAPS)}")
+    ((kind, limit),) = value.items()
+    return Cap(kind=kind, value=limit)
 
 
-class _Fields:
-    """JSON object whose fields are each read once; the rest are unknown."""
-
-    def __init__(self, value: Any, where: str) -> None:
-        if not isinstance(value, dict):
-            raise UsageError(f"{where or 'a profile'}: must be an object, not {_shown(value)}")
-        self._values = dict(value)
-        self._where = f"{where}." if where else ""
-
-    def has(self, name: str) -> bool:
-        return name in self._values
-
-    def pop(self, name: str, default: Any = _MISSING) -> Any:
-        value = self._values.pop(name, default)
-        if value is _MISSING:
-            raise UsageError(f"{self._where}{name}: is missing")
-        if value is None and default is not None:
-            raise UsageError(f"{self._where}{name}: must not be null")
-        return value
-
-    def spread(self, name: str, count: int, of: str = "") -> tuple[Any, ...]:
-        """Reads a list with an entry for every `of` (unchecked if `of` is empty), or one number for all its entries."""
-        value = self.pop(name)
-        if isinstance(value, list):
-            if of:
-                _length(value, f"{self._where}{name}", count, of)
-            return tuple(value)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UsageError(
-                f"{self._where}{name}: must be a number or a list of numbers, not {_shown(value)}"
-            )
-        return (value,) * count
-
-    def part(self, name: str, *, needed: bool = True) -> Any:
-        if not needed and name not in self._values:
-            return None
-        return _Fields(self.pop(name), f"{self._where}{name}")
-
-    def only(self) -> Cap:
-        if len(self._values) != 1:
-            raise UsageError(f"cap: give one of {', '.join(CAPS)}")
-        ((kind, value),) = self._values.items()
-        return Cap(kind=kind, value=value)
-
-    def end(self) -> None:
-        for name in self._values:
-            raise UsageError(f"{self._where}{_shown(name)[1:-1]}: there is no such field")
+def _entries(value: Any, rule: _Rule, counts: dict[str, int]) -> tuple[Any, ...]:
+    """Returns a list's entries, or one number for all of them."""
+    if isinstance(value, list):
+        _length(value, rule, counts)
+        return tuple(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{rule.path}: must be a number or a list of numbers, not {_shown(value)}")
+    return (value,) * counts[rule.of]
 
 
 def _shown(value: Any) -> str:
@@ -346,29 +288,24 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:56]}..."
 
 
-def _number(value: Any, where: str, least: float, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{where}: must be a number, not {_shown(value)}")
-    if not least <= value <= most:  # also rejects NaN
-        raise UsageError(f"{where}: must be from {least:g} to {most:g}, not {_shown(value)}")
-
-
-def _whole(value: Any, where: str, least: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(f"{where}: must be a whole number, not {_shown(value)}")
-    if not least <= value <= most:
-        raise UsageError(f"{where}: must be from {least} to {most}, not {_shown(value)}")
+def _check(value: Any, rule: _Rule, index: str = "") -> Any:
+    if value is None:
+        raise UsageError(f"{rule.path}{index}: is missing")
+    kind = int if rule.whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kind):
+        what = "a whole number" if rule.whole else "a number"
+        raise UsageError(f"{rule.path}{index}: must be {what}, not {_shown(value)}")
+    if not rule.least <= value <= rule.most:  # also rejects NaN
+        raise UsageError(
+            f"{rule.path}{index}: must be from {rule.least:g} to {rule.most:g}, not {_shown(value)}"
+        )
     return value
 
 
-def _all(check: Any, values: Sequence[Any], where: str, least: float, most: float) -> None:
-    for index, value in enumerate(values):
-        check(value, f"{where}[{index}]", least, most)
-
-
-def _length(values: Sequence[Any], where: str, count: int, of: str) -> None:
-    if len(values) != count:
-        plural = {"boundary": "boundaries"}.get(of, f"{of}s")
+def _length(values: Sequence[Any], rule: _Rule, counts: dict[str, int]) -> None:
+    if len(values) != (count := counts[rule.of]):
+        plural = "boundaries" if rule.of == "boundary" else f"{rule.of}s"
         raise UsageError(
-            f"{where}: must have an entry for every {of}: {count} {plural if count != 1 else of}, not {len(values)}"
+            f"{rule.path}: must have an entry for every {rule.of}: {count} {plural if count != 1 else rule.of}, not "
+            f"{len(values)}"
         )

@@ -1,4 +1,4 @@
-"""Builds a plan as one document and as text. Pure."""
+"""Builds a plan as one document, as text and as a drawing. Pure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from swift_ft.lab import drawing
 from swift_ft.lab.plan.interval import Pace, balance, daly_s, young_s
 from swift_ft.lab.plan.model import CostModel, Cuts, Floats, Prediction
 from swift_ft.lab.plan.profile import Cap, Profile
-from swift_ft.text import table
+from swift_ft.text import size_words, table, time_words
 
 # The exact frontier: all choices of groups of which no other has both fewer bytes and a shorter expected recovery.
 #
@@ -213,45 +214,35 @@ def _climb(parents: list[tuple[Ints, Ints]], j: int, label: int) -> Cuts:
     return tuple(reversed(cuts[:-1]))
 
 
-# Greedy merge of neighbours: SWIFT's selective logging, the baseline (arXiv 2302.06173, and the authors' planner,
-# `merge_groups` in github.com/jasperzhong/swift).
+# SWIFT's selective logging, the baseline (arXiv 2302.06173, and the authors' planner, `merge_groups` in
+# github.com/jasperzhong/swift): a greedy merge of neighbours.
 #
 # At first every machine is a group. While the log is too big, the pair of neighbours is merged whose recovery time
 # grows least per saved byte:
 #
 #     score = (R(merged) (p_a + p_b) - R(a) p_a - R(b) p_b) / V       p: probability that a failure is the group's
 #
-# Two errors of the authors' program are corrected here: V counts both directions (theirs: activations only), and p
-# counts the machines of a group (theirs takes every group for one machine). The cap only decides where to stop, so
-# there is one sequence of n choices.
+# R is the paper's estimate for one step, R(merged) = R(a) + R(b) + V / network bandwidth. Two errors of the authors'
+# program are corrected here: V counts both directions (theirs: activations only), and p counts the machines of a group
+# (theirs takes every group for one machine). The cap only decides where to stop, so there is one sequence of n choices.
 
 
-def merges(model: CostModel, *, additive: bool) -> list[Cuts]:
-    """Returns all choices on the way from one group per machine to a single group.
-
-    `additive`: R is the paper's estimate for one step, R(merged) = R(a) + R(b) + V / network bandwidth; otherwise this
-    model's R. In both cases the choices must be evaluated by the model.
-    """
+def merges(model: CostModel) -> list[Cuts]:
+    """Returns all choices on the way from one group per machine to a single group."""
     n, network = model.n, model.profile.network_bytes_per_s
     begins = np.arange(n)
-    ends = begins + 1
-    table = model.replay_step_s if additive else model.recovery_s
-    recovery = table[begins, ends]
-    chance = model.probability[begins, ends]
+    recovery = model.replay_step_s[begins, begins + 1]
+    chance = model.probability[begins, begins + 1]
     choices: list[Cuts] = [tuple(range(1, n))]
     while len(begins) > 1:
         size = model.edge_bytes[begins[1:]].astype(np.float64)
-        if additive:
-            merged = recovery[:-1] + recovery[1:] + (0.0 if network is None else size / network)
-        else:
-            merged = table[begins[:-1], ends[1:]]
+        merged = recovery[:-1] + recovery[1:] + (0.0 if network is None else size / network)
         parts = recovery * chance
         score = (merged * (chance[:-1] + chance[1:]) - parts[:-1] - parts[1:]) / size
         pair = int(score.argmin())
         recovery[pair] = merged[pair]
         chance[pair] += chance[pair + 1]
-        ends[pair] = ends[pair + 1]
-        begins, ends = np.delete(begins, pair + 1), np.delete(ends, pair + 1)
+        begins = np.delete(begins, pair + 1)
         recovery, chance = np.delete(recovery, pair + 1), np.delete(chance, pair + 1)
         choices.append(tuple(begins[1:].tolist()))
     return choices
@@ -260,24 +251,11 @@ def merges(model: CostModel, *, additive: bool) -> list[Cuts]:
 # Whether the log pays off, and the best checkpoint interval. docs/planning.md derives it.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """One choice of groups at its best interval."""
-
-    cuts: Cuts
-    steps: int
-    """Steps from checkpoint to checkpoint."""
-    useful: float
-    """Share of time that is training, 0 to 1."""
-    limited_by_cap: bool
-    """True if more steps would be better but exceed the cap."""
-
-
 def pays_bytes(model: CostModel, chosen: Cuts) -> dict[str, Any]:
     """Compares the log's bytes with those of the checkpoints that it avoids."""
     profile = model.profile
     restore_s, step_s = model.means((), 0.0)
-    balanced = balance(
+    return balance(
         steps=profile.checkpoint_interval_steps,
         log_bytes=model.bytes_per_step(chosen) * profile.checkpoint_interval_steps,
         checkpoint_bytes=sum(profile.checkpoint_bytes),
@@ -285,7 +263,6 @@ def pays_bytes(model: CostModel, chosen: Cuts) -> dict[str, Any]:
         restore_s=restore_s,
         step_s=step_s,
     )
-    return {**asdict(balanced), "pays": balanced.pays}
 
 
 def pace(model: CostModel, cuts: Cuts) -> Pace:
@@ -316,19 +293,23 @@ def steps_max(model: CostModel, cuts: Cuts, cap: Cap | None) -> float:
     return min(math.floor(1 + 2 * (cap.value - down_s) / replay_s + 1e-9) for down_s, replay_s in bounds)
 
 
-def option(model: CostModel, cuts: Cuts, cap: Cap | None) -> Option | None:
-    """Returns these cuts with their best interval. None: no interval keeps within the cap."""
+def option(model: CostModel, cuts: Cuts, cap: Cap | None) -> dict[str, Any] | None:
+    """Returns these cuts at their best interval. None: no interval keeps within the cap.
+
+    "limited_by_cap": whether more steps would be better but exceed the cap.
+    """
     most = steps_max(model, cuts, cap)
     if most < 1:
         return None
     time = pace(model, cuts)
     steps = time.best_steps(most)
-    return Option(
-        cuts=cuts,
-        steps=steps,
-        useful=time.useful(steps),
-        limited_by_cap=steps == most and steps < time.best_steps(),
-    )
+    return {
+        "groups": len(cuts) + 1,
+        "logged": [model.edges[cut] for cut in cuts],
+        "steps": steps,
+        "useful": time.useful(steps),
+        "limited_by_cap": steps == most and steps < time.best_steps(),
+    }
 
 
 def intervals(model: CostModel, chosen: Cuts, choices: Iterable[Cuts], cap: Cap | None) -> dict[str, Any]:
@@ -336,9 +317,9 @@ def intervals(model: CostModel, chosen: Cuts, choices: Iterable[Cuts], cap: Cap 
 
     `choices` are optimal for the profile's own interval; their numbers of copies are kept.
     """
-    mine, alone = option(model, chosen, cap), option(model, (), cap)
-    others = [option(model, cuts, cap) for cuts in choices]
-    best = _best([alone, mine, *others])
+    options = [option(model, cuts, cap) for cuts in ((), chosen, *choices)]
+    # Of equal shares the first one: without a log, if that is as good.
+    best = max((each for each in options if each is not None), key=lambda each: each["useful"], default=None)
     with_log, without = pace(model, chosen), pace(model, ())
     formula = (with_log.save_s, with_log.ratio, with_log.mtbf_s)
     now = model.profile.checkpoint_interval_steps
@@ -352,27 +333,11 @@ def intervals(model: CostModel, chosen: Cuts, choices: Iterable[Cuts], cap: Cap 
             "useful": with_log.useful(now),
             "useful_without_log": without.useful(now),
         },
-        **{
-            name: None if interval is None else _shown(model, interval)
-            for name, interval in (("chosen", mine), ("without_log", alone), ("best", best))
-        },
-        "log_pays": best is not None and best.cuts != (),
+        "chosen": options[1],
+        "without_log": options[0],
+        "best": best,
+        "log_pays": best is not None and best["logged"] != [],
     }
-
-
-def _shown(model: CostModel, option: Option) -> dict[str, Any]:
-    return {
-        "groups": len(option.cuts) + 1,
-        "logged": [model.edges[cut] for cut in option.cuts],
-        "steps": option.steps,
-        "useful": option.useful,
-        "limited_by_cap": option.limited_by_cap,
-    }
-
-
-def _best(options: Sequence[Option | None]) -> Option | None:
-    """Returns the first option with the greatest useful share. The caller puts the one without a log first."""
-    return max((option for option in options if option is not None), key=lambda o: o.useful, default=None)
 
 
 FORMAT = 1
@@ -385,10 +350,10 @@ BETTER = 1e-9
 def build(profile: Profile, cap: Cap | None) -> dict[str, Any]:
     """Builds the whole document. Infinite numbers become None."""
     model = CostModel(profile)
-    merged = {additive: merges(model, additive=additive) for additive in (True, False)}
-    curve, chosen, problem = choose(model, cap, [*merged[True], *merged[False]])
+    merged = merges(model)
+    curve, chosen, problem = choose(model, cap, merged)
     prediction = model.predict(chosen)
-    swift, own = ([_row(model, cuts) for cuts in merged[additive]] for additive in (True, False))
+    swift = [_row(model, cuts) for cuts in merged]
     rows = [_row(model, point.cuts) for point in curve.points]
     return {
         "plan": FORMAT,
@@ -408,8 +373,7 @@ def build(profile: Profile, cap: Cap | None) -> dict[str, Any]:
             "points": rows,
         },
         "swift": swift,
-        "greedy": own,
-        "compared": _finite(compared(rows, swift, own)),
+        "compared": _finite(compared(rows, swift)),
         "pays": _finite(pays_bytes(model, chosen)),
         "interval": _finite(intervals(model, chosen, [point.cuts for point in curve.points], cap)),
     }
@@ -467,32 +431,19 @@ def _row(model: CostModel, cuts: Cuts) -> dict[str, Any]:
     }
 
 
-def compared(
-    rows: Sequence[dict[str, Any]], swift: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Returns, for every size of the frontier and of SWIFT's merge, the shortest recovery of each method within it."""
-    sizes = sorted({row["storage_bytes"] for row in [*rows, *swift]})
-    shortest_at = []
-    best = [_Shortest(choices) for choices in (rows, swift, own)]
-    for size in sizes:
-        exact_s, swift_s, greedy_s = (shortest.within(size) for shortest in best)
-        shortest_at.append(
-            {"storage_bytes": size, "exact_s": exact_s, "swift_s": swift_s, "greedy_s": greedy_s}
-        )
-    return shortest_at
-
-
-class _Shortest:
-    """Running minimum of recovery times; must be queried with ascending sizes."""
-
-    def __init__(self, choices: Sequence[dict[str, Any]]) -> None:
-        self._left = sorted(choices, key=lambda row: -int(row["storage_bytes"]))
-        self._least = math.inf
-
-    def within(self, size: int) -> float:
-        while self._left and self._left[-1]["storage_bytes"] <= size:
-            self._least = min(self._least, self._left.pop()["recovery_s"])
-        return self._least
+def compared(rows: Sequence[dict[str, Any]], swift: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns, for every size of the frontier and of SWIFT's merge, the shortest recovery of each within it."""
+    choices = [
+        (row["storage_bytes"], name, row)
+        for name, of in (("exact_s", rows), ("swift_s", swift))
+        for row in of
+    ]
+    least = {"exact_s": math.inf, "swift_s": math.inf}
+    found: dict[int, dict[str, Any]] = {}
+    for size, name, row in sorted(choices, key=lambda choice: choice[0]):
+        least[name] = min(least[name], row["recovery_s"])
+        found[size] = {"storage_bytes": size, **least}
+    return list(found.values())
 
 
 def _finite(value: Any) -> Any:
@@ -506,11 +457,11 @@ def _finite(value: Any) -> Any:
 # --- text ---
 
 
-def text(document: dict[str, Any]) -> str:
+def text(document: dict[str, Any]) -> list[str]:
     """Formats the document for a terminal."""
-    lines = [
+    return [
         f"{document['name']}: {document['stages']} stages on {document['machines']} machines, "
-        f"{seconds_words(document['step_s'])} a step, a failure every {seconds_words(document['mtbf_s'])}",
+        f"{time_words(document['step_s'])} a step, a failure every {time_words(document['mtbf_s'])}",
         "",
         *_table(document),
         "",
@@ -521,35 +472,14 @@ def text(document: dict[str, Any]) -> str:
         _pays_words(document),
         *_interval_words(document),
     ]
-    return "\n".join(lines)
-
-
-def size_words(size: float) -> str:
-    """Formats bytes: 1234567 -> "1.235 MB"."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            return f"{size:.4g} {unit}"
-        size /= 1000
-    raise AssertionError
-
-
-def seconds_words(seconds: float | None) -> str:
-    """Formats seconds: 5400.0 -> "90 min"."""
-    if seconds is None:
-        return "-"
-    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds:.4g} s"
 
 
 def _table(document: dict[str, Any]) -> list[str]:
     points, chosen = document["frontier"]["points"], document["chosen"]["logged"]
-    others = {row["storage_bytes"]: row for row in document["compared"]}
-    rows = [["", "groups", "log", "overhead", "recovery", "at worst", "greedy", "SWIFT"]]
+    others = {row["storage_bytes"]: row["swift_s"] for row in document["compared"]}
+    rows = [["", "groups", "log", "overhead", "recovery", "at worst", "SWIFT"]]
     for index in _selected(points, chosen):
         point = points[index]
-        other = others[point["storage_bytes"]]
         rows.append(
             [
                 "*" if point["logged"] == chosen else "",
@@ -558,7 +488,7 @@ def _table(document: dict[str, Any]) -> list[str]:
                 f"{100 * point['overhead_s'] / document['step_s']:.2g} %",
                 f"{point['recovery_s']:.4g} s",
                 f"{point['worst_recovery_s']:.4g} s",
-                *(_behind(point["recovery_s"], other[name]) for name in ("greedy_s", "swift_s")),
+                _behind(point["recovery_s"], others[point["storage_bytes"]]),
             ]
         )
     left_out = len(points) - (len(rows) - 1)
@@ -590,17 +520,16 @@ def is_better(exact_s: float, other_s: float | None) -> bool:
 
 
 def _better(document: dict[str, Any]) -> str:
-    words = []
-    for name, title in (("greedy_s", "the greedy merge"), ("swift_s", "SWIFT's merge")):
-        gains = [
-            row[name] / row["exact_s"] - 1
-            for row in document["compared"]
-            if row[name] is not None and row["exact_s"] is not None and is_better(row["exact_s"], row[name])
-        ]
-        total = len(document["compared"])
-        most = f", by up to {100 * max(gains):.1f} %" if gains else ""
-        words.append(f"quicker than {title} at {len(gains)} of {total} sizes{most}")
-    return "the same bytes: " + "; ".join(words)
+    compared = document["compared"]
+    gains = [
+        row["swift_s"] / row["exact_s"] - 1
+        for row in compared
+        if row["swift_s"] is not None
+        and row["exact_s"] is not None
+        and is_better(row["exact_s"], row["swift_s"])
+    ]
+    most = f", by up to {100 * max(gains):.1f} %" if gains else ""
+    return f"the same bytes: quicker than SWIFT's merge at {len(gains)} of {len(compared)} sizes{most}"
 
 
 def _chosen(document: dict[str, Any]) -> list[str]:
@@ -608,7 +537,7 @@ def _chosen(document: dict[str, Any]) -> list[str]:
     what = "without a cap: the shortest recovery"
     if cap is not None:
         ((kind, value),) = cap.items()
-        amount = size_words(value) if kind == "storage_bytes" else seconds_words(value)
+        amount = size_words(value) if kind == "storage_bytes" else time_words(value)
         what = {
             "storage_bytes": f"within {amount}: the shortest recovery",
             "recovery_s": f"back within {amount} on average: the fewest bytes",
@@ -617,9 +546,9 @@ def _chosen(document: dict[str, Any]) -> list[str]:
     lines = [
         what,
         f"  log {size_words(chosen['storage_bytes'])} until the next checkpoint, "
-        f"{size_words(chosen['bytes_per_step'])} a step; overhead {seconds_words(chosen['overhead_s'])} a step",
-        f"  recovery {seconds_words(chosen['recovery_s'])} on average, "
-        f"{seconds_words(chosen['worst_recovery_s'])} at worst; "
+        f"{size_words(chosen['bytes_per_step'])} a step; overhead {time_words(chosen['overhead_s'])} a step",
+        f"  recovery {time_words(chosen['recovery_s'])} on average, "
+        f"{time_words(chosen['worst_recovery_s'])} at worst; "
         f"a replayed step takes {chosen['replay_ratio']:.2f} of a step",
     ]
     groups = chosen["groups"]
@@ -628,7 +557,7 @@ def _chosen(document: dict[str, Any]) -> list[str]:
         copies = f", {group['copies']} copies" if group["copies"] > 1 else ""
         lines.append(
             f"  {_run_words('machine', first, end)} ({_run_words('stage', begin, stop)}): "
-            f"{seconds_words(group['recovery_s'])}{copies}"
+            f"{time_words(group['recovery_s'])}{copies}"
         )
     if len(groups) > GROUPS_SHOWN:
         lines.append(f"  and {len(groups) - GROUPS_SHOWN} groups more")
@@ -684,3 +613,37 @@ def _interval_words(document: dict[str, Any]) -> list[str]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3f} %"
+
+
+# --- drawing ---
+
+EXACT_COLOUR, SWIFT_COLOUR, CAP_COLOUR = "#0969da", "#bf8700", "#cf222e"
+UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+
+
+def draw(document: dict[str, Any]) -> str:
+    """Draws bytes until the next checkpoint against expected recovery time, as SVG."""
+    rows = {"exact": document["frontier"]["points"], "SWIFT's merge": document["swift"]}
+    most = max(row["storage_bytes"] for each in rows.values() for row in each)
+    unit, size = next((name, size) for name, size in UNITS if most >= size or size == 1.0)
+
+    def points(rows: Sequence[dict[str, Any]]) -> tuple[list[float], list[float]]:
+        return [row["storage_bytes"] / size for row in rows], [row["recovery_s"] for row in rows]
+
+    title = f"{document['name']}: {document['stages']} stages on {document['machines']} machines"
+    figure, axes = drawing.new(10, 4.5, title)
+    axes.scatter(*points(rows["SWIFT's merge"]), s=12, color=SWIFT_COLOUR, label="SWIFT's merge")
+    # The recovery time of a point holds until the bytes of the next.
+    axes.plot(*points(rows["exact"]), ".-", drawstyle="steps-post", color=EXACT_COLOUR, label="exact")
+    chosen = points([document["chosen"]])
+    axes.plot(*chosen, "o", markersize=11, fillstyle="none", color=CAP_COLOUR, label="choice")
+    for kind, value in (document["cap"] or {}).items():
+        if kind == "storage_bytes" and value <= most:
+            axes.axvline(value / size, color=CAP_COLOUR, linestyle=":", label="cap")
+        elif kind == "recovery_s" and value <= axes.get_ylim()[1]:
+            axes.axhline(value, color=CAP_COLOUR, linestyle=":", label="cap")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"log until the next checkpoint, {unit}")
+    axes.set_ylabel("recovery, s")
+    axes.legend()
+    return drawing.svg(figure)

@@ -1,18 +1,21 @@
-"""Throughput of a job with replicas after losses, by adaptive pipelines; every stage keeps a replica.
+"""`swift-ft plan --adaptive`: throughput of a job with replicas after losses; every stage keeps a replica.
 
 For each number of losses the worst placement is used: all losses in the stage whose loss makes the longest step, as
 long as one replica remains there, the rest in the following stages. Throughput is the length of the step without
 losses, with whole backwards and 1F1B's memory, over that of the plan; both compute the whole batch.
 """
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from swift_ft.cli_parser import Parser
 from swift_ft.errors import UsageError
+from swift_ft.lab.plan.arguments import add_outputs, write
 from swift_ft.planner.assignment import Assignment
 from swift_ft.planner.schedule import ACTIONS_MAX, Costs, Step, Work, owners_of, period, plan_step
-from swift_ft.text import table
+from swift_ft.text import show, table
 
 Lost = Sequence[tuple[int, int]]
 """(stage, replica) of each lost worker."""
@@ -30,10 +33,10 @@ class Request:
     replicas: int
     microbatches: int
     """Microbatches of each replica."""
-    costs: Costs
-    cap_factor: float
+    costs: Costs = field(default_factory=Costs)
+    cap_factor: float = 1.0
     """Memory limit, as a multiple of 1F1B's activations."""
-    losses: int
+    losses: int = 2
 
     def __post_init__(self) -> None:
         for flag, value, least, most in (
@@ -247,3 +250,55 @@ def rerouted_text(document: dict[str, Any]) -> list[str]:
         *(f"{way.name.ljust(width)}{way.words}" for way in WAYS),
         f"{'dropped'.ljust(width)}{DROPPED}",
     ]
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="swift-ft plan --adaptive",
+        description="Predicts the throughput with which replicas do the work of lost ranks.",
+        epilog="docs/adaptive.md has the model",
+    )
+    parser.add_argument("--adaptive", action="store_true", required=True)
+    for name, unit, words in (
+        ("stages", "P", "of the pipeline, one on each rank"),
+        ("replicas", "D", "of each stage"),
+        ("microbatches", "M", "of each replica in a step"),
+    ):
+        parser.add_argument(f"--{name}", type=int, required=True, metavar=unit, help=words)
+    times = "of a forward, the backward's parts for inputs and for weights, and a transfer, in any unit; default: 1,1,1"
+    parser.add_argument("--times", type=_costs, default=Costs(), metavar="F,I,W[,TRANSFER]", help=times)
+    factor = "activations in memory, times those of 1F1B; default: %(default)s"
+    parser.add_argument("--cap-factor", type=float, default=1.0, metavar="X", help=factor)
+    losses = "up to so many ranks are lost; default: %(default)s"
+    parser.add_argument("--failures", type=int, default=2, metavar="K", help=losses)
+    add_outputs(parser)
+    return parser
+
+
+def _costs(text: str) -> Costs:
+    try:
+        times = [float(word) for word in text.split(",")]
+    except ValueError:
+        times = []
+    if len(times) not in (3, 4) or not all(0 <= time <= 1e9 for time in times) or min(times[:3]) <= 0:
+        raise UsageError(f"--times {text}: write F,I,W or F,I,W,TRANSFER, such as 1,1,1 or 2,2.1,1.9,0.3")
+    forward, inputs, weights, transfer = [*times, 0.0][:4]
+    return Costs(forward=(forward,), backward_input=(inputs,), backward_weight=(weights,), transfer=transfer)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Raises UsageError for an invalid value or a missing flag."""
+    options = make_parser().parse_args(argv)
+    document = build_rerouted(
+        Request(
+            stages=options.stages,
+            replicas=options.replicas,
+            microbatches=options.microbatches,
+            costs=options.times,
+            cap_factor=options.cap_factor,
+            losses=options.failures,
+        )
+    )
+    write(options.json, lambda: json.dumps(document, indent=2) + "\n")
+    show(rerouted_text(document))
+    return 0

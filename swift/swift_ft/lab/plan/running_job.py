@@ -1,35 +1,36 @@
 """Builds the profile of a running job from its ranks' measurements."""
 
+from argparse import Namespace
 from collections.abc import Sequence
 from itertools import groupby
 from statistics import median
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.errors import ServiceError, UsageError
-from swift_ft.lab.plan.command import DEFAULT_MTBF_S, DEFAULT_RATE, Given
-from swift_ft.lab.plan.profile import COPIES_MAX, RATE_MAX, Parallel, Profile
+from swift_ft.lab.plan.profile import COPIES_MAX, RATE_MAX, Profile
 from swift_ft.planner import Assignment, RankMeasured
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.rpc.codec import from_message
 from swift_ft.tools.status import PATIENCE_S, say
 
-
-class MeasuredJob:
-    """Implements `swift_ft.lab.plan.command.RunningJob` through the coordinator."""
-
-    def __init__(self, coordinator: str, job: str) -> None:
-        self._client = CoordinatorClient(coordinator, job, patience_s=PATIENCE_S, tell=say)
-
-    def profile(self, given: Given) -> tuple[Profile, list[str]]:
-        return profile_of(self._client.job, self._client.call(pb.MeasurementsRequest()), given)
-
-    def close(self) -> None:
-        self._client.close()
+DEFAULT_RATE = 1e9
+"""Assumed bytes per second of a log whose rate was not measured."""
+DEFAULT_MTBF_S = 30 * 86400.0
 
 
-def profile_of(job: str, reply: pb.MeasurementsReply, given: Given) -> tuple[Profile, list[str]]:
-    """Returns (profile, assumptions in it). Raises ServiceError if not all was measured yet, UsageError if the job
-    cannot be planned."""
+def ask(coordinator: str, job: str) -> pb.MeasurementsReply:
+    """Returns what the job's ranks have measured. Raises ServiceError if the coordinator does not answer."""
+    client = CoordinatorClient(coordinator, job, patience_s=PATIENCE_S, tell=say)
+    try:
+        reply: pb.MeasurementsReply = client.call(pb.MeasurementsRequest())
+        return reply
+    finally:
+        client.close()
+
+
+def profile_of(job: str, reply: pb.MeasurementsReply, given: Namespace) -> tuple[Profile, list[str]]:
+    """Returns (profile, assumptions in it). `given`: the command line, whose values take precedence. Raises
+    ServiceError if not all was measured yet, UsageError if the job cannot be planned."""
     ranks, hosts = _in_order(job, reply)
     microbatches = {rank.microbatches for rank in ranks}
     if len(microbatches) > 1:
@@ -51,9 +52,12 @@ def profile_of(job: str, reply: pb.MeasurementsReply, given: Given) -> tuple[Pro
 
     written, most = _written(ranks, machines)
     nobody = f"it took {most:.3g}, and nobody waited for it" if most else "nothing was logged"
-    write, read = given.log_write_bytes_per_s, given.log_read_bytes_per_s
+    write, read = given.log_write_rate, given.log_read_rate
     write = written if write is None else write
     read = _read_rate(ranks) if read is None else read
+    copies = min(1 + int(reply.config.get("helpers", "0")), COPIES_MAX)
+    if copies > 1 and given.network_rate is None:
+        assumed.append("nobody helps a replay (else --network-rate)")
     made = Profile(
         name=job,
         source="",
@@ -72,17 +76,18 @@ def profile_of(job: str, reply: pb.MeasurementsReply, given: Given) -> tuple[Pro
         log_read_bytes_per_s=default(
             read, "log.read_bytes_per_s", DEFAULT_RATE, "--log-read-rate", "nothing was replayed"
         ),
-        network_bytes_per_s=given.network_bytes_per_s,
+        network_bytes_per_s=given.network_rate,
         checkpoint_interval_steps=int(reply.config.get("checkpoint_every", "0")),
         checkpoint_bytes=tuple(rank.checkpoint_bytes or 0 for rank in ranks),
         checkpoint_bytes_per_s=_checkpoint_rate(ranks, machines),
         checkpoint_stall_s=max(rank.checkpoint_stall_s or 0.0 for rank in ranks),
         machine_mtbf_s=(
-            default(given.machine_mtbf_s, "failures.machine_mtbf_s", DEFAULT_MTBF_S, "--machine-mtbf"),
+            default(given.machine_mtbf, "failures.machine_mtbf_s", DEFAULT_MTBF_S, "--machine-mtbf"),
         )
         * (machines[-1] + 1),
-        fixed_s=default(given.fixed_s, "fixed_s", 0.0, "--fixed"),
-        parallel=_parallel(ranks, int(reply.config.get("helpers", "0")), given, assumed),
+        fixed_s=default(given.fixed, "fixed_s", 0.0, "--fixed"),
+        copies_max=1 if given.network_rate is None else copies,
+        gradient_bytes=tuple(rank.stages[0].gradient_bytes for rank in ranks),
     )
     return made, assumed
 
@@ -116,7 +121,7 @@ def _in_order(job: str, reply: pb.MeasurementsReply) -> tuple[list[RankMeasured]
     return [measured[rank] for rank in order], [hosts[rank] for rank in order]
 
 
-def _machines(job: str, hosts: Sequence[str], given: Given, assumed: list[str]) -> tuple[int, ...]:
+def _machines(job: str, hosts: Sequence[str], given: Namespace, assumed: list[str]) -> tuple[int, ...]:
     """Returns the machine of each stage."""
     if given.machine_per_rank or not all(hosts):
         return tuple(range(len(hosts)))
@@ -175,16 +180,3 @@ def _read_rate(ranks: Sequence[RankMeasured]) -> float | None:
     if not size:
         return None
     return max(size / waited_s, 1.0) if waited_s > size / RATE_MAX else RATE_MAX
-
-
-def _parallel(
-    ranks: Sequence[RankMeasured], helpers: int, given: Given, assumed: list[str]
-) -> Parallel | None:
-    copies = min(1 + helpers, COPIES_MAX)
-    if copies == 1:
-        return None
-    if given.network_bytes_per_s is None:
-        assumed.append("nobody helps a replay (else --network-rate)")
-        return None
-    gradients = tuple(rank.stages[0].gradient_bytes for rank in ranks)
-    return Parallel(copies_max=copies, gradient_bytes=gradients)

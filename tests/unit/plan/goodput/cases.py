@@ -35,13 +35,14 @@ def way(**changes: Any) -> ways.Way:
     return ways.Way(**(of | changes))
 
 
+def request(
+    cluster: Cluster, faults: Faults, given: dict[str, tuple[float, str]] | None = None, **more: Any
+) -> ways.Request:
+    return ways.Request(cluster=cluster, faults=faults, figures=figures.resolve(given or {}), **more)
+
+
 def made(
-    cluster: Cluster,
-    faults: Faults,
-    given: dict[str, tuple[float, str]] | None = None,
-    **more: Any,
+    cluster: Cluster, faults: Faults, given: dict[str, tuple[float, str]] | None = None, **more: Any
 ) -> dict[str, ways.Way]:
     """The ways of a cluster, by name."""
-    of = figures.resolve(given or {})
-    maker = ways.Maker(cluster, faults, of, ways.Given(**({"stops": {}} | more)))
-    return {way.name: way for way in maker.ways()}
+    return {way.name: way for way in ways.Maker(request(cluster, faults, given, **more)).ways()}
