@@ -35,10 +35,6 @@ one more, which is emptied of this job first. Both together replace a server. Ei
 their state, and the step under way is done again."""
 
 
-def say(line: str) -> None:
-    tell(line)
-
-
 def _parser(command: str, description: str, json_help: str) -> Parser:
     parser = Parser(prog=f"swift-ft {command}", description=description)
     known = os.environ.get("SWIFT_COORDINATOR")
@@ -65,7 +61,7 @@ def _answer(
 ) -> int:
     """Asks the coordinator and prints the answer. A failed call is reported at once, and retried for `PATIENCE_S`.
     Raises ServiceError if the coordinator does not answer."""
-    client = CoordinatorClient(given.coordinator, given.job, patience_s=PATIENCE_S, tell=say)
+    client = CoordinatorClient(given.coordinator, given.job, patience_s=PATIENCE_S, tell=tell)
     try:
         reply = ask(client)
     finally:

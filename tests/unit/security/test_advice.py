@@ -36,7 +36,8 @@ def test_a_plain_client_is_told_that_the_server_wants_tls(
         assert WANTS in at_last
         assert inspect.main(["--server", server.address, "--timeout-s", "0.5"]) == 3
         assert WANTS in capsys.readouterr().err
-        assert WANTS in doctor.peer("log server", server.address, 0.5).problem
+        (found,) = doctor.peer("log server", server.address, 0.5)
+        assert WANTS in found.found
         with pytest.raises(ServiceError, match=WANTS):
             check_service(server.address, timeout_s=0.5)
 

@@ -11,7 +11,8 @@ from swift_ft.lab.plan.profile import COPIES_MAX, RATE_MAX, Profile
 from swift_ft.planner import Assignment, RankMeasured
 from swift_ft.rpc.client import CoordinatorClient
 from swift_ft.rpc.codec import from_message
-from swift_ft.tools.status import PATIENCE_S, say
+from swift_ft.text import tell
+from swift_ft.tools.status import PATIENCE_S
 
 DEFAULT_RATE = 1e9
 """Assumed bytes per second of a log whose rate was not measured."""
@@ -20,7 +21,7 @@ DEFAULT_MTBF_S = 30 * 86400.0
 
 def ask(coordinator: str, job: str) -> pb.MeasurementsReply:
     """Returns what the job's ranks have measured. Raises ServiceError if the coordinator does not answer."""
-    client = CoordinatorClient(coordinator, job, patience_s=PATIENCE_S, tell=say)
+    client = CoordinatorClient(coordinator, job, patience_s=PATIENCE_S, tell=tell)
     try:
         reply: pb.MeasurementsReply = client.call(pb.MeasurementsRequest())
         return reply
