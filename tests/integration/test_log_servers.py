@@ -145,12 +145,12 @@ def test_a_log_server_is_replaced_by_another_and_comes_back(
         capsys.readouterr()
         assert told(coordinator, "--json") == 0
         shown = json.loads(capsys.readouterr().out)
-        assert [server["lost"] for server in shown["log_servers"]] == [
+        assert [server["lost"] for server in shown["view"]["log_places"]] == [
             "was given up by an operator",
-            None,
-            None,
+            "",
+            "",
         ]
-        assert shown["ranks"]["0"] == [two.address, new.address]
+        assert {"rank": 0, "servers": [two.address, new.address]} in shown["view"]["log_copies"]
         assert admin.inventory(one.address, JOB, TIMEOUT_S), "nobody has asked it anything"
         # Once more, the other way round; and said twice, as by somebody who did not see the answer.
         for _ in range(2):

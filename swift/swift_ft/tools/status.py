@@ -35,7 +35,7 @@ one more, which is emptied of this job first. Both together replace a server. Ei
 their state, and the step under way is done again."""
 
 
-def _parser(command: str, description: str, json_help: str) -> Parser:
+def _parser(command: str, description: str) -> Parser:
     parser = Parser(prog=f"swift-ft {command}", description=description)
     known = os.environ.get("SWIFT_COORDINATOR")
     parser.add_argument(
@@ -49,7 +49,7 @@ def _parser(command: str, description: str, json_help: str) -> Parser:
         parser.set_defaults(job="")
     else:
         parser.add_argument("--job", required=True, metavar="NAME")
-    parser.add_argument("--json", action="store_true", help=json_help)
+    parser.add_argument("--json", action="store_true", help="print the coordinator's whole answer as JSON")
     return parser
 
 
@@ -57,7 +57,6 @@ def _answer(
     given: argparse.Namespace,
     ask: Callable[[CoordinatorClient], Any],
     lines: Callable[[Any], Sequence[str]],
-    as_json: Callable[[Any], Any] = as_json,
 ) -> int:
     """Asks the coordinator and prints the answer. A failed call is reported at once, and retried for `PATIENCE_S`.
     Raises ServiceError if the coordinator does not answer."""
@@ -74,19 +73,19 @@ def _answer(
 
 
 def _status(argv: Sequence[str]) -> int:
-    given = _parser("status", OF_STATUS, "print the coordinator's whole answer as JSON").parse_args(argv)
+    given = _parser("status", OF_STATUS).parse_args(argv)
     return _answer(given, CoordinatorClient.status, lines)
 
 
 def _jobs(argv: Sequence[str]) -> int:
-    given = _parser("jobs", OF_JOBS, "print it as JSON").parse_args(argv)
+    given = _parser("jobs", OF_JOBS).parse_args(argv)
     return _answer(given, CoordinatorClient.jobs, job_lines)
 
 
 def _logs(argv: Sequence[str]) -> int:
     """Changes the log servers if requested, then prints the placement. Raises UsageError for flags that contradict each
     other."""
-    parser = _parser("logs", OF_LOGS, "print it as JSON")
+    parser = _parser("logs", OF_LOGS)
     parser.add_argument(
         "--lost", default="", metavar="HOST:PORT", help="give this log server up: it will not come back"
     )
@@ -107,7 +106,7 @@ def _logs(argv: Sequence[str]) -> int:
             client.call(pb.ChangeLogServersRequest(lost=lost, add=add, add_host=host))
         return client.status()
 
-    return _answer(given, ask, log_lines, logs_as_json)
+    return _answer(given, ask, log_lines)
 
 
 _COMMANDS = {"status": _status, "jobs": _jobs, "logs": _logs}
@@ -235,32 +234,9 @@ def _row(job: pb.JobSummary) -> tuple[str, ...]:
 # The log servers of a job.
 
 
-def logs_as_json(status: pb.StatusReply) -> dict[str, Any]:
-    """Returns the output of --json: groups, log servers, and the log servers of each rank."""
-    view, silent = status.view, _silent(status)
-    return {
-        "job": view.job,
-        "generation": view.generation,
-        "state": state_name(view.state),
-        "waiting_for": view.waiting_for,
-        "copies_wanted": view.copies_wanted,
-        "groups": view.groups,
-        "log_servers": [
-            {
-                "address": server.address,
-                "machine": server.host,
-                "lost": server.lost or None,
-                "silent_seconds": silent.get(server.address),
-            }
-            for server in view.log_places
-        ],
-        "ranks": {str(logs.rank): list(logs.servers) for logs in view.log_copies},
-    }
-
-
 def log_lines(status: pb.StatusReply) -> list[str]:
     """Returns the lines of the text output."""
-    view, silent = status.view, _silent(status)
+    view, silent = status.view, {server.address: server.silent_s for server in status.log_servers}
     kept: dict[str, list[str]] = {server.address: [] for server in view.log_places}
     for logs in view.log_copies:
         for number, address in enumerate(logs.servers):
@@ -281,7 +257,3 @@ def log_lines(status: pb.StatusReply) -> list[str]:
             what += f"; has not answered for {silent[server.address]:.0f} s"
         out.append(f"{server.address} on {server.host or 'an unknown machine'}: {what}")
     return out
-
-
-def _silent(status: pb.StatusReply) -> dict[str, float]:
-    return {server.address: round(server.silent_s, 1) for server in status.log_servers}
