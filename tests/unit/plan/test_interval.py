@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from swift_ft.lab.plan import report
-from swift_ft.lab.plan.interval import Pace, balance, best_work_s, daly_s, expected_s, young_s
+from swift_ft.lab.plan.interval import Pace, best_work_s, daly_s, expected_s, young_s
 from swift_ft.lab.plan.model import CostModel
 from swift_ft.lab.plan.profile import Cap
 from tests.unit.plan.profiles import choices, profile
@@ -133,51 +133,6 @@ CERTAIN: dict[str, float] = {"save_s": 0.0, "down_s": 0.0, "ratio": 1.0, "mtbf_s
 
 
 # --- does the log pay? ---
-
-
-def test_bytes_by_hand() -> None:
-    """Back in 26 s with the log; a restore takes 6 s, a step 10 s: a checkpoint in every 1 + 2 (26 - 6) / 10 steps."""
-    found = balance(
-        steps=100, log_bytes=1900, checkpoint_bytes=100, recovery_s=26.0, restore_s=6.0, step_s=10.0
-    )
-    assert (found["equal_interval_steps"], found["avoided"]) == (5.0, 19.0)
-    assert not found["pays"]  # 1900 against 1900
-    assert balance(
-        steps=100, log_bytes=1899, checkpoint_bytes=100, recovery_s=26.0, restore_s=6.0, step_s=10.0
-    )["pays"]
-
-
-def test_no_checkpoint_is_frequent_enough_if_the_log_beats_the_restore_itself() -> None:
-    found = balance(
-        steps=100, log_bytes=10**18, checkpoint_bytes=1, recovery_s=3.0, restore_s=6.0, step_s=10.0
-    )
-    assert (found["equal_interval_steps"], found["avoided"], found["pays"]) == (0.0, math.inf, True)
-
-
-def test_checkpoints_that_are_said_to_be_as_quick_are() -> None:
-    """Everybody restoring K' apart takes as long to recover as the groups do K apart."""
-    model = CostModel(profile(checkpoint_interval_steps=101))
-    found = report.pays_bytes(model, (1, 2, 3))
-    steps = found["equal_interval_steps"]
-    restored = CostModel(profile(checkpoint_interval_steps=1)).predict(())
-    chosen = model.predict((1, 2, 3))
-    assert restored.recovery_s + (steps - 1) / 2 * model.step_s == pytest.approx(chosen.recovery_s)
-    assert found["avoided"] == pytest.approx(101 / steps - 1)
-    assert found["log_bytes"] == 101 * 600
-
-
-def test_the_log_does_not_pay_where_a_checkpoint_is_small() -> None:
-    big: dict[str, Any] = {
-        "forward_bytes": (10**6,) * 3,
-        "backward_bytes": (10**6,) * 3,
-        "log_read_bytes_per_s": 1e12,
-    }
-    small, large = (
-        report.build(profile(checkpoint_interval_steps=101, checkpoint_bytes=(size,) * 4, **big), None)
-        for size in (10**3, 10**10)
-    )
-    assert not small["pays"]["pays"]
-    assert large["pays"]["pays"]
 
 
 CAPS = [

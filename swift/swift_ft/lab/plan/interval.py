@@ -13,7 +13,6 @@ mtbf / ratio. So a log that replays four times as fast acts on the interval like
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from scipy.optimize import brentq
 
@@ -88,27 +87,3 @@ def _above_line(x: float) -> float:
     if x > 0.01:
         return -math.log1p(-x) - x
     return sum(x**power / power for power in range(9, 1, -1))
-
-
-def balance(
-    *, steps: int, log_bytes: int, checkpoint_bytes: int, recovery_s: float, restore_s: float, step_s: float
-) -> dict[str, Any]:
-    """Compares the log's bytes of one interval with those of the checkpoints that would shorten recovery as much.
-
-    Restoring a checkpoint in all ranks, with K' steps between checkpoints, is as fast as a recovery with the log if
-
-        down + (K' - 1) / 2 step + step / 2  =  recovery with the log
-
-    so in K steps the log avoids K / K' - 1 checkpoints. `restore_s`: recovery of all ranks without the repeated steps,
-    except for half a step. K' is 0 if no interval is short enough; the number of avoided checkpoints is infinite then.
-    """
-    equal = 1 + 2 * (recovery_s - restore_s) / step_s
-    equal = equal if equal >= 1 else 0.0
-    avoided = max(0.0, steps / equal - 1) if equal else math.inf
-    return {
-        "log_bytes": log_bytes,
-        "checkpoint_bytes": checkpoint_bytes,
-        "equal_interval_steps": equal,
-        "avoided": avoided,
-        "pays": checkpoint_bytes > 0 and log_bytes < checkpoint_bytes * avoided,
-    }

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swift_ft.lab import drawing
-from swift_ft.lab.plan.interval import Pace, balance, daly_s, young_s
+from swift_ft.lab.plan.interval import Pace, daly_s, young_s
 from swift_ft.lab.plan.model import CostModel, Cuts, Floats, Prediction
 from swift_ft.lab.plan.profile import Cap, Profile
 from swift_ft.text import size_words, table, time_words
@@ -251,20 +251,6 @@ def merges(model: CostModel) -> list[Cuts]:
 # Whether the log pays off, and the best checkpoint interval. docs/planning.md derives it.
 
 
-def pays_bytes(model: CostModel, chosen: Cuts) -> dict[str, Any]:
-    """Compares the log's bytes with those of the checkpoints that it avoids."""
-    profile = model.profile
-    restore_s, step_s = model.means((), 0.0)
-    return balance(
-        steps=profile.checkpoint_interval_steps,
-        log_bytes=model.bytes_per_step(chosen) * profile.checkpoint_interval_steps,
-        checkpoint_bytes=sum(profile.checkpoint_bytes),
-        recovery_s=model.expected_recovery_s(chosen),
-        restore_s=restore_s,
-        step_s=step_s,
-    )
-
-
 def pace(model: CostModel, cuts: Cuts) -> Pace:
     """Returns the time model of a checkpoint interval with these cuts."""
     profile, step_s = model.profile, model.step_s + model.overhead_s(cuts)
@@ -374,7 +360,6 @@ def build(profile: Profile, cap: Cap | None) -> dict[str, Any]:
         },
         "swift": swift,
         "compared": _finite(compared(rows, swift)),
-        "pays": _finite(pays_bytes(model, chosen)),
         "interval": _finite(intervals(model, chosen, [point.cuts for point in curve.points], cap)),
     }
 
@@ -469,7 +454,6 @@ def text(document: dict[str, Any]) -> list[str]:
         "",
         *_chosen(document),
         "",
-        _pays_words(document),
         *_interval_words(document),
     ]
 
@@ -570,28 +554,11 @@ def _run_words(what: str, first: int, end: int) -> str:
     return f"{what} {first}" if end == first + 1 else f"{what}s {first} to {end - 1}"
 
 
-def _pays_words(document: dict[str, Any]) -> str:
-    pays = document["pays"]
-    log, checkpoint = size_words(pays["log_bytes"]), size_words(pays["checkpoint_bytes"])
-    if not document["chosen"]["logged"]:
-        return "bytes: nothing is logged between groups; everybody restores the checkpoint"
-    if pays["avoided"] is None:
-        return (
-            f"bytes: the log pays: {log}, and no frequency of checkpoints ({checkpoint} each) is back as soon"
-        )
-    verdict = "the log pays" if pays["pays"] else "the log does not pay"
-    return (
-        f"bytes: {verdict}: {log} against {pays['avoided']:.1f} checkpoints of {checkpoint} avoided in "
-        f"{document['checkpoint_interval_steps']} steps (back as soon without a log: one every "
-        f"{pays['equal_interval_steps']:.1f} steps)"
-    )
-
-
 def _interval_words(document: dict[str, Any]) -> list[str]:
     interval = document["interval"]
     verdict = "the log pays" if interval["log_pays"] else "the log does not pay"
     titles = (("best", "best of all"), ("chosen", "these groups"), ("without_log", "without a log"))
-    lines = [f"time: {verdict}; the share of it that is training, at the best interval:"]
+    lines = [f"{verdict}; the share of time that is training, at the best interval:"]
     for name, title in titles:
         option = interval[name]
         if option is None:
