@@ -55,23 +55,20 @@ class Frontier:
     resolution_bytes: int
     """0: exact. Else the unit, in bytes per step, to which each boundary's size was rounded up."""
 
-    def within(self, edge_bytes: float) -> Point | None:
-        """Returns the point with the shortest recovery within so many bytes per step; None if there is none."""
-        fitting = [point for point in self.points if point.edge_bytes <= edge_bytes]
-        return fitting[-1] if fitting else None
-
-    def by(self, recovery_s: float) -> Point | None:
-        """Returns the point with the fewest bytes within this expected recovery; None if there is none."""
-        return next((point for point in self.points if point.recovery_s <= recovery_s), None)
-
 
 class TooManyCandidates(Exception):
     """Raised if the frontier needs too many candidates: arbitrary sizes may give a point for every choice of groups."""
 
 
-def exact(model: CostModel, *, worst_s: float = math.inf, candidates_max: int = CANDIDATES_MAX) -> Frontier:
+def exact(
+    model: CostModel,
+    others: Sequence[Cuts] = (),
+    *,
+    worst_s: float = math.inf,
+    candidates_max: int = CANDIDATES_MAX,
+) -> Frontier:
     """Returns the frontier of all choices in which no group takes longer than `worst_s`; without points if there is
-    none."""
+    none. `others`: further known choices, which a rounded frontier may lack."""
     cost = np.where(model.recovery_s <= worst_s, model.expected_s, np.inf)
     sizes = model.edge_bytes[: model.n].copy()  # sizes[0] = 0: no boundary before machine 0
     quickest = shortest(cost)
@@ -91,19 +88,9 @@ def exact(model: CostModel, *, worst_s: float = math.inf, candidates_max: int = 
             # Rounding up adds less than a unit per boundary, so the rounded sizes fit into units_max.
             resolution = -(-most // (units_max - model.n))
             frontier = on_grid(cost, -(-sizes // resolution), units_max)
-    return _made(model, [*frontier, quickest], resolution)
-
-
-def joined(
-    model: CostModel, frontier: Frontier, choices: Iterable[Cuts], *, worst_s: float = math.inf
-) -> Frontier:
-    """Merges known choices into the frontier: one that is not exact may lack them."""
-    allowed = [cuts for cuts in choices if model.worst_recovery_s(cuts) <= worst_s]
-    return _made(model, [*(point.cuts for point in frontier.points), *allowed], frontier.resolution_bytes)
-
-
-def _made(model: CostModel, choices: Iterable[Cuts], resolution: int) -> Frontier:
-    return Frontier(points=_undominated(_point(model, cuts) for cuts in choices), resolution_bytes=resolution)
+            frontier += [cuts for cuts in others if model.worst_recovery_s(cuts) <= worst_s]
+    points = _undominated(_point(model, cuts) for cuts in [*frontier, quickest])
+    return Frontier(points=points, resolution_bytes=resolution)
 
 
 def shortest(cost: Floats) -> Cuts | None:
@@ -376,31 +363,25 @@ def choose(model: CostModel, cap: Cap | None, others: Sequence[Cuts] = ()) -> tu
     `others`: further known choices, for a frontier that is not exact.
     """
     if cap is not None and cap.kind == "worst_recovery_s":
-        within = _frontier(model, others, cap.value)
+        within = exact(model, others, worst_s=cap.value)
         if within.points:
             return within, within.points[0].cuts, ""
-        curve = _frontier(model, others)
+        curve = exact(model, others)
         closest = min(curve.points, key=lambda point: model.worst_recovery_s(point.cuts))
         least = f"{model.worst_recovery_s(closest.cuts):.4g} s is the least that is found"
         return curve, closest.cuts, f"no groups recover from every failure within {cap.value:g} s; {least}"
-    curve = _frontier(model, others)
+    curve = exact(model, others)
     if cap is None:
         return curve, curve.points[-1].cuts, ""
-    point: Point | None
     if cap.kind == "recovery_s":
-        point, last = curve.by(cap.value), curve.points[-1]
+        last = curve.points[-1]
+        quick = [point.cuts for point in curve.points if point.recovery_s <= cap.value]
         problem = f"no groups recover within {cap.value:g} s on average; {last.recovery_s:.4g} s is the least"
-        return (curve, point.cuts, "") if point is not None else (curve, last.cuts, problem)
+        return (curve, quick[0], "") if quick else (curve, last.cuts, problem)
     profile = model.profile
-    room = cap.value // profile.checkpoint_interval_steps - profile.other_bytes
-    point = curve.within(max(room, 0))  # a single group logs no bytes, so it is within any cap
-    assert point is not None
-    return curve, point.cuts, ""
-
-
-def _frontier(model: CostModel, others: Sequence[Cuts], worst_s: float = math.inf) -> Frontier:
-    curve = exact(model, worst_s=worst_s)
-    return joined(model, curve, others, worst_s=worst_s) if curve.resolution_bytes else curve
+    room = max(cap.value // profile.checkpoint_interval_steps - profile.other_bytes, 0)
+    # A single group logs no bytes, so it is within any cap.
+    return curve, [point.cuts for point in curve.points if point.edge_bytes <= room][-1], ""
 
 
 def _row(model: CostModel, cuts: Cuts) -> dict[str, Any]:
