@@ -145,7 +145,7 @@ def make_parser() -> Parser:
         description="Predicts the share of time that is training, of every strategy, by formula and by simulation.",
         epilog="docs/goodput.md has the model",
     )
-    parser.add_argument("--goodput", action="store_true", required=True)
+    parser.add_argument("--goodput", action="store_true", help=argparse.SUPPRESS)
     presets = list(figures.PRESETS)
     parser.add_argument(
         "--preset", choices=presets, default=PRESET_DEFAULT, help="a published cluster; default: %(default)s"

@@ -5,6 +5,7 @@ long as one replica remains there, the rest in the following stages. Throughput 
 losses, with whole backwards and 1F1B's memory, over that of the plan; both compute the whole batch.
 """
 
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -258,7 +259,7 @@ def make_parser() -> Parser:
         description="Predicts the throughput with which replicas do the work of lost ranks.",
         epilog="docs/adaptive.md has the model",
     )
-    parser.add_argument("--adaptive", action="store_true", required=True)
+    parser.add_argument("--adaptive", action="store_true", help=argparse.SUPPRESS)
     for name, unit, words in (
         ("stages", "P", "of the pipeline, one on each rank"),
         ("replicas", "D", "of each stage"),
