@@ -33,7 +33,7 @@ from swift_ft.log.directory import (
     server_runs,
     sub_directories,
 )
-from swift_ft.log.frame import FrameHeader, decode_record
+from swift_ft.log.frame import decode_record
 from swift_ft.log.manifest import GRANTED, NO_UID, JobMeta, StreamMeta
 from swift_ft.log.record import DTYPE_BY_NAME, MARK_SLOT, Record, declared, stream_tag
 from swift_ft.log.segment import (
@@ -143,28 +143,18 @@ _LOOKS = 5
 _LOOK_AGAIN_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One record in a file."""
-
-    path: Path
-    scanned: ScannedRecord
-
-    @property
-    def header(self) -> FrameHeader:
-        return self.scanned.header
-
-    def read(self) -> Record:
-        """Reads the record and verifies its checksums and digest. Raises RecordCorrupt, or FileNotFoundError if it was
-        dropped."""
-        fd = open_regular(self.path, os.O_RDONLY)
-        try:
-            data = os.pread(fd, self.header.frame_bytes, self.scanned.offset)
-        finally:
-            os.close(fd)
-        if len(data) != self.header.frame_bytes:
-            raise RecordCorrupt(f"{self.header.key}: the file ends within it")
-        return decode_record(self.header, memoryview(data)[self.header.header_bytes :])
+def _stored(path: Path, scanned: ScannedRecord) -> Record:
+    """Reads a record and verifies its checksums and digest. Raises RecordCorrupt, or FileNotFoundError if it was
+    dropped."""
+    header = scanned.header
+    fd = open_regular(path, os.O_RDONLY)
+    try:
+        data = os.pread(fd, header.frame_bytes, scanned.offset)
+    finally:
+        os.close(fd)
+    if len(data) != header.frame_bytes:
+        raise RecordCorrupt(f"{header.key}: the file ends within it")
+    return decode_record(header, memoryview(data)[header.header_bytes :])
 
 
 class Apart(ServiceError):
@@ -326,7 +316,7 @@ class DirectoryLog:
             if _kept(record, facts.first_sequence, trimmed):
                 _count(record, facts)
                 if verified is not None and not record.damaged:
-                    _verify(Stored(scan.path, record), facts, verified)
+                    _verify(scan.path, record, facts, verified)
             expected = max(expected, record.header.sequence + 1)
         assert facts.segments is not None
         ending = "damaged" if scan.damage else str(scan.ending)
@@ -359,16 +349,12 @@ class DirectoryLog:
                 ]
                 for record in scan.records:
                     if _kept(record, first, meta.trimmed_below_step) and wanted(record.header.key.step):
-                        yield name, _read(name, Stored(scan.path, record))
+                        try:
+                            yield name, _stored(scan.path, record)
+                        except LogError as error:
+                            raise RecordCorrupt(f"{name} record {record.header.sequence}: {error}") from None
                 if unknown:
                     raise RecordCorrupt(f"{name}: {unknown[0].reason}; nobody knows of which steps it was")
-
-
-def _read(stream: str, stored: Stored) -> Record:
-    try:
-        return stored.read()
-    except LogError as error:
-        raise RecordCorrupt(f"{stream} record {stored.header.sequence}: {error}") from None
 
 
 def _kept(record: ScannedRecord, first: int, trimmed: int) -> bool:
@@ -387,17 +373,17 @@ def _count(record: ScannedRecord, facts: StreamFacts) -> None:
         facts.unlogged = (min(begin, steps.first), max(end, steps.last))
 
 
-def _verify(stored: Stored, facts: StreamFacts, verified: Verified) -> None:
+def _verify(path: Path, scanned: ScannedRecord, facts: StreamFacts, verified: Verified) -> None:
     try:
-        stored.read()
+        _stored(path, scanned)
     except FileNotFoundError:
         return  # trimmed meanwhile
     except LogError as error:
-        where = f"record {stored.header.sequence} at offset {stored.scanned.offset}"
-        facts.problems.append(f"{stored.path.name}: {where}: {error}")
+        where = f"record {scanned.header.sequence} at offset {scanned.offset}"
+        facts.problems.append(f"{path.name}: {where}: {error}")
         return
     verified.records += 1
-    verified.bytes += stored.header.frame_bytes
+    verified.bytes += scanned.header.frame_bytes
 
 
 def served_facts(address: str, timeout_s: float, job: str = "", stream: str = "") -> LogFacts:
