@@ -61,27 +61,37 @@ def library() -> Path:
 _waits: Counter[tuple[str, str]] = Counter()
 _refusing = 0
 _HERE = str(Path(__file__))
+_ROOT = Path(__file__).parents[2]
+LINES = 4
+"""How many are told of a wait: the innermost one is often a helper."""
 
 
-def _line() -> str:
-    """Where the program stands that made torch wait."""
+def _lines() -> str:
+    """Where the program stands that made torch wait: "file:line", then its callers'."""
+    lines: list[str] = []
     frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
+    while frame is not None and len(lines) < LINES:
         path = frame.f_code.co_filename
-        if not path.startswith(str(_TORCH)) and path != _HERE:
-            return f"{os.path.relpath(path, Path(__file__).parents[2])}:{frame.f_lineno}"
+        if not path.startswith((str(_TORCH), _HERE, "<")):
+            lines.append(f"{os.path.relpath(path, _ROOT)}:{frame.f_lineno}")
         frame = frame.f_back
-    return "a thread of torch's own"
+    return " < ".join(lines) or "a thread of torch's own"
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)
 def _on_wait(what: bytes) -> int:
-    _waits[what.decode(), _line()] += 1
+    where = _lines()
+    _waits[what.decode(), where] += 1
+    if directory := os.environ.get("SIMULATED_WAITS"):
+        with (Path(directory) / str(os.getpid())).open("a") as file:
+            file.write(f"{what.decode()} | {where}\n")
     return _refusing
 
 
 def waits() -> dict[tuple[str, str], int]:
-    """(what, "file:line") -> how often the host has waited for a device since the last call."""
+    """(what, "file:line < its caller's < …") -> how often the host has waited for a device since the last call.
+
+    With SIMULATED_WAITS=DIRECTORY each process also writes them into a file there, a line each."""
     seen = dict(_waits)
     _waits.clear()
     return seen
