@@ -5,8 +5,11 @@ import contextlib
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.device.simulated import no_waits
 
@@ -83,3 +86,25 @@ def test_a_gpt_trains(optimizer: str, autocast: bool) -> None:
     assert not equal(first, without_dropout)
     assert equal(without_dropout, train("cpu", optimizer, 0.0, autocast))
     assert without_dropout[-1] < without_dropout[-STEPS]
+
+
+def test_fsdp2_trains_on_its_side_streams() -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("simulated", (1,))
+    torch.manual_seed(0)
+    plain, sharded = GPT(0.0).to("simulated"), GPT(0.0).to("simulated")
+    sharded.load_state_dict(plain.state_dict())
+    for block in sharded.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    tokens = torch.randint(V, (B, T), device="simulated")
+    torch.accelerator.synchronize()
+    with no_waits():
+        for model in (plain, sharded):
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(STEPS):
+                sgd.zero_grad()
+                model(tokens).square().mean().backward()
+                sgd.step()
+    parts = [parameter.full_tensor() for parameter in sharded.parameters()]  # type: ignore[attr-defined]
+    assert equal([p.cpu() for p in plain.parameters()], [part.cpu() for part in parts])
