@@ -14,8 +14,9 @@
 //
 // Memory: each device has one region that is mapped twice. What `data_ptr()` shows is the mapping that nobody may
 // touch, so the host dies of a stray read (SIGSEGV); streams know the other one. A block that is freed is handed out
-// again at once, as CUDA's caching allocator does: it is overwritten in the order of the stream that it was made on.
-// Only other streams that were recorded on it are waited for. Fresh memory is 0xFF bytes: NaN.
+// again at once, as CUDA's caching allocator does; only other streams that were recorded on it are waited for. With the
+// next allocation on its stream, of whatever size, it is overwritten in the order of that stream: somebody else could
+// have got it. Fresh memory is 0xFF bytes: NaN.
 //
 // An error in a kernel is sticky: from then on every call fails. Nothing may be used in a fork. It knows no graphs, no
 // communication between processes, and no kernel that the CPU does not have.
@@ -299,13 +300,25 @@ auto& blocks = *new std::unordered_map<void*, Block>;
 auto& free_blocks = *new std::map<std::tuple<DeviceIndex, StreamId, size_t>, std::vector<void*>>;
 size_t live_bytes[DEVICES], live_bytes_max[DEVICES];
 
+std::vector<void*> handed_back[DEVICES];  // and not overwritten yet
+
 void hand_back(void* address) {
   std::lock_guard lock(memory_lock);
   auto& block = blocks.at(address);
-  // Before the next owner's first kernel, behind all that its stream has been given.
-  auto poison = [to = on_engine(address).second, bytes = block.bytes] { memset(to, 0xFF, bytes); };
-  queue_of(block.device, block.stream).push(poison);
   free_blocks[{block.device, block.stream, block.bytes}].push_back(address);
+  handed_back[block.device].push_back(address);
+}
+
+// Whoever asks for memory on this stream might get any block that was handed back there: behind all that the stream has
+// been given so far, their bytes are somebody else's. (Under memory_lock.)
+void overwrite_handed_back(DeviceIndex d, StreamId stream) {
+  auto& queue = queue_of(d, stream);
+  std::erase_if(handed_back[d], [&](void* address) {
+    auto& block = blocks.at(address);
+    if (block.stream != stream) return false;
+    queue.push([to = on_engine(address).second, bytes = block.bytes] { memset(to, 0xFF, bytes); });
+    return true;
+  });
 }
 
 void free_block(void* address) {
@@ -336,6 +349,7 @@ struct DeviceMemory final : DeviceAllocator {
     if (!wanted) return {nullptr, nullptr, &free_block, Device(KIND, d)};
     size_t bytes = (wanted + GRAIN - 1) / GRAIN * GRAIN;
     std::lock_guard lock(memory_lock);
+    overwrite_handed_back(d, current_stream[d]);
     auto& free = free_blocks[{d, current_stream[d], bytes}];
     void* address;
     if (!free.empty()) {

@@ -70,9 +70,8 @@ def copied_while_freed(record: bool, reuse: bool) -> torch.Tensor:
             tensor.record_stream(side)
         address = tensor.data_ptr()
         del tensor
-        if reuse:
-            again = torch.zeros(N, device=DEVICE)
-            assert (again.data_ptr() == address) is not record  # at once, unless it is in use
+        again = torch.zeros(N if reuse else 7 * N, device=DEVICE)
+        assert (again.data_ptr() == address) is (reuse and not record)  # at once, unless it is in use
         main.synchronize()
     side.synchronize()
     return host
@@ -82,6 +81,23 @@ def test_freed_memory_belongs_to_somebody_else_at_once() -> None:
     assert copied_while_freed(record=False, reuse=True).eq(0).all()
     assert copied_while_freed(record=False, reuse=False).isnan().all()
     assert torch.equal(copied_while_freed(record=True, reuse=True), torch.arange(float(N)))
+
+
+def test_memory_of_a_side_stream_is_free_for_that_stream_only() -> None:
+    """As FSDP2 does it: the stream waits for the last use before it is asked for memory again."""
+    main, side, host = accelerator.current_stream(), torch.Stream(DEVICE), pinned()
+    with side:
+        tensor = torch.ones(N, device=DEVICE)
+    main.wait_stream(side)
+    with held(main):
+        host.copy_(tensor, non_blocking=True)
+        used = main.record_event()
+        del tensor
+        with side:
+            side.wait_event(used)
+            torch.zeros(N, device=DEVICE)
+    accelerator.synchronize()
+    assert host.eq(1).all()
 
 
 def test_more_memory_than_there_is() -> None:
