@@ -50,6 +50,9 @@ class Device(Protocol):
     def pin(self, address: int, size: int) -> Callable[[], None]:
         """Pins host memory that is there; returns a function that unpins it. Raises ServiceError."""
 
+    def wait(self, event: Event) -> None:
+        """Makes the host wait for an event of `mark`."""
+
     def synchronize(self) -> None:
         """Waits until all that is queued on the device is over."""
 
@@ -84,6 +87,9 @@ class Host:
 
     def pin(self, address: int, size: int) -> Callable[[], None]:
         return lambda: None
+
+    def wait(self, event: Event) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass
@@ -125,6 +131,9 @@ class Accelerator:
     def pin(self, address: int, size: int) -> Callable[[], None]:
         self._module.pin(address, size)
         return lambda: self._module.unpin(address)
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.torch)
@@ -181,6 +190,50 @@ def device_types() -> list[str]:
     """Returns the types of devices whose tensors this process may have: the CPU and torch's accelerator, if any."""
     kind = torch.accelerator.current_accelerator()
     return ["cpu"] if kind is None else ["cpu", kind.type]
+
+
+class Readings:
+    """What the host wants to know of a step's tensors on a device, read at the step's one wait for the device.
+
+    (any part of the step) ``later``, ``then`` … (before the first update; at the step's end) ``settle``; ``drop``
+
+    What is asked is answered in the order of the calls. Tensors of the host are answered at once, unless others wait.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+        self._device: Device | None = None
+
+    def later(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
+        """Calls ``use(copy on the host)`` with the values that `tensor` has now in its stream."""
+        if tensor.device.type == "cpu":
+            use(tensor)
+            return
+        self._device = device_of(tensor.device)
+        host = self._device.pinned(tensor.numel(), tensor.dtype)
+        # In the training stream: the next kernel there may overwrite the tensor.
+        host.copy_(tensor.detach().reshape(-1), non_blocking=True)
+        self._waiting.append(lambda: use(host.view(tensor.shape)))
+
+    def then(self, use: Callable[[], None]) -> None:
+        """Calls `use` in its turn."""
+        if self._waiting:
+            self._waiting.append(use)
+        else:
+            use()
+
+    def settle(self) -> None:
+        """Waits once for the device if something waits for it, and answers. Raises what an answer raises."""
+        if self._device is None or not self._waiting:
+            return
+        self._device.wait(self._device.mark())
+        waiting, self._waiting = self._waiting, []
+        for use in waiting:
+            use()
+
+    def drop(self) -> None:
+        """Answers nothing of what was asked: the step is dropped."""
+        self._waiting.clear()
 
 
 # --- Default generators ---

@@ -213,6 +213,8 @@ def unfit(
     optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], names: tuple[str, ...]
 ) -> bool:
     """(before the step) Returns whether these parameters cannot be computed backwards."""
+    if not parameters:
+        return True  # none of the bucket's has a gradient
     tensors: list[torch.Tensor] = []
     for parameter in parameters:
         states = [optimizer.state.get(parameter, {}).get(name) for name in names]

@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from swift_ft import torch_private
 from swift_ft.comm.process_groups import Interrupted
-from swift_ft.device import Device, Event, accelerator_in_use
+from swift_ft.device import Device, Event, Readings, accelerator_in_use
 from swift_ft.errors import LogInterrupted, RecordMissing, ReplayRefused, ServiceError, UsageError
 from swift_ft.log import record as streams
 from swift_ft.log.reader import LogReader, ReadFilter, StreamCursor
@@ -467,6 +467,7 @@ class Channel:
         self._assignment = assignment
         self._origin = assignment.slots[rank].dp_rank
         self.randomness = Randomness(seed, self._origin)
+        self.readings = Readings()
         self.faults = faults
         self._in_microbatch = 0
         """Microbatch whose forward or backward is under way; for fault injection."""
@@ -571,6 +572,7 @@ class Channel:
 
     def drop_step(self) -> None:
         """Releases the step's lent tensors without checking them: the step is done again and compared then."""
+        self.readings.drop()
         self._capture.drop()
 
     def begin_step(self, step: int) -> None:

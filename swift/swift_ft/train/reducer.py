@@ -204,7 +204,10 @@ class Reducer:
         """Writes the first row of `flat` into the gradients. `divisor`: None if the row is divided already."""
         *parts, used = torch.split(flat[0], _sizes(bucket))
         targets, values = [], []
-        for parameter, part, users in zip(bucket, parts, used.tolist(), strict=True):
+        # A parameter with a gradient here is used: only for others the host has to read what a device has summed.
+        everywhere = all(parameter.grad is not None for parameter in bucket)
+        users_of = [1] * len(bucket) if everywhere else used.tolist()
+        for parameter, part, users in zip(bucket, parts, users_of, strict=True):
             if users == 0:
                 continue
             if parameter.grad is None:

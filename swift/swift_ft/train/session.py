@@ -504,7 +504,12 @@ class Session:
         )
         channel.finishes_cut_steps = config.finishes_cut_steps
         losses = Losses(rank, config.non_finite_loss, channel)
-        witness = Witness(member.say_differs, lambda: communicator.broken is not None, losses.check)
+        witness = Witness(
+            member.say_differs,
+            lambda: communicator.broken is not None,
+            losses.check,
+            readings=channel.readings,
+        )
         channel.watch(witness)
         tape = Tape(witness)
         for group in groups.values():

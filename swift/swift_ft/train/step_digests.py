@@ -25,6 +25,7 @@ import xxhash
 from torch.utils._pytree import tree_leaves
 
 from swift_ft import torch_private
+from swift_ft.device import Readings
 from swift_ft.state.tensors import byte_view
 from swift_ft.train.transcript import INPUT, LOSS, OUTPUT, Difference, Seen, Transcript
 from swift_ft.train.transcript import RESULT as RESULT
@@ -43,11 +44,14 @@ class Witness:
         broken: Callable[[], bool],
         look: Callable[[int, str, torch.Tensor], None],
         *,
+        readings: Readings | None = None,
         whole: bool = False,
     ) -> None:
         """`differs(step, words)` is called at the first difference. `broken()`: the step's results are invalid.
-        `look(step, what, loss)` is called with every loss. `whole`: large tensors are digested completely."""
+        `look(step, what, loss)` is called with every loss. `readings`: when a device's tensors are digested; None: at
+        once, and the host waits for each. `whole`: large tensors are digested completely."""
         self.whole = whole
+        self._readings = readings
         self._look = look
         self.differs = differs
         self._broken = broken
@@ -112,8 +116,16 @@ class Witness:
         seen = Seen(kind, stage, microbatch, slot, name)
         if torch.is_grad_enabled() and (kind == LOSS or (kind == OUTPUT and tensor.numel() == 1)):
             self._look(self._step, seen.what(), tensor)
-        if not self.quiet:
+        if self.quiet:
+            return
+        if self._readings is None:
             self.note(seen, self._digest_of(tensor))
+        elif tensor.device.type != "cpu" and _is_plain(tensor):
+            about, sample = _about(tensor), _sample(tensor, whole=self.whole)
+            self._readings.later(sample, lambda host: self.note(seen, _digest(about, host)))
+        else:
+            digest = self._digest_of(tensor)
+            self._readings.then(lambda: self.note(seen, digest))
 
     def _digest_of(self, tensor: torch.Tensor) -> bytes:
         """Returns the tensor's digest. Cached, since a module's output is mostly the next one's input."""
@@ -187,15 +199,32 @@ def tensors_of(values: Any) -> Iterable[torch.Tensor]:
 def digest_of(tensor: torch.Tensor, *, whole: bool = False) -> bytes:
     """Returns a digest of a tensor's bits, dtype and shape. Tensors without plain memory (sparse, meta) are digested by
     dtype and shape only. `whole`: all bits of a large tensor, not a sample."""
-    about = f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+    if not _is_plain(tensor):
+        return xxhash.xxh3_128_digest(_about(tensor))
+    return _digest(_about(tensor), _sample(tensor, whole=whole))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
     ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if not ordinary or tensor.device.type == "meta":
-        return xxhash.xxh3_128_digest(about)
-    state = xxhash.xxh3_128(about)
+    return ordinary and tensor.device.type != "meta"
+
+
+def _about(tensor: torch.Tensor) -> bytes:
+    return f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+
+
+def _sample(tensor: torch.Tensor, *, whole: bool) -> torch.Tensor:
+    """Returns the elements that are digested, on the tensor's device."""
     with torch_private.without_modes():
         flat = tensor.detach()
         if flat.nbytes > SAMPLED_BYTES and not whole:
             flat = flat.reshape(-1)[:: -(-flat.nbytes // SAMPLED_BYTES)]
-        if flat.numel():
-            state.update(byte_view(flat).data)
+        return flat
+
+
+def _digest(about: bytes, sample: torch.Tensor) -> bytes:
+    state = xxhash.xxh3_128(about)
+    with torch_private.without_modes():
+        if sample.numel():
+            state.update(byte_view(sample).data)
     return state.digest()

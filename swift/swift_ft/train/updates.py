@@ -78,7 +78,10 @@ class Losses:
         """Reports a loss that is not finite. Raises NonFiniteLoss if the trainer chose "fail"."""
         if self._choice == "ignore" or self._channel.replaying or not _has_numbers(loss):
             return
-        worst = _worst(loss.detach())
+        self._channel.readings.later(loss.detach(), lambda read: self._judge(step, what, read))
+
+    def _judge(self, step: int, what: str, loss: torch.Tensor) -> None:
+        worst = _worst(loss)
         if math.isfinite(worst):
             return
         # A loss usually stays so; it is reported at the first step only.
@@ -488,6 +491,7 @@ class Updates:
                     closure()
             raise Rehearsed
         if not self.stepped:
+            self._channel.readings.settle()
             self.before_update()
             if not (self.held or self.ahead):
                 self.commit()
@@ -529,6 +533,7 @@ class Updates:
         A step may end without an update (a loss that is not finite, a scaler that has skipped it). Then all replicas of
         a stage must end it so. Raises UsageError if they do not, and the errors of the vote.
         """
+        self._channel.readings.settle()
         self.check_whole()
         self.cut_step.check_step(self.stepped)
         if self.committed:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from swift_ft.device import Readings
 from swift_ft.errors import NonFiniteLoss, UsageError
 from swift_ft.train.config import SessionConfig
 from swift_ft.train.step_digests import Witness
@@ -16,7 +17,7 @@ GOOD = torch.tensor(1.5)
 
 
 def witness_of(choice: str, *, replaying: bool = False) -> Witness:
-    losses = Losses(3, choice, SimpleNamespace(replaying=replaying))
+    losses = Losses(3, choice, SimpleNamespace(replaying=replaying, readings=Readings()))
     return Witness(lambda step, words: None, lambda: False, losses.check)
 
 
@@ -58,6 +59,6 @@ def test_what_a_module_returns_as_its_loss_counts_and_nothing_else_does() -> Non
 
 
 def test_what_comes_of_a_lost_peer_is_no_loss() -> None:
-    losses = Losses(0, "fail", SimpleNamespace(replaying=False))
+    losses = Losses(0, "fail", SimpleNamespace(replaying=False, readings=Readings()))
     broken = Witness(lambda step, words: None, lambda: True, losses.check)
     broken.saw(LOSS, 0, 0, 0, BAD)

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
+from swift_ft.device import Readings
 from swift_ft.planner import Assignment
 from swift_ft.planner.groups import RecoveryGroups
 from swift_ft.state.rng import Randomness
@@ -28,6 +29,9 @@ class Still:
     """A channel that lends nothing."""
 
     replaying = False
+
+    def __init__(self) -> None:
+        self.readings = Readings()
 
     def wait_copied(self) -> None: ...
 
