@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -307,20 +308,27 @@ def test_generators_of_the_host_are_left_alone() -> None:
 
 def test_tensors_of_two_devices_in_one_operation_are_refused() -> None:
     x, y = numbers(), torch.ones(N, device=f"{DEVICE}:1")
-    with pytest.raises(RuntimeError, match="two devices"):
-        x + y
+    for call in (lambda: x + y, lambda: x.dot(y), lambda: torch.cat([x, y])):
+        with pytest.raises(RuntimeError, match="two devices"):
+            call()
     assert (x + y.to(x.device)).device == x.device
 
 
 def test_a_copy_between_devices_is_behind_both() -> None:
     x, y = numbers(), torch.zeros(N, device=f"{DEVICE}:1")
-    with no_waits(), held(), held(accelerator.current_stream(y.device)):
-        x.add_(1)
-        y.add_(5)
-        y.copy_(x)
-        y.mul_(2)
-        x.fill_(0)
-    assert torch.equal(y.cpu(), (torch.arange(float(N)) + 1) * 2)
+    ours, theirs = accelerator.current_stream(x.device), accelerator.current_stream(y.device)
+    for first, other in ((ours, theirs), (theirs, ours)):
+        with no_waits(), held(first):
+            x.copy_(torch.arange(float(N)).pin_memory(), non_blocking=True)
+            x.add_(1)
+            y.fill_(5)
+            y.copy_(x)
+            y.mul_(2)
+            x.fill_(0)
+            time.sleep(0.05)  # for a device that does not wait
+            assert not other.query()
+        accelerator.synchronize(y.device)
+        assert torch.equal(y.cpu(), (torch.arange(float(N)) + 1) * 2)
 
 
 def test_tensors_of_the_host_are_refused() -> None:
