@@ -167,7 +167,7 @@ def test_a_run_that_differs_from_its_twin_fails(twins: Twins, tmp_path: Path) ->
         (["--kill", "rank=7,step=3"], "rank must be 0 to 3"),
         (["--kill", "rank=2,step=99"], "step must be 0 to 14"),
         (["--kill", "rank=2;step=3"], "step is missing"),
-        (["--kill", "rank=2,step=3,phase=reduce"], "without replicas"),
+        (["--kill", "rank=2,step=3,phase=reduce"], "there is no phase reduce"),
         (["--replicas", "0"], "--replicas must be at least 1"),
         (["--replicas", "2", "--kill", "rank=8,step=3"], "rank must be 0 to 7"),
         (["--updates", "wait_free"], "needs replicas"),

@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from swift_ft import torch_private
 from swift_ft.comm.process_groups import Interrupted
-from swift_ft.device import Device, Event, Readings, accelerator_in_use
+from swift_ft.device import Device, Event, Readings, device_of
 from swift_ft.errors import LogInterrupted, RecordMissing, ReplayRefused, ServiceError, UsageError
 from swift_ft.log import record as streams
 from swift_ft.log.reader import LogReader, ReadFilter, StreamCursor
@@ -274,9 +274,25 @@ class DeviceCapture:
         del self._ring
 
 
-def capture_for(writer: SidecarWriter) -> Capture:
-    accelerator = accelerator_in_use()
-    return HostCapture(writer) if accelerator is None else DeviceCapture(writer, accelerator)
+class Captures:
+    """The capture of a rank: a device's from its first tensor of a device on. A trainer may set its device up after the
+    log is open."""
+
+    def __init__(self, writer: SidecarWriter) -> None:
+        self._writer = writer
+        self._chosen: HostCapture | DeviceCapture = HostCapture(writer)
+
+    def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
+        if tensor.device.type != "cpu" and isinstance(self._chosen, HostCapture):
+            self._chosen.wait_copied()
+            self._chosen = DeviceCapture(self._writer, device_of(tensor.device))
+        self._chosen.record(stream, key, tensor, now=now, keep=keep)
+
+    def wait_copied(self) -> None:
+        self._chosen.wait_copied()
+
+    def drop(self) -> None:
+        self._chosen.drop()
 
 
 # Fault injection at a layer: after the forward of a module inside of a stage, and before its backward.
@@ -554,7 +570,7 @@ class Channel:
         """(once) Logs into this writer from now on."""
         if self._opened is not None:
             raise AssertionError("Channel.open: the log is open already")
-        self._opened = capture_for(writer)
+        self._opened = Captures(writer)
 
     def keep_nothing(self) -> None:
         """(a warm-up, once) Like `open`, without a log."""
