@@ -192,6 +192,28 @@ def device_types() -> list[str]:
     return ["cpu"] if kind is None else ["cpu", kind.type]
 
 
+def cause_on_device(error: BaseException) -> torch.AcceleratorError | None:
+    """Returns the device's own error that has caused this one, or None. Such an error is sticky: every later call on
+    the device fails in this process. One that says that memory is used up is not."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, torch.AcceleratorError) and getattr(seen, "error_code", None) != _NO_MEMORY:
+            return seen
+        seen = seen.__cause__ or seen.__context__  # autograd and pipelining wrap it
+    return None
+
+
+_NO_MEMORY = 2
+"""cudaErrorMemoryAllocation: of calls that are not torch's allocator, which raises OutOfMemoryError."""
+
+
+def break_device() -> None:
+    """(fault injection) Queues a kernel that fails on the current accelerator. Raises ServiceError without one."""
+    if (there := accelerator_in_use()) is None:
+        raise ServiceError("kind=device: this rank has used no device")
+    torch.zeros(1, device=there.torch).index_select(0, torch.ones(1, dtype=torch.int64, device=there.torch))
+
+
 class Readings:
     """What the host wants to know of a step's tensors on a device, read at the step's one wait for the device.
 

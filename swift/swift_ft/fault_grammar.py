@@ -24,6 +24,7 @@ from swift_ft.errors import UsageError
 #     rank=2,step=8,phase=snapshot                   while rank 2 sends its snapshot of version 8 (--strategy snapshot)
 #     kind=stop,rank=2,step=17,for=5                 SIGSTOP there, SIGCONT 5 s later
 #     kind=hang,rank=2,step=17,for=5                 its thread waits there for 5 s; the process stays alive
+#     kind=device,rank=2,step=17                     a kernel fails there on its device, on which no later call works
 #     kind=slow,rank=2,step=17,factor=4,for=5        from there on it gets a quarter of the CPU time, for 5 s
 #     kind=network,rank=2,step=17,link=e0,for=5      the machine of rank 2 loses that link for 5 s
 #     service=logserver,step=12                      the log server is killed when training reaches that step
@@ -41,7 +42,9 @@ from swift_ft.errors import UsageError
 # check which failures they can inject. Parsing knows all words and raises `UsageError`, in one line that names the
 # allowed values. A failure round-trips through ``str``.
 
-KINDS = ("kill", "stop", "hang", "slow", "network")
+KINDS = ("kill", "stop", "hang", "device", "slow", "network")
+FOR_GOOD = ("kill", "device")
+"""Kinds that end the process."""
 PHASES = (
     "forward",
     "backward",
@@ -383,8 +386,8 @@ def lasting(fields: Fields, kind: str, *, mixed: bool = False) -> tuple[float | 
     for_s, factor = fields.seconds("for"), fields.decimal("factor", 1.0, FACTOR_MAX)
     link = fields.text("link", LINK, LINK_WORDS)
     if not mixed:
-        if kind == "kill" and for_s is not None:
-            raise fields.error("a kill is for good: leave for= out")
+        if kind in FOR_GOOD and for_s is not None:
+            raise fields.error(f"a {kind} is for good: leave for= out")
         if kind in ("slow", "network") and for_s is None:
             raise fields.error(f"kind={kind} needs for=SECONDS")
         if (kind == "slow") != (factor is not None):
@@ -463,7 +466,7 @@ def fault_id(index: int) -> str:
 
 ENV_FAULTS = "SWIFT_FAULTS"
 ENV_FAULTS_DIR = "SWIFT_FAULTS_DIR"
-IN_THE_RANK = ("kill", "stop", "hang")
+IN_THE_RANK = ("kill", "stop", "hang", "device")
 """Kinds that a rank inflicts on itself. For all others it only reports that it has reached the place, and waits."""
 
 

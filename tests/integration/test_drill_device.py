@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from swift_ft import events
 from tests.device import simulated
 
 pytestmark = [
@@ -90,3 +91,15 @@ def test_a_half_applied_step_is_taken_back_and_the_replica_copied(tmp_path: Path
 )
 def test_each_strategy(words: str, phase: str, tmp_path: Path) -> None:
     drill(tmp_path, "--stages", "2", *words.split(), "--kill", f"rank=1,step=6,phase={phase}")
+
+
+@pytest.mark.parametrize("phase", ["backward", pytest.param("forward", marks=MATRIX)])
+def test_a_rank_whose_device_fails_ends_at_once_and_is_replaced(phase: str, tmp_path: Path) -> None:
+    words = ["--stages", "2", "--kill", f"kind=device,rank=1,step=4,microbatch=1,phase={phase}"]
+    report = drill(tmp_path, *words, "--directory", str(tmp_path / "drill"))
+    assert "replay" in report["strategy"].values()
+    lost = [
+        each for each in events.read(tmp_path / "drill" / "run" / "events") if each["event"] == "device_lost"
+    ]
+    assert [each["rank"] for each in lost] == [1]
+    assert "an earlier kernel failed" in lost[0]["reason"]

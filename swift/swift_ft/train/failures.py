@@ -17,7 +17,17 @@ from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.backend import Misspeculated, advice_on, let_go, words_of
 from swift_ft.comm.process_groups import Interrupted, ProcessGroups
-from swift_ft.errors import LogError, LogUnavailable, ReplayRefused, SwiftError, UsageError, is_difference
+from swift_ft.device import cause_on_device
+from swift_ft.errors import (
+    LogError,
+    LogUnavailable,
+    ReplayRefused,
+    ServiceError,
+    SwiftError,
+    UsageError,
+    is_difference,
+)
+from swift_ft.text import tell
 from swift_ft.train.coordinator_session import RESAY_S, Member
 
 # A trainer's own exception in a step ends the job, unless the operator allows the step to be repeated.
@@ -94,6 +104,7 @@ class Failures:
 
         `generation` in which it was raised.
         """
+        self._leave_if_device_is_lost(error)
         let_go(error)
         if self._member.noticed:
             self.await_notice(error)
@@ -121,6 +132,7 @@ class Failures:
         `suspected_in`: generation whose connections broke; it is reported to the coordinator. `again`: reason to repeat
         the step if the error was not a broken connection but the trainer's own.
         """
+        self._leave_if_device_is_lost(error)
         words = again or words_of(error)
 
         def suspect() -> None:
@@ -131,6 +143,21 @@ class Failures:
             error,
             suspect if suspected_in else None,
         )
+
+    def _leave_if_device_is_lost(self, error: Exception) -> None:
+        """Ends this process if a device's error has caused this one: no later call on that device works, so this rank
+        has nothing to offer in a recovery. At once: the launcher then checks the place and replaces the rank."""
+        broken = self._communicator.broken
+        if cause_on_device(error) is None and (broken is None or cause_on_device(broken) is None):
+            return
+        reason = words_of(error)
+        events.emit("device_lost", rank=self._rank, reason=reason)
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            tell(
+                f"rank {self._rank} has lost its device, and ends so that another process takes its place: {reason}"
+            )
+        os._exit(ServiceError.exit_code)
 
     def _await_notice(self, error: Exception, statement: Callable[[], None] | None) -> None:
         """Waits for a newer generation. `statement` is the report to the coordinator, repeated meanwhile."""

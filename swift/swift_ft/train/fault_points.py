@@ -5,6 +5,7 @@ The environment variable ``SWIFT_FAULTS`` holds a JSON list of ``{"id", "rank", 
 
     "kill" (default)  sends SIGKILL to itself, so that it ends in the middle of its work, like a lost machine
     "stop"            sends SIGSTOP to itself
+    "device"          queues a kernel that fails on its device, on which no later call works
     "hang"            its thread waits for ``for_s`` seconds, or forever
     "pause"           only does what "hold" requires
 
@@ -27,6 +28,7 @@ from pathlib import Path
 import torch
 
 from swift_ft import events
+from swift_ft.device import break_device
 from swift_ft.errors import ServiceError
 from swift_ft.fault_grammar import ENV_FAULTS, ENV_FAULTS_DIR
 
@@ -189,6 +191,8 @@ class FaultInjector:
             case "hang":
                 threading.Event().wait(fault.for_s)
                 events.emit("fault_over", rank=self._rank, id=fault.id)
+            case "device":
+                break_device()
             case _:
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -31,9 +31,11 @@ def when(draw: st.DrawFn) -> dict[str, float | int]:
 
 @st.composite
 def lasting(draw: st.DrawFn) -> dict[str, object]:
-    kind = draw(st.sampled_from(["kill", "stop", "hang", "slow", "network"]))
+    kind = draw(st.sampled_from(["kill", "stop", "hang", "device", "slow", "network"]))
     if kind == "kill":
         return {}
+    if kind == "device":
+        return {"kind": kind}
     if kind == "slow":
         factor = draw(st.integers(1000, 10**6).map(lambda thousandths: thousandths / 1000))
         return {"kind": kind, "factor": factor, "for_s": draw(seconds)}

@@ -97,7 +97,7 @@ def test_parses(spec: str, fault: Fault) -> None:
         ("corrupt=log,step=1,stream=../x", "s<stage>.F"),
         ("corrupt=checkpoint,step=1", "rank is missing"),
         ("corrupt=checkpoint,rank=1", "step is missing"),
-        ("kind=burn,rank=1,step=3", "unknown kind 'burn': one of kill, stop, hang, slow, network"),
+        ("kind=burn,rank=1,step=3", "unknown kind 'burn': one of kill, stop, hang, device, slow, network"),
         ("rank=1,step=3,for=2", "a kill is for good"),
         ("kind=slow,rank=1,step=3,for=2", "kind=slow needs factor=F"),
         ("kind=slow,rank=1,step=3,factor=2", "kind=slow needs for=SECONDS"),

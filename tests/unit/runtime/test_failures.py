@@ -8,12 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from swift_ft._pb import coordinator_pb2 as pb
 from swift_ft.comm.backend import is_communication
 from swift_ft.comm.gloo import GlooBackend
 from swift_ft.comm.rank_store import stores_of
-from swift_ft.errors import Divergence, Fenced
+from swift_ft.errors import Divergence, Fenced, ServiceError
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.failures import Failures, Retries
 from tests.unit.control.test_client import Served
@@ -116,3 +117,66 @@ def test_groups_that_cannot_be_built_while_it_is_away_are_no_error_of_the_traine
     with pytest.raises(RuntimeError, match=r"^process group: no answer from the coordinator") as raised:
         stores_of(world.member.client)(1).check(["built-1"])
     assert is_communication(raised.value, GlooBackend().is_lost_peer)
+
+
+STICKY = torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore of it")
+
+
+def wrapped(error: Exception) -> Exception:
+    """As pipelining wraps it."""
+    outer = RuntimeError("[Stage 1] failed to run forward:")
+    outer.__cause__ = error
+    return outer
+
+
+class Left(BaseException):
+    """In place of the end of the process."""
+
+
+@pytest.mark.parametrize("error", [STICKY, wrapped(STICKY)], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("noticed", [False, True], ids=["alone", "while another is lost"])
+def test_a_rank_without_its_device_leaves_at_once_and_offers_nothing(
+    world: World,
+    error: Exception,
+    noticed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr("os._exit", leave)
+    world.member._noticed += noticed
+    for handle in (world.failures.handle, world.failures.await_notice):
+        with pytest.raises(Left) as left:
+            handle(error, 1)
+        assert left.value.args == (ServiceError.exit_code,)  # the launcher checks the place, then replaces it
+    line = capsys.readouterr().err.splitlines()[0]
+    assert line.startswith("swift: rank 0 has lost its device")
+    assert "an illegal memory access was encountered" in line
+    assert world.served.scripted.requests == []
+
+
+def test_a_device_that_failed_behind_a_collective_is_lost_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr("os._exit", leave)
+    groups: Any = SimpleNamespace(lost_peer=lambda error: False, broken=STICKY)
+    with pytest.raises(Left):
+        Failures(0, world.member, groups, Retries(0), TIMEOUT_S).handle(RuntimeError("process group"), 1)
+
+
+def of_memory() -> torch.AcceleratorError:
+    error = torch.AcceleratorError("CUDA error: out of memory")
+    error.error_code = 2
+    return error
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), of_memory()])
+def test_memory_that_is_used_up_is_the_trainers_error(world: World, error: Exception) -> None:
+    with pytest.raises(type(error)):
+        world.failures.handle(error, 1)
+    assert world.heard(pb.FailRequest) == 1

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from swift_ft import fault_grammar
 from swift_ft.fault_grammar import (
+    FOR_GOOD,
     PHASES,
     RECOVERY_PHASES,
     CoordinatorFault,
@@ -197,7 +198,7 @@ def _corrupt_log(fault: CorruptFault, asked: "DrillConfig") -> Iterator[str]:
 
 def _is_kill_or_flip(fault: Fault) -> bool:
     """Returns whether the fault is a kill or a bit flip at coordinates: a drill supports no others."""
-    others = isinstance(fault, FillFault) or (isinstance(fault, RankFault) and fault.kind != "kill")
+    others = isinstance(fault, FillFault) or (isinstance(fault, RankFault) and fault.kind not in FOR_GOOD)
     timed = getattr(fault, "at_s", None) is not None or getattr(fault, "for_s", None) is not None
     return not (others or timed or (isinstance(fault, CoordinatorFault) and not fault.state))
 

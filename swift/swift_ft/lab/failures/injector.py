@@ -559,8 +559,8 @@ def _check(found: Schedule, args: argparse.Namespace, *, alone: bool) -> None:
     flag = f"run: {FLAG}"
     for fault in found.faults:
         match fault:
-            case RankFault(kind="hang", at_s=float()):
-                raise UsageError(f"{flag} {fault}: a thread hangs at a place in a step: give step=N")
+            case RankFault(kind="hang" | "device", at_s=float()):
+                raise UsageError(f"{flag} {fault}: the rank does it at a place in a step: give step=N")
             case RankFault(kind="network", link=link):
                 check_link(link, flag)
             case CoordinatorFault(state=state) if state:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift_ft.fault_grammar import (
+    FOR_GOOD,
     CoordinatorFault,
     CorruptCheckpointFault,
     CorruptCopyFault,
@@ -90,7 +91,7 @@ def _never(fault: Fault) -> str:
 
 
 def _lasts(fault: Fault) -> bool:
-    return isinstance(fault, RankFault) and fault.kind != "kill"
+    return isinstance(fault, RankFault) and fault.kind not in FOR_GOOD
 
 
 def _is_sign(fault: Fault, injected: Event, event: Event) -> bool:
@@ -99,7 +100,7 @@ def _is_sign(fault: Fault, injected: Event, event: Event) -> bool:
     name, mine = event["event"], event.get("rank") == injected.get("rank")
     made_anew, reason = name == "view_seen", f"{event.get('reason', '')} "
     match fault:
-        case RankFault(kind="kill"):
+        case RankFault(kind="kill" | "device"):
             return name == "child_exit" and event.get("pid") == injected.get("pid")
         case RankFault():
             fenced = f"rank {injected.get('rank')} " in reason

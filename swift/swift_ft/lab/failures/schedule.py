@@ -30,6 +30,7 @@ from typing import Any
 from swift_ft import fault_grammar
 from swift_ft.errors import UsageError
 from swift_ft.fault_grammar import (
+    FOR_GOOD,
     KINDS,
     MICROBATCH_PHASES,
     CorruptCheckpointFault,
@@ -114,7 +115,7 @@ class What:
 
     def hits(self, ranks: Sequence[int], at: float, generator: random.Random) -> Iterator[RankFault]:
         """Yields the failures of these ranks of one host at time `at`, in steps or seconds."""
-        lasts = None if self.kind == "kill" else self.for_s
+        lasts = None if self.kind in FOR_GOOD else self.for_s
         fields_: dict[str, Any] = {"kind": self.kind, "for_s": lasts}
         if self.kind == "slow":
             fields_["factor"] = self.factor
