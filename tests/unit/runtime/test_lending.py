@@ -41,7 +41,7 @@ class Ring:
 
 
 def lent(channel: Channel) -> list[Any]:
-    return list(cast(Any, channel)._capture.lent)
+    return list(cast(Any, channel)._capture._chosen.lent)
 
 
 @pytest.fixture
