@@ -9,8 +9,14 @@ stream of its own, pinned memory), generators to seed, and what tells it from ot
 (`tests/unit/test_project.py` checks it).
 """
 
+import ctypes
 import functools
+import os
+import re
+import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -143,6 +149,11 @@ class Accelerator:
         generators: Sequence[torch.Generator] = self._module.default_generators
         return generators
 
+    def facts(self) -> dict[str, str]:
+        """Returns what decides which kernels are chosen on devices of this kind, as far as no environment variable
+        does. Of all devices that this process sees: which one is the rank's may not be known yet."""
+        return {"device": self.torch.type}
+
     def free_cache(self) -> None:
         """Gives memory that torch keeps for later tensors back to the device."""
         torch.accelerator.empty_cache()
@@ -150,6 +161,46 @@ class Accelerator:
 
 class Cuda(Accelerator):
     """What CUDA alone has."""
+
+    def facts(self) -> dict[str, str]:
+        cuda: Any = torch.cuda
+        backends: Any = torch.backends.cuda
+        blas: Any = backends.matmul
+        dnn: Any = torch.backends.cudnn
+        seen = (cuda.get_device_properties(index) for index in range(cuda.device_count()))
+        devices = {
+            f"{each.name}, {each.multi_processor_count} multiprocessors, {each.total_memory >> 30} GiB, "
+            f"capability {each.major}.{each.minor}"
+            for each in seen
+        }
+        attentions = {
+            "flash": backends.flash_sdp_enabled(),
+            "efficient": backends.mem_efficient_sdp_enabled(),
+            "cudnn": backends.cudnn_sdp_enabled(),
+            "math": backends.math_sdp_enabled(),
+        }
+        inductor: Any = sys.modules.get("torch._inductor.config")  # reads the variables where it is imported
+        autotune = inductor is not None and (inductor.max_autotune or inductor.max_autotune_gemm)
+        return {
+            **super().facts(),
+            "gpu": "; ".join(sorted(devices)),
+            "gpu_driver": _driver(),
+            "cuda": str(torch.version.cuda or getattr(torch.version, "hip", None)),
+            "cublas": _cublas_version(),
+            "cudnn": str(dnn.version()),
+            "nccl": str(cuda.nccl.version()) if torch.distributed.is_nccl_available() else "",
+            "triton": _version_of("triton"),
+            "cuda_matmul_precision": blas.fp32_precision,
+            "cudnn_precision": f"{dnn.conv.fp32_precision}, {dnn.rnn.fp32_precision}",
+            "cuda_reduced_precision": f"{blas.allow_fp16_reduced_precision_reduction}, "
+            f"{blas.allow_bf16_reduced_precision_reduction}, {blas.allow_fp16_accumulation}",
+            "cuda_libraries": f"{backends.preferred_blas_library()}, {backends.preferred_linalg_library()}",
+            "cuda_attention": " ".join(name for name, enabled in attentions.items() if enabled),
+            "cudnn_enabled": str(dnn.enabled),
+            "cudnn_benchmark": str(dnn.benchmark),
+            "tunable_op": str(cuda.tunable.is_enabled() and cuda.tunable.tuning_is_enabled()),
+            "max_autotune": str(autotune or any(os.environ.get(name) == "1" for name in _AUTOTUNE)),
+        }
 
     def pin(self, address: int, size: int) -> Callable[[], None]:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -159,6 +210,42 @@ class Cuda(Accelerator):
                 f"{size} bytes of the log's queue cannot be pinned (CUDA error {error}); give a smaller log_queue_bytes"
             )
         return lambda: cudart.cudaHostUnregister(address)
+
+
+_AUTOTUNE = ("TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM")
+
+
+def _driver(told: Path = Path("/proc/driver/nvidia/version")) -> str:
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)?", told.read_text())
+    except OSError:
+        return "unknown"
+    return found[0] if found else "unknown"
+
+
+def _cublas_version() -> str:
+    """Asks the library that torch has loaded. torch itself does not tell."""
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{str(torch.version.cuda).partition('.')[0]}")
+        numbers = [ctypes.c_int() for _ in range(3)]  # major, minor, patch
+        for which, number in enumerate(numbers):
+            library.cublasGetProperty(which, ctypes.byref(number))
+    except (OSError, AttributeError):
+        return "unknown"
+    return ".".join(str(number.value) for number in numbers)
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def facts() -> dict[str, str]:
+    """Returns `Accelerator.facts` of the devices that this process may use; empty without a device. Sets CUDA up."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return {} if kind is None else _accelerator(kind.type, torch.accelerator.current_device_index()).facts()
 
 
 _HOST = Host()

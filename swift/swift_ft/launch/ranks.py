@@ -135,6 +135,8 @@ def rank_env(
         "TORCHELASTIC_RUN_ID": machine.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        # cuBLAS reads it with its first handle; the session refuses values that do not give the same bits each time.
+        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         "SWIFT_INCARNATION": incarnation,
         "SWIFT_RUN": job.run,
         "SWIFT_LOCAL_PLACE": str(local_rank),

@@ -2,11 +2,13 @@
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from swift_ft import device
 from swift_ft.cli_parser import metrics_address
 from swift_ft.errors import UsageError
 from swift_ft.log.codec import NAMES as CODECS
@@ -50,6 +52,15 @@ ENVIRONMENT = (
     "OMP_DYNAMIC",
     "ATEN_CPU_CAPABILITY",
     "GLIBC_TUNABLES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "PYTORCH_TUNABLEOP_ENABLED",
+    "PYTORCH_TUNABLEOP_TUNING",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_NVLS_ENABLE",
 )
 _MODEL = ("vendor_id", "cpu family", "model", "model name", "stepping")
 # The fields of an ARM CPU.
@@ -73,7 +84,34 @@ def determinism_fingerprint(undo: str) -> dict[str, str]:
         "onednn": str(torch.backends.mkldnn.enabled),
         "default_dtype": str(torch.get_default_dtype()),
         **{name.lower(): os.environ.get(name, "") for name in ENVIRONMENT},
+        **device.facts(),
     }
+
+
+def device_problems(facts: Mapping[str, str]) -> list[str]:
+    """Returns what lets a CUDA device compute other bits in another process, each with its remedy. `facts`: a
+    fingerprint. Nothing is known of other devices. Not seen: what a script autotunes by itself (`triton.autotune`,
+    ``torch.compile(mode="max-autotune")``)."""
+    if "cuda" not in facts:
+        return []
+    wrong = {
+        "kernels may add in another order each time: torch.use_deterministic_algorithms(True) (warn_only=True if an "
+        "operation has no other kernel)": facts["deterministic_algorithms"] != "True",
+        "cuBLAS may split sums in another way: CUBLAS_WORKSPACE_CONFIG=:4096:8": facts[
+            "cublas_workspace_config"
+        ]
+        not in CUBLAS_WORKSPACES,
+        "cuDNN chooses kernels by time: torch.backends.cudnn.benchmark = False": facts["cudnn_benchmark"]
+        == "True",
+        "TunableOp chooses kernels by time: PYTORCH_TUNABLEOP_TUNING=0": facts["tunable_op"] == "True",
+        "torch.compile chooses kernels by time: TORCHINDUCTOR_MAX_AUTOTUNE=0": facts["max_autotune"]
+        == "True",
+    }
+    return [problem for problem, holds in wrong.items() if holds]
+
+
+CUBLAS_WORKSPACES = (":4096:8", ":16:8")
+"""Those with which cuBLAS promises the same bits. `swift-ft run` gives ranks the first, before they use a device."""
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -175,7 +213,7 @@ class SessionConfig:
     """Optimizer steps between two copies of the state in host memory, for strategy="snapshot" (0: 10), and for "auto",
     which goes back to them where that takes less time than a replay (0: no copies)."""
     allow_inexact: bool = False
-    """Allows strategies whose results differ in bits from a run without failures."""
+    """Allows strategies, and settings of a CUDA device, whose results differ in bits from a run without failures."""
     groups: str = ""
     """Recovery groups, such as "0-1,2-3": runs of stages that fail and recover together. Only tensors that pass between
     groups are logged. Empty: every rank is its own group."""

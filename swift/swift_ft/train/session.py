@@ -40,6 +40,7 @@ from swift_ft.train.config import (
     SessionConfig,
     checkpoint_directory,
     determinism_fingerprint,
+    device_problems,
     fitted,
     place_from_environment,
 )
@@ -356,6 +357,7 @@ class Session:
             )
         self._state.check_complete()
         self._state.remember()
+        self._check_devices()
         if self._shadow is not None:
             self._shadow.run(self._gate.around(train_step), num_steps)
         events.emit("run_begin", rank=self.rank, script_seconds=warm_up.script_seconds())
@@ -694,6 +696,17 @@ class Session:
             self._updates.reduced_elsewhere(p for p in stage.submod.parameters() if p.requires_grad)
         elif self._updates.wait_free:
             self._updates.awaited.add(stage)
+
+    def _check_devices(self) -> None:
+        """Raises UsageError if a stage is on a device that may compute other bits the next time."""
+        modules = (stage.submod for stage in self._state.stages)
+        if self._config.allow_inexact or all(p.device.type == "cpu" for m in modules for p in m.parameters()):
+            return
+        if problems := device_problems(determinism_fingerprint(self._config.undo)):
+            raise UsageError(
+                f"the job would not be exact on its devices: {'; '.join(problems)}. Set it at its start, or say "
+                "allow_inexact=True (--allow-inexact)"
+            )
 
     def _show_metrics(self, job: str) -> Callable[[], None]:
         listen = self._config.metrics_listen or os.environ.get(ENV_METRICS_LISTEN, "")

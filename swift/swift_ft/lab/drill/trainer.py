@@ -58,6 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     topology = Topology(**options.values_of(args, Topology))
     if args.grow:
         shrinking.await_growth()
+    torch.use_deterministic_algorithms(torch.device(args.device).type == "cuda")
     with swift_ft.Session.from_env(
         seed=args.seed,
         checkpoint_every=args.checkpoint_every,
