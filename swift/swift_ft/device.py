@@ -14,6 +14,7 @@ import functools
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -108,6 +109,12 @@ class Accelerator:
         """`device`: with its index."""
         self.torch = device
         self._module: Any = torch.get_device_module(device)
+        self._owed: Event | None = None
+
+    @functools.cached_property
+    def _copies(self) -> torch.Stream:
+        """All copies of the state: in order, so the newest event stands for all."""
+        return self.new_stream()
 
     def new_stream(self) -> torch.Stream:
         return torch.Stream(device=self.torch)
@@ -130,6 +137,28 @@ class Accelerator:
         with stream:
             to.copy_(tensor, non_blocking=True)
         tensor.record_stream(stream)
+
+    def copy_all_out(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Event:
+        """Queues copies (into pinned memory, of a tensor) in one go on a stream of their own, behind all work queued on
+        the current stream so far and all earlier such copies. Returns the event of their end."""
+        self.hold(self.mark(), self._copies)
+        with self._copies:
+            for to, tensor in pairs:
+                to.copy_(tensor, non_blocking=True)
+        for _, tensor in pairs:
+            tensor.record_stream(self._copies)
+        return self.mark(self._copies)
+
+    def owe(self, copied: Event) -> None:
+        """Lets the next update wait for an event of `copy_all_out`."""
+        self._owed = copied
+
+    def settle_copies(self) -> None:
+        """(before an update or another change of the state) Holds the current stream for the copies that are owed."""
+        if self._owed is not None:
+            self.hold(self._owed)
+            if self._owed.query():  # until then another stream may ask as well
+                self._owed = None
 
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
@@ -248,13 +277,28 @@ def facts() -> dict[str, str]:
     return {} if kind is None else _accelerator(kind.type, torch.accelerator.current_device_index()).facts()
 
 
+def settle_copies() -> None:
+    """`Accelerator.settle_copies` of the device in use, if there is one."""
+    if (accelerator := accelerator_in_use()) is not None:
+        accelerator.settle_copies()
+
+
 _HOST = Host()
+_POLL_S = 0.0001
+
+
+def until_over(event: Event) -> None:
+    """(a thread of ours, none of the trainer's) Waits for an event without holding a lock of the device's."""
+    while not event.query():
+        time.sleep(_POLL_S)
 
 
 def device_of(device: torch.device) -> Device:
     """Returns the `Device` that tensors on `device` are on."""
-    if device.type == "cpu":
-        return _HOST
+    return _HOST if device.type == "cpu" else accelerator_of(device)
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     return _accelerator(device.type, index)
 

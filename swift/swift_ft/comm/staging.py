@@ -9,7 +9,6 @@ Tensors of the host pass as they are. Neither the trainer's thread nor the train
 memory comes from torch's cache, which gives none away before the copies from and to it are over.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,7 @@ import torch
 
 from swift_ft.comm.message_collectives import Message, SummingWire
 from swift_ft.comm.worker_thread import Runner, Task
-from swift_ft.device import Device, Event, device_of
-
-_POLL_S = 0.0001
+from swift_ft.device import Device, Event, device_of, until_over
 
 
 class StagedWire:
@@ -56,7 +53,7 @@ class StagedWire:
             self._wire.sum(tensor)
             return
         host, copied = self._copy_out(tensor.contiguous())
-        _until(copied)
+        until_over(copied)
         self._wire.sum(host)
         tensor.copy_(host.view_as(tensor), non_blocking=True)
 
@@ -70,12 +67,6 @@ class StagedWire:
         return host, device.mark(self._side)
 
 
-def _until(copied: Event) -> None:
-    """(a thread of the fabric) Waits without holding a lock of the device's."""
-    while not copied.query():
-        time.sleep(_POLL_S)
-
-
 class _Sent:
     """A message that the stager sends once its copy is over."""
 
@@ -86,7 +77,7 @@ class _Sent:
 
     def begin(self, copied: Event, send: Callable[[], Message]) -> None:
         """(stager) Sends when the copy is over."""
-        _until(copied)
+        until_over(copied)
         self._message = send()
 
     def wait(self) -> None:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import xxhash
 
+from swift_ft.device import Accelerator, Event, accelerator_of, until_over
 from swift_ft.errors import UsageError
 from swift_ft.files import open_regular, sync_directory
 from swift_ft.log.record import DTYPE_BY_NAME
@@ -354,11 +355,21 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Snapshot:
-    """A copy of a state at one moment, on the CPU. Memory that has two names is copied once."""
+    """A copy of a state at one moment, on the CPU. Memory that has two names is copied once.
 
-    def __init__(self, state: Any, into: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        """`into`: an older copy's tensors by name, which are reused where dtype, shape and strides match. Raises
-        UsageError if the state contains a value that a checkpoint cannot hold."""
+    A device's tensors are copied in one go beside its other work. The host waits when it reads `tensors`. The device
+    waits at once for what the next step's computation may change, and in the next update for `late`.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        into: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        late: Container[int] = (),
+    ) -> None:
+        """`into`: an older copy's tensors by name, which are reused where dtype, shape and strides match. `late`:
+        addresses of tensors that only updates change. Raises UsageError if the state contains a value that a checkpoint
+        cannot hold."""
         try:
             tensors, self.skeleton = split(state)
             check_skeleton(self.skeleton)
@@ -367,8 +378,10 @@ class Snapshot:
                 str(error) if isinstance(error, Damaged) else "the state is nested too deep, or in itself"
             )
             raise UsageError(f"the state cannot be saved: {reason}; keep it flatter") from None
-        self.tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._copied: list[tuple[Accelerator, Event]] = []
         self.same: dict[str, str] = {}
+        copies: dict[torch.device, tuple[list[_Copy], list[_Copy]]] = {}
         copied: dict[tuple[Any, ...], str] = {}
         filled: set[int] = set()
         for name, tensor in tensors.items():
@@ -380,16 +393,47 @@ class Snapshot:
                 self.same[name] = first
             else:
                 plain = tensor.detach().resolve_conj().resolve_neg()
-                self.tensors[name] = _copied(plain, into.get(name), filled)
+                if plain.device.type == "cpu":
+                    self._tensors[name] = _copied(plain, into.get(name), filled)
+                else:
+                    copy = _room(plain, into.get(name), filled)
+                    self._tensors[name] = copy[0]
+                    copies.setdefault(plain.device, ([], []))[plain.data_ptr() in late].append(copy)
+        for device, (early, others) in copies.items():
+            self._copy_out(accelerator_of(device), early, others)
+
+    def _copy_out(self, device: Accelerator, early: "list[_Copy]", late: "list[_Copy]") -> None:
+        if early:
+            copied = device.copy_all_out(early)
+            device.hold(copied)
+        if late:
+            copied = device.copy_all_out(late)
+            device.owe(copied)
+        self._copied.append((device, copied))
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The copies by name. Waits until they are there."""
+        for _, event in self._copied:
+            until_over(event)
+        return self._tensors
+
+    def wait(self) -> None:
+        """(the trainer's thread) Waits for the device until the copies are there."""
+        for device, event in self._copied:
+            device.wait(event)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def state(self) -> Any:
         """Returns the copy in the form of the original state."""
-        same = {name: self.tensors[first] for name, first in self.same.items()}
-        return join(self.skeleton, self.tensors | same)
+        return join(self.skeleton, self.named())
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Returns the copies by all names, for `into`."""
+        return self.tensors | {name: self.tensors[first] for name, first in self.same.items()}
 
 
 def _copied(tensor: torch.Tensor, room: torch.Tensor | None, filled: set[int]) -> torch.Tensor:
@@ -400,6 +444,27 @@ def _copied(tensor: torch.Tensor, room: torch.Tensor | None, filled: set[int]) -
         return tensor.to("cpu", copy=True)
     filled.add(room.data_ptr())
     return room.copy_(tensor)
+
+
+_Copy = tuple[torch.Tensor, torch.Tensor]
+
+
+def _room(tensor: torch.Tensor, room: torch.Tensor | None, filled: set[int]) -> _Copy:
+    """Returns pinned memory for a device's tensor, in `room` if that fits, and the tensor as it goes there: as one run
+    of bytes, since a device copies other forms by way of memory that is not pinned."""
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # there are holes in its memory
+        tensor = tensor.contiguous()
+    form = (tensor.dtype, tensor.shape, tensor.stride())
+    if (
+        room is None
+        or room.data_ptr() in filled
+        or (room.dtype, room.shape, room.stride()) != form
+        or not room.is_pinned()
+    ):
+        pinned = accelerator_of(tensor.device).pinned(tensor.numel(), tensor.dtype)
+        return pinned.as_strided(tensor.shape, tensor.stride()), tensor
+    filled.add(room.data_ptr())
+    return room, tensor
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:

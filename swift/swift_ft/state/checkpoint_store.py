@@ -19,7 +19,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,15 +145,16 @@ class CheckpointStore:
         generation: int | None = None,
         *,
         sync: bool = False,
+        late: Container[int] = (),
     ) -> None:
         """Takes a snapshot of `state` now and writes it in the background, one write at a time. An earlier version that
         is not written, or not reported, is given up. `on_durable` returns False if its report was not acknowledged: it
         is repeated for a while. `on_failed` is called once per reason. `generation`: the state's; None: this process's
-        current one. With `sync`, returns once the state is durable or the first attempt has failed. Raises UsageError
-        if the state contains a value that cannot be saved."""
+        current one. With `sync`, returns once the state is durable or the first attempt has failed. `late`: as for
+        `Snapshot`. Raises UsageError if the state contains a value that cannot be saved."""
         began = time.monotonic()
         self._call_off()
-        snapshot = Snapshot(state)
+        snapshot = Snapshot(state, late=late)
         stall_s = time.monotonic() - began
         of = self._holder.entered if generation is None else generation
 

@@ -187,7 +187,13 @@ class Saving(Participant):
                 )
 
         self._store.save(
-            self._state.version, self._state.state_dict(), durable, failed, generation, sync=self._sync
+            self._state.version,
+            self._state.state_dict(),
+            durable,
+            failed,
+            generation,
+            sync=self._sync,
+            late=self._state.changed_by_updates(),
         )
 
     def _begin_recording(self, view: pb.View, generation: int) -> bool:

@@ -193,6 +193,7 @@ class Snapshots(Participant):
     def _copied(self) -> SnapshotCopy:
         spare = self._spare.pop(self._rank, None)
         snapshot = Snapshot(self._state.state_dict(), into={} if spare is None else split(spare.state)[0])
+        snapshot.wait()
         return SnapshotCopy(state=snapshot.state(), digest="", bytes=snapshot.nbytes)
 
     def _received(self, kept: CopyOfSnapshot, version: int) -> SnapshotCopy:

@@ -37,7 +37,6 @@ from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.worker_thread import Task
 from swift_ft.planner import Assignment
 from swift_ft.state.checkpoint_file import Snapshot
-from swift_ft.state.tree import split
 from swift_ft.train.boundary_log import Channel
 from swift_ft.train.coordinator_session import Member
 from swift_ft.train.hook import Hook
@@ -194,8 +193,11 @@ class Staggering(Participant):
         updates.ahead = not waits
         if updates.ahead:
             spare = self._spare.pop() if self._spare else None
-            into = {} if spare is None else split(spare.state())[0]
-            self._copies[self._state.version] = Snapshot(self._state.state_dict(), into=into)
+            self._copies[self._state.version] = Snapshot(
+                self._state.state_dict(),
+                into={} if spare is None else spare.named(),
+                late=self._state.changed_by_updates(),
+            )
 
     def norm(self, part: torch.Tensor, norm_type: float, max_norm: float) -> torch.Tensor:
         """(a step that does not wait) Returns the norm of all gradients as a lazy tensor. `part`: this rank's part of

@@ -16,6 +16,7 @@ import xxhash
 
 from swift_ft import torch_private
 from swift_ft.comm.groups import ReconfigurableGroup
+from swift_ft.device import accelerator_in_use, settle_copies
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.state import fsdp
 from swift_ft.state.carried_gradients import WholeModule
@@ -627,6 +628,7 @@ class TrainerState:
 
         Buffers are left out: the replica's may have grown or changed type by now.
         """
+        settle_copies()
         state = {key: value for key, value in self.state_dict().items() if key != "modules"}
         tensors, _ = split(state | {"stages": {key: parameters for key, parameters, _ in self._halves()}})
         return tensors
@@ -662,6 +664,21 @@ class TrainerState:
             state["gradients"] = left
         state, placements = fsdp.localized(state)
         return {**state, "placements": placements} if placements else state
+
+    def changed_by_updates(self) -> set[int]:
+        """Returns the addresses of a device's tensors that only updates change: the optimizers' parameters and states.
+        Other tensors of the state may be changed by any part of a step."""
+        if accelerator_in_use() is None:
+            return set()
+        trained = [parameter for parameter in self._held() if parameter.requires_grad]
+        states = [
+            value
+            for optimizer in self.optimizers
+            for parameter in trained
+            for value in optimizer.state.get(parameter, {}).values()
+            if isinstance(value, torch.Tensor)
+        ]
+        return {local(tensor).data_ptr() for tensor in (*trained, *states)}
 
     def parts(self) -> dict[str, Any]:
         """Returns the state that replicas must have in common, by part names for messages; objects by name."""
@@ -708,6 +725,7 @@ class TrainerState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads a state. Raises ServiceError if it is another trainer's or another shard's, or, with its name, if one
         of the trainer's objects cannot load it."""
+        settle_copies()
         stages = self.keyed()
         if set(stages) != set(state["stages"]) or len(self.optimizers) != len(state["optimizers"]):
             raise ServiceError(

@@ -29,6 +29,7 @@ import torch
 
 from swift_ft import events
 from swift_ft.comm.backend import Rehearsed
+from swift_ft.device import settle_copies
 from swift_ft.errors import NonFiniteLoss, UsageError
 from swift_ft.state.carried_gradients import LeftGradients
 from swift_ft.state.journal import Journal, UndoResult
@@ -462,6 +463,7 @@ class Updates:
         self.cut_step.finish(bucket)
         self._finished += 1
         self._channel.wait_copied()
+        settle_copies()
         with self.cut_step.own():
             bucket.journal.apply(bucket.index)
         self._fault("update", self._finished - 1, (len(self._buckets) + 1) // 2 - 1)
@@ -498,6 +500,7 @@ class Updates:
         self.stepped += 1
         self._needs_hold = self._needs_hold or self.stepped > 1
         self._channel.wait_copied()
+        settle_copies()
         self.begun = not self.held
         journal.again()
         if len(journal.buckets) == 1 and not journal.complete:

@@ -1,6 +1,6 @@
 """Checkpoints of one rank: what the coordinator hears of them, and when they are due."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +38,7 @@ class Store:
         generation: int,
         *,
         sync: bool,
+        late: Container[int],
     ) -> None:
         self.sync = sync
         if self.error is None:

@@ -51,6 +51,9 @@ class State:
         self.updates, self.version, self.present = updates, 0, True
         self.value = torch.zeros(4)
 
+    def changed_by_updates(self) -> set[int]:
+        return set()
+
     def state_dict(self) -> dict[str, Any]:
         return {"version": self.version, "value": self.value}
 

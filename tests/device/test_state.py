@@ -1,0 +1,124 @@
+"""State of a device: copied out beside training, whose next update waits for the copies and whose host does not."""
+
+import tempfile
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from swift_ft.device import accelerator_in_use, settle_copies
+from swift_ft.state.checkpoint_file import Snapshot
+from swift_ft.state.checkpoint_store import CheckpointStore
+from tests.device.simulated import held, no_waits, waits
+
+DEVICE = "simulated"
+accelerator = torch.accelerator
+
+
+class Holder:
+    fenced = False
+    entered = 0
+
+
+def made() -> dict[str, torch.Tensor]:
+    """A state with two forms of strides, holes and a tied weight; it is on the device already."""
+    weight = torch.arange(12.0).view(3, 4).to(DEVICE)
+    state = {
+        "weight": weight,
+        "tied": weight,
+        "transposed": torch.arange(6.0).view(2, 3).to(DEVICE).T,
+        "holes": torch.arange(6.0).view(2, 3).to(DEVICE)[:, :2],
+        "statistics": torch.arange(5).to(DEVICE),
+        "step": torch.tensor(3.0),
+    }
+    accelerator.synchronize()
+    waits()
+    return state
+
+
+def copies() -> torch.Stream:
+    device = accelerator_in_use()
+    assert device is not None
+    return device._copies
+
+
+def equal(one: Snapshot, other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(one.named()[f"state.{name}"], value) for name, value in other.items())
+
+
+def passed(event: torch.Event) -> None:
+    """Returns when the device has passed it, without a wait of the host's."""
+    while not event.query():
+        pass
+
+
+@pytest.mark.parametrize(
+    "mistake", ["", "no wait of the update", "changed by the forward, and said to be late"]
+)
+def test_a_snapshot_is_of_its_moment(mistake: str) -> None:
+    state, wanted = made(), {name: tensor.cpu() for name, tensor in made().items()}
+    late = {state["weight"].data_ptr()} if not mistake else {tensor.data_ptr() for tensor in state.values()}
+    with held(copies()), no_waits():
+        snapshot = Snapshot(state, late=late)
+        if not mistake.startswith("no wait"):
+            state["statistics"].add_(1)  # the next step's forward
+            computed = accelerator.current_stream().record_event()
+            settle_copies()
+        state["weight"].mul_(2)  # its update
+        if mistake:
+            passed(accelerator.current_stream().record_event() if mistake.startswith("no wait") else computed)
+    accelerator.synchronize()
+    assert equal(snapshot, wanted) is not bool(mistake)
+
+
+def test_computation_goes_on_until_the_update() -> None:
+    state = made()
+    late = {tensor.data_ptr() for tensor in state.values()}
+    with held(copies()), no_waits():
+        snapshot = Snapshot(state, late=late)
+        result = state["weight"] * 2
+        done = torch.accelerator.current_stream().record_event()
+        settle_copies()
+        state["weight"].zero_()
+        passed(done)
+        assert not torch.accelerator.current_stream().query()
+    assert torch.equal(snapshot.tensors["state.weight"] * 2, result.cpu())
+
+
+def test_a_checkpoint_is_written_without_a_wait() -> None:
+    state, wanted = made(), {name: tensor.cpu() for name, tensor in made().items()}
+    written = threading.Event()
+    with tempfile.TemporaryDirectory() as directory:
+        store = CheckpointStore(directory, 0, Holder())
+        with no_waits():
+            for version in (1, 2):
+                written.clear()
+                with held(copies()) if version == 2 else nullcontext():
+                    store.save(
+                        version,
+                        state,
+                        lambda _version: written.set(),
+                        lambda unsaved: pytest.fail(unsaved.reason),
+                        late={state["weight"].data_ptr()},
+                    )
+                    settle_copies()
+                    state["weight"].add_(1)
+                    assert version == 1 or not written.wait(0.1)
+                assert written.wait(20)
+        for version in (1, 2):
+            loaded = store.load(version)
+            assert torch.equal(loaded["weight"].cpu(), wanted["weight"] + version - 1)
+            assert torch.equal(loaded["holes"].cpu(), wanted["holes"])
+            assert loaded["tied"] is loaded["weight"] or loaded["tied"].equal(loaded["weight"])
+            assert loaded["transposed"].stride() == state["transposed"].stride()
+
+
+def test_older_memory_is_used_again() -> None:
+    state = made()
+    older = Snapshot(state)
+    addresses = {name: tensor.data_ptr() for name, tensor in older.tensors.items()}
+    with no_waits():
+        newer = Snapshot(state, into=older.named())
+        assert all(tensor.is_pinned() for name, tensor in newer.tensors.items() if name != "state.step")
+    assert {name: tensor.data_ptr() for name, tensor in newer.tensors.items()} == addresses
