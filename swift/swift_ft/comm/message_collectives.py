@@ -63,11 +63,21 @@ class MessageCircuit:
                 self._stream = device.new_stream()
                 device.adopt(self._stream)
             device.hold(queued)
-            messages.carry_out(run)
-            done.append(device.mark())
+            try:
+                messages.carry_out(run)
+            finally:
+                done.append(device.mark())
+                if self._runner.stopped:
+                    # The caller may have gone on already. What it has dropped, this call keeps until nothing writes
+                    # to it: else another tensor would be there.
+                    device.wait(done[0])
+
+        def continued() -> None:
+            for event in done:
+                device.hold(event)
 
         task = self._runner.submit(carry_out)
-        task.continued = lambda: device.hold(done[0])
+        task.continued = continued
         return task
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Pending:

@@ -46,7 +46,8 @@ class Task:
         self.done = False
         self.error: Exception | None = None
         self.continued: Callable[[], None] | None = None
-        """Called by the thread that has waited for the task: it orders its device's work behind the task's."""
+        """Called by the thread that has waited for the task, however it ended: it orders its device's work behind the
+        task's."""
 
     def carry_out(self) -> None:
         """(runner) Runs the call. Its result or its error wakes the waiting thread."""
@@ -83,10 +84,10 @@ class Task:
         """Waits for the end. Raises the task's error, or Broken."""
         with self._over:
             pass
-        if self.error is not None:
-            raise self.error
         if self.continued is not None:
             self.continued()
+        if self.error is not None:
+            raise self.error
 
 
 class Runner:
@@ -123,6 +124,10 @@ class Runner:
             self._tasks.put(None)
         for task in left:
             task.end(self._stopped)
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped is not None
 
     def join(self, timeout_s: float) -> None:
         """Waits for the thread to end, so that it does not outlive the interpreter. A hung thread is given up."""
