@@ -109,9 +109,8 @@ def bottleneck(shares: Mapping[str, float]) -> str:
 #     (record, later)  events are polled; records whose event is over are published, in order, whole
 #     (wait_copied)  the training stream waits on the device for the newest event: later work may overwrite the tensor
 #
-# Tests of DeviceCapture run with a fake device everywhere (`tests/unit/runtime/test_capture.py`), and with a CUDA
-# device where there is one (`tests/gpu/test_capture.py`). No session uses it: pipelines are refused on any device but
-# the CPU.
+# Tests of DeviceCapture run on the simulated device (`tests/device/test_capture.py`), and the same functions on CUDA
+# where there is one (`tests/gpu`).
 
 _COPIED_WITHIN_S = 60.0
 _POLL_S = 0.0005

@@ -1,0 +1,14 @@
+"""The tests of the device object, of capture and of staged gloo that run on the simulated device (`tests/device`), on
+CUDA. In this process: nothing of them changes torch."""
+
+import pytest
+import torch
+
+from tests.device import test_accelerator, test_capture, test_staging
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device: what is here stays unproven"
+)
+
+for _module in (test_accelerator, test_capture, test_staging):
+    globals().update({name: test for name, test in vars(_module).items() if name.startswith("test_")})
