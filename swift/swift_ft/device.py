@@ -9,13 +9,16 @@ stream of its own, pinned memory), generators to seed, and what tells it from ot
 (`tests/unit/test_project.py` checks it).
 """
 
+import contextlib
 import ctypes
 import functools
+import math
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -387,6 +390,59 @@ class Readings:
     def drop(self) -> None:
         """Answers nothing of what was asked: the step is dropped."""
         self._waiting.clear()
+
+
+class Pulse:
+    """Tells a device that hangs from a host that is slow or waits: in a step that runs past its bound, the training
+    stream is never seen idle. Asks (`query`) and waits for nothing, and only past the bound: a graph that is captured
+    would not survive the question.
+
+    (trainer's thread) ``step`` around each step; (lease thread) ``hangs`` at each heartbeat
+    """
+
+    LOOKS = 5
+    """A step has one wait of the host at least, so a device that works is idle in one of so many looks."""
+
+    def __init__(self, bound_s: float = 30.0, factor: float = 10.0) -> None:
+        """A step's bound is `factor` times the longest of the recent ones, and at least `bound_s` (as the
+        coordinator's, unless it was given others)."""
+        self._bound_s, self._factor = bound_s, factor
+        self._recent_s: deque[float] = deque(maxlen=32)
+        self._limit_s = math.inf  # before the end of a first step
+        self._under_way: tuple[float, torch.Stream] | None = None
+        self._busy = 0
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        began, there = time.monotonic(), accelerator_in_use()
+        self._busy = 0
+        if there is not None:
+            self._under_way = began, torch.accelerator.current_stream(there.torch)
+        try:
+            yield
+            self._recent_s.append(time.monotonic() - began)
+            self._limit_s = max(self._bound_s, self._factor * max(self._recent_s))
+        finally:
+            self._under_way = None
+
+    def hangs(self) -> str:
+        """Returns why the device seems to hang; empty if it does not."""
+        under_way = self._under_way
+        if under_way is None:
+            return ""
+        began, stream = under_way
+        age_s = time.monotonic() - began
+        if age_s <= self._limit_s:
+            return ""
+        try:
+            self._busy = 0 if stream.query() else self._busy + 1
+        except RuntimeError as error:  # the trainer's thread gets it too, if it does not hang
+            return f"its step has run for {age_s:.1f} s, and its device has failed: {error}"
+        if self._busy < self.LOOKS:
+            return ""
+        return (
+            f"its step has run for {age_s:.1f} s, and its device is never idle: it hangs, or computes so long"
+        )
 
 
 # --- Default generators ---

@@ -139,9 +139,13 @@ class Suspicions:
         self._unfit: set[int] = set()
 
     def say(self, rank: int, reason: str, now: float, generation: int, *, unfit: bool = False) -> bool:
-        """Records a reported problem. Returns False if the rank has already reported one in this generation."""
+        """Records a reported problem; an empty reason takes it back. Returns whether it is recorded: not if
+        the rank has lost a connection in this generation, on which a new generation depends."""
         known = self._said.get(rank)
-        if known is not None and known[2] == generation and generation:
+        if known is not None and known[2] and (known[2] == generation or not (generation or unfit)):
+            return False
+        if not reason and not generation:
+            self._said.pop(rank, None)
             return False
         self._said[rank] = (reason, now, generation)
         (self._unfit.add if unfit else self._unfit.discard)(rank)

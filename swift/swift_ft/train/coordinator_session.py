@@ -49,6 +49,10 @@ class Holder:
         """Returns the checkpoint that this rank could not write yet, or None."""
         return None
 
+    def hangs(self) -> str:
+        """Returns why this rank's device seems to hang; empty if it does not."""
+        return ""
+
 
 class Member:
     """This rank's session with the coordinator.
@@ -73,7 +77,7 @@ class Member:
         )
         self._wanting = threading.Lock()
         self._measured_at = 0.0
-        self._said_unknown = False
+        self._said_unknown = self._said_hangs = False
         self._resay_s = RESAY_S
         self.lease: dict[str, Any] = {}
         """Parameters with which the sidecar renews the lease while this process cannot run; set by `join`."""
@@ -190,6 +194,7 @@ class Member:
                 )
                 self.client.call(beat)
                 self._say_wanted()
+                self._say_hangs()
                 if time.monotonic() - self._measured_at >= _MEASURED_EVERY_S:
                     self.say_measured()
             except Fenced as error:
@@ -228,6 +233,14 @@ class Member:
         with self._wanting:
             if self._wanted is wanted and now is not None and now.generation == latest.generation:
                 self._wanted = None
+
+    def _say_hangs(self) -> None:
+        reason = self._holder.hangs()
+        if bool(reason) != self._said_hangs:
+            self.client.call(
+                pb.SuspectRequest(reason=reason)
+            )  # it is shown, and nothing follows; empty: taken back
+            self._said_hangs = bool(reason)
 
     def say_measured(self) -> None:
         """Sends this rank's measurements to the coordinator. Raises Fenced; other errors are only logged."""

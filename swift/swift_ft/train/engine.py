@@ -302,6 +302,9 @@ class Engine(Holder):
     def unsaved(self) -> pb.UnsavedCheckpoint | None:
         return self._saving.unsaved()
 
+    def hangs(self) -> str:
+        return self._steps.pulse.hangs()
+
     def interrupt(self, generation: int) -> None:
         """(notice thread) Frees the trainer's thread from any blocking operation."""
         self.membership.interrupt(generation)

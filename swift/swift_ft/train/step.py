@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from swift_ft import events
 from swift_ft._pb import coordinator_pb2 as pb
+from swift_ft.device import Pulse
 from swift_ft.errors import JobFailed, UsageError
 from swift_ft.files import make_directory, open_regular
 from swift_ft.log.sidecar_client import SidecarWriter
@@ -291,6 +292,7 @@ class StepRunner:
         self._participants = participants
         self._witness = witness
         self._retries = retries
+        self.pulse = Pulse()
         self.rolled_forward = False
         """True if the plan had the current or last step rolled forward, and its recovery is not over."""
 
@@ -315,10 +317,11 @@ class StepRunner:
         state.begin_step()
         for participant in self._participants:
             participant.step_begun(step)
-        with self._retries.step(number):
-            train_step(number)
-        channel.wait_copied()
-        state.updates.end_step()
+        with self.pulse.step():
+            with self._retries.step(number):
+                train_step(number)
+            channel.wait_copied()
+            state.updates.end_step()
         for participant in self._participants:
             participant.end_step(step)
         state.end_step()

@@ -20,7 +20,7 @@ from swift_ft_services.coordinator.job_record import (
     key_of,
     row_key,
 )
-from swift_ft_services.coordinator.liveness import StepClock
+from swift_ft_services.coordinator.liveness import StepClock, Suspicions
 from swift_ft_services.coordinator.log_calls import GenerationRefused, JobForgotten, LogServers
 from swift_ft_services.coordinator.timeouts import Timing, usual_log_lost_s
 from tests.unit.coordinator.rows import copy_of, encode
@@ -172,6 +172,19 @@ def test_the_step_bound_is_derived_from_observed_steps() -> None:
     clock.forget(0)
     assert clock.overdue(1000.0) == []
     assert clock.version(0) == 0
+
+
+def test_a_device_that_hangs_is_shown_until_it_is_taken_back_and_hides_no_lost_connection() -> None:
+    said, running = Suspicions(StepClock(Timing())), row()
+    assert said.say(1, "its device hangs", 0.0, 0)
+    assert [each.reason for each in said.all(running, 1.0)] == ["its device hangs"]
+    assert not said.say(1, "", 1.0, 0)
+    assert said.all(running, 1.0) == []
+    assert said.say(1, "connection closed", 2.0, running.generation)
+    for reason in ("its device hangs", ""):
+        assert not said.say(1, reason, 3.0, 0)
+    assert "connection closed" in said.due(running, 1.0, 4.0)
+    assert said.say(1, "its place is unfit", 5.0, 0, unfit=True)
 
 
 def test_what_a_recovery_gives_a_rank_is_no_step_that_it_has_done() -> None:

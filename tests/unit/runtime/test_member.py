@@ -104,3 +104,27 @@ def test_whoever_must_hold_its_rank_asks(error: SwiftError) -> None:
     member.check_held()
     with pytest.raises(type(error), match=str(error)):
         member.check_held()
+
+
+def test_a_device_that_hangs_is_told_once_and_taken_back_once() -> None:
+    said: list[str] = []
+    looks = iter(["", "it hangs", "it hangs still", "", ""])
+
+    class Hanging(Holder):
+        def hangs(self) -> str:
+            return next(looks)
+
+    member, asked = asking(0, None, None, None, None, None)
+    beat = asked.call
+
+    def call(request: Any) -> None:
+        if isinstance(request, pb.SuspectRequest):
+            assert not request.generation
+            said.append(request.reason)
+        else:
+            beat(request)
+
+    asked.call = call  # type: ignore[method-assign]
+    member._holder = Hanging()
+    member._beat(0.0)
+    assert said == ["it hangs", ""]
