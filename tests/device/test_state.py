@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from swift_ft.device import accelerator_in_use, settle_copies
+from swift_ft.log.record import Record, RecordKey
 from swift_ft.state.checkpoint_file import Snapshot
 from swift_ft.state.checkpoint_store import CheckpointStore
+from swift_ft.state.tensors import byte_view, fill, to_tensor
+from swift_ft.state.tree import join
 from tests.device.simulated import held, no_waits, waits
 
 DEVICE = "simulated"
@@ -122,3 +125,30 @@ def test_older_memory_is_used_again() -> None:
         newer = Snapshot(state, into=older.named())
         assert all(tensor.is_pinned() for name, tensor in newer.tensors.items() if name != "state.step")
     assert {name: tensor.data_ptr() for name, tensor in newer.tensors.items()} == addresses
+
+
+def test_a_restored_state_goes_to_the_device_without_a_wait() -> None:
+    state = made()
+    snapshot = Snapshot(state)
+    loaded = Snapshot({name: tensor.cpu() for name, tensor in state.items()})
+    with held(), no_waits():
+        restored = join(snapshot.skeleton, loaded.named())
+    assert restored["step"].device.type == "cpu"
+    for name in ("weight", "tied", "transposed", "holes", "statistics"):
+        assert restored[name].device.type == DEVICE
+        assert torch.equal(restored[name].cpu(), state[name].cpu())
+    assert restored["transposed"].stride() == state["transposed"].stride()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_record_goes_to_the_device_without_a_wait(dtype: str) -> None:
+    wanted = torch.arange(6, dtype=getattr(torch, dtype)).view(2, 3)
+    body = memoryview(byte_view(wanted).tobytes())
+    key = RecordKey(0, 0, 0)
+    record = Record(key=key, dtype=dtype, shape=(2, 3), body=body, digest=b"", generation=1, sequence=0)
+    buffer = torch.zeros(2, 3, dtype=wanted.dtype, device=DEVICE)
+    with held(), no_waits():
+        fill(buffer, record, "a buffer")
+        made_anew = to_tensor(record, buffer.device)
+    assert torch.equal(buffer.cpu(), wanted)
+    assert torch.equal(made_anew.cpu(), wanted)

@@ -11,6 +11,8 @@ from swift_ft.errors import Divergence
 from swift_ft.log.record import Record
 from swift_ft.state.checkpoint_file import bytes_of
 
+_HOST = torch.device("cpu")
+
 
 def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
@@ -76,11 +78,16 @@ def fill(tensor: torch.Tensor, record: Record, what: str) -> None:
         byte_view(tensor)[:] = np.frombuffer(record.body, dtype=np.uint8)
     else:
         with torch.no_grad():
-            tensor.copy_(to_tensor(record))
+            tensor.copy_(_on_host(record, pinned=tensor.device.type != "cpu"), non_blocking=True)
 
 
-def to_tensor(record: Record) -> torch.Tensor:
-    tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+def to_tensor(record: Record, device: torch.device = _HOST) -> torch.Tensor:
+    """Returns the record's tensor on `device`. The host does not wait for the copy."""
+    return _on_host(record, pinned=device.type != "cpu").to(device, non_blocking=True)
+
+
+def _on_host(record: Record, *, pinned: bool) -> torch.Tensor:
+    tensor = torch.empty(record.shape, dtype=getattr(torch, record.dtype), pin_memory=pinned)
     byte_view(tensor)[:] = np.frombuffer(record.body, dtype=np.uint8)
     return tensor
 

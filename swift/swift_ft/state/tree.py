@@ -217,9 +217,12 @@ def join(skeleton: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 def placed(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor on the accelerator that this process uses, for one that was on an accelerator when it was
-    saved. Without one it stays on the CPU: a tool may read states of other machines."""
+    saved. The host does not wait for the copy. Without one it stays on the CPU: a tool may read states of other
+    machines."""
     accelerator = accelerator_in_use()
-    return tensor if accelerator is None or tensor.device.type != "cpu" else tensor.to(accelerator.torch)
+    if accelerator is None or tensor.device.type != "cpu":
+        return tensor
+    return tensor.pin_memory().to(accelerator.torch, non_blocking=True)
 
 
 def _array(data: bytes, skeleton: dict[str, Any]) -> Any:

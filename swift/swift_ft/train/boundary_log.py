@@ -675,7 +675,7 @@ class Channel:
     ) -> torch.Tensor:
         """(replay for another rank) Returns an external input or target of the stage, as its owner has logged it."""
         key = RecordKey(self._step, microbatch, slot)
-        return to_tensor(self._read(self.stream(stage, kind), key, self._share)).to(device)
+        return to_tensor(self._read(self.stream(stage, kind), key, self._share), device)
 
     def _cursor(self, stream: str, share: ReadFilter | None) -> StreamCursor:
         assert self._reader is not None
@@ -819,7 +819,7 @@ class Channel:
         key = self._collective_key(ranks)
         if self._answered:
             self._gives_again(run)
-            result = to_tensor(self._result(name, ranks, key)).to(device)
+            result = to_tensor(self._result(name, ranks, key), device)
         else:
             self._check_before_collective()
             result = run()
