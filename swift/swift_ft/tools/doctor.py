@@ -14,7 +14,9 @@ import mmap
 import os
 import re
 import resource
+import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +37,7 @@ from swift_ft.credentials import ENV_TOKEN_FILE, SECURITY_KEY, advised, read_tok
 from swift_ft.errors import SwiftError, UsageError
 from swift_ft.log.protocol import TIME_KEY, VERSION_KEY, message_of, open_channel
 from swift_ft.log.ring import Memory
-from swift_ft.text import show, table, tell
+from swift_ft.text import one_line, show, table, tell
 from swift_ft.tokens import claims_of
 from swift_ft.tools import machine_checks
 from swift_ft.tools.machine_checks import Finding, Status
@@ -116,6 +118,89 @@ def machine(ranks: int) -> Iterator[Finding]:
         locked_bytes=-1 if locked == resource.RLIM_INFINITY else locked,
         no_ring=no_ring,
     )
+
+
+# -- devices --------------------------------------------------------------------------------------------
+
+_GPU_FIELDS = (
+    "index",
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.used",
+    "ecc.mode.current",
+    "ecc.errors.uncorrected.volatile.total",
+)
+_XID = re.compile(r"NVRM: Xid \(([^)]{1,40})\): ([0-9]{1,4})\b")
+_KMSG_MAX = 100_000
+
+
+def devices(limit_s: float = 20.0, messages: Path = Path("/dev/kmsg")) -> Iterator[Finding]:
+    """Asks nvidia-smi, which may hang with its device. Yields nothing where there is none, or no device."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return
+    command = [tool, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    try:
+        said = process.communicate(timeout=limit_s)[0].strip()
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel it cannot be killed
+            process.wait(1.0)
+        yield machine_checks.gpu_tool(f"no answer in {limit_s:g} s")
+        return
+    finally:
+        if process.stdout is not None:
+            process.stdout.close()
+    rows = [[word.strip() for word in line.split(",")] for line in said.splitlines()]
+    if process.returncode or any(len(row) != len(_GPU_FIELDS) for row in rows):
+        if "no devices" not in said.lower():
+            yield machine_checks.gpu_tool(one_line(said[:200]) or f"exit code {process.returncode}")
+        return
+    for number, name, driver, total, used, ecc, uncorrected in rows:
+        yield machine_checks.gpu(
+            number,
+            name,
+            driver,
+            memory_bytes=_digits(total) << 20,
+            used_bytes=_digits(used) << 20,
+            ecc=ecc,
+            uncorrected=int(uncorrected) if uncorrected.isdecimal() else None,
+        )
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        yield machine_checks.torch_for_gpus(metadata.version("torch"))
+    yield from machine_checks.xids(_xids(messages))
+
+
+def _digits(word: str) -> int:
+    return int(word) if word.isdecimal() else 0
+
+
+def _xids(messages: Path) -> dict[str, set[int]]:
+    """Returns device -> numbers, from the kernel's messages; empty if this user may not read them."""
+    found: dict[str, set[int]] = {}
+    with contextlib.suppress(OSError):  # BlockingIOError: that was the last one
+        fd = os.open(messages, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            for _ in range(_KMSG_MAX):
+                try:
+                    line = os.read(fd, 1 << 13)
+                except BrokenPipeError:  # overwritten meanwhile
+                    continue
+                if not line:
+                    break
+                for where, number in _XID.findall(line.decode(errors="replace")):
+                    found.setdefault(where, set()).add(int(number))
+        finally:
+            os.close(fd)
+    return found
 
 
 # -- the directory --------------------------------------------------------------------------------------
@@ -421,6 +506,7 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     """Yields what is found on this machine and of the services."""
     yield from software()
     yield from machine(options.ranks)
+    yield from devices()
     if options.directory is not None:
         yield from directory(options.directory)
     yield from map(port, options.listen)

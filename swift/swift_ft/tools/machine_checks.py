@@ -25,6 +25,9 @@ OPEN_FILES_WANTED = 8192
 LOCKED_BYTES_WANTED = 1 * GIB
 ROUND_TRIP_SLOW_S = 0.01
 CLOCK_WARN_S = 1.0
+GPU_USED_PART_MAX = 0.1
+HARDWARE_XIDS = frozenset({48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140})
+"""Memory (48, 63, 64, 92, 94, 95, 140), NVLink (74), off the bus (79), firmware (62, 119, 120)."""
 TOKEN_WARN_S = 600.0
 """Time left to renew it before ranks are refused."""
 
@@ -131,6 +134,56 @@ def machine(*, cpus: int, ranks: int, open_files: int, locked_bytes: int, no_rin
             "pinned buffers may be refused on GPU machines: ulimit -l, or LimitMEMLOCK=",
         ),
     )
+
+
+# -- devices ------------------------------------------------------------------------------------------
+
+
+def gpu(
+    number: str,
+    name: str,
+    driver: str,
+    *,
+    memory_bytes: int,
+    used_bytes: int,
+    ecc: str,
+    uncorrected: int | None,
+) -> Finding:
+    """`ecc`: "Enabled", "Disabled", or another word if the device has none. `uncorrected`: ECC errors since the last
+    reset; None: not told."""
+    lost = uncorrected or 0
+    return _judge(
+        f"gpu {number}",
+        f"{name}, driver {driver}, {size_words(used_bytes)} of {size_words(memory_bytes)} in use, "
+        + ("ECC off" if ecc == "Disabled" else f"{lost} uncorrected ECC errors"),
+        (lost > 0, FAIL, "its memory has lost bits: reset it (nvidia-smi --gpu-reset), or have it exchanged"),
+        (ecc == "Disabled", WARN, "a flipped bit goes unseen: nvidia-smi -e 1, then reset it"),
+        (
+            used_bytes > GPU_USED_PART_MAX * memory_bytes,
+            WARN,
+            "other processes have its memory: see nvidia-smi",
+        ),
+    )
+
+
+def gpu_tool(problem: str) -> Finding:
+    return _judge("gpu", f"nvidia-smi: {problem}", (True, WARN, "load the driver, or reset the device"))
+
+
+def torch_for_gpus(torch: str) -> Finding:
+    advice = "install torch for CUDA: https://pytorch.org/get-started"
+    return _judge("torch for GPUs", torch, (torch.endswith("+cpu"), WARN, advice))
+
+
+def xids(by_device: Mapping[str, Collection[int]]) -> Iterator[Finding]:
+    """`by_device`: the numbers of the driver's errors since this machine was started. Those of programs are left
+    out."""
+    for where, numbers in sorted(by_device.items()):
+        if found := sorted(HARDWARE_XIDS.intersection(numbers)):
+            advice = (
+                "the driver has seen the hardware fail: dmesg, then reset the device or have it exchanged"
+            )
+            yield _judge(f"gpu {where}", f"XID {', '.join(map(str, found))}", (True, WARN, advice))
 
 
 # -- the log's directory --------------------------------------------------------------------------------

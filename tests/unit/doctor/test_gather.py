@@ -179,3 +179,59 @@ def test_compiled_kernels_are_found_where_they_are_built() -> None:
     (found,) = (finding for finding in doctor.software() if finding.check == "compiled kernels")
     kernels = sorted(path.stem.removeprefix("_kernels_") for path in built)
     assert found.found == (", ".join(kernels) or "not built")
+
+
+ONE_GPU = "0, NVIDIA H200, 580.159.03, 143771, 4, Enabled, {errors}"
+XIDS = """\
+4,1,1,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.
+4,2,2,-;NVRM: Xid (PCI:0000:3b:00): 31, pid=7, name=python, MMU Fault
+4,3,3,-;NVRM: Xid (PCI:0000:5e:00): 13, pid=7, Graphics Exception
+"""
+
+
+def gpus(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, script: str, messages: str = ""
+) -> list[tuple[str, str, str]]:
+    """What is found with this nvidia-smi."""
+    tool, kmsg = directory / "nvidia-smi", directory / "kmsg"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    kmsg.write_text(messages)
+    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+    return [
+        (f.check, str(f.status), f.found) for f in doctor.devices(1.0, kmsg) if f.check != "torch for GPUs"
+    ]
+
+
+def test_gpus_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"echo '{ONE_GPU.format(errors=0)}'; echo '{ONE_GPU.format(errors=3)}'"
+    good, bad, xid = gpus(tmp_path, monkeypatch, script, XIDS)
+    assert good[:2] == ("gpu 0", "ok")
+    assert "NVIDIA H200, driver 580.159.03" in good[2]
+    assert bad[1] == "fail"
+    assert xid == ("gpu PCI:0000:3b:00", "warn", "XID 79")
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("echo 'No devices were found'; exit 6", []),
+        (
+            'echo "couldn\'t communicate with the NVIDIA driver"; exit 9',
+            ["communicate with the NVIDIA driver"],
+        ),
+        ("exec sleep 60", ["no answer in 1 s"]),
+        ("echo 0, a GPU", ["0, a GPU"]),
+    ],
+)
+def test_a_tool_that_cannot_tell(
+    script: str, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = gpus(tmp_path, monkeypatch, script)
+    assert len(said) == len(found)
+    assert all(words in line[2] and line[1] == "warn" for words, line in zip(found, said, strict=True))
+
+
+def test_nothing_is_said_where_there_is_no_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert list(doctor.devices()) == []

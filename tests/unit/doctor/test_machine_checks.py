@@ -186,3 +186,23 @@ def test_the_table_has_one_line_each() -> None:
         "fail  port          in use - take another",
         "1 ok, 1 to look at, 1 failed",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, Status.OK),
+        ({"uncorrected": None, "ecc": "[N/A]"}, Status.OK),
+        ({"uncorrected": 1}, Status.FAIL),
+        ({"ecc": "Disabled"}, Status.WARN),
+        ({"used_bytes": 9 * GIB}, Status.WARN),
+    ],
+)
+def test_a_gpu(changes: dict[str, Any], status: Status) -> None:
+    good = {"memory_bytes": 80 * GIB, "used_bytes": 8 * GIB, "ecc": "Enabled", "uncorrected": 0}
+    assert machine_checks.gpu("0", "a GPU", "580.1", **{**good, **changes}).status is status
+
+
+def test_torch_of_a_machine_with_gpus() -> None:
+    assert machine_checks.torch_for_gpus("2.13.0+cu130").status is Status.OK
+    assert machine_checks.torch_for_gpus("2.13.0+cpu").status is Status.WARN
