@@ -23,7 +23,7 @@ class SimLink:
         server_name: str,
         find_server: Callable[[], ServerProcess | None],
     ) -> None:
-        self.core = LinkCore(server_name, JOB, generation, process.kernel.now, lambda _stream: "")
+        self.core = LinkCore(server_name, JOB, generation, process.kernel.now, "")
         self._process = process
         self._network = network
         self._checkers = checkers

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from swift_ft._pb import log_pb2
 from swift_ft.log import record
 from swift_ft.log.frame import FrameHeader
 from swift_ft.log.protocol import Fsync
@@ -21,13 +22,13 @@ from swift_ft_services.coordinator.job import Job
 from swift_ft_services.coordinator.job_record import JobRow
 from swift_ft_services.coordinator.log_placement import Call, Places
 from swift_ft_services.logserver import procedures
-from swift_ft_services.logserver.append_session import Appends, Commits, Queued
+from swift_ft_services.logserver.append_session import Appends, Commits, Gathered, Queued
 from swift_ft_services.logserver.core import IndexEntry, JobState, LogCore, Refusal, StreamState
 from swift_ft_services.logserver.procedures import Save, Step
 from swift_ft_services.logserver.state import AppendCall, ServerState
 from swift_ft_services.logserver.storage import DirectoryStorage
 from swift_ft_services.logserver.storage_interface import RecoveredJob, Write
-from tests.sim import faults, server, world
+from tests.sim import faults, world
 from tests.sim.run import run_seed
 
 SEEDS_MAX = 1200
@@ -106,7 +107,13 @@ def test_an_acknowledgement_before_the_write(mutation: pytest.MonkeyPatch) -> No
 
 
 def test_credit_that_is_lost_when_replies_go_out_together(mutation: pytest.MonkeyPatch) -> None:
-    mutation.setattr(server, "join", lambda reply, more: reply.MergeFrom(more))
+    real = Gathered.add
+
+    def add(self: Gathered, reply: log_pb2.AppendReply) -> None:
+        self._credit_bytes = 0
+        real(self, reply)
+
+    mutation.setattr(Gathered, "add", add)
     is_caught(mutation, "credit")
 
 
