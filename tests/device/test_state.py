@@ -7,11 +7,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from swift_ft.comm.backend import REPLICA_CHUNK
 from swift_ft.device import accelerator_in_use, settle_copies
 from swift_ft.log.record import Record, RecordKey
 from swift_ft.state.checkpoint_file import Snapshot
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.tensors import byte_view, fill, to_tensor
+from swift_ft.state.transfer import Transfer, receive_state, send_state
 from swift_ft.state.tree import join
 from tests.device.simulated import held, no_waits, waits
 
@@ -152,3 +154,46 @@ def test_a_record_goes_to_the_device_without_a_wait(dtype: str) -> None:
         made_anew = to_tensor(record, buffer.device)
     assert torch.equal(buffer.cpu(), wanted)
     assert torch.equal(made_anew.cpu(), wanted)
+
+
+class Memory:
+    """A wire within one thread: what is sent lies there until it is received."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, torch.Tensor] = {}
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> "Memory":
+        assert tensors[0].device.type == "cpu"
+        self.sent[tag] = tensors[0].clone()
+        return self
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> "Memory":
+        assert tensors[0].device.type == "cpu"
+        tensors[0].copy_(self.sent[tag])
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("into", ["nothing", "a state"])
+def test_a_replica_goes_through_pinned_memory_in_chunks(into: str) -> None:
+    state = made() | {"large": torch.arange(3e5).to(DEVICE)}
+    there = {f"state.{name}": torch.zeros_like(tensor) for name, tensor in state.items() if name != "tied"}
+    there["state.tied"] = there["state.weight"]
+    accelerator.synchronize()
+    waits()
+    wire, transfer = Memory(), Transfer(joiner=1, sources=(0,), version=7)
+    sent = send_state(transfer, 0, state, lambda: None, wire=wire)
+    chunks = len([tag for tag in wire.sent if tag >= REPLICA_CHUNK])
+    assert chunks > 3
+    assert sum(waits().values()) <= chunks  # one for each, and no copy to pageable memory
+    destinations = there if into == "a state" else {}
+    with no_waits():
+        received = receive_state(transfer, 1, destinations, lambda: None, wire=wire)
+    assert received.digest == sent.digest
+    for name, tensor in state.items():
+        assert received.state[name].device == tensor.device
+        assert torch.equal(received.state[name].cpu(), tensor.cpu())
+        if destinations and name != "holes":  # it has other strides there
+            assert received.state[name] is there[f"state.{name}"]

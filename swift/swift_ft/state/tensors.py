@@ -20,7 +20,12 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor's bytes as uint8 [bytes] on the CPU: shared memory if it is contiguous there, else a copy."""
-    flat = plain(tensor)
+    return in_place(plain(tensor))
+
+
+def in_place(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor's bytes as uint8 [bytes] on its device: shared memory if it is contiguous, else a copy."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Not view(-1): a tensor of one element is contiguous with any stride, and keeps that stride.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 

@@ -7,8 +7,9 @@ and with the received bytes
 
 Every source sends the digests of the whole state although it sends only its share of the bytes. So replicas that have
 diverged are detected before the joiner resumes from a mixture of them. Bytes go from the source's tensors into the
-joiner's without an intermediate copy, with two exceptions. Small tensors are packed. A tensor whose memory is not one
-contiguous run of bytes on the CPU goes through a contiguous copy.
+joiner's without an intermediate copy, with three exceptions. Small tensors are packed. A tensor whose memory is not one
+contiguous run of bytes goes through a contiguous copy. A device's bytes go through pinned memory, a chunk at a time; at
+the source while earlier chunks are sent.
 
 The payload uses the backend's point-to-point operations. With chunks of 4 MiB and more, several in flight, they reach a
 raw TCP socket's speed while a core is free for each end (docs/benchmarks.md). A socket of our own, sent and
@@ -27,7 +28,7 @@ import math
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,9 +44,10 @@ from swift_ft.comm.backend import (
     Pending,
     Wire,
 )
+from swift_ft.device import Accelerator, Event, accelerator_of
 from swift_ft.errors import ReplayRefused, ReplicaDiffers, UsageError
 from swift_ft.log.memory import available_memory
-from swift_ft.state.tensors import as_bytes, byte_view, dtype_name, overlapping
+from swift_ft.state.tensors import as_bytes, byte_view, dtype_name, in_place, overlapping
 from swift_ft.state.tree import dtype_of, join, split, stride_told
 
 # The manifest, which describes a state to another replica, and the cutting of its bytes into chunks.
@@ -374,12 +376,13 @@ class Destination:
         ]
         self._here = here
         empty = torch.empty(0, dtype=torch.uint8)
-        self.parts = [empty if e.same_as else as_bytes(self._received[e.path]) for e in self._entries]
+        self.parts = [empty if e.same_as else in_place(self._received[e.path]) for e in self._entries]
 
     def finish(self) -> dict[str, torch.Tensor]:
         """Returns all tensors by path, those of `into` filled. Raises ReplicaDiffers if these share memory wrongly."""
         for destination, value in self._copies:
-            destination.copy_(value)
+            late = destination.device.type != "cpu" == value.device.type
+            destination.copy_(value.pin_memory() if late else value, non_blocking=late)
         for entry in self._entries:  # memory shared here but not at the source loses a value
             if entry.path in self._overlapping:
                 mine, theirs = self._here[entry.path], self._received[entry.same_as or entry.path]
@@ -441,7 +444,7 @@ def _laid_alike(entry: TensorEntry, here: dict[str, torch.Tensor]) -> bool:
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     if not stride:
         return tensor
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def fresh(entry: TensorEntry) -> torch.Tensor:
@@ -456,9 +459,7 @@ def fresh(entry: TensorEntry) -> torch.Tensor:
 
 def _is_bytes(tensor: torch.Tensor) -> bool:
     """Returns whether the tensor's elements are one run of bytes that can be received into."""
-    return (
-        tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    )
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
@@ -570,23 +571,20 @@ def send_state(
     try:
         send(header.view(torch.uint8), REPLICA_HEADER)
         send(torch.frombuffer(bytearray(data), dtype=torch.uint8), REPLICA_MANIFEST)
-        parts = [
-            _NO_BYTES if e.same_as else as_bytes(t) for e, t in zip(manifest.entries, tensors, strict=True)
-        ]
         chunks = plan_chunks([entry.bytes for entry in manifest.entries], len(transfer.sources))
         mine = [chunk for chunk in chunks if chunk.source == source]
         digests = bytearray()
         done = 0
         on_chunk(0, len(mine))
-        for chunk in chunks:
+        for chunk, pieces in _on_host(chunks, _parts_of(manifest, tensors)):
             if chunk.source == source:
                 check()
-                send(_packed(chunk, parts), REPLICA_CHUNK + chunk.index)
+                send(pieces[0] if len(pieces) == 1 else torch.cat(pieces), REPLICA_CHUNK + chunk.index)
                 done += 1
                 while len(in_flight) > _IN_FLIGHT:
                     in_flight.popleft()[1].wait()
                 on_chunk(done, len(mine))
-            digests += _digests(chunk, parts)
+            digests += _digests(pieces)
         if digests:
             send(torch.frombuffer(digests, dtype=torch.uint8), REPLICA_DIGESTS)
         while in_flight:
@@ -629,11 +627,9 @@ def receive_state(
     in_flight: deque[tuple[Chunk, torch.Tensor, Pending]] = deque()
 
     def arrived() -> None:
-        chunk, packed, pending = in_flight.popleft()
+        chunk, room, pending = in_flight.popleft()
         pending.wait()
-        if len(chunk.pieces) > 1:
-            _unpack(chunk, packed, destination.parts)
-        digests.extend(_digests(chunk, destination.parts))
+        digests.extend(_digests(_unpack(chunk, room, destination.parts)))
         on_chunk(chunk.index + 1, len(chunks))
 
     on_chunk(0, len(chunks))
@@ -664,9 +660,9 @@ def receive_state(
 def digest_of(state: dict[str, Any], version: int) -> str:
     """Returns the digest that `Sent` and `Received` have for a state that one source sends."""
     manifest, tensors = manifest_of(state, version)
-    parts = [_NO_BYTES if e.same_as else as_bytes(t) for e, t in zip(manifest.entries, tensors, strict=True)]
     chunks = plan_chunks([entry.bytes for entry in manifest.entries], 1)
-    return _combined(manifest.to_bytes(), b"".join(_digests(chunk, parts) for chunk in chunks))
+    staged = _on_host(chunks, _parts_of(manifest, tensors))
+    return _combined(manifest.to_bytes(), b"".join(_digests(pieces) for _, pieces in staged))
 
 
 # --- manifests ---
@@ -730,34 +726,72 @@ def _camps(values: dict[int, bytes]) -> str:
 # --- chunks and digests ---
 
 
+def _parts_of(manifest: Manifest, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the bytes of each entry, where its tensor is."""
+    return [_NO_BYTES if e.same_as else in_place(t) for e, t in zip(manifest.entries, tensors, strict=True)]
+
+
+def _places(chunk: Chunk, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [parts[piece.tensor][piece.begin : piece.end] for piece in chunk.pieces]
+
+
+def _on_host(
+    chunks: Sequence[Chunk], parts: list[torch.Tensor]
+) -> Iterator[tuple[Chunk, list[torch.Tensor]]]:
+    """(source) Yields each chunk with its pieces in host memory. Copies a device's bytes some chunks ahead."""
+    ahead: deque[tuple[Chunk, list[torch.Tensor], list[tuple[Accelerator, Event]]]] = deque()
+    for chunk in chunks:
+        ahead.append((chunk, *_copied_out(_places(chunk, parts))))
+        if len(ahead) > _IN_FLIGHT:
+            yield _arrived(*ahead.popleft())
+    while ahead:
+        yield _arrived(*ahead.popleft())
+
+
+def _copied_out(places: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[Accelerator, Event]]]:
+    """Returns the pieces in host memory, and the ends of the copies there."""
+    pieces, copies = [], dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]]()
+    for place in places:
+        if place.device.type == "cpu":
+            pieces.append(place)
+            continue
+        pieces.append(accelerator_of(place.device).pinned(place.numel(), place.dtype))
+        copies.setdefault(place.device, []).append((pieces[-1], place))
+    ends = [
+        (accelerator_of(where), accelerator_of(where).copy_all_out(pairs)) for where, pairs in copies.items()
+    ]
+    return pieces, ends
+
+
+def _arrived(
+    chunk: Chunk, pieces: list[torch.Tensor], ends: list[tuple[Accelerator, Event]]
+) -> tuple[Chunk, list[torch.Tensor]]:
+    for device, copied in ends:
+        device.wait(copied)
+    return chunk, pieces
+
+
 def _room(chunk: Chunk, parts: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the memory for a chunk: its place in the state, or a buffer that is unpacked later."""
-    if len(chunk.pieces) > 1:
-        return torch.empty(chunk.bytes, dtype=torch.uint8)
-    piece = chunk.pieces[0]
-    return parts[piece.tensor][piece.begin : piece.end]
+    """(joiner) Returns the memory for a chunk: its place in the state, or a buffer that is unpacked later."""
+    places = _places(chunk, parts)
+    for place in places:
+        if place.device.type != "cpu":
+            return accelerator_of(place.device).pinned(chunk.bytes, torch.uint8)
+    return places[0] if len(places) == 1 else torch.empty(chunk.bytes, dtype=torch.uint8)
 
 
-def _packed(chunk: Chunk, parts: list[torch.Tensor]) -> torch.Tensor:
-    if len(chunk.pieces) > 1:
-        return torch.cat([parts[piece.tensor][piece.begin : piece.end] for piece in chunk.pieces])
-    return _room(chunk, parts)
+def _unpack(chunk: Chunk, room: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Puts what has arrived into its place. Returns the pieces in host memory."""
+    pieces = torch.split(room, [piece.end - piece.begin for piece in chunk.pieces])
+    for piece, place in zip(pieces, _places(chunk, parts), strict=True):
+        if place.data_ptr() != piece.data_ptr():
+            place.copy_(piece, non_blocking=True)
+    return list(pieces)
 
 
-def _unpack(chunk: Chunk, packed: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    at = 0
-    for piece in chunk.pieces:
-        size = piece.end - piece.begin
-        parts[piece.tensor][piece.begin : piece.end] = packed[at : at + size]
-        at += size
-
-
-def _digests(chunk: Chunk, parts: list[torch.Tensor]) -> bytes:
+def _digests(pieces: Iterable[torch.Tensor]) -> bytes:
     """Returns one digest per piece, so that a difference can be traced to a tensor's name."""
-    return b"".join(
-        xxhash.xxh3_128_digest(byte_view(parts[piece.tensor][piece.begin : piece.end]).data)
-        for piece in chunk.pieces
-    )
+    return b"".join(xxhash.xxh3_128_digest(byte_view(piece).data) for piece in pieces)
 
 
 def _combined(manifest: bytes, digests: bytes | bytearray) -> str:
