@@ -8,6 +8,7 @@ Only regular files are opened, without following links. A size in a file is chec
 """
 
 import ctypes
+import errno
 import json
 import math
 import os
@@ -643,7 +644,12 @@ def _opened(path: str | Path, flags: int, inside: int | None = None) -> Iterator
 @contextmanager
 def _regular(name: str, inside: int) -> Iterator[tuple[int, int]]:
     """Opens a regular file. Yields (descriptor, bytes)."""
-    file = open_regular(name, os.O_RDONLY, inside=inside)
+    try:
+        file = open_regular(name, os.O_RDONLY, inside=inside)
+    except OSError as error:
+        if error.errno not in (errno.EISDIR, errno.ENXIO):
+            raise
+        raise Damaged(f"{name} is no file") from None
     try:
         yield file, os.fstat(file).st_size
     finally:
