@@ -2,7 +2,8 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -11,7 +12,9 @@ from tests.device import simulated
 
 BUSY_CYCLES = 1_000_000_000
 """A CUDA stream stands still by a kernel that takes about half a second."""
-BUSY_S = 0.3
+BUSY_S = 0.1
+LOOK_S = 0.05
+"""For so long a test looks that something does not happen."""
 
 
 def here(index: int = 0) -> torch.device:
@@ -41,14 +44,22 @@ def held(stream: torch.Stream | None = None) -> Iterator[None]:
     assert not event.query(), "the device was too quick for this test: raise BUSY_CYCLES"
 
 
-def hold_for_a_while(stream: torch.Stream | None = None) -> None:
-    """A stream (the current one) stands still at this place for at least `BUSY_S`."""
+def hold(stream: torch.Stream | None = None) -> Callable[[], None]:
+    """A stream (the current one) stands still at this place; returns what lets it go on a little later."""
     stream = stream or torch.accelerator.current_stream()
     if here().type == simulated.NAME:
-        threading.Timer(BUSY_S, simulated.hold(stream)).start()
-        return
+        release = simulated.hold(stream)
+        return lambda: threading.Timer(BUSY_S, release).start()
     with stream:
         torch.cuda._sleep(BUSY_CYCLES)
+    return lambda: None
+
+
+def never(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + LOOK_S
+    while time.monotonic() < until:
+        assert not happened()
+        time.sleep(0.002)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import torch
 
 from swift_ft.device import Readings
 from swift_ft.state.rng import Randomness
-from tests.device.machine import accelerator, held, here, hold_for_a_while, no_waits
+from tests.device.machine import accelerator, held, here, hold, never, no_waits
 
 N = 1 << 14
 
@@ -45,7 +45,7 @@ def test_a_copy_is_behind_training() -> None:
     with no_waits(), held():
         device.copy_out(host, tensor * 2, side)
         copied = device.mark(side)
-        assert not copied.query()
+        never(copied.query)
     device.wait(copied)
     assert torch.equal(host, numbers() * 2)
 
@@ -53,7 +53,7 @@ def test_a_copy_is_behind_training() -> None:
 def test_readings_are_of_the_moment_they_are_asked_for_and_there_at_the_wait() -> None:
     tensor, readings = there(), Readings()
     read: list[torch.Tensor] = []
-    hold_for_a_while()
+    release_soon = hold()
     with no_waits():
         for _ in range(3):
             tensor.mul_(2)
@@ -61,6 +61,7 @@ def test_readings_are_of_the_moment_they_are_asked_for_and_there_at_the_wait() -
         readings.then(lambda: read.append(torch.zeros(1)))
         tensor.fill_(0)
     assert not torch.accelerator.current_stream().query()
+    release_soon()
     readings.settle()
     assert all(torch.equal(read[turn], numbers() * 2 ** (1 + turn)) for turn in range(3))
     readings.later(tensor, read.append)

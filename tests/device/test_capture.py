@@ -17,7 +17,7 @@ from swift_ft.log.record import RecordKey
 from swift_ft.log.ring import Word
 from swift_ft.log.sidecar_client import SidecarWriter
 from swift_ft.train.boundary_log import DeviceCapture, _UnderWay
-from tests.device.machine import accelerator, held, here, hold_for_a_while, no_waits
+from tests.device.machine import accelerator, held, here, hold, never, no_waits
 from tests.unit.log.service import JOB, InProcess, eventually
 
 QUEUE_BYTES = 1 << 20
@@ -92,6 +92,7 @@ def test_what_the_device_has_yet_to_compute_arrives(dtype: str) -> None:
             for step, tensor in enumerate(tensors):
                 w.record(step, tensor * 2)
             w.capture.wait_copied()
+            never(w.side.query)
         assert w.has(*(numbers(step).to(getattr(torch, dtype)) * 2 for step in range(3)))
 
 
@@ -154,6 +155,7 @@ def test_what_follows_the_settling_may_overwrite_it() -> None:
                 w.record(step, tensor)
                 w.capture.wait_copied()
                 tensor.add_(1)
+            never(torch.accelerator.current_stream().query)
         assert w.has(*(numbers(step) for step in range(4)))
 
 
@@ -164,6 +166,7 @@ def test_what_may_change_after_the_call_may_change_at_once() -> None:
             for step in range(4):
                 w.record(step, tensor, now=True)
                 tensor.add_(1)
+            never(torch.accelerator.current_stream().query)
         assert w.has(*(numbers(step) for step in range(4)))
 
 
@@ -212,9 +215,10 @@ def test_a_change_in_place_before_the_settling_is_said_and_one_after_it_is_fine(
 def test_a_flush_waits_for_the_device() -> None:
     with world() as w:
         tensor = there()
-        hold_for_a_while(w.side)
+        release_soon = hold(w.side)
         w.record(0, tensor)
         assert not w.side.query()
+        release_soon()
         assert w.has(numbers())
 
 
@@ -223,10 +227,15 @@ def test_a_full_ring_waits_for_the_device_too(kind: str) -> None:
     """What fills it has to be published before it can leave."""
     with world(kind) as w:
         tensors = [there(step, THIRD) for step in range(3)]
-        hold_for_a_while(w.side)
-        for step, tensor in enumerate(tensors):
-            w.record(step, tensor)
-        assert w.writer.stats.blocked_seconds > 0.1
+        head = w.writer.copied
+        release_soon = hold(w.side)
+        for step in (0, 1):
+            w.record(step, tensors[step])
+        assert w.writer.copied == head
+        release_soon()
+        w.record(2, tensors[2])
+        assert w.writer.copied > head
+        assert w.writer.stats.blocked_seconds > 0
         assert w.has(*(numbers(step, THIRD) for step in range(3)))
 
 

@@ -15,7 +15,7 @@ from swift_ft.comm import staging
 from swift_ft.device import Accelerator
 from swift_ft.state import rng
 from swift_ft.train.boundary_log import DeviceCapture
-from tests.device import test_accelerator, test_capture, test_staging
+from tests.device import machine, test_accelerator, test_capture, test_staging
 from tests.device.machine import here
 
 
@@ -135,7 +135,7 @@ MUTANTS = {
     ),
     "no event before the host reads, staged": Mutant(
         staging,
-        "_until",
+        "until_over",
         _nothing,
         test_staging.test_a_message_leaves_when_the_device_has_its_bytes_and_not_before,
     ),
@@ -206,7 +206,8 @@ MUTANTS = {
 def test_a_mutant_is_caught(name: str) -> None:
     mutant = MUTANTS[name]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_staging, "LOOK_S", 5.0)  # what must not happen has time to
+        patch.setattr(machine, "LOOK_S", 10.0)  # what must not happen has time to
+        patch.setattr(machine, "BUSY_S", 2.0)
         patch.setattr(test_staging, "PATIENCE_S", 2.0)
         patch.setattr(mutant.owner, mutant.name, mutant.instead)
         with pytest.raises(AssertionError):

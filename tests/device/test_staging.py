@@ -7,7 +7,6 @@ On the simulated device here, on CUDA by tests/gpu.
 import contextlib
 import gc
 import threading
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -19,13 +18,11 @@ from swift_ft.comm.backend import Collectives
 from swift_ft.comm.gloo import GlooBackend
 from swift_ft.comm.message_collectives import MessageCircuit, operation
 from swift_ft.comm.worker_thread import Broken
-from tests.device.machine import held, here, no_waits
+from tests.device.machine import held, here, never, no_waits
 from tests.unit.log.service import eventually
 
 N = 1 << 14
 PATIENCE_S = 20.0
-LOOK_S = 0.1
-"""For so long nothing happens that must not."""
 SUM = operation(None)
 
 
@@ -92,7 +89,7 @@ def test_a_message_leaves_when_the_device_has_its_bytes_and_not_before() -> None
                 message = p.second._wire.recv([room], 0, 7)
             waiting = threading.Thread(target=lambda: (message.wait(), arrived.set()))  # type: ignore[func-returns-value]
             waiting.start()
-            assert not arrived.wait(LOOK_S)
+            never(arrived.is_set)
         assert arrived.wait(PATIENCE_S)
         with no_waits(), held():
             room.fill_(-1)
@@ -130,10 +127,7 @@ def test_a_sum_is_behind_what_its_caller_has_queued_and_before_what_it_queues() 
                 circuit.submit(lambda collectives, own=own: collectives.all_reduce(own, SUM))  # type: ignore[misc]
                 for circuit, own in zip((p.first, p.second), doubled, strict=True)
             ]
-            until = time.monotonic() + LOOK_S
-            while time.monotonic() < until:
-                assert not any(task.done for task in tasks)
-                time.sleep(0.01)
+            never(lambda: any(task.done for task in tasks))
         for task, own in zip(tasks, doubled, strict=True):
             task.wait()
             own.add_(1)
@@ -184,7 +178,7 @@ def test_what_an_aborted_collective_still_writes_to_is_nobody_elses() -> None:
         p.fabrics[0].close()
         address = tensor.data_ptr()
         del tensor, task, p.first
-        thread.join(LOOK_S)
+        never(lambda: not thread.is_alive())
         gc.collect()
         again = torch.zeros(N, device=here())
         assert again.data_ptr() != address
