@@ -12,7 +12,7 @@ from swift_ft.device import accelerator_in_use, settle_copies
 from swift_ft.log.record import Record, RecordKey
 from swift_ft.state.checkpoint_file import Snapshot
 from swift_ft.state.checkpoint_store import CheckpointStore
-from swift_ft.state.tensors import byte_view, fill, to_tensor
+from swift_ft.state.tensors import byte_view, digest, fill, to_tensor
 from swift_ft.state.transfer import Transfer, receive_state, send_state
 from swift_ft.state.tree import join
 from tests.device.simulated import held, no_waits, waits
@@ -197,3 +197,10 @@ def test_a_replica_goes_through_pinned_memory_in_chunks(into: str) -> None:
         assert torch.equal(received.state[name].cpu(), tensor.cpu())
         if destinations and name != "holes":  # it has other strides there
             assert received.state[name] is there[f"state.{name}"]
+
+
+def test_a_digest_waits_once_and_is_the_same_as_on_the_cpu() -> None:
+    state = made()
+    found = digest(state)
+    assert sum(waits().values()) == 1
+    assert found == digest({name: tensor.cpu() for name, tensor in state.items()})

@@ -468,6 +468,20 @@ def _room(tensor: torch.Tensor, room: torch.Tensor | None, filled: set[int]) -> 
     return room, tensor
 
 
+def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors in host memory: themselves, or a device's copies, made in one go and waited for once."""
+    found, copies = dict(tensors), dict[torch.device, list[_Copy]]()
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cpu":
+            copy = _room(tensor.detach().resolve_conj().resolve_neg(), None, set())
+            found[name] = copy[0]
+            copies.setdefault(tensor.device, []).append(copy)
+    for device, pairs in copies.items():
+        accelerator = accelerator_of(device)
+        accelerator.wait(accelerator.copy_all_out(pairs))
+    return found
+
+
 def _check(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else "sparse or nested"
@@ -480,8 +494,8 @@ def digest_of(value: Any) -> str:
     """Returns the digest of a value that `split` takes apart. Strides count."""
     tensors, skeleton = split(value)
     state = xxhash.xxh3_128(json.dumps(skeleton).encode())
-    for tensor in tensors.values():
-        state.update(elements(tensor.detach().cpu()))
+    for tensor in on_host(tensors).values():
+        state.update(elements(tensor.detach()))
     return state.hexdigest()
 
 

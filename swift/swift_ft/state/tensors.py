@@ -9,7 +9,7 @@ import torch
 
 from swift_ft.errors import Divergence
 from swift_ft.log.record import Record
-from swift_ft.state.checkpoint_file import bytes_of
+from swift_ft.state.checkpoint_file import bytes_of, on_host
 
 _HOST = torch.device("cpu")
 
@@ -100,8 +100,9 @@ def _on_host(record: Record, *, pinned: bool) -> torch.Tensor:
 def digest(tensors: dict[str, torch.Tensor], rest: str = "") -> str:
     """SHA-256 over names, dtypes, shapes and bytes, by name, and over `rest`."""
     sha = hashlib.sha256()
+    tensors = on_host(tensors)
     for name in sorted(tensors):
-        tensor = tensors[name].detach().to("cpu").contiguous()
+        tensor = tensors[name].detach().contiguous()
         sha.update(f"{name}|{dtype_name(tensor)}|{tuple(tensor.shape)}|".encode())
         sha.update(byte_view(tensor).data)
     sha.update(rest.encode())

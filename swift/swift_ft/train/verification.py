@@ -22,6 +22,7 @@ from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.errors import ReplicaDiffers, UsageError
 from swift_ft.files import write_whole
 from swift_ft.state.carried_gradients import LEFT
+from swift_ft.state.checkpoint_file import on_host
 from swift_ft.state.tensors import byte_view
 from swift_ft.state.tree import split
 from swift_ft.text import listed
@@ -197,8 +198,9 @@ def _tensor(data: bytes) -> torch.Tensor:
 def _digest(part: Any) -> bytes:
     tensors, rest = split(part)
     state = xxhash.xxh3_128(repr(rest).encode())
+    tensors = on_host(tensors)
     for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
+        tensor = tensors[name].detach().contiguous()
         state.update(name.encode())
         state.update(byte_view(tensor).data if tensor.numel() else b"")
     return state.digest()
