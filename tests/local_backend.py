@@ -134,6 +134,12 @@ class LocalFabric:
     def finish_connecting(self) -> None:
         pass
 
+    def arriving(self) -> None:
+        return None
+
+    def check_arrived(self) -> None:
+        pass
+
     def abort(self) -> None:
         with self._lock:
             self._ended.set()

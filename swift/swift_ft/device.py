@@ -311,13 +311,20 @@ def _accelerator(kind: str, index: int) -> Accelerator:
     return (Cuda if kind == "cuda" else Accelerator)(torch.device(kind, index))
 
 
+def current_accelerator() -> Accelerator:
+    """Returns this process's current accelerator, which is there. Its use sets it up."""
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return _accelerator(kind.type, torch.accelerator.current_device_index())
+
+
 def accelerator_in_use() -> Accelerator | None:
     """Returns this process's current accelerator if it has been set up. Does not set one up: a process that has used a
     device cannot fork ranks that use it."""
     kind = torch.accelerator.current_accelerator()
     if kind is None or not torch.get_device_module(kind).is_initialized():
         return None
-    return _accelerator(kind.type, torch.accelerator.current_device_index())
+    return current_accelerator()
 
 
 def device_types() -> list[str]:
@@ -348,6 +355,14 @@ def break_device() -> None:
     torch.zeros(1, device=there.torch).index_select(0, torch.ones(1, dtype=torch.int64, device=there.torch))
 
 
+class Arrivals(Protocol):
+    """Messages whose waits order streams only (`swift_ft.comm.backend.Fabric`)."""
+
+    def arriving(self) -> Device | None: ...
+
+    def check_arrived(self) -> None: ...
+
+
 class Readings:
     """What the host wants to know of a step's tensors on a device, read at the step's one wait for the device.
 
@@ -359,6 +374,7 @@ class Readings:
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
         self._device: Device | None = None
+        self.arrivals: Arrivals | None = None
 
     def later(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
         """Calls ``use(copy on the host)`` with the values that `tensor` has now in its stream."""
@@ -379,13 +395,23 @@ class Readings:
             use()
 
     def settle(self) -> None:
-        """Waits once for the device if something waits for it, and answers. Raises what an answer raises."""
-        if self._device is None or not self._waiting:
+        """Waits once for the device if something waits for it, or messages arrive there, and answers. Raises what an
+        answer raises, and RuntimeError if a message is lost."""
+        arriving = None if self.arrivals is None else self.arrivals.arriving()
+        device = arriving or (self._device if self._waiting else None)
+        if device is None:
             return
-        self._device.wait(self._device.mark())
+        device.wait(device.mark())
+        if arriving is not None and self.arrivals is not None:
+            self.arrivals.check_arrived()  # not before the wait: an abort may end it
         waiting, self._waiting = self._waiting, []
         for use in waiting:
             use()
+
+    def settle_arrivals(self) -> None:
+        """Settles if messages arrive: what is applied next must be whole."""
+        if self.arrivals is not None and self.arrivals.arriving() is not None:
+            self.settle()
 
     def drop(self) -> None:
         """Answers nothing of what was asked: the step is dropped."""

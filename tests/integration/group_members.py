@@ -38,7 +38,7 @@ def values(seed: int, numel: int) -> torch.Tensor:
 
 
 def digest(*tensors: torch.Tensor) -> str:
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+    return hashlib.sha256(b"".join(tensor.cpu().numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 START_S = 120.0
@@ -96,8 +96,9 @@ class Listener:
 class Group:
     """A group that this member has joined, or is about to join."""
 
-    def __init__(self, fabric: Fabric, meeting: tuple[str, int], name: str) -> None:
+    def __init__(self, fabric: Fabric, meeting: tuple[str, int], name: str, device: torch.device) -> None:
         self.fabric = fabric
+        self.device = device
         # One connection for each group: a wait in it that is given up keeps the connection busy.
         self.store = PrefixStore(name, TCPStore(*meeting, is_master=False, timeout=CONNECT_TIMEOUT))
         self.connections: Connections | None = None
@@ -122,47 +123,67 @@ class Group:
         assert self.circuit is not None
         self.entered.set()
         self.circuit.submit(run).wait()
+        self.arrived()
+
+    def arrived(self) -> None:
+        """Waits as a step does before its update, where a wait orders streams only."""
+        device = self.fabric.arriving()
+        if device is not None:
+            device.wait(device.mark())
+            self.fabric.check_arrived()
+
+    def values(self, seed: int, numel: int) -> torch.Tensor:
+        return values(seed, numel).to(self.device)
+
+    def room(self, numel: int) -> torch.Tensor:
+        return torch.empty(numel, device=self.device)
+
+    def tag(self, tag: int) -> int:
+        """A device's messages without a tag go over its own wire."""
+        return tag if self.device.type == "cpu" else 0
 
     # --- operations: each returns a digest of its result ---
 
     def send(self, to: int, tag: int, seed: int, numel: int) -> str:
         assert self.circuit is not None
-        tensor = values(seed, numel)
+        tensor = self.values(seed, numel)
         self.entered.set()
-        self.circuit.send([tensor], to, tag).wait()
+        self.circuit.send([tensor], to, self.tag(tag)).wait()
+        self.arrived()
         return ""
 
     def recv(self, source: int, tag: int, numel: int) -> str:
         assert self.circuit is not None
-        room = torch.empty(numel)
+        room = self.room(numel)
         self.entered.set()
-        self.circuit.recv([room], source, tag).wait()
+        self.circuit.recv([room], source, self.tag(tag)).wait()
+        self.arrived()
         return digest(room)
 
     def all_reduce(self, seed: int, numel: int) -> str:
-        tensor, add = values(seed, numel), operation(None)
+        tensor, add = self.values(seed, numel), operation(None)
         self.collective(lambda collectives: collectives.all_reduce(tensor, add))
         return digest(tensor)
 
     def all_gather(self, seed: int, numel: int) -> str:
-        parts, own = [torch.empty(numel) for _ in range(self.size)], values(seed, numel)
+        parts, own = [self.room(numel) for _ in range(self.size)], self.values(seed, numel)
         self.collective(lambda collectives: collectives.all_gather(parts, own))
         return digest(*parts)
 
     def reduce_scatter(self, seed: int, numel: int) -> str:
-        output, add = torch.empty(numel), operation(None)
-        parts = [values(seed, numel) * (place + 1) for place in range(self.size)]
+        output, add = self.room(numel), operation(None)
+        parts = [self.values(seed, numel) * (place + 1) for place in range(self.size)]
         self.collective(lambda collectives: collectives.reduce_scatter(output, parts, add))
         return digest(output)
 
     def all_to_all(self, seed: int, numel: int) -> str:
-        incoming = [torch.empty(numel) for _ in range(self.size)]
-        outgoing = [values(seed, numel) * (place + 1) for place in range(self.size)]
+        incoming = [self.room(numel) for _ in range(self.size)]
+        outgoing = [self.values(seed, numel) * (place + 1) for place in range(self.size)]
         self.collective(lambda collectives: collectives.all_to_all(incoming, outgoing))
         return digest(*incoming)
 
     def broadcast(self, seed: int, numel: int, root: int) -> str:
-        tensor = values(seed, numel)
+        tensor = self.values(seed, numel)
         self.collective(lambda collectives: collectives.broadcast(tensor, root))
         return digest(tensor)
 
@@ -195,8 +216,12 @@ class _Halfway(Store):
 class Member:
     """Executes the commands of one listener. `die` ends the member without a message to its peers."""
 
-    def __init__(self, backend: Backend, meeting: tuple[str, int], die: Callable[[], None]) -> None:
+    def __init__(
+        self, backend: Backend, meeting: tuple[str, int], die: Callable[[], None], device: str = "cpu"
+    ) -> None:
+        """`device`: where its tensors are."""
         self._backend = backend
+        self._device = torch.device(device)
         self._meeting = meeting
         self._die = die
         self._groups: dict[str, Group] = {}
@@ -218,7 +243,7 @@ class Member:
                     lines.flush()
 
     def open(self, group: str) -> None:
-        self._groups[group] = Group(self._backend.open(), self._meeting, group)
+        self._groups[group] = Group(self._backend.open(), self._meeting, group, self._device)
 
     def start(self, group: str, operation: str, **arguments: Any) -> None:
         """Begins an operation of `Group`, in a thread that stands for the trainer's. Returns once it is entered."""
@@ -258,13 +283,12 @@ class Member:
         return bool(store.get("still") == b"here")
 
 
-def main() -> None:
+def serve(backend: Backend, device: str = "cpu") -> None:
     listener, port = sys.argv[1:]
     torch.set_num_threads(1)
-    Member(default_backend(), ("127.0.0.1", int(port)), lambda: os.kill(os.getpid(), signal.SIGKILL)).serve(
-        listener
-    )
+    meeting = ("127.0.0.1", int(port))
+    Member(backend, meeting, lambda: os.kill(os.getpid(), signal.SIGKILL), device).serve(listener)
 
 
 if __name__ == "__main__":
-    main()
+    serve(default_backend())

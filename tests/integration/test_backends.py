@@ -1,7 +1,9 @@
 """What every backend promises (`swift_ft.comm.backend`), held against each of them.
 
-gloo: a process for each member, real sockets, real SIGKILL. local: threads of this process. Scenarios that torch's own
-suite has for `dist._reconfigure` (pytorch, test/distributed/test_c10d_fault_tolerance.py) are named as there.
+gloo: a process for each member, real sockets, real SIGKILL. nccl: the same over the fake NCCL of the simulated device,
+where waits order streams only: each operation there ends with the wait and the check that a step has before its update.
+local: threads of this process. Scenarios that torch's own suite has for `dist._reconfigure` (pytorch,
+test/distributed/test_c10d_fault_tolerance.py) are named as there.
 """
 
 import functools
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device import simulated
 from tests.integration.forked import Forks, meeting, new_store
 from tests.integration.group_members import LARGE, SMALL, Listener, Member, Told, digest, values
 from tests.local_backend import LocalBackend
@@ -42,15 +45,22 @@ class World:
         else:
             environment = {**meeting(self._store)}
             arguments = [path, self._store.port]
-            self._processes.append(self._forks.run("tests.integration.group_members", arguments, environment))
+            program = (
+                "tests.device.nccl_members" if self._backend == "nccl" else "tests.integration.group_members"
+            )
+            self._processes.append(self._forks.run(program, arguments, environment))
 
     def close(self) -> None:
         for process in self._processes:
             process.kill()
 
 
-@pytest.fixture(params=["gloo", "local"])
+@pytest.fixture(params=["gloo", "nccl", "local"])
 def world(request: pytest.FixtureRequest, forks: Forks) -> Iterator[World]:
+    if request.param == "nccl":
+        if simulated.compiler() is None:
+            pytest.skip("no C++ compiler: g++ makes the simulated device")
+        simulated.library()
     with Listener() as listener:
         world = World(request.param, forks, listener)
         yield world

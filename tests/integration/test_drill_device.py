@@ -1,8 +1,8 @@
-"""Drills whose stages are on the simulated device, over staged gloo: the digests equal those of the device's own run
-without a failure.
+"""Drills whose stages are on the simulated device, over staged gloo or the fake NCCL: the digests equal those of the
+device's own run without a failure.
 
 The programs get the device as torch loads those of other packages: by the entry point `torch.backends` of the folder
-`tests/device/plugin`, which stands on their path.
+`tests/device/plugin`, which stands on their path; that of `plugin_nccl` offers communicators too.
 """
 
 import json
@@ -29,15 +29,15 @@ PLUGIN = ROOT / "tests" / "device" / "plugin"
 SHAPE = ["--model", "tiny", "--steps", "8", "--microbatches", "4"]
 
 
-def drill(at: Path, *words: str) -> dict[str, Any]:
+def drill(at: Path, *words: str, plugin: Path = PLUGIN) -> dict[str, Any]:
     simulated.library()  # the ranks find it compiled
-    path = os.pathsep.join([str(PLUGIN), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(plugin), str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "swift_ft.cli", "drill", "--device", simulated.NAME, *SHAPE, *words]
     done = subprocess.run(
         [*command, "--json", str(at / "report.json")],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FAKE_NCCL": str(at)},
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -72,6 +72,26 @@ def test_a_half_applied_step_is_taken_back_and_the_replica_copied(tmp_path: Path
     assert set(report["strategy"].values()) == {"replica"}
     assert report["undo"]["exact"] is True
     assert report["undo"]["buckets"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "kill"),
+    [
+        ("--stages 2", "rank=1,step=4,phase=backward"),
+        pytest.param("--stages 2", "rank=0,step=4,microbatch=1,phase=forward", marks=MATRIX),
+        pytest.param("--stages 2 --schedule zbv", "rank=1,step=4,microbatch=1,phase=forward", marks=MATRIX),
+        pytest.param("--stages 1 --replicas 2", "rank=1,step=4,phase=reduce", marks=MATRIX),
+        pytest.param(
+            "--stages 1 --replicas 2 --updates wait_free", "rank=1,step=4,phase=update", marks=MATRIX
+        ),
+        pytest.param("--stages 2 --replicas 2", "rank=1,step=4,phase=backward", marks=MATRIX),
+    ],
+)
+def test_over_communicators_whose_waits_do_not_make_the_host_wait(
+    words: str, kill: str, tmp_path: Path
+) -> None:
+    drill(tmp_path, *words.split(), "--kill", kill, plugin=PLUGIN.with_name("plugin_nccl"))
+    assert any(tmp_path.glob("messages-*"))
 
 
 @pytest.mark.matrix

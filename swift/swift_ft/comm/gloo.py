@@ -34,9 +34,10 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, Store  #
 
 from swift_ft import torch_private
 from swift_ft.comm import LOOPBACK
-from swift_ft.comm.message_collectives import MessageCircuit
+from swift_ft.comm.message_collectives import MessageCircuit, SummingWire
 from swift_ft.comm.staging import StagedWire
 from swift_ft.comm.worker_thread import Broken, Runner
+from swift_ft.device import Device
 
 torch_private.require({"torch's ProcessGroupGloo": (ProcessGroupGloo, ("_set_default_timeout",))})
 
@@ -79,26 +80,34 @@ class GlooFabric:
         self._runners: list[Runner] = []
         self._aborted = self._closed = False
 
-    def connect(self, store: Store, own: int, size: int, timeout: timedelta) -> "_Connections":
+    def connect(self, store: Store, own: int, size: int, timeout: timedelta) -> "GlooConnections":
         """Connects as `Fabric.connect`. A runner builds the group, so that an abort frees the waiting thread."""
         groups: list[Any] = []
 
         def build() -> None:
-            group = ProcessGroupGloo(PrefixStore(self._prefix, store), own, size, timeout)
+            group = ProcessGroupGloo(PrefixStore("gloo", store), own, size, timeout)
             group._set_default_timeout(_OPERATION_TIMEOUT)
             groups.append(group)
 
+        self.build(build)
+        return GlooConnections(self, groups[0], own)
+
+    def build(self, build: Callable[[], None]) -> None:
+        """Waits until a runner has built what the fabric needs; an abort frees the waiting thread."""
         builder = self.runner("build")
         try:
             builder.submit(build).wait()
         finally:
             self._end(builder)
-        return _Connections(self, groups[0], own)
-
-    _prefix = "gloo"
 
     def finish_connecting(self) -> None:
         self._sockets.finish_connecting()
+
+    def arriving(self) -> Device | None:
+        return None
+
+    def check_arrived(self) -> None:
+        pass  # a wait has raised
 
     def abort(self) -> None:
         with self._lock:
@@ -134,15 +143,22 @@ class GlooFabric:
                 self._runners.remove(runner)
 
 
-class _Connections:
+class GlooConnections:
     def __init__(self, fabric: GlooFabric, group: Any, own: int) -> None:
         self._fabric = fabric
-        self._group = group
-        self._own = own
+        self.group = group
+        self.own = own
 
     def circuit(self, places: Sequence[int], number: int, label: str) -> MessageCircuit:
-        wire = StagedWire(_Wire(self._group, tuple(places)), lambda: self._fabric.runner(f"{label}-stager"))
-        return MessageCircuit(wire, places.index(self._own), len(places), number, self._fabric.runner(label))
+        return self.circuit_over(self.staged(places, label), places, number, label)
+
+    def staged(self, places: Sequence[int], label: str) -> SummingWire:
+        return StagedWire(_Wire(self.group, tuple(places)), lambda: self._fabric.runner(f"{label}-stager"))
+
+    def circuit_over(
+        self, wire: SummingWire, places: Sequence[int], number: int, label: str
+    ) -> MessageCircuit:
+        return MessageCircuit(wire, places.index(self.own), len(places), number, self._fabric.runner(label))
 
 
 class _Wire:
@@ -158,10 +174,11 @@ class _Wire:
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> "_Message":
         return _Message(self._group.recv(tensors, self._places[source], tag))
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def sum(self, tensor: torch.Tensor) -> bool:
         """Sums over all members by gloo's own collective; not for a wire of only some of them."""
         assert len(self._places) == self._group.size()
         self._group.allreduce([tensor]).wait()
+        return True
 
 
 class _Message:

@@ -33,8 +33,8 @@ class SummingWire(Wire, Protocol):
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Message: ...
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Sums in place, in the order that is fastest."""
+    def sum(self, tensor: torch.Tensor) -> bool:
+        """Sums in place, in the order that is fastest. Returns False if the backend has no sum for such tensors."""
 
 
 class MessageCircuit:
@@ -150,7 +150,8 @@ class Messages:
         self._give(received)
 
     def unordered_sum(self, tensor: torch.Tensor) -> None:
-        self._wire.sum(tensor)
+        if not self._wire.sum(tensor):
+            self.all_reduce(tensor, operation(None))
 
     def reduce_scatter(self, output: torch.Tensor, parts: list[torch.Tensor], op: Op) -> None:
         incoming = [torch.empty_like(parts[self._own]) for _ in range(self._n)]
@@ -262,7 +263,7 @@ class _Nobody:
 
     recv = send
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def sum(self, tensor: torch.Tensor) -> bool:
         raise AssertionError("nobody is there")
 
 

@@ -47,15 +47,15 @@ class StagedWire:
         host = device_of(tensor.device).pinned(tensor.numel(), tensor.dtype)
         return _Received(self._wire.recv([host], source, tag), host, tensor)
 
-    def sum(self, tensor: torch.Tensor) -> None:
+    def sum(self, tensor: torch.Tensor) -> bool:
         """(a runner) Sums in host memory."""
         if tensor.device.type == "cpu":
-            self._wire.sum(tensor)
-            return
+            return self._wire.sum(tensor)
         host, copied = self._copy_out(tensor.contiguous())
         until_over(copied)
         self._wire.sum(host)
         tensor.copy_(host.view_as(tensor), non_blocking=True)
+        return True
 
     def _copy_out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """Returns the pinned copy of a contiguous tensor, and the event of its end."""

@@ -789,12 +789,14 @@ class Channel:
 
     def note(self, stream: str, key: RecordKey, tensor: torch.Tensor) -> None:
         """Records a tensor for a later rehearsal of this rank's step."""
+        self.readings.settle_arrivals()
         self._check_whole()
         if not (self.rehearsing or self.unsettled):
             self._capture.record(stream, key, tensor, now=True, keep=False)
 
     def _record(self, stream: str, key: RecordKey, tensor: torch.Tensor, now: bool) -> None:
         """Logs `tensor`, unless the step may be taken back. ``now``: it may change after the call."""
+        self.readings.settle_arrivals()  # a record of what an abort has left would differ from the repeated step's
         self._check_whole()
         if self.rehearsing or self.unsettled:
             return

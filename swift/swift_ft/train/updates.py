@@ -462,6 +462,7 @@ class Updates:
         bucket = self._buckets[self._finished]
         self.cut_step.finish(bucket)
         self._finished += 1
+        self._channel.readings.settle_arrivals()
         self._channel.wait_copied()
         settle_copies()
         with self.cut_step.own():

@@ -1,0 +1,119 @@
+"""The fake NCCL is as strict as it says, and a step looks for what an abort has left behind."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+
+from swift_ft.comm.nccl import Communicator, Queued
+from swift_ft.comm.worker_thread import Broken
+from swift_ft.device import Device, Readings, current_accelerator
+from tests.device import simulated
+from tests.device.fake_nccl import GARBAGE, FakeNccl
+
+A_WHILE_S = 0.2
+TIMEOUT = timedelta(seconds=60)
+
+
+def pair() -> tuple[Communicator, Communicator]:
+    """Returns both ends of a communicator, in one process: they differ by their streams."""
+    store, ends = HashStore(), {}
+
+    def connect(own: int) -> None:
+        ends[own] = FakeNccl().connect(PrefixStore("pair", store), own, TIMEOUT)
+
+    second = threading.Thread(target=connect, args=(1,))
+    second.start()
+    connect(0)
+    second.join()
+    return ends[0], ends[1]
+
+
+def is_over(message: Queued) -> bool:
+    """Whether a stream goes on that is ordered behind it."""
+    stream = torch.Stream()
+    with stream:
+        message.wait()
+        behind = stream.record_event()
+    time.sleep(A_WHILE_S)
+    return behind.query()
+
+
+def test_messages_pass_in_order_and_hold_the_streams_of_both_ends() -> None:
+    source, target = pair()
+    values, rooms = [torch.randn(5).to("simulated") for _ in range(3)], torch.zeros(3, 5, device="simulated")
+    sends = [source.send(value) for value in values]
+    assert not is_over(sends[0])
+    first = target.recv(rooms[0])
+    assert is_over(first)
+    assert is_over(sends[0])
+    assert not is_over(sends[1])
+    last = [target.recv(room) for room in rooms[1:]][-1]
+    last.wait()
+    assert torch.equal(rooms.cpu(), torch.stack([value.cpu() for value in values]))
+    early = target.recv(rooms[0])
+    assert not is_over(early)
+    FakeNccl().abort([source, target])
+
+
+def test_an_abort_ends_what_is_under_way_and_leaves_garbage() -> None:
+    source, target = pair()
+    room = torch.zeros(3, device="simulated")
+    received = target.recv(room)
+    assert not is_over(received)
+    FakeNccl().abort([source, target])
+    received.wait()
+    assert bytes(room.cpu().view(torch.uint8).tolist()) == bytes([GARBAGE]) * room.nbytes
+    with pytest.raises(RuntimeError, match="NCCL"):
+        target.recv(room)
+
+
+def test_an_abort_of_only_some_waits() -> None:
+    ends = [pair()[1] for _ in range(2)]
+    for end in ends:
+        end.recv(torch.zeros(3, device="simulated"))
+    first = threading.Thread(target=FakeNccl().abort, args=([ends[0]],))
+    first.start()
+    first.join(A_WHILE_S)
+    assert first.is_alive()
+    FakeNccl().abort([ends[1]])
+    first.join(TIMEOUT.total_seconds())
+    assert not first.is_alive()
+
+
+class _Aborted:
+    """Messages that an abort ends while the host waits for them. (`swift_ft.device.Arrivals`)"""
+
+    flag = False
+
+    def arriving(self) -> Device:
+        return current_accelerator()
+
+    def check_arrived(self) -> None:
+        if self.flag:
+            raise Broken("connection of an ended generation")
+
+
+def test_a_step_looks_for_an_abort_once_its_messages_are_over() -> None:
+    arrivals, readings, seen = _Aborted(), Readings(), list[float]()
+    readings.arrivals = arrivals
+    readings.later(torch.ones(1, device="simulated"), lambda read: seen.append(float(read)))
+    readings.settle()
+    assert seen == [1.0]
+    release = simulated.hold()
+    readings.later(torch.ones(1, device="simulated"), lambda read: seen.append(float(read)))
+
+    def abort() -> None:
+        time.sleep(A_WHILE_S)
+        arrivals.flag = True
+        release()
+
+    watcher = threading.Thread(target=abort)
+    watcher.start()
+    with pytest.raises(Broken):
+        readings.settle()
+    watcher.join()
+    assert seen == [1.0]
