@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from swift_ft.lab.drill import command
 from tests.compat import environment, seams, table
 from tests.compat.table import Row
+from tests.gpu import overlay
 
 SUITE, TRAINERS, DRILLS = {"passed": 9, "failed": 0}, {"ddp": "ok"}, {"zbv": "PASS"}
 
@@ -107,3 +109,16 @@ def test_what_it_runs_ends_with_it() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert time.monotonic() - began < 30
+
+
+def test_the_overlay_replaces_the_pipelining_of_an_older_torch_and_keeps_it(tmp_path: Path) -> None:
+    source = Path(torch.__file__).parent / "distributed" / "pipelining"
+    (tmp_path / "pipelining").mkdir()
+    (tmp_path / "pipelining" / "old.py").touch()
+    for _ in range(2):
+        overlay.lay(source, tmp_path)
+        assert [each.name for each in (tmp_path / overlay.BEFORE).iterdir()] == ["old.py"]
+        laid = {each.name for each in (tmp_path / "pipelining").iterdir()}
+        assert laid == {each.name for each in source.iterdir()} - {"__pycache__"}
+        text = (tmp_path / "pipelining" / "schedules.py").read_text()
+        assert 'device_type=device_type or "cuda")' in text  # the pinned torch has the line that is replaced

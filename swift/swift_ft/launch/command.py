@@ -465,7 +465,8 @@ def make_plan(argv: Sequence[str]) -> LaunchPlan:
             [PRELOAD_DEFAULT if args.preload_only is None else args.preload_only, *args.preload]
         ),
         fork=args.start_method == "fork",
-        grace_s=GRACE_S_DEFAULT if args.shutdown_timeout is None else args.shutdown_timeout,
+        # torch 2.11 lacks the flag (`scripts/gpu --overlay`).
+        grace_s=GRACE_S_DEFAULT if (asked := getattr(args, "shutdown_timeout", None)) is None else asked,
         last_checkpoint_s=args.sigterm_checkpoint_s,
         health_check=None
         if args.health_check is None

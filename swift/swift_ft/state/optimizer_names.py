@@ -1,6 +1,6 @@
 """Private names of torch's optimizers that the journal and undo need, checked at import."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,18 +12,22 @@ from swift_ft import torch_private
 torch_private.require(
     {
         "torch.optim.optimizer": (_module, ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"]),
-        "torch": (torch, ["_foreach_clone", "_foreach_copy_"]),
+        "torch": (torch, ["_foreach_copy_"]),
         "torch.optim.Optimizer": (torch.optim.Optimizer, ["_process_value_according_to_param_policy"]),
         "torch.Tensor": (torch.Tensor, ["_version", "_is_zerotensor"]),
     }
 )
 
 Tensors = list[torch.Tensor]
+# torch 2.11 has none (`scripts/gpu --overlay`).
+_clone: Callable[[Tensors], Iterable[torch.Tensor]] = getattr(
+    torch, "_foreach_clone", lambda tensors: [tensor.clone() for tensor in tensors]
+)
 copy_: Callable[..., None] = torch._foreach_copy_
 
 
 def clone(tensors: Tensors) -> Tensors:
-    return list(torch._foreach_clone(tensors))
+    return list(_clone(tensors))
 
 
 @contextmanager
