@@ -70,7 +70,7 @@ def sequences(message: bytes | None) -> list[int]:
 
 @pytest.fixture
 def core() -> LinkCore:
-    core = LinkCore("here", JOB, 1, 0.0, lambda _stream: "")
+    core = LinkCore("here", JOB, 1, 0.0, "")
     for step in range(3):
         core.enqueue(outgoing(step), 0.0)
     return core
@@ -110,7 +110,7 @@ def test_after_a_reset_the_writer_claims_nothing(core: LinkCore) -> None:
 
 
 def test_a_successor_goes_on_where_a_writer_was_killed() -> None:
-    core = LinkCore("here", JOB, 1, 0.0, lambda _stream: "")
+    core = LinkCore("here", JOB, 1, 0.0, "")
     core.resume(STREAM, 4, 7)
     waiting = []
     for sequence in (3, 5, 6, -1):
@@ -148,7 +148,7 @@ def test_a_record_is_not_let_go_before_its_last_message(core: LinkCore) -> None:
 )
 def test_no_message_is_larger_than_a_server_takes(records: list[tuple[int, str]]) -> None:
     """And all frames come whole, in the order of their streams."""
-    core = LinkCore("here", JOB, 1, 0.0, lambda _stream: "")
+    core = LinkCore("here", JOB, 1, 0.0, "")
     for step, (size, stream) in enumerate(records):
         core.enqueue(sized(step, size, stream), 0.0)
     number = core.begin_call(0.0)

@@ -22,6 +22,7 @@ from tests.unit.log.append_call import Call
 from tests.unit.log.frames import JOB, STREAM, frame_of
 from tests.unit.log.memory_storage import MemoryStorage
 from tests.unit.log.service import InProcess
+from tests.unit.log.test_core import trimmed
 from tests.unit.log.test_storage import FRAME, crash, fill, frame_in, on_disk, recovered, sequences, write
 
 LARGE = bytes(range(1, 251)) * 20
@@ -236,7 +237,7 @@ def test_a_hole_that_was_trimmed_away_takes_nothing() -> None:
     server.damage(1, 2, index=False)
     header, frame = frame_of(1, step=50)
     server.appends.accept(server.connect(acked=1), [(header, [memoryview(frame)])])
-    server.state.core.trim(server.state.core.job(JOB), 3)
+    trimmed(server.state.core, server.state.core.job(JOB), 3)
     server.commit()
     assert (server.stream.first, sorted(server.stream.by_sequence)) == (3, [3])
 
@@ -248,7 +249,7 @@ def test_a_trim_or_a_reset_may_come_between() -> None:
         server.send(server.connect(), 0, 1)
         job = server.state.core.job(JOB)
         if drop == "trim":
-            server.state.core.trim(job, 3)
+            trimmed(server.state.core, job, 3)
         else:
             server.state.core.reset(job)
         server.state.space.recount(server.state.core)
