@@ -368,7 +368,8 @@ class Readings:
 
     (any part of the step) ``later``, ``then`` … (before the first update; at the step's end) ``settle``; ``drop``
 
-    What is asked is answered in the order of the calls. Tensors of the host are answered at once, unless others wait.
+    What waits is answered in the order of the calls. `later` answers for a tensor of the host at once; who needs the
+    order says so by `then`.
     """
 
     def __init__(self) -> None:
