@@ -137,10 +137,11 @@ def test_nothing_overtakes() -> None:
         tensor, other = there(), torch.Stream(device=here())
         head = w.writer.copied
         with held(other):
-            w.record(0, tensor)
-            w.record(1, tensor)
-            first = w.capture._under_way[0]
-            w.capture._under_way[0] = _UnderWay(first.end, accelerator().mark(other))
+            with held(w.side):  # or the second call would publish the first record
+                w.record(0, tensor)
+                w.record(1, tensor)
+                first = w.capture._under_way[0]
+                w.capture._under_way[0] = _UnderWay(first.end, accelerator().mark(other))
             w.side.synchronize()
             w.capture.wait_copied()
             assert w.writer.copied == head

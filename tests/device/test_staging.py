@@ -158,13 +158,11 @@ def test_a_runner_works_on_the_device_of_its_caller_and_on_a_stream_of_its_own()
 def test_what_an_aborted_collective_still_writes_to_is_nobody_elses() -> None:
     """Its caller is freed at once, closes the generation and drops the tensor, when kernels of the runner's stream have
     yet to write to it."""
-    with pair() as p:
+    with pair() as p, contextlib.ExitStack() as until:
         tensor, far = there(), threading.Event()
-        holds = list[contextlib.AbstractContextManager[None]]()
 
         def run(collectives: Collectives, own: torch.Tensor) -> None:
-            holds.append(held())
-            holds[0].__enter__()
+            until.enter_context(held())
             own.add_(1)
             far.set()
             collectives.barrier()  # the other member does not come
@@ -183,7 +181,7 @@ def test_what_an_aborted_collective_still_writes_to_is_nobody_elses() -> None:
         again = torch.zeros(N, device=here())
         assert again.data_ptr() != address
         torch.accelerator.current_stream().synchronize()
-        holds[0].__exit__(None, None, None)
+        until.close()
         stream.synchronize()
         assert again.eq(0).all()
         thread.join(PATIENCE_S)

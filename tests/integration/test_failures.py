@@ -277,7 +277,7 @@ UNREACHABLE = ["--coordinator", "127.0.0.1:1", "--job", "test", "--nproc-per-nod
 @pytest.mark.parametrize(
     ("failures", "word"),
     [
-        ("kind=burn,rank=0,step=1", "unknown kind 'burn': one of kill, stop, hang, slow, network"),
+        ("kind=burn,rank=0,step=1", "unknown kind 'burn': one of kill, stop, hang, device, slow, network"),
         ("rank=2,step=1", "rank must be 0 to 1"),
         ("trace.csv", "there is no such file"),
         ("bad.csv", "line 2: start must be a number of 0 or more, not 'soon'"),
