@@ -137,7 +137,7 @@ class Accelerator:
 
     def copy_out(self, to: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream) -> None:
         self.hold(self.mark(), stream)
-        with stream:
+        with _current(stream):
             to.copy_(tensor, non_blocking=True)
         tensor.record_stream(stream)
 
@@ -145,7 +145,7 @@ class Accelerator:
         """Queues copies (into pinned memory, of a tensor) in one go on a stream of their own, behind all work queued on
         the current stream so far and all earlier such copies. Returns the event of their end."""
         self.hold(self.mark(), self._copies)
-        with self._copies:
+        with _current(self._copies):
             for to, tensor in pairs:
                 to.copy_(tensor, non_blocking=True)
         for _, tensor in pairs:
@@ -274,10 +274,23 @@ def _version_of(package: str) -> str:
         return ""
 
 
+@contextlib.contextmanager
+def _current(stream: torch.Stream) -> Iterator[None]:
+    """Makes the stream current in this thread. (``with stream`` keeps the one before in the stream: two threads that do
+    so at a time would get each other's.)"""
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
 def facts() -> dict[str, str]:
-    """Returns `Accelerator.facts` of the devices that this process may use; empty without a device. Sets CUDA up."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    return {} if kind is None else _accelerator(kind.type, torch.accelerator.current_device_index()).facts()
+    """Returns `Accelerator.facts` of the device in use; empty without one. Sets none up: a trainer may stay on the CPU
+    of a machine that has devices."""
+    accelerator = accelerator_in_use()
+    return {} if accelerator is None else accelerator.facts()
 
 
 def settle_copies() -> None:

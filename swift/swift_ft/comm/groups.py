@@ -10,6 +10,7 @@ result of the collective is used, and drops the step. FSDP2 survives an error on
 (`torch_private.reset_sharded`). It must see the error at once: it would compute with half-gathered parameters.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,9 +89,14 @@ class CollectiveWork(torch_private.Work):
 
     def get_future(self) -> Any:
         """Returns a torch Future with the result, or with the collective's error unless that is swallowed."""
-        future: Any = torch.futures.Future()
+        # A future that knows its devices lets whoever takes the result come behind what its runner has queued.
+        devices = {tensor.device for tensor in self._result if tensor.device.type != "cpu"}
+        future: Any = torch.futures.Future(devices=list(devices))
+        caller = threading.get_ident()
 
         def over() -> None:
+            if threading.get_ident() == caller and self._task.continued is not None:
+                self._task.continued()  # it was over already
             error = self._task.error
             if error is not None:
                 self._broke(error)

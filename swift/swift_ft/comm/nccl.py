@@ -122,9 +122,9 @@ class NcclFabric(GlooFabric):
         """Connects with each of the others, which do the same. All go by one order of the pairs: no two wait for each
         other."""
         made: dict[tuple[int, int], Communicator] = {}
+        device = current_accelerator()  # of this thread
 
         def connect() -> None:
-            device = current_accelerator()
             device.adopt(device.new_stream())
             pairs = [(own, other) for other in others] + [(other, own) for other in others]
             for source, target in sorted(pairs):

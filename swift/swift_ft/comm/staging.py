@@ -9,6 +9,7 @@ Tensors of the host pass as they are. Neither the trainer's thread nor the train
 memory comes from torch's cache, which gives none away before the copies from and to it are over.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +29,16 @@ class StagedWire:
         self._new_stager = stager
         self._stager: Runner | None = None
         self._side: Any = None
+        self._starting = threading.Lock()
+        """The trainer's thread and the runner may be the first to send at the same time."""
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Message:
         (tensor,) = tensors
         if tensor.device.type == "cpu":
             return self._wire.send(tensors, to, tag)
-        if self._stager is None:
-            self._stager = self._new_stager()
+        with self._starting:
+            if self._stager is None:
+                self._stager = self._new_stager()
         host, copied = self._copy_out(tensor)
         sent = _Sent()
         sent.task = self._stager.submit(lambda: sent.begin(copied, lambda: self._wire.send([host], to, tag)))
@@ -60,8 +64,9 @@ class StagedWire:
     def _copy_out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """Returns the pinned copy of a contiguous tensor, and the event of its end."""
         device: Device = device_of(tensor.device)
-        if self._side is None:
-            self._side = device.new_stream()
+        with self._starting:
+            if self._side is None:
+                self._side = device.new_stream()
         host = device.pinned(tensor.numel(), tensor.dtype)
         device.copy_out(host, tensor.detach().view(-1), self._side)
         return host, device.mark(self._side)
@@ -95,10 +100,12 @@ class _Received:
     def __init__(self, message: Message, host: torch.Tensor, tensor: torch.Tensor) -> None:
         self._message = message
         self._host = host
-        self._tensor = tensor
+        self._tensor: torch.Tensor | None = tensor
 
     def wait(self) -> None:
         self._message.wait()
 
     def finish(self) -> None:
-        self._tensor.detach().copy_(self._host.view_as(self._tensor), non_blocking=True)
+        tensor, self._tensor = self._tensor, None
+        if tensor is not None:  # once: what is there may have been changed since
+            tensor.detach().copy_(self._host.view_as(tensor), non_blocking=True)

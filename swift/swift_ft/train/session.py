@@ -699,9 +699,19 @@ class Session:
             self._updates.awaited.add(stage)
 
     def _check_devices(self) -> None:
-        """Raises UsageError if a stage is on a device that may compute other bits the next time."""
-        modules = (stage.submod for stage in self._state.stages)
-        if self._config.allow_inexact or all(p.device.type == "cpu" for m in modules for p in m.parameters()):
+        """Raises UsageError if a stage is on another device than the current one, or on one that may compute other bits
+        the next time."""
+        parameters = (p for stage in self._state.stages for p in stage.submod.parameters())
+        on = {p.device for p in parameters if p.device.type != "cpu"}
+        if not on:
+            return
+        here = [device for device in on if device.type != "meta"]  # of those, what is not materialised yet
+        if any(device.index != torch.accelerator.current_device_index() for device in here):
+            raise UsageError(
+                f"stages are on {', '.join(sorted(map(str, on)))}, which is not the current device: call "
+                "torch.accelerator.set_device_index(local_rank) at the script's start, and use one device a rank"
+            )
+        if self._config.allow_inexact:
             return
         if problems := device_problems(determinism_fingerprint(self._config.undo)):
             raise UsageError(
