@@ -579,7 +579,11 @@ class Visit:
     def grant(self) -> Grant:
         return self._gate.grant(self._token)
 
+    noted = False
+    """Whether a denial of this call is counted already."""
+
     def note(self, denied: Denied, peer: str = "") -> None:
+        self.noted = True
         self._gate.note(self._method, denied, peer_address(peer) if peer else self._peer)
 
     @property

@@ -69,7 +69,8 @@ class LogServicer:
         if not context.add_callback(session.end):
             self.engine.detach(session)  # the call is over already: no callback will come
             return
-        arguments = (session, requests, visit_of())
+        visit = visit_of()
+        arguments = (session, requests, visit)
         pump = threading.Thread(target=self._pump, args=arguments, name="pump", daemon=True)
         try:
             pump.start()
@@ -78,7 +79,7 @@ class LogServicer:
             self._abort(context, Refusal(Reason.BUSY, NONE_LEFT))
         yield from outgoing.replies()
         if session.refusal is not None:
-            self._abort(context, session.refusal)
+            self._abort(context, session.refusal, noted=visit.noted)
 
     def _pump(self, session: AppendCall, requests: Iterator[bytes], visit: Visit) -> None:
         """Handles the writer's messages until the call ends or is refused."""
@@ -103,7 +104,9 @@ class LogServicer:
             visit.note(denied)
             session.end(Refusal(denied.reason, denied.message))
         except DecodeError:
-            session.end(Refusal(Reason.INVALID, "not an AppendRequest"))
+            words = "not an AppendRequest"
+            visit.note(Denied(_STATUS[Reason.INVALID], Reason.INVALID, words))
+            session.end(Refusal(Reason.INVALID, words))
         except grpc.RpcError as over:  # the call is gone; the callback ends its handler
             forget_frames(over)
             session.end()
@@ -181,8 +184,10 @@ class LogServicer:
             return
         self._abort(context, refusal)
 
-    def _abort(self, context: Context, refusal: Refusal) -> None:
-        self._refused(refusal.reason.value)
+    def _abort(self, context: Context, refusal: Refusal, *, noted: bool = False) -> None:
+        """Ends the call with its refusal. `noted`: it is counted already."""
+        if not noted:
+            self._refused(refusal.reason.value)
         context.set_trailing_metadata(((REASON_KEY, refusal.reason.value),))
         context.abort(_STATUS[refusal.reason], refusal.message[:_MESSAGE_CHARACTERS])
 

@@ -708,7 +708,7 @@ class Session:
         here = [device for device in on if device.type != "meta"]  # of those, what is not materialised yet
         if any(device.index != torch.accelerator.current_device_index() for device in here):
             raise UsageError(
-                f"stages are on {', '.join(sorted(map(str, on)))}, which is not the current device: call "
+                f"stages are on {', '.join(sorted(map(str, here)))}, which is not the current device: call "
                 "torch.accelerator.set_device_index(local_rank) at the script's start, and use one device a rank"
             )
         if self._config.allow_inexact:

@@ -54,7 +54,8 @@ def run(cell: Cell, settings: Settings, directory: Path) -> dict[str, Any]:
             )
         else:
             _run_swift(cell, settings, given, directory, failures)
-    except ServiceError as error:
+        marks = measured(marks_of.read(directory))
+    except (ServiceError, ValueError) as error:
         return {"failed": " ".join(str(error).split())[:FAILED_WORDS], "planned": failures}
     happened: dict[str, Any] = {"injected": 0, "again_s": []}
     if failures:
@@ -62,7 +63,7 @@ def run(cell: Cell, settings: Settings, directory: Path) -> dict[str, Any]:
         if report is None:
             return {"failed": "the launcher has not reported the failures", "planned": failures}
         happened = failures_of(json.loads(report.read_text()))
-    return {"planned": failures, **measured(marks_of.read(directory)), **happened}
+    return {"planned": failures, **marks, **happened}
 
 
 def planned(cell: Cell, settings: Settings) -> int:
