@@ -124,6 +124,7 @@ STOP_GRACE_S = {"launcher": 8.0}
 STOP_GRACE_S_DEFAULT = 3.0
 KILL_WAIT_S = 10.0
 POLL_S = 0.01
+_SIDECAR_END_S = 5.0
 TAIL_LINES = 12
 
 _FOREIGN = ("SWIFT_", "TORCHELASTIC_", "PET_")
@@ -444,8 +445,13 @@ class Cluster:
                 os.kill(pid, signal.SIGKILL)
 
     def strays(self) -> list[int]:
-        """Returns the pids of running processes that have this run's environment."""
-        return with_environment(events.ENV_EVENTS_DIR, str(self.directory / "events"))
+        """Returns the pids of processes of this run that stay. A sidecar ends by itself, shortly after its trainer."""
+        deadline = time.monotonic() + _SIDECAR_END_S
+        while left := with_environment(events.ENV_EVENTS_DIR, str(self.directory / "events")):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        return left
 
 
 def with_environment(name: str, value: str) -> list[int]:
