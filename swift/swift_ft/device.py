@@ -4,8 +4,8 @@ A host that works through an accelerator runs ahead of it: a call returns when i
 the session needs of a device is order between streams (events), copies to the host that do not delay training (a
 stream of its own, pinned memory), generators to seed, and what tells it from other devices.
 
-``device_of(torch.device)`` returns the `Device`: `Host` for the CPU, whose work is over when a call returns, and
-`Accelerator` for all others. What only CUDA has stands in `Cuda`; `torch.cuda` is named in no other module
+``accelerator_of(torch.device)`` returns the `Accelerator`. Who has a tensor of the CPU, whose work is over when a call
+returns, needs none of this. What only CUDA has stands in `Cuda`; `torch.cuda` is named in no other module
 (`tests/unit/test_project.py` checks it).
 """
 
@@ -35,76 +35,6 @@ class Event(Protocol):
         """Returns whether the device has passed it. Does not wait."""
 
 
-class Device(Protocol):
-    """Streams, events and pinned memory of one device. Streams are torch's; the host's are all None."""
-
-    def new_stream(self) -> Any:
-        """Returns a stream that runs beside the training stream."""
-
-    def adopt(self, stream: Any) -> None:
-        """(a thread of ours) Makes the device and `stream` current in this thread for good: both are per thread."""
-
-    def mark(self, stream: Any = None) -> Event:
-        """Records an event behind all work queued so far on `stream`, or on the current stream."""
-
-    def hold(self, event: Event, stream: Any = None) -> None:
-        """Lets `stream`, or the current stream, wait for the event. The host does not wait."""
-
-    def copy_out(self, to: torch.Tensor, tensor: torch.Tensor, stream: Any) -> None:
-        """Queues on `stream` a copy of the device's `tensor` into pinned memory, behind all work queued on the current
-        stream so far. `tensor`'s memory is not given away before the copy is over."""
-
-    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns host memory that the device copies from and to while the host goes on."""
-
-    def pin(self, address: int, size: int) -> Callable[[], None]:
-        """Pins host memory that is there; returns a function that unpins it. Raises ServiceError."""
-
-    def wait(self, event: Event) -> None:
-        """Makes the host wait for an event of `mark`."""
-
-    def synchronize(self) -> None:
-        """Waits until all that is queued on the device is over."""
-
-
-class _Over:
-    """The event of the host's work: over when the call returned."""
-
-    def query(self) -> bool:
-        return True
-
-
-class Host:
-    """The CPU."""
-
-    def new_stream(self) -> None:
-        return None
-
-    def adopt(self, stream: None) -> None:
-        pass
-
-    def mark(self, stream: None = None) -> Event:
-        return _Over()
-
-    def hold(self, event: Event, stream: None = None) -> None:
-        pass
-
-    def copy_out(self, to: torch.Tensor, tensor: torch.Tensor, stream: None) -> None:
-        to.copy_(tensor)
-
-    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
-
-    def pin(self, address: int, size: int) -> Callable[[], None]:
-        return lambda: None
-
-    def wait(self, event: Event) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
 class Accelerator:
     """A device that runs behind the host."""
 
@@ -120,22 +50,28 @@ class Accelerator:
         return self.new_stream()
 
     def new_stream(self) -> torch.Stream:
+        """Returns a stream that runs beside the training stream."""
         return torch.Stream(device=self.torch)
 
     def adopt(self, stream: torch.Stream) -> None:
+        """(a thread of ours) Makes the device and `stream` current in this thread for good: both are per thread."""
         torch.accelerator.set_device_index(self.torch.index)
         torch.accelerator.set_stream(stream)
 
     def mark(self, stream: torch.Stream | None = None) -> Event:
+        """Records an event behind all work queued so far on `stream`, or on the current stream."""
         event = torch.Event(device=self.torch)
         event.record(stream or torch.accelerator.current_stream(self.torch))
         return event
 
     def hold(self, event: Event, stream: torch.Stream | None = None) -> None:
+        """Lets `stream`, or the current stream, wait for the event. The host does not wait."""
         stream = stream or torch.accelerator.current_stream(self.torch)
         stream.wait_event(event)  # type: ignore[arg-type]
 
     def copy_out(self, to: torch.Tensor, tensor: torch.Tensor, stream: torch.Stream) -> None:
+        """Queues on `stream` a copy of the device's `tensor` into pinned memory, behind all work queued on the current
+        stream so far. `tensor`'s memory is not given away before the copy is over."""
         self.hold(self.mark(), stream)
         with _current(stream):
             to.copy_(tensor, non_blocking=True)
@@ -164,13 +100,16 @@ class Accelerator:
                 self._owed = None
 
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns host memory that the device copies from and to while the host goes on."""
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
     def pin(self, address: int, size: int) -> Callable[[], None]:
+        """Pins host memory that is there; returns a function that unpins it. Raises ServiceError."""
         self._module.pin(address, size)
         return lambda: self._module.unpin(address)
 
     def wait(self, event: Event) -> None:
+        """Makes the host wait for an event of `mark`."""
         event.synchronize()  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
@@ -299,7 +238,6 @@ def settle_copies() -> None:
         accelerator.settle_copies()
 
 
-_HOST = Host()
 _POLL_S = 0.0001
 
 
@@ -309,12 +247,8 @@ def until_over(event: Event) -> None:
         time.sleep(_POLL_S)
 
 
-def device_of(device: torch.device) -> Device:
-    """Returns the `Device` that tensors on `device` are on."""
-    return _HOST if device.type == "cpu" else accelerator_of(device)
-
-
 def accelerator_of(device: torch.device) -> Accelerator:
+    """Returns the device that tensors on `device`, which is not the CPU, are on."""
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     return _accelerator(device.type, index)
 
@@ -371,7 +305,7 @@ def break_device() -> None:
 class Arrivals(Protocol):
     """Messages whose waits order streams only (`swift_ft.comm.backend.Fabric`)."""
 
-    def arriving(self) -> Device | None: ...
+    def arriving(self) -> Accelerator | None: ...
 
     def check_arrived(self) -> None: ...
 
@@ -387,7 +321,7 @@ class Readings:
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
-        self._device: Device | None = None
+        self._device: Accelerator | None = None
         self.arrivals: Arrivals | None = None
 
     def later(self, tensor: torch.Tensor, use: Callable[[torch.Tensor], None]) -> None:
@@ -395,7 +329,7 @@ class Readings:
         if tensor.device.type == "cpu":
             use(tensor)
             return
-        self._device = device_of(tensor.device)
+        self._device = accelerator_of(tensor.device)
         host = self._device.pinned(tensor.numel(), tensor.dtype)
         # In the training stream: the next kernel there may overwrite the tensor.
         host.copy_(tensor.detach().reshape(-1), non_blocking=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from swift_ft.device import Accelerator, device_of
+from swift_ft.device import Accelerator, accelerator_of
 from tests.device import simulated
 
 BUSY_CYCLES = 1_000_000_000
@@ -24,9 +24,7 @@ def here(index: int = 0) -> torch.device:
 
 
 def accelerator() -> Accelerator:
-    there = device_of(here())
-    assert isinstance(there, Accelerator)
-    return there
+    return accelerator_of(here())
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from swift_ft.comm.nccl import Communicator, Queued
 from swift_ft.comm.worker_thread import Broken
-from swift_ft.device import Device, Readings, current_accelerator
+from swift_ft.device import Accelerator, Readings, current_accelerator
 from tests.device import simulated
 from tests.device.fake_nccl import GARBAGE, FakeNccl
 
@@ -89,7 +89,7 @@ class _Aborted:
 
     flag = False
 
-    def arriving(self) -> Device:
+    def arriving(self) -> Accelerator:
         return current_accelerator()
 
     def check_arrived(self) -> None:

@@ -10,12 +10,16 @@ import torch
 from swift_ft.comm.backend import REPLICA_CHUNK
 from swift_ft.device import accelerator_in_use, settle_copies
 from swift_ft.log.record import Record, RecordKey
+from swift_ft.state.carried_gradients import WholeModule
 from swift_ft.state.checkpoint_file import Snapshot
 from swift_ft.state.checkpoint_store import CheckpointStore
 from swift_ft.state.tensors import byte_view, digest, fill, to_tensor
 from swift_ft.state.transfer import Transfer, receive_state, send_state
 from swift_ft.state.tree import join
+from swift_ft.train.config import SessionConfig
 from tests.device.simulated import held, no_waits, waits
+from tests.unit.runtime.test_updates import HalvingReducer
+from tests.unit.runtime.wired import updates_of
 
 DEVICE = "simulated"
 accelerator = torch.accelerator
@@ -75,6 +79,36 @@ def test_a_snapshot_is_of_its_moment(mistake: str) -> None:
             passed(accelerator.current_stream().record_event() if mistake.startswith("no wait") else computed)
     accelerator.synchronize()
     assert equal(snapshot, wanted) is not bool(mistake)
+
+
+def test_memory_is_not_used_again_before_it_is_copied() -> None:
+    """A forward may give a buffer another tensor while the copy of the old one is under way."""
+    tensor = torch.arange(5.0).to(DEVICE)
+    accelerator.synchronize()
+    with held(copies()):
+        snapshot = Snapshot({"cache": tensor}, late={tensor.data_ptr()})
+        del tensor
+        again = torch.zeros(5, device=DEVICE)
+    assert torch.equal(snapshot.named()["state.cache"], torch.arange(5.0))
+    assert again.eq(0).all()
+
+
+@pytest.mark.parametrize("updates", ["after_backward", "wait_free"])
+def test_an_update_waits_for_the_copies(updates: str) -> None:
+    model = torch.nn.Linear(4, 1, bias=False).to(DEVICE)
+    before = model.weight.detach().cpu()
+    session = updates_of(SessionConfig(replicas=2, updates=updates), HalvingReducer())
+    if session.wait_free:
+        session.awaited.add(WholeModule(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    session.add(optimizer)
+    session.begin_step(0)
+    with held(copies()):
+        snapshot = Snapshot({"weight": model.weight}, late={model.weight.data_ptr()})
+        model(torch.ones(4, device=DEVICE)).backward()
+        optimizer.step()
+    assert torch.equal(snapshot.named()["state.weight"], before)
+    assert torch.equal(model.weight.detach().cpu(), before - 0.5)
 
 
 def test_computation_goes_on_until_the_update() -> None:

@@ -33,7 +33,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from swift_ft.comm.worker_thread import Task
-from swift_ft.device import Device
+from swift_ft.device import Accelerator
 
 # Errors that reach the trainer's thread: which ones a lost peer may have caused, and how they are reported.
 
@@ -204,9 +204,9 @@ class Fabric(Protocol):
     def finish_connecting(self) -> None:
         """Marks the end of connecting: sockets that this process opens from now on are not the fabric's."""
 
-    def arriving(self) -> Device | None:
-        """Returns the device that has had messages since the last `check_arrived` whose waits order streams only, while
-        the host goes on; else None."""
+    def arriving(self) -> Accelerator | None:
+        """Returns the device that has had messages whose waits order streams only, while the host goes on; else
+        None."""
 
     def check_arrived(self) -> None:
         """(the host has waited for what `arriving` returns, behind the messages) Raises RuntimeError if an abort may

@@ -37,7 +37,7 @@ from swift_ft.comm import LOOPBACK
 from swift_ft.comm.message_collectives import MessageCircuit, SummingWire
 from swift_ft.comm.staging import StagedWire
 from swift_ft.comm.worker_thread import Broken, Runner
-from swift_ft.device import Device
+from swift_ft.device import Accelerator
 
 torch_private.require({"torch's ProcessGroupGloo": (ProcessGroupGloo, ("_set_default_timeout",))})
 
@@ -103,7 +103,7 @@ class GlooFabric:
     def finish_connecting(self) -> None:
         self._sockets.finish_connecting()
 
-    def arriving(self) -> Device | None:
+    def arriving(self) -> Accelerator | None:
         return None
 
     def check_arrived(self) -> None:

@@ -28,7 +28,7 @@ from swift_ft.comm.backend import COLLECTIVES, GROUPS, first_tag
 from swift_ft.comm.gloo import GlooBackend, GlooConnections, GlooFabric, Sockets
 from swift_ft.comm.message_collectives import Message, MessageCircuit, SummingWire
 from swift_ft.comm.worker_thread import Broken
-from swift_ft.device import Accelerator, Device, current_accelerator, device_of
+from swift_ft.device import Accelerator, accelerator_of, current_accelerator
 
 _NEAR = 4
 """Places in the ring of a set of members up to which two of them have communicators: each takes time and memory."""
@@ -99,7 +99,8 @@ class NcclFabric(GlooFabric):
         self._aborting = threading.Lock()
         self._communicators: list[Communicator] = []
         self._in_flight: set[_Message] = set()
-        self._arriving: Device | None = None
+        self._arriving: Accelerator | None = None
+        """The device, from its first message on: what a wait has left under way is not known one by one."""
 
     def connect(self, store: Store, own: int, size: int, timeout: timedelta) -> "NcclConnections":
         control = super().connect(PrefixStore("control", store), own, size, timeout)
@@ -147,15 +148,14 @@ class NcclFabric(GlooFabric):
         if self._aborted:
             raise Broken("connection of an ended generation")
         message = _Message(call(tensor), tensor, self._in_flight)
-        self._arriving = device_of(tensor.device)
+        self._arriving = accelerator_of(tensor.device)
         return message
 
-    def arriving(self) -> Device | None:
+    def arriving(self) -> Accelerator | None:
         return self._arriving
 
     def check_arrived(self) -> None:
-        arriving, self._arriving = self._arriving, None
-        if arriving is not None and self._aborted:
+        if self._aborted:
             raise Broken("connection of an ended generation: what the device has received is not whole")
 
     def abort(self) -> None:

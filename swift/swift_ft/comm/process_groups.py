@@ -20,7 +20,7 @@ from swift_ft.comm.backend import Backend, Collective, Connections, Fabric, Pend
 from swift_ft.comm.groups import ReconfigurableGroup
 from swift_ft.comm.message_collectives import Alone
 from swift_ft.comm.worker_thread import Task
-from swift_ft.device import Device
+from swift_ft.device import Accelerator
 from swift_ft.text import LASTING_KEYS
 
 # Connections without peers: every collective is answered as if all members had this one's data.
@@ -201,7 +201,7 @@ class ProcessGroups:
         if broken is not None:
             raise RuntimeError(f"process group: {broken}")
 
-    def arriving(self) -> Device | None:
+    def arriving(self) -> Accelerator | None:
         """Returns as `Fabric.arriving`."""
         return None if self._fabric is None else self._fabric.arriving()
 

@@ -17,7 +17,7 @@ import torch
 
 from swift_ft.comm.message_collectives import Message, SummingWire
 from swift_ft.comm.worker_thread import Runner, Task
-from swift_ft.device import Device, Event, device_of, until_over
+from swift_ft.device import Event, accelerator_of, until_over
 
 
 class StagedWire:
@@ -48,7 +48,7 @@ class StagedWire:
         (tensor,) = tensors
         if tensor.device.type == "cpu":
             return self._wire.recv(tensors, source, tag)
-        host = device_of(tensor.device).pinned(tensor.numel(), tensor.dtype)
+        host = accelerator_of(tensor.device).pinned(tensor.numel(), tensor.dtype)
         return _Received(self._wire.recv([host], source, tag), host, tensor)
 
     def sum(self, tensor: torch.Tensor) -> bool:
@@ -63,7 +63,7 @@ class StagedWire:
 
     def _copy_out(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """Returns the pinned copy of a contiguous tensor, and the event of its end."""
-        device: Device = device_of(tensor.device)
+        device = accelerator_of(tensor.device)
         with self._starting:
             if self._side is None:
                 self._side = device.new_stream()

@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from swift_ft import torch_private
 from swift_ft.comm.process_groups import Interrupted
-from swift_ft.device import Device, Event, Readings, device_of
+from swift_ft.device import Accelerator, Event, Readings, accelerator_of
 from swift_ft.errors import LogInterrupted, RecordMissing, ReplayRefused, ServiceError, UsageError
 from swift_ft.log import record as streams
 from swift_ft.log.reader import LogReader, ReadFilter, StreamCursor
@@ -199,7 +199,7 @@ class DeviceCapture:
     caller: lent to the copier, it could be released only after the device's records before it.
     """
 
-    def __init__(self, writer: SidecarWriter, device: Device) -> None:
+    def __init__(self, writer: SidecarWriter, device: Accelerator) -> None:
         self._writer = writer
         self._device = device
         self._side = device.new_stream()
@@ -284,7 +284,7 @@ class Captures:
     def record(self, stream: str, key: RecordKey, tensor: torch.Tensor, *, now: bool, keep: bool) -> None:
         if tensor.device.type != "cpu" and isinstance(self._chosen, HostCapture):
             self._chosen.wait_copied()
-            self._chosen = DeviceCapture(self._writer, device_of(tensor.device))
+            self._chosen = DeviceCapture(self._writer, accelerator_of(tensor.device))
         self._chosen.record(stream, key, tensor, now=now, keep=keep)
 
     def wait_copied(self) -> None:
