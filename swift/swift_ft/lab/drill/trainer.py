@@ -58,6 +58,9 @@ def main(argv: list[str] | None = None) -> None:
     topology = Topology(**options.values_of(args, Topology))
     if args.grow:
         shrinking.await_growth()
+    if args.device != "cpu":  # a rank has one, and several may share it
+        local_rank = int(os.environ["LOCAL_RANK"])
+        torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
     torch.use_deterministic_algorithms(torch.device(args.device).type == "cuda")
     with swift_ft.Session.from_env(
         seed=args.seed,
