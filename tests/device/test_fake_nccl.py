@@ -32,30 +32,41 @@ def pair() -> tuple[Communicator, Communicator]:
     return ends[0], ends[1]
 
 
-def is_over(message: Queued) -> bool:
-    """Whether a stream goes on that is ordered behind it."""
+def behind(message: Queued) -> torch.Event:
+    """An event of a stream that is ordered behind the message."""
     stream = torch.Stream()
     with stream:
         message.wait()
-        behind = stream.record_event()
+        return stream.record_event()
+
+
+def is_over(message: Queued) -> bool:
+    event, deadline = behind(message), time.monotonic() + TIMEOUT.total_seconds()
+    while not event.query() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return event.query()
+
+
+def stands(message: Queued) -> bool:
+    event = behind(message)
     time.sleep(A_WHILE_S)
-    return behind.query()
+    return not event.query()
 
 
 def test_messages_pass_in_order_and_hold_the_streams_of_both_ends() -> None:
     source, target = pair()
     values, rooms = [torch.randn(5).to("simulated") for _ in range(3)], torch.zeros(3, 5, device="simulated")
     sends = [source.send(value) for value in values]
-    assert not is_over(sends[0])
+    assert stands(sends[0])
     first = target.recv(rooms[0])
     assert is_over(first)
     assert is_over(sends[0])
-    assert not is_over(sends[1])
+    assert stands(sends[1])
     last = [target.recv(room) for room in rooms[1:]][-1]
     last.wait()
     assert torch.equal(rooms.cpu(), torch.stack([value.cpu() for value in values]))
     early = target.recv(rooms[0])
-    assert not is_over(early)
+    assert stands(early)
     FakeNccl().abort([source, target])
 
 
@@ -63,7 +74,7 @@ def test_an_abort_ends_what_is_under_way_and_leaves_garbage() -> None:
     source, target = pair()
     room = torch.zeros(3, device="simulated")
     received = target.recv(room)
-    assert not is_over(received)
+    assert stands(received)
     FakeNccl().abort([source, target])
     received.wait()
     assert bytes(room.cpu().view(torch.uint8).tolist()) == bytes([GARBAGE]) * room.nbytes

@@ -1,15 +1,36 @@
 """A device that hangs is told from a host that is slow, and nobody waits for it."""
 
 import os
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
+import pytest
 import torch
 
+from swift_ft import device
 from swift_ft.device import Pulse
 from tests.device.simulated import held, no_waits
 
 DEVICE = "simulated"
-BOUND_S = 0.05
+BOUND_S = 30.0
+
+
+class Clock:
+    """The test's own: a loaded machine is no slow host."""
+
+    now_s = 0.0
+
+    def pass_bound(self) -> None:
+        self.now_s += 3 * BOUND_S
+
+
+@contextmanager
+def clock() -> Iterator[Clock]:
+    made = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "time", SimpleNamespace(monotonic=lambda: made.now_s))
+        yield made
 
 
 def begun() -> Pulse:
@@ -26,46 +47,52 @@ def looks(pulse: Pulse) -> list[str]:
 
 
 def test_a_device_that_hangs_is_named_after_the_bound() -> None:
-    pulse, x = begun(), torch.ones(3, device=DEVICE)
-    with pulse.step(), held():
-        x * 2
-        assert looks(pulse) == [""] * Pulse.LOOKS  # within the bound
-        time.sleep(3 * BOUND_S)
-        with no_waits():
-            said = looks(pulse)
-        assert said[:-1] == [""] * (Pulse.LOOKS - 1)
-        assert "its device is never idle" in said[-1]
-    assert not pulse.hangs()
+    with clock() as time:
+        pulse, x = begun(), torch.ones(3, device=DEVICE)
+        with pulse.step(), held():
+            x * 2
+            assert looks(pulse) == [""] * Pulse.LOOKS  # within the bound
+            time.pass_bound()
+            with no_waits():
+                said = looks(pulse)
+            assert said[:-1] == [""] * (Pulse.LOOKS - 1)
+            assert "its device is never idle" in said[-1]
+        assert not pulse.hangs()
 
 
 def test_a_host_that_is_slow_is_not_taken_for_it() -> None:
-    pulse, x = begun(), torch.ones(3, device=DEVICE)
-    with pulse.step():
-        time.sleep(3 * BOUND_S)
-        for _ in range(2 * Pulse.LOOKS):
-            with held():
-                x * 2
+    with clock() as time:
+        pulse, x = begun(), torch.ones(3, device=DEVICE)
+        with pulse.step():
+            time.pass_bound()
+            for _ in range(2 * Pulse.LOOKS):
+                with held():
+                    x * 2
+                    assert not pulse.hangs()
+                torch.accelerator.synchronize()
                 assert not pulse.hangs()
-            torch.accelerator.synchronize()
-            assert not pulse.hangs()
 
 
 def test_a_first_step_has_no_bound() -> None:
-    pulse, x = Pulse(BOUND_S), torch.ones(3, device=DEVICE)
-    with pulse.step(), held():
-        x * 2
-        time.sleep(3 * BOUND_S)
-        assert not any(looks(pulse))
+    with clock() as time:
+        pulse, x = Pulse(BOUND_S), torch.ones(3, device=DEVICE)
+        with pulse.step(), held():
+            x * 2
+            time.pass_bound()
+            assert not any(looks(pulse))
 
 
 def test_a_device_that_has_failed_meanwhile_is_named() -> None:
-    pulse, x = begun(), torch.ones(3, device=DEVICE)
-    try:
-        with pulse.step():
-            x.index_select(0, torch.full((1,), 7, device=DEVICE))
-            time.sleep(3 * BOUND_S)
-            assert "its device has failed: simulated device: an earlier kernel" in pulse.hangs()
-            torch.accelerator.synchronize()
-    except torch.AcceleratorError:
-        os._exit(0)  # no later call works
-    raise AssertionError
+    with clock() as time:
+        pulse, x = begun(), torch.ones(3, device=DEVICE)
+        try:
+            with pulse.step():
+                x.index_select(0, torch.full((1,), 7, device=DEVICE))
+                time.pass_bound()
+                while "has failed" not in (said := pulse.hangs()):
+                    pass  # the kernel is under way
+                assert "its device has failed: simulated device: an earlier kernel" in said
+                torch.accelerator.synchronize()
+        except torch.AcceleratorError:
+            os._exit(0)  # no later call works
+        raise AssertionError
