@@ -850,6 +850,8 @@ void launch(const OperatorHandle& op, Stack* stack) {
       inner.push_back(draw(args[i], d));
     } else if (args[i].isDevice()) {
       inner.push_back(Device(kCPU));
+    } else if (schema.arguments()[i].is_out() && args[i].isTensor()) {  // some kernels give theirs another form between
+      inner.push_back(at::detail::empty_cpu({0}, args[i].toTensor().scalar_type()));
     } else {
       inner.push_back(map_tensors(args[i], [](const at::Tensor& t) {
         return t.is_privateuseone() ? engine_view(t) : t.clone();
@@ -865,6 +867,10 @@ void launch(const OperatorHandle& op, Stack* stack) {
     op.callBoxed(&inner);
     for (size_t i = 0; i < schema.returns().size(); ++i) {
       auto argument = written_argument(schema, i);
+      if (argument && schema.arguments()[*argument].is_out()) {
+        resize_(args[*argument].toTensor(), inner[i].toTensor().sizes(), std::nullopt);
+        push_copy(current_queue(d), engine_view(args[*argument].toTensor()), inner[i].toTensor());
+      }
       stack->push_back(argument ? args[*argument] : map_tensors(inner[i], [&](const at::Tensor& t) {
         auto result = make(t.sizes(), t.strides(), t.scalar_type(), d);
         push_copy(current_queue(d), engine_view(result), t);
@@ -876,8 +882,9 @@ void launch(const OperatorHandle& op, Stack* stack) {
   std::vector<IValue> into;
   for (size_t i = 0; i < schema.returns().size(); ++i) {
     if (auto argument = written_argument(schema, i)) {
+      bool out = schema.arguments()[*argument].is_out();
       stack->push_back(args[*argument]);
-      into.emplace_back();
+      into.push_back(out ? map_tensors(args[*argument], engine_view) : IValue());
       continue;
     }
     TORCH_CHECK(form->known, "simulated device: no meta kernel of ", schema.operator_name());

@@ -361,6 +361,17 @@ def test_results_have_their_form_before_they_are_there() -> None:
     assert indices.eq(99).all()
 
 
+def test_a_result_may_have_another_form_in_between() -> None:
+    """The CPU's `mse_loss` makes its scalar as large as its operands first."""
+    x = numbers()
+    with no_waits(), held():
+        loss = torch.nn.functional.mse_loss(x, x + 2)
+    assert loss.shape == ()
+    assert loss == 4
+    found = torch.nonzero(x > N - 3, out=torch.empty(0, 1, dtype=torch.int64, device=DEVICE))
+    assert found.flatten().tolist() == [N - 2, N - 1]
+
+
 def test_what_it_does_not_know_is_refused_by_the_call() -> None:
     with pytest.raises(NotImplementedError, match="the CPU has no kernel"):
         torch.nn.LSTM(4, 4).to(DEVICE)(torch.ones(2, 1, 4, device=DEVICE))
