@@ -753,6 +753,7 @@ class TrainerState:
         for name, value in state["objects"].items():
             load_object(name, self.objects[name], value)
         self.modules.load(state["modules"])
+        self.apart = list(state["modules"]["apart"])
         self.settings.load(state.get("settings", {}))
         self.stopped = Stopped(**state["stopped"]) if "stopped" in state else None
         self.gradients.load(self._named_parameters(), state.get("gradients", {}))
@@ -782,11 +783,13 @@ class TrainerState:
         return bytes_of
 
     def digests(self) -> dict[str, str]:
-        """Returns the SHA-256 of each part of the state; equal on two runs only if every bit is."""
-        state = self.state_dict()
+        """Returns the SHA-256 of each part of the state; equal on two runs only if every bit is. Attributes with a value
+        of each replica's own are not part of it: a process that replaces a replica begins without them."""
+        state = in_common(self.state_dict())
         parts = {"parameters": state["stages"], "optimizer": state["optimizers"], **state["objects"]}
-        if state["modules"]["values"] or state["modules"]["gone"]:
-            parts["modules"] = state["modules"]
+        modules = {key: value for key, value in state["modules"].items() if key != "apart"}
+        if modules["values"] or modules["gone"]:
+            parts["modules"] = modules
         if "loader" in parts:
             parts["data"] = parts.pop("loader")
         out = {"rng": self.randomness.digest(self.version)}

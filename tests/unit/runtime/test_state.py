@@ -172,6 +172,23 @@ def test_a_saved_state_comes_back() -> None:
     assert other.version == 1
 
 
+def test_a_copy_knows_which_attributes_are_each_replicas_own() -> None:
+    """It is without them until its first step, and is the same replica all the same."""
+    (state, stage, *_), (other, others_stage, *_) = make(), make()
+    for each in (state, other):
+        each.modules.remember({"0": each.stages[0].submod})
+    stage.submod.last_loss = 0.5
+    state.apart = list(state.state_dict()["modules"]["values"])
+    assert state.apart == ["0.last_loss"]
+    other.load_state_dict(state.shared_dict())
+    assert not hasattr(others_stage.submod, "last_loss")
+    assert other.digests() == state.digests()
+    others_stage.submod.last_loss = 0.25  # its own batch's
+    assert other.shared_dict()["modules"]["values"] == {}
+    stage.submod.calls = 1
+    assert other.digests() != state.digests()
+
+
 def test_every_part_of_the_state_is_in_its_own_digest() -> None:
     state, stage, optimizer, counter = make()
     base = state.digests()
