@@ -18,6 +18,7 @@ import pytest
 
 from swift_ft import events
 from swift_ft.events import read
+from swift_ft.lab.drill.run import TWIN_FILE
 from tests.integration.drill_world import (
     CHECKPOINT_EVERY,
     COMMAND,
@@ -146,10 +147,11 @@ def test_a_run_that_differs_from_its_twin_fails(twins: Twins, tmp_path: Path) ->
     specs = kills("rank=2,step=8")
     twin = tmp_path / "twin"
     shutil.copytree(twins.of(*specs), twin)
-    path = twin / "digests" / f"rank0-v{STEPS}.json"
-    digests = json.loads(path.read_text())
+    path = twin / TWIN_FILE
+    stored = json.loads(path.read_text())
+    digests = stored["digests"][f"rank0-v{STEPS}"]
     digests["optimizer"] = digests["optimizer"][:-1] + ("0" if digests["optimizer"][-1] != "0" else "1")
-    path.write_text(json.dumps(digests))
+    path.write_text(json.dumps(stored))
     outcome = drill(*specs, "--twin", str(twin), at=tmp_path)
     assert outcome.exit_code == 1, outcome.explain()
     assert outcome.report is not None

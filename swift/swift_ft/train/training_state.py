@@ -783,8 +783,8 @@ class TrainerState:
         return bytes_of
 
     def digests(self) -> dict[str, str]:
-        """Returns the SHA-256 of each part of the state; equal on two runs only if every bit is. Attributes with a value
-        of each replica's own are not part of it: a process that replaces a replica begins without them."""
+        """Returns the SHA-256 of each part of the state; equal on two runs only if every bit is. Attributes with a
+        value of each replica's own are left out: a process that replaces a replica begins without them."""
         state = in_common(self.state_dict())
         parts = {"parameters": state["stages"], "optimizer": state["optimizers"], **state["objects"]}
         modules = {key: value for key, value in state["modules"].items() if key != "apart"}
