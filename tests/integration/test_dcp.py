@@ -72,7 +72,7 @@ def test_a_sharded_job_that_went_back_is_exported_whole_and_another_begins_with_
     whole = tmp_path / "whole"
     whole.mkdir()
     fault = {"rank": 3, "phase": "backward", "step": 5, "microbatch": 1}
-    arguments = (8, 2, 2, "fp32", "checkpoint", whole)
+    arguments = (8, 2, 2, "fp32", "cpu", "checkpoint", whole)
     run = run_trainer(tmp_path / "job", "hsdp.py", *arguments, ranks=4, faults=[fault])
     (plan,) = [event["ranks"] for event in run["events"] if event["event"] == "plan"]
     assert {entry["strategy"] for entry in plan} == {"CHECKPOINT"}
@@ -93,7 +93,7 @@ def test_a_sharded_job_that_went_back_is_exported_whole_and_another_begins_with_
         average = ours["ranks"]["0"]["objects"]["average"]["values"]
         assert all(map(torch.equal, average, end["averages"]))
 
-    begun = (1, 2, 2, "fp32", "auto", whole, tmp_path / "out")
+    begun = (1, 2, 2, "fp32", "cpu", "auto", whole, tmp_path / "out")
     run_trainer(tmp_path / "begun", "hsdp.py", *begun, ranks=4, faults=[])
     on = torch.load(whole / "rank0.pt", weights_only=True)["weights"]
     assert not any(torch.equal(value, ends[0]["weights"][name]) for name, value in on.items()), "it goes on"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.device import simulated
 from tests.integration.forked import Forks
 from tests.integration.trainer_world import Run, run_trainer, undisturbed
 
@@ -13,8 +14,17 @@ STEPS = 8
 Twin = Callable[..., Run]
 
 
-def run(directory: Path, replicas: int, shards: int, precision: str, faults: list[dict[str, Any]]) -> Run:
-    return run_trainer(directory, "hsdp.py", STEPS, replicas, shards, precision, ranks=4, faults=faults)
+def run(
+    directory: Path,
+    replicas: int,
+    shards: int,
+    precision: str,
+    faults: list[dict[str, Any]],
+    device: str = "cpu",
+) -> Run:
+    return run_trainer(
+        directory, "hsdp.py", STEPS, replicas, shards, precision, device, ranks=4, faults=faults
+    )
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +32,8 @@ def twin(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Twin:
     """The failure-free run of a shape; each is run once."""
     known: dict[Any, Run] = {}
 
-    def of(*shape: Any) -> Run:
+    def of(replicas: int, shards: int, precision: str, device: str = "cpu") -> Run:
+        shape = (replicas, shards, precision, device)
         if shape not in known:
             place = tmp_path_factory.mktemp("twin")
             known[shape] = undisturbed(forks, place, "hsdp.py", STEPS, *shape, ranks=4)
@@ -75,6 +86,24 @@ def test_a_shard_is_copied_from_its_replica_and_so_is_a_group_of_them(twin: Twin
     one, *_, group = survived(run(tmp_path, 2, 2, "bf16", faults), whole, [3, 2, 3])
     assert copied(one) == {3: [1]}
     assert copied(group) == {2: [0], 3: [1]}
+
+
+ON_DEVICE: dict[str, tuple[int, str, dict[str, Any], set[str]]] = {
+    "replicas": (2, "bf16", kill(3, "reduce"), {"REPLICA"}),
+    "no replicas": (1, "fp32", kill(1, "forward", step=6), {"REPLAY"}),
+}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", ["replicas", pytest.param("no replicas", marks=pytest.mark.matrix)])
+@pytest.mark.skipif(simulated.compiler() is None, reason="no C++ compiler: g++ makes the simulated device")
+def test_on_a_device(case: str, twin: Twin, tmp_path: Path) -> None:
+    """FSDP2 gathers and reduces on streams of its own there."""
+    replicas, precision, fault, ways = ON_DEVICE[case]
+    simulated.library()  # the ranks find it compiled
+    faulted = run(tmp_path, replicas, 2, precision, [fault], simulated.NAME)
+    (plan,) = survived(faulted, twin(replicas, 2, precision, simulated.NAME), [fault["rank"]])
+    assert ways <= {entry["strategy"] for entry in plan}
 
 
 @pytest.mark.timeout(400)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.device import simulated
 from tests.integration.drill_world import LEASE_S, Twins, assert_no_lease_ended, drill, kills, passed
 from tests.integration.trainer_world import Run, run_trainer
 
@@ -159,6 +160,19 @@ def same(run: Run, twin: Run) -> None:
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.matrix), 3])
 def test_what_trainers_do(rank: int, twin: Run, tmp_path: Path) -> None:
     run = helping(tmp_path, "exact", rank)
+    helped_exactly(run, twin)
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(simulated.compiler() is None, reason="no C++ compiler: g++ makes the simulated device")
+def test_what_trainers_do_on_a_device(tmp_path: Path) -> None:
+    """Under its autocast."""
+    simulated.library()  # the ranks find it compiled
+    twin = run_trainer(tmp_path / "twin", "helping.py", "device", STEPS, ranks=4, faults=[])
+    helped_exactly(helping(tmp_path / "run", "device", 3), twin)
+
+
+def helped_exactly(run: Run, twin: Run) -> None:
     (begun,) = said(run, "help_begin")
     assert begun["shares"] == [2, 2, 1]  # a fourth rank would not make the largest share smaller
     assert begun["declined"] == {}

@@ -181,8 +181,11 @@ def stand_in(parameter: Any) -> Any:
     return plain
 
 
-def part_of_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Returns these gradients' contribution to the total norm: the sum of their powers, or their maximum. fp32 []."""
+def part_of_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Returns these gradients' contribution to the total norm: the sum of their powers, or their maximum. fp32 [], on
+    `device`, where they are."""
     grads = [grad for grad in grads if grad.numel()]
+    if not grads:
+        return torch.zeros((), device=device)  # torch's is on the CPU
     norm = torch.nn.utils.get_total_norm(grads, norm_type).float()
     return norm if norm_type == float("inf") else norm**norm_type

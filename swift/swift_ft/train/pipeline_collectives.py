@@ -118,16 +118,17 @@ class Crossing:
         counted = [mine for mine, theirs in zip(own, given, strict=True) if id(theirs) not in elsewhere]
         shards = {id(mine) for mine, theirs in zip(own, given, strict=True) if mine is not theirs}
         infinite = norm_type == float("inf")
+        device = given[0].device if given else torch.device("cpu")
 
         def own_part() -> torch.Tensor:
             grads = [p.grad for p in counted if p.grad is not None and id(p) not in shards]
-            return fsdp.part_of_norm(grads, norm_type)
+            return fsdp.part_of_norm(grads, norm_type, device)
 
         def total() -> torch.Tensor:
             part = own_part()
             if "shard" in self._groups:
                 grads = [p.grad for p in counted if p.grad is not None and id(p) in shards]
-                parts = self._groups["shard"].gathered(fsdp.part_of_norm(grads, norm_type))
+                parts = self._groups["shard"].gathered(fsdp.part_of_norm(grads, norm_type, device))
                 of_shards = torch.stack(parts).max() if infinite else summed(parts)
                 part = torch.maximum(part, of_shards) if infinite else part + of_shards
             return norm_of(self._groups["pipeline"].gathered(part), norm_type)
@@ -136,7 +137,6 @@ class Crossing:
             with self._updates.spoiling():
                 return self._staggering.norm(own_part(), norm_type, max_norm)
         with self._updates.spoiling():
-            device = given[0].device if given else torch.device("cpu")
             norm = self._channel.collective("clip_grad_norm_", total, device)
         if self._staggering is not None:
             self._staggering.clipped(norm, max_norm)

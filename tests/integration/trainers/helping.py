@@ -7,6 +7,7 @@ wrong     what rank 1 makes for others computes something else
 unable    rank 0 gives its own module away, rank 1 cannot make one, rank 3 makes another one
 stateful  buffers that a forward changes
 stages    as exact, with two stages on a rank, in a V with split backwards
+device    as exact, on the simulated device (`tests/device`)
 walked    as exact, under a schedule that torch's runtime walks action by action
 half      rank 1 cannot make a module for others
 hooked    somebody looks at the gradients of rank 2 from step 5 on
@@ -26,10 +27,12 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, 
 from torch.utils.checkpoint import checkpoint
 
 import swift_ft
+from tests.device import simulated
 
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
 GROUPS = sys.argv[3] if len(sys.argv) > 3 else ""
 HOOKED_FROM = 5
+DEVICE = simulated.NAME if MODE == "device" else "cpu"
 WIDTH, MICROBATCHES, RANKS = 16, 5, 4
 STAGES = 2 * RANKS if MODE == "stages" else RANKS
 BATCH = 4 * MICROBATCHES
@@ -101,11 +104,13 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def main() -> None:
+    if MODE == "device":
+        simulated.load()
     session = swift_ft.Session.from_env(seed=5, checkpoint_every=4, groups=GROUPS)
     rank = session.rank
     stateful = MODE == "stateful"
     indices = [rank, STAGES - 1 - rank] if MODE == "stages" else [rank]
-    modules = [Part(index, stateful=stateful) for index in indices]
+    modules = [Part(index, stateful=stateful).to(DEVICE) for index in indices]
 
     def make(index: int) -> nn.Module:
         if MODE == "wrong" and rank == 1:
@@ -120,10 +125,11 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if MODE == "hanging" and rank == 1:
             return Hanging(index)
-        return Part(index, stateful=stateful)
+        return Part(index, stateful=stateful).to(DEVICE)
 
     stages = [
-        session.pipeline_stage(module, index, STAGES) for module, index in zip(modules, indices, strict=True)
+        session.pipeline_stage(module, index, STAGES, DEVICE)
+        for module, index in zip(modules, indices, strict=True)
     ]
     schedule: Any
     if MODE == "stages":
@@ -140,7 +146,7 @@ def main() -> None:
     session.help_replay(make)
 
     def train_step(step: int) -> None:
-        x, y, scale = next(data)
+        x, y, scale = (each.to(DEVICE) for each in next(data))
         optimizer.zero_grad()
         if MODE == "hooked" and rank == 2 and step == HOOKED_FROM:
             modules[0].linear.weight.register_hook(lambda _gradient: None)
@@ -148,7 +154,7 @@ def main() -> None:
         inputs: dict[str, Any] = {"scale": scale}
         if STAGES - 1 in indices:
             inputs |= {"target": y, "losses": losses}
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
             schedule.step(*([x] if rank == 0 else []), **inputs, return_outputs=False)
         session.clip_grad_norm_(trained, 1.0)
         optimizer.step()

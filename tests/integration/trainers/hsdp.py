@@ -1,6 +1,7 @@
-"""FSDP2 over the session's mesh: `hsdp.py STEPS REPLICAS SHARDS PRECISION [STRATEGY [DIRECTORY [BEGIN]]]`. The world
-size is stages * REPLICAS * SHARDS. At the end each rank writes its stage's whole weights and averages of them into
-DIRECTORY. BEGIN is what was exported of such a job, whose weights are in DIRECTORY: this one goes on with them.
+"""FSDP2 over the session's mesh: `hsdp.py STEPS REPLICAS SHARDS PRECISION DEVICE [STRATEGY [DIRECTORY [BEGIN]]]`. The
+world size is stages * REPLICAS * SHARDS. DEVICE is cpu or simulated (`tests/device`). At the end each rank writes its
+stage's whole weights and averages of them into DIRECTORY. BEGIN is what was exported of such a job, whose weights are
+in DIRECTORY: this one goes on with them.
 
 Every stage is sharded as a whole and layer by layer, in uneven shards (7 rows over 2 ranks). With it come what a
 trainer uses: clipping by the global norm, a schedule of learning rates, dropout, and an average of the weights that
@@ -16,9 +17,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import Schedule1F1B
 
 import swift_ft
+from tests.device import simulated
 
-STEPS, REPLICAS, SHARDS, PRECISION = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-STRATEGY = sys.argv[5] if sys.argv[5:] else "auto"
+STEPS, REPLICAS, SHARDS, PRECISION, DEVICE = *map(int, sys.argv[1:4]), *sys.argv[4:6]
+STRATEGY = sys.argv[6] if sys.argv[6:] else "auto"
 WIDTH, BATCH, MICROBATCHES = 7, 12, 3
 
 
@@ -95,35 +97,37 @@ def begin_with(exported: str, module: nn.Module, session: swift_ft.Session) -> N
     state = {"stages": {stage: module.state_dict()}}
     swift_ft.load_dcp(state, exported)
     module.load_state_dict(state["stages"][stage])
-    known = torch.load(f"{sys.argv[6]}/rank{session.rank}.pt", weights_only=True)["weights"]
+    known = torch.load(f"{sys.argv[7]}/rank{session.rank}.pt", weights_only=True)["weights"]
     for name, parameter in module.named_parameters():
         local = parameter.to_local()  # type: ignore[attr-defined]
         assert torch.equal(local, known[name].chunk(SHARDS)[session.rank % SHARDS]), name
 
 
 def main() -> None:
+    if DEVICE == simulated.NAME:
+        simulated.load()
     session = swift_ft.Session.from_env(
         seed=5, checkpoint_every=4, replicas=REPLICAS, shards=SHARDS, bucket_bytes=256, strategy=STRATEGY
     )
     torch.manual_seed(session.rank)  # replicas are made alike by the session
-    module = Part()
+    module = Part().to(DEVICE)
     dtype = torch.bfloat16 if PRECISION == "bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in module.layers:
         fully_shard(layer, mesh=session.mesh, mp_policy=policy)
     fully_shard(module, mesh=session.mesh, mp_policy=policy)
     index, stages = session.pipeline_rank, session.pipeline_ranks
-    stage = session.pipeline_stage(module, index, stages)
+    stage = session.pipeline_stage(module, index, stages, DEVICE)
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
-    if sys.argv[7:]:
-        begin_with(sys.argv[7], module, session)
+    if sys.argv[8:]:
+        begin_with(sys.argv[8], module, session)
     optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=0.02))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     data, average = Data(session.dp_rank), Average(module)
     session.register(schedule=schedule, scheduler=scheduler, loader=data, average=average)
 
     def train_step(step: int) -> None:
-        x, y = next(data)
+        x, y = (each.to(DEVICE) for each in next(data))
         optimizer.zero_grad()
         inputs = [x] if index == 0 else []
         schedule.step(*inputs, **({"target": y} if index == stages - 1 else {}))
@@ -138,12 +142,12 @@ def main() -> None:
         average.update()
 
     session.run(train_step, num_steps=STEPS)
-    if sys.argv[6:]:
+    if sys.argv[7:]:
         names = [name for name, _ in module.named_parameters()]
         weights = [parameter.full_tensor() for parameter in module.parameters()]  # type: ignore[attr-defined]
         averages = [value.full_tensor() for value in average.values]  # type: ignore[attr-defined]
         whole = {"weights": dict(zip(names, weights, strict=True)), "averages": averages}
-        torch.save(whole, f"{sys.argv[6]}/rank{session.rank}.pt")
+        torch.save(whole, f"{sys.argv[7]}/rank{session.rank}.pt")
     session.close()
 
 

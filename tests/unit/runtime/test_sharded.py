@@ -139,7 +139,7 @@ def test_stand_ins_share_memory_with_shards(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_parts_make_the_norm_of_the_whole(norm_type: float) -> None:
     whole = torch.randn(12, generator=torch.Generator().manual_seed(1))
-    parts = [fsdp.part_of_norm([t, torch.empty(0)], norm_type) for t in whole.split(5)]
+    parts = [fsdp.part_of_norm([t, torch.empty(0)], norm_type, t.device) for t in whole.split(5)]
     stacked = torch.stack(parts)
     found = stacked.max() if norm_type == float("inf") else stacked.sum() ** (1 / norm_type)
     torch.testing.assert_close(found, torch.linalg.vector_norm(whole, norm_type))
