@@ -66,7 +66,7 @@ class Lamb(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state["trust_ratio"] = torch.ones((), dtype=torch.float32)
+            state["trust_ratio"] = torch.ones((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         gradient = -gradient if group["maximize"] else gradient
@@ -80,18 +80,14 @@ class Lamb(torch.optim.Optimizer):
         update = torch.div(m, denominator).mul_(1 / (1 - beta1**step))
         if group["weight_decay"]:
             update.add_(parameter, alpha=group["weight_decay"])
-        trust = _trust(parameter, update, group["trust_max"])
-        state["trust_ratio"].fill_(trust)
-        parameter.sub_(update, alpha=float(group["lr"]) * trust)
-
-
-def _trust(parameter: torch.Tensor, update: torch.Tensor, trust_max: float) -> float:
-    wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    length = min(torch.linalg.vector_norm(parameter, dtype=wide).item(), trust_max)
-    step = torch.linalg.vector_norm(update, dtype=wide).item()
-    # Rounded to the state's dtype, so that the step uses the ratio that the state records.
-    ratio = length / step if length > 0 and step > 0 else 1.0
-    return torch.tensor(ratio, dtype=torch.float32).item()
+        # On the parameter's device: to read the norms, the host would wait for a device at every parameter.
+        wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        length = torch.linalg.vector_norm(parameter, dtype=wide).clamp_(max=group["trust_max"])
+        step_length = torch.linalg.vector_norm(update, dtype=wide)
+        moves = (length > 0) & (step_length > 0)
+        # The step uses the ratio as the state records it.
+        trust = state["trust_ratio"].copy_(torch.where(moves, length / step_length, 1.0))
+        parameter.sub_(update.to(wide).mul_(trust.to(wide) * group["lr"]))
 
 
 class Lion(torch.optim.Optimizer):
