@@ -125,6 +125,20 @@ class Accelerator:
         does. Of all devices that this process sees: which one is the rank's may not be known yet."""
         return {"device": self.torch.type}
 
+    def compile(self, source: str, name: str) -> Callable[..., None] | None:
+        """Compiles C++ that has one kernel, without fused products and sums. Returns None where that cannot be done;
+        for CUDA, torch needs the toolkit's folder (`CUDA_HOME`).
+
+        The result is called with `grid` and `block`, three sizes each, and `args`: tensors, ints (of 32 bits), floats
+        (of 64)."""
+        try:
+            kernel: Callable[..., None] = self._module._compile_kernel(
+                source, name, nvcc_options=["--fmad=false"]
+            )
+        except (AttributeError, OSError, RuntimeError):
+            return None
+        return kernel
+
     def free_cache(self) -> None:
         """Gives memory that torch keeps for later tensors back to the device."""
         torch.accelerator.empty_cache()

@@ -653,6 +653,19 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   return to;
 }
 
+// A kernel of a program's own (simulated.py): `words` are its arguments, and at `places` the tensors' addresses.
+void launch_kernel(int64_t function, int64_t grid, int64_t block, std::vector<int64_t> words, at::TensorList tensors,
+                   at::IntArrayRef places) {
+  check_failure();
+  for (size_t i = 0; i < tensors.size(); ++i)
+    words[size_t(places[i])] = tensors[i].numel() ? int64_t(on_engine(tensors[i].data_ptr()).second) : 0;
+  current_queue(tensors.at(0).device().index()).push([=]() mutable {
+    std::vector<void*> args;
+    for (auto& word : words) args.push_back(&word);
+    reinterpret_cast<void (*)(unsigned, unsigned, void**)>(function)(unsigned(grid), unsigned(block), args.data());
+  });
+}
+
 Scalar read_scalar(const at::Tensor& t) {
   host_waits("item");
   current_queue(t.device().index()).host_wait();
@@ -956,6 +969,7 @@ TORCH_LIBRARY(simulated, m) {
   m.def("pin", [](int64_t address, int64_t bytes) { pin((void*)address, size_t(bytes)); });
   m.def("unpin", [](int64_t address) { unpin((void*)address); });
   m.def("engine_view", engine_view);
+  m.def("launch", launch_kernel);
   m.def("on_wait", [](int64_t function) { on_wait = reinterpret_cast<OnWait>(function); });
   m.def("set_patience", [](double seconds) { patience_s = seconds; });
   m.def("hold", hold);

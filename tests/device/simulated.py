@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import types
@@ -39,21 +40,24 @@ def library() -> Path:
     """Compiles it if this source was not compiled with this torch before."""
     name = f"{torch.__version__} {torch.version.git_version} {FLAGS}".encode()
     target = KEPT / f"{hashlib.sha256(name + SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    words = [*FLAGS, f"-I{_TORCH / 'include'}", str(SOURCE), f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
+    _make(target, words, older="*.so")
+    return target
+
+
+def _make(target: Path, words: list[str], program: str = "", older: str = "") -> None:
     KEPT.mkdir(exist_ok=True)
     with (KEPT / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists():
-            return target
-        for old in KEPT.glob("*.so"):
+            return
+        for old in KEPT.glob(older) if older else ():
             old.unlink()
         made = target.with_suffix(".new")
-        include = _TORCH / "include"
-        words = [compiler() or "g++", *FLAGS, f"-I{include}", str(SOURCE), "-o", str(made)]
-        words += [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        command = [compiler() or "g++", *words, "-o", str(made)]
+        done = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         made.rename(target)
-    return target
 
 
 # --- waits of the host ---
@@ -110,6 +114,55 @@ def no_waits() -> Iterator[None]:
         _refusing -= 1
     if _waits != before:
         raise RuntimeError(f"the host was about to wait for a device: {dict(_waits - before)}")
+
+
+# --- kernels of a program's own ---
+
+_KERNEL = """
+#include <cstring>
+#include <utility>
+#define __global__
+using std::memcpy, std::size_t;
+thread_local struct { unsigned x; } blockIdx, threadIdx, blockDim, gridDim;
+static int atomicAdd(int* at, int by) { return (*at += by) - by; }
+__attribute__((unused)) static double sqrt(double x) { return __builtin_sqrt(x); }
+__attribute__((unused)) static float sqrt(float x) { return __builtin_sqrtf(x); }
+%s
+template <class... A, size_t... I>
+void call(void (*kernel)(A...), void** args, std::index_sequence<I...>) { kernel(*static_cast<A*>(args[I])...); }
+template <class... A>
+void call(void (*kernel)(A...), void** args) { call(kernel, args, std::index_sequence_for<A...>()); }
+extern "C" void launch(unsigned grid, unsigned block, void** args) {
+  gridDim.x = grid, blockDim.x = block;
+  for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < block; ++threadIdx.x) call(%s, args);
+}
+"""
+
+
+def _compile_kernel(source: str, name: str, nvcc_options: list[str]) -> Callable[..., None]:
+    """As torch has it for CUDA: its threads run one after another, in the current stream."""
+    assert nvcc_options == ["--fmad=false"]
+    program = _KERNEL % (source, name)
+    flags = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-x", "c++", "-")
+    target = KEPT / f"kernel-{hashlib.sha256(program.encode()).hexdigest()[:16]}"
+    _make(target, [*flags], program)
+    address = ctypes.cast(ctypes.CDLL(str(target)).launch, ctypes.c_void_p).value
+
+    def kernel(grid: tuple[int, int, int], block: tuple[int, int, int], args: list[Any]) -> None:
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        assert all(tensor.device.type == NAME for tensor in tensors)
+        words = [
+            struct.pack(
+                "<d" if isinstance(value, float) else "<q", 0 if isinstance(value, torch.Tensor) else value
+            )
+            for value in args
+        ]
+        places = [place for place, value in enumerate(args) if isinstance(value, torch.Tensor)]
+        packed = list(struct.unpack(f"<{len(args)}q", b"".join(words)))
+        torch.ops.simulated.launch(address, grid[0], block[0], packed, tensors, places)
+
+    return kernel
 
 
 # --- what only a test may do ---
@@ -226,6 +279,7 @@ def load() -> types.ModuleType:
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16, torch.float32],
         "pin": ops.pin,
         "unpin": ops.unpin,
+        "_compile_kernel": _compile_kernel,
     }
     vars(module).update(named)
     torch._register_device_module(NAME, module)

@@ -18,10 +18,7 @@ import torch
 
 from swift_ft.state import optimizer_names
 from swift_ft.state.inverse_step import Bucket, Cluster
-from swift_ft.state.kernels import DTYPES, Pool
-
-ROOM = 1024
-"""Minimum number of escapes that a buffer has room for."""
+from swift_ft.state.kernels import DTYPES, ROOM, Pool
 
 
 def _whole(old: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Undo by inverting the step, without extra memory. It is not exact, because the step rounds."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -236,8 +237,15 @@ class Cluster:
     first: bool
     columns: list[list[torch.Tensor]]
     """Live tensors: the parameters, and their state by kind."""
-    one_pass: kernels.Pass
+    gradients: list[torch.Tensor]
+    backwards: Backwards
+    sane: bool
     step: float
+
+    @functools.cached_property
+    def one_pass(self) -> kernels.Pass:
+        """(on a CPU)"""
+        return kernels.Pass(self.backwards, self.gradients, self.columns, kept=self.kept, sane=self.sane)
 
     @property
     def kept(self) -> int:
@@ -319,9 +327,7 @@ class Bucket:
             backwards = self.rule.backwards(Applied(hyper=hyper, step=step, trust_ratio=trust, first=first))
             gradients = [self.gradients[i].detach() for i in members]
             columns = self.columns(members, state=True)
-            kept = 1 if first else len(columns)
-            one_pass = kernels.Pass(backwards, gradients, columns, kept=kept, sane=sane)
-            yield Cluster(members, first, columns, one_pass, step)
+            yield Cluster(members, first, columns, gradients, backwards, sane, step)
 
     def columns(self, members: list[int], *, state: bool) -> list[list[torch.Tensor]]:
         parameters = [self.parameters[i] for i in members]

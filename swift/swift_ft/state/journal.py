@@ -22,8 +22,9 @@ import torch
 from swift_ft.errors import ServiceError, UsageError
 from swift_ft.optimizers import Lamb, Lion
 from swift_ft.state import inverse_step, kernels, optimizer_names
+from swift_ft.state.device_undo import CodedCopies
 from swift_ft.state.exact_undo import Exact
-from swift_ft.state.inverse_step import RULES, Arithmetic, Bucket, numbers, snapshot, squares, unfit
+from swift_ft.state.inverse_step import RULES, Applied, Arithmetic, Bucket, numbers, snapshot, squares, unfit
 from swift_ft.state.kernels import Pool
 from swift_ft.state.optimizer_names import bare_step, own_post_hooks, post_hooks, pre_hooks
 
@@ -103,8 +104,9 @@ class Kept:
         self._value = {key: self._take(value) for key, value in holder.items() if key not in self._but}
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [copied for kept in (self, *self._optimizers) for _, copied in kept._tensors]
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns each tensor with its copy."""
+        return [pair for kept in (self, *self._optimizers) for pair in kept._tensors]
 
     @torch.no_grad()
     def restore(self) -> dict[Any, Any]:
@@ -201,7 +203,15 @@ class PreImage:
 
     @property
     def extra_bytes(self) -> int:
-        return _size(self.values) + sum(_size(kept.tensors) for kept in self._state.values())
+        return _size([*self.values, *(copied for kept in self._state.values() for _, copied in kept.pairs)])
+
+    def by_address(self) -> dict[int, torch.Tensor]:
+        """Returns the copies of parameters and of their states' tensors by the address of what was copied."""
+        pairs = [pair for kept in self._state.values() for pair in kept.pairs]
+        return {
+            live.data_ptr(): copied
+            for live, copied in [*zip(self.parameters, self.values, strict=True), *pairs]
+        }
 
     def after(self) -> None:
         """Does no work: the copies were taken before the step."""
@@ -273,6 +283,7 @@ class Journal:
         self._bucket_bytes = bucket_bytes
         self._bare = bare_step(type(optimizer))
         self._known = known = stock_step(type(optimizer))
+        self._undo = undo
         self._pool = Pool()
         self.whole = known is None
         """True for an unknown class: one bucket, its step called as it is (`apply_whole` if it takes a closure)."""
@@ -309,10 +320,11 @@ class Journal:
     def _refusal(self, group: dict[str, Any]) -> str:
         if self._known not in RULES:
             return "none is known"
-        if kernels.library() is None:
+        if kernels.library() is None and any(p.device.type == "cpu" for p in group["params"]):
             return "swift's compiled code is not there"
-        if any(p.device.type != "cpu" for p in group["params"]):
-            return "only steps on a CPU have one"
+        for device, dtype in {(p.device, p.dtype) for p in group["params"] if p.device.type != "cpu"}:
+            if reason := self._refusal_on(device, dtype, group):
+                return reason
         if self._known is torch.optim.SGD and group["fused"]:
             if any(p.device.type == "cpu" and p.element_size() == 2 for p in group["params"]):
                 # pytorch issue 191763: parameters do not change, momentum becomes garbage.
@@ -320,6 +332,24 @@ class Journal:
             if getattr(self._optimizer, "found_inf", None) is not None:
                 return "fused SGD changes its momentum in steps that a scaler skips"
         return RULES[self._known].refuses(numbers(snapshot(group)))
+
+    def _refusal_on(self, device: torch.device, dtype: torch.dtype, group: dict[str, Any]) -> str:
+        constants = [
+            value for name, value in group.items() if name != "params" and isinstance(value, torch.Tensor)
+        ]
+        if self._undo == "arithmetic":
+            return "only steps on a CPU have one"
+        if (
+            group.get("fused")
+            or group.get("capturable")
+            or self._known is Lamb
+            or any(value.device.type != "cpu" for value in constants)
+        ):
+            return "the host would wait for its constants, which are on the device"
+        assert self._known is not None
+        step = Applied(hyper=numbers(snapshot(group)), step=1.0, trust_ratio=1.0, first=False)
+        form, _ = RULES[self._known].backwards(step)
+        return "" if kernels.device_knows(device, form, dtype) else f"no kernel for {dtype} on {device.type}"
 
     def _rebuild(self) -> None:
         groups = self._optimizer.param_groups
@@ -334,6 +364,7 @@ class Journal:
         self._earlier: list[dict[int, Record | None]] = []  # updates of this step before the current one
         self._records: dict[int, Record | None] = {}
         self._copies: dict[int, PreImage] = {}
+        self._uncounted: list[CodedCopies] = []
         self._torn: int | None = None
         self._states = len(self._optimizer.state)  # at the begin of the current update
         self._hooked = False  # step pre-hooks have been called
@@ -424,6 +455,7 @@ class Journal:
             )
         parameters = [p for p in self.buckets[bucket] if p.grad is not None]
         self._torn = bucket
+        self.settle()
         record = self._before(bucket, parameters)
         with self._only(bucket):
             self._bare(self._optimizer)
@@ -431,6 +463,10 @@ class Journal:
             record.after()
         self._records[bucket] = record
         self._torn = None
+
+    def settle(self) -> None:
+        """(at each bucket) Lets codes take the place of copies where a device has come so far. Does not wait."""
+        self._uncounted = [record for record in self._uncounted if not record.settled()]
 
     def apply_rest(self, between: Callable[[int], None] | None = None) -> None:
         """Applies all remaining buckets, between the optimizer's step hooks (each is called once per step).
@@ -502,6 +538,10 @@ class Journal:
         known = Bucket(self._optimizer, rule, group, parameters)
         if unfit(self._optimizer, parameters, known.names):
             return PreImage(self._optimizer, parameters, whole=False)
+        if parameters[0].device.type != "cpu":
+            coded = CodedCopies(known, PreImage(self._optimizer, parameters, whole=False))
+            self._uncounted.append(coded)
+            return coded
         return Arithmetic(known) if self.mode == "arithmetic" else Exact(known, self._pool, bucket)
 
     @contextmanager

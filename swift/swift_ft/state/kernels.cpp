@@ -1,28 +1,44 @@
-// Optimizer steps computed backwards, in one pass over memory, on a CPU. inverse_step.py gives the constants.
+// Optimizer steps computed backwards, in one pass over memory. inverse_step.py gives the constants.
 //
 // Legend: T is the type in memory, A the type of the arithmetic (float, or double for double). Column 0 is the
 // parameter, columns 1.. are its state. Every value is loaded, computed in A, and rounded to T once.
 //
 // What is recorded must be computed with the same bits when it is taken back, by another loop over the same
 // formula. So this file is compiled with -ffp-contract=off and without -ffast-math: every operation is IEEE's.
+//
+// It is compiled twice: for a CPU when swift is installed, and for a device (`SWIFT_DEVICE`) when a rank starts, by a
+// compiler that has no headers. `BOTH` marks what both need.
 
+#ifdef __CUDACC__
+#define BOTH __host__ __device__ inline
+#else
+#define BOTH inline
+#endif
+
+#ifdef SWIFT_DEVICE
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long;
+using uint64_t = unsigned long;
+#else
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <system_error>
 #include <thread>
 #include <vector>
+using std::memcpy;
+using std::sqrt;
+#endif
 
 namespace {
 
-constexpr int64_t BLOCK = 128;            // elements computed at a time, in the first-level cache
-constexpr int64_t PER_THREAD = 1 << 15;   // fewer elements are not worth a thread
-constexpr int MOST = 3;                   // columns
+constexpr int MOST = 3;  // columns
 
 // --- types in memory ---
 
@@ -34,40 +50,44 @@ template <class T> struct As;
 template <> struct As<float> {
   using Wide = float;
   using Word = uint32_t;
-  static constexpr float epsilon = std::numeric_limits<float>::epsilon();
+  using Signed = int32_t;
+  static constexpr float epsilon = 0x1p-23f;
 };
 template <> struct As<double> {
   using Wide = double;
   using Word = uint64_t;
-  static constexpr double epsilon = std::numeric_limits<double>::epsilon();
+  using Signed = int64_t;
+  static constexpr double epsilon = 0x1p-52;
 };
 template <> struct As<Bfloat16> {
   using Wide = float;
   using Word = uint16_t;
+  using Signed = short;
   static constexpr float epsilon = 0x1p-7f;
 };
 #ifdef __FLT16_MAX__
 template <> struct As<_Float16> {
   using Wide = float;
   using Word = uint16_t;
+  using Signed = short;
   static constexpr float epsilon = 0x1p-10f;
 };
 #endif
 
-template <class To, class From> inline To cast(From from) {
-  static_assert(sizeof(To) == sizeof(From));
+template <class To, class From> BOTH To cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bits of one width");
   To to;
-  std::memcpy(&to, &from, sizeof to);
+  memcpy(&to, &from, sizeof to);
   return to;
 }
 
-template <class T> inline typename As<T>::Wide widen(T value) { return static_cast<typename As<T>::Wide>(value); }
-template <> inline float widen(Bfloat16 value) { return cast<float>(uint32_t{value.bits} << 16); }
+template <class T> BOTH typename As<T>::Wide widen(T value) { return static_cast<typename As<T>::Wide>(value); }
+template <> BOTH float widen(Bfloat16 value) { return cast<float>(uint32_t{value.bits} << 16); }
 
-template <class T> inline typename As<T>::Word rounded(typename As<T>::Wide value) {
+template <class T> BOTH typename As<T>::Word rounded(typename As<T>::Wide value) {
   return cast<typename As<T>::Word>(static_cast<T>(value));
 }
-template <> inline uint16_t rounded<Bfloat16>(float value) {
+template <> BOTH uint16_t rounded<Bfloat16>(float value) {
   uint32_t bits = cast<uint32_t>(value);
   uint32_t even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   return static_cast<uint16_t>(value == value ? even : 0x7fc0);
@@ -75,22 +95,23 @@ template <> inline uint16_t rounded<Bfloat16>(float value) {
 
 // --- the rules, for one element: p and s are as after the step, and become as before it ---
 
-template <class A> inline bool finite(A x) { return x - x == 0; }
+template <class A> BOTH bool finite(A x) { return x - x == 0; }
 
 // m ← β·m + (1 - β)·g, backwards; fade is (1 - β)/β.
-template <class A> inline A forget(A m, A g, A fade) { return m + (m - g) * fade; }
+template <class A> BOTH A forget(A m, A g, A fade) { return m + (m - g) * fade; }
 
 // v ← old·v + fresh·g², backwards.
 template <class A> struct Second {
   A old, fresh, least;  // least: the type's epsilon, or -1: leave what rounding has eaten as it is
   A by_old, by_fresh;   // multiplying is several times faster than dividing
 
-  inline bool back(A& v, A g) const {
+  BOTH bool back(A& v, A g) const {
     v = v * by_old - g * g * by_fresh;
     if (!(least >= 0)) return true;
     A after = v * old + g * g * fresh;
     bool known = finite(v) && finite(after);
-    A floor = std::max(after * least, A(0));
+    A floor = after * least;
+    floor = floor < 0 ? A(0) : floor;
     v = v > floor ? v : floor;
     v = known ? v : A(0);
     return known;
@@ -100,8 +121,8 @@ template <class A> struct Second {
 template <class A> struct Constants {
   const double* at;
   A least;
-  inline A take() { return static_cast<A>(*at++); }
-  inline Second<A> second() {
+  BOTH A take() { return static_cast<A>(*at++); }
+  BOTH Second<A> second() {
     A old = take(), fresh = take();
     return {old, fresh, least, 1 / old, fresh / old};
   }
@@ -110,18 +131,18 @@ template <class A> struct Constants {
 template <class A> struct Sgd {
   static constexpr int state = 0;
   A rate, grow;
-  explicit Sgd(Constants<A> c) : rate(c.take()), grow(c.take()) {}
-  inline void back(A& p, A g, A*) const { p = (p + rate * g) * grow; }
+  BOTH explicit Sgd(Constants<A> c) : rate(c.take()), grow(c.take()) {}
+  BOTH void back(A& p, A g, A*) const { p = (p + rate * g) * grow; }
 };
 
 template <class A> struct Momentum {
   static constexpr int state = 1;
   A rate, grow, by_buffer, sign, decay, share, grow_back;
   bool nesterov;
-  explicit Momentum(Constants<A> c)
+  BOTH explicit Momentum(Constants<A> c)
       : rate(c.take()), grow(c.take()), by_buffer(c.take()), sign(c.take()), decay(c.take()), share(c.take()),
         grow_back(1 / c.take()), nesterov(c.take() != 0) {}
-  inline void back(A& p, A g, A* s) const {
+  BOTH void back(A& p, A g, A* s) const {
     p = p + by_buffer * s[0];
     if (nesterov) p = (p + rate * g) * grow;
     A used = sign * g + decay * p;
@@ -135,11 +156,11 @@ template <class A> struct Adam {
   A rate, size, floor, grow, sign, decay, fade;  // rate and size are apart: LAMB's product may overflow
   Second<A> second;
   bool scaled;  // by the root of the second moment; not if the rate is 0, where 0/0 would be no number
-  explicit Adam(Constants<A> c)
+  BOTH explicit Adam(Constants<A> c)
       : rate(c.take()), size(c.take()), floor(c.take()), grow(c.take()), sign(c.take()), decay(c.take()),
         fade(c.take()), second(c.second()), scaled(c.at[0] != 0) {}
-  inline void back(A& p, A g, A* s) const {
-    A denominator = scaled ? std::sqrt(s[1]) + floor : A(1);
+  BOTH void back(A& p, A g, A* s) const {
+    A denominator = scaled ? sqrt(s[1]) + floor : A(1);
     p = (p + rate * (size * (s[0] / denominator))) * grow;
     A used = sign * g + decay * p;
     s[0] = forget(s[0], used, fade);
@@ -151,10 +172,10 @@ template <class A> struct Lion {
   static constexpr int state = 1;
   A rate, grow, sign, fade, share, first;
   bool sane;
-  explicit Lion(Constants<A> c)
+  BOTH explicit Lion(Constants<A> c)
       : rate(c.take()), grow(c.take()), sign(c.take()), fade(c.take()), share(c.take()), first(c.take()),
         sane(c.least >= 0) {}
-  inline void back(A& p, A g, A* s) const {
+  BOTH void back(A& p, A g, A* s) const {
     A used = sign * g;
     A m = forget(s[0], used, fade);
     m = !sane || finite(m) ? m : A(0);
@@ -165,7 +186,66 @@ template <class A> struct Lion {
   }
 };
 
+// --- what a computation backwards misses ---
+
+template <class T, int limit> BOTH int32_t code_of(typename As<T>::Word old, typename As<T>::Word estimate) {
+  using Word = typename As<T>::Word;
+  Word difference = static_cast<Word>(old - estimate);
+  bool fits = static_cast<Word>(difference + limit) <= static_cast<Word>(2 * limit);
+  return fits ? static_cast<int32_t>(static_cast<typename As<T>::Signed>(difference)) : -limit - 1;
+}
+
+#ifdef SWIFT_DEVICE
+// --- a device: one thread for each element of one tensor, in turn ---
+
+enum : int { RECORD = 1, UNDO = 2 };  // as in kernels.py
+
+}  // namespace
+
+// Compiled for one type and one rule. RECORD: `codes` [columns, total] gets the differences of `total` flat elements,
+// this tensor's from `flat` on; those that do not fit go into `where` and `values` [columns, room], and are counted.
+// UNDO: the live tensors become what they were, but for these.
+extern "C" __global__ void swift_codes(int task, int columns, int n, int flat, int total, int room,
+                                       const SWIFT_TYPE* gradient, SWIFT_TYPE* live0, SWIFT_TYPE* live1,
+                                       SWIFT_TYPE* live2, const As<SWIFT_TYPE>::Word* old0,
+                                       const As<SWIFT_TYPE>::Word* old1, const As<SWIFT_TYPE>::Word* old2,
+                                       signed char* codes, int* where, As<SWIFT_TYPE>::Word* values, int* counts,
+                                       double c0, double c1, double c2, double c3, double c4, double c5, double c6,
+                                       double c7, double c8, double c9) {
+  using T = SWIFT_TYPE;
+  using A = As<T>::Wide;
+  using Word = As<T>::Word;
+  const double constants[] = {c0, c1, c2, c3, c4, c5, c6, c7, c8, c9};
+  const SWIFT_RULE<A> rule(Constants<A>{constants, A(-1)});
+  T* const live[] = {live0, live1, live2};
+  const Word* const old[] = {old0, old1, old2};
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) {
+    A value[MOST] = {};  // of the columns
+    for (int k = 0; k <= SWIFT_RULE<A>::state; k++) value[k] = widen(live[k][i]);
+    rule.back(value[0], widen(gradient[i]), value + 1);
+    for (int k = 0; k <= SWIFT_RULE<A>::state; k++) {
+      if (k >= columns) break;
+      Word estimate = rounded<T>(value[k]);
+      signed char& code = codes[int64_t(k) * total + flat + i];
+      if (task == UNDO) {
+        reinterpret_cast<Word*>(live[k])[i] = static_cast<Word>(estimate + static_cast<Word>(int32_t{code}));
+        continue;
+      }
+      code = static_cast<signed char>(code_of<T, 127>(old[k][i], estimate));
+      if (code != -128) continue;
+      int slot = atomicAdd(counts + k, 1);
+      if (slot >= room) continue;
+      where[int64_t(k) * room + slot] = static_cast<int>(flat + i);
+      values[int64_t(k) * room + slot] = old[k][i];
+    }
+  }
+}
+#else
+
 // --- tensors and threads ---
+
+constexpr int64_t BLOCK = 128;            // elements computed at a time, in the first-level cache
+constexpr int64_t PER_THREAD = 1 << 15;   // fewer elements are not worth a thread
 
 // Some tensors of one dtype, as pieces of a range of flat elements.
 struct Table {
@@ -271,7 +351,7 @@ template <class T> struct Values {
   }
 };
 
-// --- what a block's computation backwards misses ---
+// --- codes, by blocks ---
 
 // Where a column's difference is kept: the low or high half of a byte, or all of it.
 struct Place {
@@ -294,18 +374,12 @@ struct Escapes {
   void* values;
 };
 
-template <class W, int limit> inline int32_t code_of(W old, W estimate) {
-  W difference = static_cast<W>(old - estimate);
-  bool fits = static_cast<W>(difference + limit) <= static_cast<W>(2 * limit);
-  return fits ? static_cast<int32_t>(static_cast<std::make_signed_t<W>>(difference)) : -limit - 1;
-}
-
 template <class T, int limit>
 int64_t encode(const typename As<T>::Wide* __restrict estimate, const typename As<T>::Word* __restrict old,
                uint8_t* __restrict code, int shift, int64_t n) {
   uint32_t escaped = 0;
   for (int64_t i = 0; i < n; i++) {
-    int32_t found = code_of<typename As<T>::Word, limit>(old[i], rounded<T>(estimate[i]));
+    int32_t found = code_of<T, limit>(old[i], rounded<T>(estimate[i]));
     escaped += found == -limit - 1;
     code[i] = static_cast<uint8_t>(code[i] | (limit == 7 ? (found & 15) << shift : found));
   }
@@ -493,3 +567,4 @@ extern "C" int swift_optim_run(Call* call) {
     default: return 2;
   }
 }
+#endif  // SWIFT_DEVICE

@@ -1,19 +1,20 @@
-"""`kernels.cpp` from Python: inverts a cluster's step in one pass, for contiguous tensors of a CPU.
+"""`kernels.cpp` from Python: inverts a cluster's step in one pass, for contiguous tensors of a CPU or a device.
 
-Other tensors, and installations without a C++ compiler, are served by copies (`swift_ft.state.journal.PreImage`).
+Other tensors, and machines without a compiler, are served by copies (`swift_ft.state.journal.PreImage`).
 """
 
 import ctypes
 import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from swift_ft.device import Accelerator, accelerator_of
 from swift_ft.state.optimizer_names import is_plain_memory
 
 DTYPES = {
@@ -41,6 +42,8 @@ class Pool:
         return buffer[:numel]
 
 
+ROOM = 1024
+"""Minimum number of values that do not fit into their codes, for which there is room."""
 MOST = 3
 """Maximum number of columns of a parameter: itself and its state."""
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -127,14 +130,127 @@ def _team() -> int | None:
 
 def available(tensors: Sequence[torch.Tensor]) -> bool:
     first, kernels = tensors[0], library()
+    if first.device.type == "cpu":
+        known = (
+            kernels is not None
+            and first.dtype in TYPES
+            and (first.dtype != torch.float16 or bool(kernels.swift_optim_knows_half()))
+        )
+    else:
+        known = first.dtype in DEVICE_TYPES
     return (
-        kernels is not None
-        and first.device.type == "cpu"
-        and first.dtype in TYPES
-        and (first.dtype != torch.float16 or bool(kernels.swift_optim_knows_half()))
-        and all(map(is_plain_memory, tensors))
-        and sum(tensor.numel() for tensor in tensors) < 1 << 31
+        known and all(map(is_plain_memory, tensors)) and sum(tensor.numel() for tensor in tensors) < 1 << 31
     )
+
+
+DEVICE_TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "Bfloat16"}
+"""Element types of `kernels.cpp` for a device."""
+_DOUBLES = 10
+"""Constants that the device's kernel takes."""
+_BLOCK, _GRID_MAX = 256, 4096
+
+
+@functools.cache
+def _device_kernel(accelerator: Accelerator, form: Form, dtype: torch.dtype) -> Callable[..., None] | None:
+    if os.environ.get(ENV_OFF) == "1" or dtype not in DEVICE_TYPES:
+        return None
+    return accelerator.compile(device_source(form, dtype), "swift_codes")
+
+
+def device_source(form: Form, dtype: torch.dtype) -> str:
+    """Returns the C++ of the kernel `swift_codes` for steps of one form on one element type."""
+    names = {"DEVICE": "", "TYPE": DEVICE_TYPES[dtype], "RULE": form.name.capitalize()}
+    return "".join(f"#define SWIFT_{key} {value}\n" for key, value in names.items()) + SOURCE.read_text()
+
+
+def device_knows(device: torch.device, form: Form, dtype: torch.dtype) -> bool:
+    """Returns whether `DeviceCodes` can be made there. Compiles the kernel at the first call."""
+    return _device_kernel(accelerator_of(device), form, dtype) is not None
+
+
+class DeviceCodes:
+    """What steps of a cluster on a device, computed backwards, miss of the old values. Nothing here waits.
+
+    `columns`: live tensors by kind, after the step; `old`: before it, of the first kinds, or of all.
+    """
+
+    def __init__(
+        self,
+        backwards: Backwards,
+        gradients: Sequence[torch.Tensor],
+        columns: Sequence[Sequence[torch.Tensor]],
+        old: Sequence[Sequence[torch.Tensor]],
+    ):
+        form, constants = backwards
+        first = columns[0][0]
+        kernel = _device_kernel(accelerator_of(first.device), form, first.dtype)
+        assert kernel is not None
+        self._kernel = kernel
+        self._constants = [*constants, *[0.0] * (_DOUBLES - len(constants))]
+        self._gradients, self._columns = gradients, columns
+        self._total = sum(tensor.numel() for tensor in gradients)
+        self._room = max(ROOM, self._total // 64)
+        kept = len(old)
+        self._codes = first.new_empty((kept, self._total), dtype=torch.int8)
+        self._where = first.new_empty((kept, self._room), dtype=torch.int32)
+        self._values = first.new_empty((kept, self._room))
+        counts = first.new_zeros(kept, dtype=torch.int32)
+        self._launch(RECORD, old, counts)
+        accelerator = accelerator_of(first.device)
+        self._counts = accelerator.pinned(kept, torch.int32)
+        self._counts.copy_(counts, non_blocking=True)
+        self._counted = accelerator.mark()
+
+    def _launch(self, task: int, old: Sequence[Sequence[torch.Tensor]], counts: torch.Tensor) -> None:
+        flat, kept = 0, self._codes.shape[0]
+        for index, gradient in enumerate(self._gradients):
+            if not (numel := gradient.numel()):
+                continue
+            live = [column[index] for column in self._columns]
+            before = [column[index] for column in old]
+            self._kernel(
+                grid=(min(-(-numel // _BLOCK), _GRID_MAX), 1, 1),
+                block=(_BLOCK, 1, 1),
+                args=[
+                    *(task, kept, numel, flat, self._total, self._room, gradient),
+                    *(live + [gradient] * (MOST - len(live))),
+                    *(before + [gradient] * (MOST - len(before))),
+                    *(self._codes, self._where, self._values, counts, *self._constants),
+                ],
+            )
+            flat += numel
+
+    @property
+    def bytes(self) -> int:
+        return self._codes.nbytes + self._where.nbytes + self._values.nbytes
+
+    @property
+    def counted(self) -> bool:
+        """Returns whether the device has come so far that `fit` is known."""
+        return self._counted.query()
+
+    def fit(self) -> bool:
+        """(when `counted`) Returns whether the codes suffice. If not, only copies lead back. Gives up unused room."""
+        counts = self._counts.tolist()
+        if max(counts) > self._room:
+            return False
+        self._where, self._values = (
+            tensor[:, : max(counts)].clone() for tensor in (self._where, self._values)
+        )
+        return True
+
+    def undo(self) -> None:
+        """(if they `fit`) Restores the old bits, in place."""
+        self._launch(UNDO, (), self._codes)
+        for column, where, values, count in zip(
+            self._columns, self._where, self._values, self._counts.tolist(), strict=False
+        ):
+            flat = torch.cat([tensor.reshape(-1) for tensor in column])
+            flat[where[:count].long()] = values[:count]
+            for tensor, whole in zip(
+                column, torch.split(flat, [tensor.numel() for tensor in column]), strict=True
+            ):
+                tensor.copy_(whole.view_as(tensor))
 
 
 class Pass:

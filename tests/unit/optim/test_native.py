@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 
 from swift_ft.optimizers import Lamb, Lion
 from swift_ft.state import kernels
-from swift_ft.state.exact_undo import ROOM, Exact, Residue
+from swift_ft.state.exact_undo import Exact, Residue
 from swift_ft.state.journal import Journal, PreImage
 from tests.unit.optim import models
 
@@ -160,6 +162,23 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.library.cache_clear()
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: CUDA's compiler")
+@pytest.mark.parametrize("dtype", kernels.DEVICE_TYPES, ids=str)
+@pytest.mark.parametrize("form", list(kernels.Form))
+def test_it_compiles_for_sm_90_and_every_operation_is_ieees(
+    form: kernels.Form, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    source, assembly = tmp_path / "kernel.cu", tmp_path / "kernel.ptx"
+    source.write_text(kernels.device_source(form, dtype))
+    nvcc = ["nvcc", "-arch=sm_90", "--fmad=false"]
+    subprocess.run([*nvcc, "-ptx", str(source), "-o", str(assembly)], check=True, cwd=tmp_path)
+    subprocess.run([*nvcc, "-cubin", str(assembly), "-o", "kernel.cubin"], check=True, cwd=tmp_path)
+    text = assembly.read_text()
+    assert ".entry swift_codes" in text
+    assert not re.search(r"\b(fma|mad)\.\S*f(32|64)|\.ftz|\.approx", text)
+    assert (".rn.f" in text and "sqrt.rn" in text) or form != kernels.Form.ADAM
+
+
 VARIANTS = [
     (torch.optim.SGD, {"lr": 0.1}),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -245,7 +264,7 @@ def test_as_many_escapes_as_there_may_be(share: float) -> None:
     kept = 0 if some is None else some[0].numel()
     assert (0 in residue._whole) == (share > 0.5)
     if share == 0.3:
-        assert kept > max(ROOM, LARGE // 64)  # the first room was too small
+        assert kept > max(kernels.ROOM, LARGE // 64)  # the first room was too small
     elif share < 0.1:
         assert int(tiny.sum()) <= kept <= int(tiny.sum()) + LARGE // 50
     journal.undo()
