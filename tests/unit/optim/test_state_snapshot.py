@@ -77,7 +77,7 @@ def test_the_state_of_an_optimizer_inside_another_one_is_left_out_where_it_canno
     parameters[0].grad = torch.ones(4)
     optimizer.step()
     kept = Kept({"base": optimizer.base}, states=False)
-    assert kept.tensors == []
+    assert kept.pairs == []
     assert sum(tensor.nbytes for tensor in Kept({"base": optimizer.base}).tensors) == parameters[0].nbytes
     optimizer.base.param_groups[0]["lr"] = 7.0
     optimizer.base.noted = 1  # type: ignore[attr-defined]
