@@ -35,7 +35,7 @@ from tests.integration.drill_world import (
 pytestmark = pytest.mark.timeout(300)
 
 
-# Nothing in the runtime knows GPipe from 1F1B, and `test_features.py` has a rank die in it.
+# Nothing in the runtime knows GPipe from 1F1B, and `test_exactness.py` has a rank die in it.
 @pytest.mark.parametrize(
     "schedule",
     ["1f1b", *(pytest.param(s, marks=pytest.mark.matrix) for s in ("gpipe", "interleavedzerobubble", "zbv"))],

@@ -12,18 +12,10 @@ STEPS = 8
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("mode", "fault"),
-    [
-        ("traced", {"rank": 1, "step": 4, "microbatch": 1, "phase": "backward"}),
-        pytest.param(
-            "manual", {"rank": 1, "step": 5, "microbatch": 2, "phase": "forward"}, marks=pytest.mark.matrix
-        ),
-    ],
-)
-def test_features(mode: str, fault: dict[str, Any], forks: Forks, tmp_path: Path) -> None:
-    twin = undisturbed(forks, tmp_path / "twin", "features.py", mode, STEPS, ranks=3)
-    faulted = run_trainer(tmp_path / "faulted", "features.py", mode, STEPS, ranks=3, faults=[fault])
+def test_features(forks: Forks, tmp_path: Path) -> None:
+    fault: dict[str, Any] = {"rank": 1, "step": 4, "microbatch": 1, "phase": "backward"}
+    twin = undisturbed(forks, tmp_path / "twin", "features.py", "traced", STEPS, ranks=3)
+    faulted = run_trainer(tmp_path / "faulted", "features.py", "traced", STEPS, ranks=3, faults=[fault])
     assert [e["event"] for e in faulted["events"]].count("fault") == 1
     plan, replay = (
         next(e for e in faulted["events"] if e["event"] == name) for name in ("plan", "replay_end")

@@ -1,4 +1,4 @@
-"""Steps with several updates, with none, and with more to do behind the last one: trainers/several.py.
+"""Steps with several updates, and with more to do behind the last one: trainers/several.py.
 
 Rank 1 dies at every place of them. Nobody restores a checkpoint: the survivor takes its step back, or holds it, and the
 replacement copies it.
@@ -17,20 +17,8 @@ CASES = [
     ("gan", "3:second backward"),
     ("gan", "0:between"),
     ("gan", "4:end"),
-    ("delayed", "3:between"),
-    ("delayed", "4:end"),
-    ("twice", "3:between"),
-    ("twice", "4:end"),
-    ("lbfgs", "3:closure"),
-    ("skipped", "4:skipped"),
-    ("skipped", "3:end"),
-    ("over", "4:backward"),
-    ("over", "6:backward"),
     ("validate", "4:update"),
     ("validate", "4:validated"),
-    ("unfrozen", "3:between"),
-    ("unfrozen", "5:between"),
-    ("swallow", "3:backward"),
 ]
 QUICK = {("validate", "4:update")}
 

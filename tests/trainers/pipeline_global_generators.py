@@ -2,6 +2,7 @@
 
 # verdict: same bits
 # worlds: 2, 4
+# quick
 
 import random
 

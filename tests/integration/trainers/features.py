@@ -1,9 +1,7 @@
-"""Three ranks that use what the drill's trainer does not: `features.py traced|manual|unrepeatable STEPS`.
+"""Three ranks whose stages `torch.distributed.pipelining.pipeline` cut out of one module: `features.py MODE STEPS`.
 
-traced   stages that `torch.distributed.pipelining.pipeline` cut out of one module, adopted
-manual   stages with running statistics (buffers that a forward changes), activation checkpointing, two
-         accumulation passes and an evaluation in one step, a tied scale whose gradient is summed over all
-         ranks, bf16 boundaries, randomness outside of the stages, and a bucket of state of the trainer's own
+traced        as they are
+unrepeatable  with noise in every forward that no replay can draw again
 """
 
 import os
@@ -12,8 +10,7 @@ import sys
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 import swift_ft
 
@@ -38,23 +35,6 @@ class Data:
         self.position = state["position"]
 
 
-class Average:
-    """An exponential average of the weights: state that is the trainer's own."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.values = [p.detach().clone() for p in module.parameters()]
-
-    def update(self) -> None:
-        torch._foreach_lerp_(self.values, [p.detach() for p in self.module.parameters()], 0.1)
-
-    def state_dict(self) -> dict[str, list[Tensor]]:
-        return {"values": self.values}
-
-    def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
-        self.values = [value.clone() for value in state["values"]]
-
-
 class Whole(nn.Module):
     """Traced and cut into three."""
 
@@ -67,23 +47,6 @@ class Whole(nn.Module):
         for layer in self.layers:
             x = self.dropout(torch.tanh(layer(x)))
         return x
-
-
-class Part(nn.Module):
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.tied = nn.Parameter(torch.ones(1))
-        self.last = last
-
-    def block(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.dropout(torch.tanh(self.linear(x)), 0.2, self.training) * self.tied
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.block, x.float(), use_reentrant=False) if self.training else self.block(x.float())
-        x = self.norm(x)
-        return x if self.last else x.bfloat16()
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -122,49 +85,8 @@ def traced() -> None:
     session.close()
 
 
-def manual() -> None:
-    session = swift_ft.Session.from_env(seed=5, checkpoint_every=3, codec="lz4")
-    rank = session.rank
-    torch.manual_seed(rank)
-    module = Part(last=rank == 2)
-    stage = session.adopt(PipelineStage(module, rank, 3, torch.device("cpu")))
-    schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=loss_fn)
-    optimizer = session.optimizer(torch.optim.AdamW(module.parameters(), lr=0.01))
-    data, average = Data(), Average(module)
-    session.register(schedule=schedule, loader=data, average=average)
-
-    def one_pass(call: object, noise: float) -> None:
-        x, y = next(data)
-        assert callable(call)
-        if rank == 0:
-            call(x * noise)
-        elif rank == 2:
-            call(target=y)
-        else:
-            call()
-
-    def train_step(step: int) -> None:
-        optimizer.zero_grad()
-        noise = 1.0 + 0.01 * torch.rand(()).item()  # drawn outside of the stages
-        one_pass(schedule.step, noise)
-        one_pass(schedule.step, noise)
-        module.eval()
-        with torch.no_grad():
-            one_pass(schedule.eval, 1.0)
-        module.train()
-        assert module.tied.grad is not None
-        module.tied.grad = session.all_reduce(module.tied.grad, "tied")
-        session.clip_grad_norm_(module.parameters(), 0.5)
-        optimizer.step()
-        average.update()
-
-    session.run(train_step, num_steps=STEPS)
-    session.close()
-
-
 if __name__ == "__main__":
-    {"traced": traced, "manual": manual, "unrepeatable": traced}[MODE]()
-    if MODE != "manual":
-        # As the drill's trainer: taking an interpreter with torch apart takes a second, on all ranks at once.
-        sys.stdout.flush()
-        os._exit(0)
+    traced()
+    # As the drill's trainer: taking an interpreter with torch apart takes a second, on all ranks at once.
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,14 +1,7 @@
-"""Steps with more, or less, than one update at their end: `several.py KIND STEPS PLACE`. Replicas without a pipeline.
+"""Steps with more than one update at their end: `several.py KIND STEPS PLACE`. Replicas without a pipeline.
 
 gan       a discriminator and a generator, each clipped, each with an optimizer
-delayed   an actor that is updated every other step, a critic always
-twice     one optimizer that steps twice
-lbfgs     an optimizer that computes its gradients itself
-skipped   every third loss is infinite, and its update left out
-over      gradients are accumulated over three steps
 validate  a loss on other data behind the update, averaged over the replicas, and a scheduler that steps on it
-unfrozen  a layer that is frozen, in the optimizer, until step 3; another that joins it then
-swallow   a trainer that catches whatever goes wrong in its step
 
 PLACE: STEP:NAME, where rank 1 dies, once; the names are those given to `place` below.
 """
@@ -45,22 +38,14 @@ class Job:
         self.session = session
         torch.manual_seed(3)
         self.first, self.second = net(), net()
-        if KIND == "unfrozen":
-            self.first[0].requires_grad_(False)
-            self.second[2].requires_grad_(False)
         session.module(self.first)
         session.module(self.second)
-        trained = [p for p in self.second.parameters() if p.requires_grad]
-        if KIND == "lbfgs":
-            both = [*self.first.parameters(), *self.second.parameters()]
-            self.one = self.two = session.optimizer(torch.optim.LBFGS(both, lr=0.1, max_iter=3))
-        elif KIND in ("twice", "skipped", "over", "validate", "swallow"):
-            both = [*self.first.parameters(), *self.second.parameters()]
-            self.one = self.two = session.optimizer(torch.optim.AdamW(both, lr=0.01))
-        else:
+        if KIND == "gan":
             self.one = session.optimizer(torch.optim.AdamW(self.first.parameters(), lr=0.01))
-            self.two = session.optimizer(torch.optim.SGD(trained, lr=0.01, momentum=0.9))
-        if KIND == "validate":
+            self.two = session.optimizer(torch.optim.SGD(self.second.parameters(), lr=0.01, momentum=0.9))
+        else:
+            both = [*self.first.parameters(), *self.second.parameters()]
+            self.one = session.optimizer(torch.optim.AdamW(both, lr=0.01))
             self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.one, patience=0)
             session.register(scheduler=self.scheduler)
 
@@ -86,53 +71,6 @@ class Job:
         self.one.step()
         place(step, "end")
 
-    def delayed(self, step: int) -> None:
-        self.one.zero_grad()
-        self.two.zero_grad()
-        self.loss(step).backward()
-        self.two.step()
-        place(step, "between")
-        if step % 2:
-            self.one.zero_grad()
-            self.loss(step, 1).backward()
-            self.one.step()
-        place(step, "end")
-
-    def twice(self, step: int) -> None:
-        for kind in (0, 1):
-            self.one.zero_grad()
-            self.loss(step, kind).backward()
-            self.one.step()
-            place(step, ("between", "end")[kind])
-
-    def lbfgs(self, step: int) -> None:
-        def closure() -> Tensor:
-            self.one.zero_grad()
-            loss = self.loss(step)
-            loss.backward()
-            place(step, "closure")
-            return loss
-
-        self.one.step(closure)
-        place(step, "end")
-
-    def skipped(self, step: int) -> None:
-        self.one.zero_grad()
-        loss = self.loss(step)
-        if step % 3 == 1:
-            place(step, "skipped")
-            return
-        loss.backward()
-        self.one.step()
-        place(step, "end")
-
-    def over(self, step: int) -> None:
-        self.loss(step).backward()
-        place(step, "backward")
-        if step % 3 == 2:
-            self.one.step()
-            self.one.zero_grad()
-
     def validate(self, step: int) -> None:
         self.one.zero_grad()
         self.loss(step).backward()
@@ -148,31 +86,6 @@ class Job:
         place(step, "validated")
         self.first.train()
         self.scheduler.step(total.item())
-
-    def unfrozen(self, step: int) -> None:
-        if step == 3:
-            self.first[0].requires_grad_(True)
-            self.second[2].requires_grad_(True)
-            self.two.add_param_group({"params": list(self.second[2].parameters()), "lr": 0.02})
-        self.one.zero_grad()
-        self.two.zero_grad()
-        self.loss(step).backward()
-        self.one.step()
-        place(step, "between")
-        self.two.step()
-
-    def swallow(self, step: int) -> None:
-        self.one.zero_grad()
-        try:
-            self.loss(step).backward()
-            place(step, "backward")
-            self.session.clip_grad_norm_(self.first.parameters(), 0.1)
-        except Exception as error:  # noqa: BLE001  (as people do)
-            print(f"ignored: {error}", file=sys.stderr)
-        try:
-            self.one.step()
-        except Exception as error:  # noqa: BLE001
-            print(f"ignored: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

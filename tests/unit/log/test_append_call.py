@@ -51,88 +51,6 @@ def test_open_append_acknowledge(server: InProcess) -> None:
     assert again.opened == {STREAM: 2}
 
 
-def test_fault_1_duplicate_is_acknowledged_and_not_written(server: InProcess) -> None:
-    call = Call(server)
-    call.open()
-    call.send(frame_of(0)[1], frame_of(1)[1])
-    call.until_acked(2)
-    assert isinstance(server.storage, MemoryStorage)
-    commits = len(server.storage.commits)
-    credit = call.credit
-    call.acked.clear()
-    call.send(frame_of(0)[1])
-    call.until_acked(2)
-    call.read(lambda: call.credit == credit + len(frame_of(0)[1]))
-    assert len(server.storage.commits) == commits
-
-
-def test_fault_2_duplicate_with_another_digest_quarantines(server: InProcess) -> None:
-    call = Call(server)
-    call.open()
-    call.send(frame_of(0)[1])
-    call.until_acked(1)
-    call.send(frame_of(0, body=b"other")[1])
-    code, reason, message = call.refused()
-    assert (code, reason) == (grpc.StatusCode.ALREADY_EXISTS, "conflict")
-    assert "step 0 microbatch 0 slot 0" in message
-    again = Call(server)
-    with pytest.raises(grpc.RpcError, match="quarantined"):
-        again.open()
-    (stream,) = server.stub.Inventory(log_pb2.InventoryRequest(job=JOB)).streams
-    assert stream.corrupt
-    assert stream.records == 1
-
-
-def test_fault_3_gap_names_the_expected_sequence(server: InProcess) -> None:
-    call = Call(server)
-    call.open()
-    call.send(frame_of(0)[1], frame_of(2)[1])
-    code, reason, message = call.refused()
-    assert (code, reason) == (grpc.StatusCode.OUT_OF_RANGE, "sequence-gap")
-    assert "0 is expected" in message or "1 is expected" in message
-    again = Call(server)
-    again.open()
-    assert again.opened == {STREAM: 1}  # what came before the gap stays
-
-
-def test_fault_5_same_key_under_two_sequences(server: InProcess) -> None:
-    call = Call(server)
-    call.open()
-    call.send(frame_of(0, step=4)[1], frame_of(1, step=4, body=b"x")[1])
-    assert call.refused()[:2] == (grpc.StatusCode.ALREADY_EXISTS, "conflict")
-
-
-def test_faults_6_and_7_generations(server: InProcess) -> None:
-    early = Call(server)
-    with pytest.raises(grpc.RpcError, match="generation 2 of job job is not granted"):
-        early.open(generation=2)
-    call = Call(server)
-    call.open()
-    call.send(frame_of(0)[1])
-    call.until_acked(1)
-    server.engine.administration.fence(JOB, 2)
-    assert call.refused()[:2] == (grpc.StatusCode.FAILED_PRECONDITION, "stale-generation")
-    stale = Call(server)
-    with pytest.raises(grpc.RpcError, match="generation 1 of job job was fenced"):
-        stale.open()
-    assert stored(server) == [0]
-    fresh = Call(server)
-    fresh.open(generation=2)
-    fresh.send(frame_of(1, generation=2)[1])
-    fresh.until_acked(2)
-
-
-def test_fault_9_a_client_that_dies_keeps_its_acknowledged_prefix(server: InProcess) -> None:
-    call = Call(server)
-    call.open()
-    call.send(frame_of(0)[1])
-    call.until_acked(1)
-    call._call.cancel()
-    again = Call(server)
-    again.open()
-    assert again.opened == {STREAM: 1}
-
-
 def test_frames_of_a_stream_that_is_not_open(server: InProcess) -> None:
     call = Call(server)
     call.open()
@@ -222,16 +140,6 @@ def test_a_bad_name_is_refused(server: InProcess) -> None:
         assert code_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_fault_20_oversize() -> None:
-    with InProcess(config=EngineConfig(body_bytes_max=100)) as server:
-        call = Call(server)
-        call.open()
-        call.send(frame_of(0, body=bytes(100))[1])
-        call.until_acked(1)
-        call.send(frame_of(1, body=bytes(101))[1])
-        assert call.refused()[:2] == (grpc.StatusCode.RESOURCE_EXHAUSTED, "oversize")
-
-
 def test_credit_that_is_overdrawn_is_refused() -> None:
     with InProcess(config=EngineConfig(credit_bytes=400, body_bytes_max=100)) as server:
         call = Call(server)
@@ -313,25 +221,6 @@ def test_fault_23_a_full_disk_refuses_appends_and_goes_on_after_a_trim() -> None
         assert serving()
 
 
-def test_fault_24_a_failed_storage_closes_the_server() -> None:
-    storage = MemoryStorage()
-    with InProcess(storage) as server:
-        call = Call(server)
-        call.open()
-        call.send(frame_of(0)[1])
-        call.until_acked(1)
-        storage.failing = "a sync failed: made up"
-        call.send(frame_of(1)[1])
-        assert call.refused()[:2] == (grpc.StatusCode.UNAVAILABLE, "closed")
-        storage.failing = ""  # it is not tried again
-        again = Call(server)
-        assert again.refused() == (grpc.StatusCode.UNAVAILABLE, "closed", "a sync failed: made up")
-        with pytest.raises(grpc.RpcError, match="a sync failed"):
-            server.stub.Fence(log_pb2.FenceRequest(job=JOB, generation=2))
-        assert stored(server) == [0]
-        assert list(server.stub.Read(log_pb2.ReadRequest(job=JOB, stream=STREAM)))
-
-
 @pytest.mark.parametrize("policy", list(Fsync))
 def test_a_fence_waits_for_what_was_accepted(policy: Fsync) -> None:
     storage = MemoryStorage()
@@ -388,16 +277,6 @@ def test_a_policy_that_is_not_known(server: InProcess) -> None:
     code, _, message = call.refused()
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "always, interval, never" in message
-
-
-def test_interval_policy_syncs_in_the_end() -> None:
-    storage = MemoryStorage()
-    with InProcess(storage, EngineConfig(fsync=Fsync.INTERVAL, fsync_interval_s=0.05)) as server:
-        call = Call(server)
-        call.open()
-        call.send(frame_of(0)[1])
-        call.until_acked(1)
-        eventually(lambda: not storage.unsynced)
 
 
 def test_fence_refuses_an_older_generation_and_zero(server: InProcess) -> None:

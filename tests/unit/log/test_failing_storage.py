@@ -110,26 +110,6 @@ def test_after_a_write_that_failed_nothing_is_written_nor_sealed(
     assert scan(path).ending is not Ending.SEALED
 
 
-def test_a_sync_that_failed_is_not_tried_again_whoever_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 1)
-    storage.commit([write(1)], False)
-    asked: list[int] = []
-
-    def broken(fd: int) -> None:
-        asked.append(fd)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fdatasync", broken)
-    for _ in range(3):
-        with pytest.raises(StorageFailed, match="a sync failed"):
-            storage.commit([], True)
-    assert len(asked) == 1
-    storage.close()
-
-
 def test_a_bug_in_a_write_closes_the_storage_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = on_disk(tmp_path / "data")
     fill(storage, 0, 1)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_ft.errors import ServiceError, UsageError
-from swift_ft.log.directory import NAME as ACKED
+from swift_ft.errors import UsageError
 from swift_ft.log.manifest import GRANTED, MANIFEST, JobMeta, StreamMeta
 from swift_ft.log.segment import (
     BLOCK_BYTES,
@@ -24,7 +23,7 @@ from swift_ft.log.segment import (
     scan,
 )
 from swift_ft_services.logserver.disk import LOCK, RealDisk
-from swift_ft_services.logserver.segments import JobDamaged, StorageBusy, StorageFailed, StorageFull
+from swift_ft_services.logserver.segments import StorageFailed, StorageFull
 from swift_ft_services.logserver.storage import RESERVE, DirectoryStorage
 from swift_ft_services.logserver.storage_interface import RecoveredStream, Storage, Write
 from tests.unit.log.frames import JOB, STREAM, body_of, frame_of
@@ -56,11 +55,6 @@ def on_disk(directory: Path, segment_bytes: int = 1 << 20, generation: int = 1) 
     return storage
 
 
-def unacknowledged(directory: Path) -> None:
-    """As if nobody had been told of the last records."""
-    (directory / ACKED).unlink()
-
-
 def crash(storage: DirectoryStorage) -> None:
     """The process is gone: no footer, no manifest; only the lock is free again."""
     for segments in storage._streams.values():
@@ -84,15 +78,6 @@ def recovered(directory: Path, stream: str = STREAM) -> RecoveredStream:
 
 def sequences(found: RecoveredStream) -> list[int]:
     return [entry.sequence for entry in found.entries]
-
-
-def frames_only(path: Path, count: int) -> bytes:
-    """A segment's bytes up to the end of its last frame, without the zeros that fill the block."""
-    whole = path.read_bytes()
-    end = SEGMENT_HEADER_BYTES + count * FRAME
-    assert len(whole) % BLOCK_BYTES == 0
-    assert not any(whole[end:])
-    return whole[:end]
 
 
 def files(directory: Path, stream: str = STREAM) -> list[Path]:
@@ -152,28 +137,6 @@ def test_everything_comes_back_after_close_and_after_a_crash(tmp_path: Path) -> 
         assert frame_in(again, STREAM, 13) == frame_of(13)[1]
         again.close()
         assert all(scan(path).ending is Ending.SEALED for path in files(data))
-
-
-def test_fault_11_a_torn_tail_is_cut_and_counted(tmp_path: Path) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 3)
-    crash(storage)
-    (path,) = files(tmp_path / "data")
-    unacknowledged(tmp_path / "data")
-    whole = frames_only(path, 3)
-    for cut in range(1, FRAME + 1):
-        path.write_bytes(whole[:-cut])
-        found = recovered(tmp_path / "data")
-        assert sequences(found) == [0, 1]
-        assert found.torn_bytes == FRAME - cut
-        assert found.holes == []
-    path.write_bytes(whole[:-5])
-    again = DirectoryStorage(tmp_path / "data", 1 << 20)
-    again.recover()
-    assert path.stat().st_size == len(whole) - FRAME
-    fill(again, 2, 4)
-    again.close()
-    assert len(scan(path).records) == 4
 
 
 def test_fault_12_damage_in_the_middle_is_a_hole_and_stays_one(tmp_path: Path) -> None:
@@ -280,21 +243,6 @@ def test_whole_segments_that_are_gone_are_noticed(tmp_path: Path) -> None:
         path.write_bytes(whole)
     shutil.rmtree(tmp_path / "data" / JOB / STREAM)
     assert [(hole.sequence, hole.end_sequence) for hole in recovered(tmp_path / "data").holes] == [(0, 15)]
-
-
-def test_fault_17_a_segment_of_another_stream(tmp_path: Path) -> None:
-    storage = on_disk(tmp_path / "data")
-    fill(storage, 0, 3)
-    fill(storage, 0, 3, "s1.F")
-    storage.close()
-    (path,), (other,) = files(tmp_path / "data"), files(tmp_path / "data", "s1.F")
-    frames = other.read_bytes()[SEGMENT_HEADER_BYTES:]
-    path.write_bytes(path.read_bytes()[:SEGMENT_HEADER_BYTES] + frames)
-    assert recovered(tmp_path / "data").holes
-    assert sequences(recovered(tmp_path / "data")) == []
-    path.write_bytes(other.read_bytes())  # its header as well: every checksum is right
-    assert recovered(tmp_path / "data").holes
-    assert sequences(recovered(tmp_path / "data")) == []
 
 
 # -- removing ---------------------------------------------------------------------------------------
@@ -436,20 +384,6 @@ def test_a_sync_that_fails_when_a_segment_is_sealed_is_final_too(
     storage.close()
 
 
-def test_fault_28_another_error_is_not_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number, failure in ((errno.EROFS, StorageFailed), (errno.EMFILE, StorageBusy)):
-        storage = on_disk(tmp_path / str(number))
-
-        def broken(*_: object, number: int = number) -> int:
-            raise OSError(number, os.strerror(number))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pwritev", broken)
-            with pytest.raises(failure, match=os.strerror(number)):
-                storage.commit([write(0)], True)
-        storage.close()
-
-
 # -- the directory ----------------------------------------------------------------------------------
 
 
@@ -499,36 +433,6 @@ def test_a_damaged_or_missing_manifest_is_refused(tmp_path: Path) -> None:
     manifest.unlink()
     with pytest.raises(AssertionError, match=f"job {JOB} is set apart.* is missing"):
         recovered(tmp_path / "data")
-
-
-def test_fault_29_the_second_server_is_refused(tmp_path: Path) -> None:
-    storage = on_disk(tmp_path / "data")
-    with pytest.raises(ServiceError, match="in use by another log server") as error:
-        DirectoryStorage(tmp_path / "data", 1 << 20)
-    assert error.value.exit_code == 3
-    storage.close()
-    DirectoryStorage(tmp_path / "data", 1 << 20).close()
-
-
-def test_fault_40_symbolic_links_are_not_followed(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / JOB).symlink_to(outside)
-    storage = DirectoryStorage(data, 1 << 20)
-    (apart,) = storage.recover()
-    assert f"{data / JOB} is not a directory" in apart.apart
-    with pytest.raises(JobDamaged, match=r"Too many|symbolic"):
-        storage.save(JOB, JobMeta(generation=1))
-    storage.save("job2", JobMeta(generation=1))
-    (data / "job2" / STREAM).symlink_to(outside)
-    with pytest.raises(JobDamaged, match=r"Too many|symbolic"):
-        storage.commit([Write("job2", STREAM, 0, [frame_of(0)[1]])], True)
-    storage.save("job3", JobMeta(generation=1))
-    storage.commit([Write("job3", STREAM, 0, [frame_of(0)[1]])], True)  # nobody else is told to wait
-    storage.close()
-    assert list(outside.iterdir()) == []
 
 
 def test_a_path_that_is_no_directory_is_a_usage_error(tmp_path: Path) -> None:

@@ -262,26 +262,3 @@ def test_fault_14_a_flipped_bit_on_the_disk_is_named(server: InProcess) -> None:
         assert "record 2" in stream.reason
         # What a checkpoint covers does not matter.
         assert list(reader.digests("s0.F", 3, cancelled=never)) == [key(3)]
-
-
-def test_fault_38_trimmed_steps_and_the_lease_of_a_reader(server: InProcess) -> None:
-    with writing(server) as writer, reading(server) as reader:
-        for step in range(10):
-            put(writer, step)
-        writer.flush(TIMEOUT_S)
-        with following(reader, "s0.F", 4) as cursor:
-            cursor.get(key(4), TIMEOUT_S, never)
-            assert admin.trim(server.address, JOB, 8, TIMEOUT_S) == 4
-            cursor.get(key(5), TIMEOUT_S, never)
-        # The reader has gone: the trim goes on by itself.
-        eventually(lambda: admin.inventory(server.address, JOB, TIMEOUT_S)[0].trimmed_below_step == 8)
-        for from_step in (0, 7):
-            with following(reader, "s0.F", from_step) as cursor:
-                with pytest.raises(RecordTrimmed, match="the oldest step there is 8"):
-                    cursor.get(key(9), TIMEOUT_S, never)
-            with pytest.raises(RecordTrimmed, match="the oldest step there is 8"):
-                reader.digests("s0.F", from_step, cancelled=never)
-        with following(reader, "s0.F", 8) as cursor:
-            cursor.get(key(9), TIMEOUT_S, never)
-        assert list(reader.digests("s0.F", 8, cancelled=never)) == [key(8), key(9)]
-        assert admin.trim(server.address, "unknown", 8, TIMEOUT_S) == 0

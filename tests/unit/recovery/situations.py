@@ -104,8 +104,8 @@ def partial_reports(draw: st.DrawFn, rank: int, step: int, fate: str) -> Report:
 
 
 @st.composite
-def inventories(draw: st.DrawFn, assignment: Assignment, dropping: bool = True) -> dict[str, StreamSummary]:
-    """Mostly whole, so that replays are possible; a hole here and there. `dropping`: also one that is declared."""
+def inventories(draw: st.DrawFn, assignment: Assignment) -> dict[str, StreamSummary]:
+    """Mostly whole, so that replays are possible; a hole here and there, also one that is declared."""
     dp_size = len(assignment.holders(0))
     names = [
         name(s, kind, c, dp_size)
@@ -123,7 +123,7 @@ def inventories(draw: st.DrawFn, assignment: Assignment, dropping: bool = True) 
             continue
         first = draw(st.integers(0, 4)) if fate == 11 else 0
         last = draw(st.integers(first, NEWEST)) if fate in (10, 11) else NEWEST
-        begin = draw(st.integers(0, NEWEST)) if fate == 8 and dropping else -1
+        begin = draw(st.integers(0, NEWEST)) if fate == 8 else -1
         streams[stream] = StreamSummary(
             stream=stream,
             records=1,
@@ -198,24 +198,6 @@ def snapshot_situations(draw: st.DrawFn) -> Situation:
         ),
         config=replace(situation.config, strategy=draw(st.sampled_from(["snapshot", "snapshot", "auto"]))),
         refused=Refusals().and_of(refused, "refused before") if refused else Refusals(),
-    )
-
-
-@st.composite
-def plain_situations(draw: st.DrawFn) -> Situation:
-    """One data-parallel rank, whole versions: what there was before replicas."""
-    assignment = draw(assignments(1))
-    streams = draw(inventories(assignment, dropping=False))
-    return Situation(
-        reports=tuple(
-            Report(rank=rank, version=draw(st.none() | versions), since_generation=draw(st.integers(1, 3)))
-            for rank in sorted(assignment.stages)
-        ),
-        assignment=Assignment.told(num_stages=assignment.num_stages, stages=assignment.stages),
-        log=streams,
-        checkpoints=Checkpoints(versions=tuple(sorted(draw(st.sets(versions, max_size=2))))),
-        config=PlanConfig(strategy=draw(st.sampled_from(["auto", "replay", "checkpoint"]))),
-        refused=draw(st.sampled_from([Refusals(), Refusals(), Refusals().and_everything("bits differ")])),
     )
 
 

@@ -17,13 +17,11 @@ from swift_ft.planner import (
     plan,
 )
 from tests.unit.recovery.grouped import grouped_situations
-from tests.unit.recovery.single_pipeline import reference_plan
 from tests.unit.recovery.situations import (
     Situation,
     check_can_be_followed,
     check_ways,
     expected,
-    plain_situations,
     situations,
     snapshot_situations,
 )
@@ -515,12 +513,3 @@ def test_the_order_of_what_is_said_does_not_matter(situation: Situation) -> None
     )
     again = plan(list(reversed(said)), turned, dict(reversed(log.items())), *rest)
     assert again == plan(said, assignment, log, *rest)
-
-
-@settings(max_examples=600, deadline=None)
-@given(plain_situations())
-def test_one_dp_rank_is_planned_as_it_was_before_replicas(situation: Situation) -> None:
-    said, assignment, log, checkpoints, config, refused = situation.arguments()
-    assert plan(said, assignment, log, checkpoints, config, refused) == reference_plan(
-        said, assignment, log, checkpoints, config, refused.reason
-    )

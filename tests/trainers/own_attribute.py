@@ -1,9 +1,8 @@
-"""A replay buffer in a Python list of the script, unregistered, sampled by random."""
+"""Each replica notes its last loss in an attribute of the module, where no other replica has the same."""
 
-# verdict: named inexact
-# worlds: 1, 2
-
-import random
+# verdict: same bits
+# worlds: 2
+# quick
 
 import probe
 import torch
@@ -15,14 +14,11 @@ with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    memory: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def train_step(step: int) -> None:
         x, y = probe.batch(step, session.dp_rank)
-        memory.append((x, y))
-        del memory[:-6]
-        x, y = random.choice(memory)
         loss = nn.functional.mse_loss(model(x), y)
+        model.last_loss = loss.item()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
