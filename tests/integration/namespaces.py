@@ -109,18 +109,6 @@ class Network:
             *("neigh", "replace", self.host(receiver), "lladdr", NOBODY, "dev", "e0", "nud", "permanent"),
         )
 
-    def deliver(self, sender: str, receiver: str) -> None:
-        self.ip(sender, "neigh", "del", self.host(receiver), "dev", "e0")
-
-    def separate(self, one: str, other: str) -> None:
-        """Both ways."""
-        self.lose(one, other)
-        self.lose(other, one)
-
-    def reunite(self, one: str, other: str) -> None:
-        self.deliver(one, other)
-        self.deliver(other, one)
-
     def close(self) -> None:
         """After the processes in it."""
         for keeper in self._keepers.values():

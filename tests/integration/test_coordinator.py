@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -15,18 +14,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft import rpc
 from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.errors import JoinRefused, UnknownJob, UsageError
-from swift_ft.rpc import CoordinatorClient, View
+from swift_ft.errors import UnknownJob, UsageError
+from swift_ft.rpc import CoordinatorClient
 from tests.integration.coordinator_world import (
-    CONFIG,
-    FINGERPRINT,
-    RANKS,
     REPOSITORY,
     Job,
     finish,
     recovered,
 )
-from tests.integration.logserver_world import free_port
 
 
 @pytest.fixture
@@ -34,31 +29,6 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job = Job(tmp_path)
     yield job
     job.close()
-
-
-def test_a_job_forms_loses_a_rank_recovers_and_finishes(job: Job) -> None:
-    job.coordinator()
-    members = job.form()
-    incarnation = members[1].member.incarnation
-    members[1].kill()
-    members[1].report_exit()
-    view = job.wait(members[0], lambda view: view.state == rpc.PLANNING)
-    assert view.generation == 2
-    assert [member.incarnation for member in view.fenced] == [incarnation]
-    assert view.reason == "rank 1 was killed by signal 9"
-    members[1] = job.member(1)
-    view = job.wait(members[0], recovered(2))
-    assert [r.strategy for r in view.plan.ranks][1] == rpc.REPLAY
-    versions = {member.versions_at_running.get(2, view.plan.target_version) for member in members}
-    assert versions == {view.plan.target_version}
-    finish(job, members)
-    with CoordinatorClient(job.coordinators[0].address, "a") as client, pytest.raises(JoinRefused) as caught:
-        client.join(
-            pb.JoinRequest(
-                member=rpc.make_member(0), world_size=RANKS, config=CONFIG, fingerprint=FINGERPRINT
-            )
-        )
-    assert str(caught.value) == "job a has finished: start it again with swift-ft run"
 
 
 def test_a_silent_member_is_fenced_and_a_zombie_is_told(job: Job) -> None:
@@ -88,24 +58,6 @@ def test_nobody_is_blamed_for_the_coordinator_s_own_silence(job: Job) -> None:
     time.sleep(0.5)
     with CoordinatorClient(coordinator.address, "a") as client:
         assert client.status().view.generation == 1
-    finish(job, members)
-
-
-def test_a_refusal_restores_the_checkpoint(job: Job) -> None:
-    job.coordinator()
-
-    def once(view: View) -> str:
-        return "" if view.plan.ranks[0].strategy == rpc.CHECKPOINT else "s1.B@4 is corrupt"
-
-    members = job.form(refuses=once)
-    members[0].kill()
-    members[0].report_exit()
-    members[0] = job.member(0)
-    view = job.wait(members[1], recovered(3))
-    assert {r.strategy for r in view.plan.ranks} == {rpc.CHECKPOINT}
-    assert "refused" in view.reason
-    assert "s1.B@4 is corrupt" in view.plan.reason
-    assert view.plan.target_version == 0
     finish(job, members)
 
 
@@ -142,41 +94,6 @@ def test_status_shows_versions_leases_and_suspicions(job: Job) -> None:
     assert [rank.rank for rank in status.ranks] == [0, 1, 2]
     assert [(s.rank, s.reason) for s in status.suspicions] == [(2, "connection reset by rank 1")]
     assert status.view.state == rpc.RUNNING  # shown, and nobody is fenced for it
-
-
-def test_the_log_server_is_fenced_and_waited_for(job: Job, tmp_path: Path) -> None:
-    port = free_port()
-
-    def log_server() -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "swift_ft_services.logserver", "--directory", str(tmp_path / "log")]
-        return subprocess.Popen([*command, "--listen", f"127.0.0.1:{port}"], cwd=REPOSITORY)
-
-    log = log_server()
-    try:
-        job.coordinator("--log-servers", f"127.0.0.1:{port}")
-        members = job.form()
-        assert list(members[0].watcher.latest.log_servers) == [f"127.0.0.1:{port}"]  # type: ignore[union-attr]
-        log.kill()
-        log.wait()
-        members[1].kill()
-        members[1].report_exit()
-        members[1] = job.member(1)
-        view = job.wait(members[0], lambda view: f"log server 127.0.0.1:{port}: " in view.waiting_for)
-        assert view.state == rpc.FENCING
-        log = log_server()
-        job.wait(members[0], recovered(2))
-        finish(job, members)
-        for member in members:
-            member.kill()
-        # The log knows generation 2 of this job: another coordinator cannot begin it anew.
-        job.coordinator("--log-servers", f"127.0.0.1:{port}")
-        late = job.member(0)
-        view = job.wait(late, lambda view: view.state == rpc.FAILED)
-        assert "is ahead of this coordinator for job a" in view.reason
-        assert "start the job under another name" in view.reason
-    finally:
-        log.kill()
-        log.wait()
 
 
 # --- the program ---
@@ -232,21 +149,6 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert words.format(**names) in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert not done.stdout
-
-
-def test_damaged_state_is_one_line_and_exit_code_3(tmp_path: Path) -> None:
-    directory = tmp_path / "meta"
-    directory.mkdir()
-    with sqlite3.connect(directory / "coordinator.sqlite") as db:
-        db.execute("CREATE TABLE jobs (job TEXT PRIMARY KEY, revision INTEGER NOT NULL, row TEXT NOT NULL)")
-        db.execute("INSERT INTO jobs VALUES ('a', 1, '{}')")
-    db.close()
-    path = directory / "coordinator.sqlite"
-    path.write_bytes(path.read_bytes()[:5000])
-    done = run("--directory", str(directory))
-    assert done.returncode == 3
-    assert "put a copy of the whole directory back" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_health_and_a_clean_end(job: Job) -> None:

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -21,9 +20,6 @@ from swift_ft.log import admin
 from swift_ft.log.frame import CODECS
 from swift_ft.log.record import DTYPE_BY_NAME, RecordKey
 from swift_ft.log.segment import (
-    SEGMENT_HEADER_BYTES,
-    decode_segment_header,
-    encode_segment_header,
     scan,
     walk,
 )
@@ -234,48 +230,6 @@ def test_a_damaged_manifest_is_said_in_one_line(served: LogServer) -> None:
     assert "damaged: job: " in inspect("--directory", served.directory, "--verify", code=1)
     manifest.write_bytes(good)
     served.start()
-
-
-@pytest.mark.parametrize("what", ["link", "pipe", "folder", "huge", "newer", "late", "stream", "job"])
-def test_a_job_that_a_server_would_set_apart_is_named_and_hides_no_other(tmp_path: Path, what: str) -> None:
-    with LogServer(tmp_path / "log", "--segment-bytes", "100000") as server:
-        fill(server)
-        admin.fence(server.address, "other", 1, TIMEOUT_S)
-        writer = LogWriter([server.address], "other", 1)
-        writer.append("s0.F", RecordKey(0, 0, 0), "uint8", (1,), b"x")
-        writer.flush(TIMEOUT_S)
-        writer.close()
-    path = server.segments("s0.F")[1]
-    data = path.read_bytes()
-    if what in ("stream", "job"):
-        path = path.parent if what == "stream" else path.parent.parent
-        path.rename(tmp_path / "aside")
-        path.symlink_to(tmp_path / "aside")
-    else:
-        path.unlink()
-    if what == "link":
-        path.symlink_to(path)
-    elif what == "pipe":
-        os.mkfifo(path)
-    elif what == "folder":
-        path.mkdir()
-    elif what == "huge":
-        path.write_bytes(data)
-        os.truncate(path, 1 << 40)
-    elif what == "newer":
-        header = decode_segment_header(data[:SEGMENT_HEADER_BYTES])
-        path.write_bytes(encode_segment_header(replace(header, generation=2)) + data[SEGMENT_HEADER_BYTES:])
-    elif what == "late":
-        path.with_name("99999999999999999999.seg").write_bytes(data)
-    facts = shown(tmp_path, "--directory", server.directory, code=1)
-    jobs = {job["job"]: job for job in facts["jobs"]}  # type: ignore[attr-defined]
-    assert path.name[:20] in jobs[JOB]["problem"] or what == "late"
-    assert (jobs["other"]["problem"], jobs["other"]["records"]) == ("", 1)
-    with LogServer(server.directory) as server:
-        server.may_say = re.compile("WARNING job_set_apart ")
-        apart = {job.job: job.apart for job in admin.status(server.address, TIMEOUT_S, "").jobs}
-        assert apart[JOB]
-        assert not apart["other"]
 
 
 def test_another_jobs_file_is_damage_and_is_not_exported(served: LogServer, tmp_path: Path) -> None:

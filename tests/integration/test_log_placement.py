@@ -82,19 +82,6 @@ def test_fault_37_with_two_copies_the_second_one_is_replayed(
     assert report["log"]["verified_sends"] > 0
 
 
-@pytest.mark.parametrize("server", ["0", pytest.param("1", marks=pytest.mark.matrix)])
-def test_fault_37_with_one_copy_everybody_restores_the_checkpoint_with_the_reason(
-    server: str, twins: Twins, tmp_path: Path
-) -> None:
-    report = passed(
-        drill("--log-servers", "2", *kills(RANK, f"log={server},step=8"), twins=twins, at=tmp_path)
-    )
-    assert lost_first_copies(report) == [{"0": 1, "1": 3}[server]]
-    assert set(report["strategy"].values()) == {"checkpoint"}
-    assert "cannot replay stage 2" in report["reason"]
-    assert "is lost" in report["reason"]
-
-
 @pytest.mark.parametrize("server", [pytest.param(server, marks=pytest.mark.matrix) for server in ("0", "1")])
 def test_a_log_server_is_lost_while_a_rank_replays_from_it(server: str, twins: Twins, tmp_path: Path) -> None:
     flags = ["--log-servers", "2", "--copies", "2"]
@@ -102,32 +89,3 @@ def test_a_log_server_is_lost_while_a_rank_replays_from_it(server: str, twins: T
     assert lost_first_copies(report) == [{"0": 1, "1": 3}[server]]
     assert report["strategy"]["2"] in ("replay", "catch_up")
     assert "checkpoint" not in report["strategy"].values()
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("copies", ["1", "2"])
-def test_a_drill_loses_a_log_server_alone(copies: str, twins: Twins, tmp_path: Path) -> None:
-    specs = kills("log=0,step=3")
-    # Steps that take so long that it is given up while training goes on.
-    flags = ["--log-servers", "2", "--copies", copies, "--model", "default", "--steps", "40"]
-    flags += ["--checkpoint-every", "35"]
-    report = passed(drill(*flags, *specs, twins=twins, at=tmp_path))
-    (recovery,) = report["recoveries"]
-    kept = set(recovery["strategy"].values()) <= {"keep", "catch_up"}
-    if copies == "1" and not kept:
-        # A rank was still in a step that the others had finished, and what it needs of it went with the server.
-        assert set(recovery["strategy"].values()) == {"checkpoint"}
-        needed = re.search(r"step (\d+) is needed \(log server \S+ is lost", recovery["plan_reason"])
-        assert needed is not None, recovery["plan_reason"]
-        assert int(needed[1]) == recovery["steps_lost"]
-    else:
-        assert kept, recovery["plan_reason"]
-    assert recovery["target_version"] < 35
-    (lost,) = report["log"]["lost"]
-    assert "is lost" in lost
-    assert report["log"]["moved"]
-    gone = lost.split()[2]
-    assert all(gone in move["from"] and gone not in move["to"] for move in report["log"]["moved"])
-    assert all(len(servers) == int(copies) for servers in report["log"]["placement"].values())
-    early = [event for event in report["timeline"] if event["event"] == "checkpoint_asked"]
-    assert bool(early) == (copies == "1" and kept), "the log has a gap until there is a checkpoint"

@@ -14,10 +14,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft import events
-from swift_ft.errors import JobSetApart, LogUnavailable, RecordCorrupt, StaleGeneration
+from swift_ft.errors import LogUnavailable
 from swift_ft.log import admin
 from swift_ft.log.protocol import SERVICE
-from swift_ft.log.reader import LogReader, never
+from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
 from swift_ft.log.segment import Ending, scan
 from tests.health_probe import check_service
@@ -101,27 +101,6 @@ def test_append_stop_start_read(tmp_path: Path) -> None:
         assert (found.records, found.next_sequence, found.trimmed_below_step) == (1, 46, 45)
 
 
-def test_a_fence_survives_a_kill(tmp_path: Path) -> None:
-    with LogServer(tmp_path / "log") as server:
-        server.fence(1)
-        writer = LogWriter([server.address], JOB, 1)
-        put(writer, 0)
-        writer.flush(TIMEOUT_S)
-        server.fence(5)
-        server.kill()
-        server.start()
-        put(writer, 1)
-        eventually(lambda: "5 is granted" in writer.delivery.links[server.address].trouble)
-        writer.delivery.patience_s = 0.5  # then it says so: it hopes for a newer generation no longer
-        with pytest.raises(StaleGeneration, match="5 is granted"):
-            writer.flush(TIMEOUT_S)
-        with pytest.raises(StaleGeneration):
-            server.fence(4)
-        writer.set_generation(5)
-        writer.close()
-        check_stream(server, 0, 2)
-
-
 def test_server_down_is_bounded_by_patience_and_then_forgotten(tmp_path: Path) -> None:
     with LogServer(tmp_path / "log") as server:
         server.fence(1)
@@ -156,34 +135,6 @@ def fill(server: LogServer, count: int) -> None:
     for step in range(count):
         put(writer, step)
     writer.close()
-
-
-def test_acknowledged_records_that_vanish_are_noticed_by_their_writer(tmp_path: Path) -> None:
-    """A file cut on a record boundary looks whole. The server has noted how long it was, and its writer knows."""
-    with LogServer(tmp_path / "log") as server:
-        server.may_say = re.compile("WARNING stream_corrupt ")
-        server.fence(1)
-        writer = LogWriter([server.address], JOB, 1)
-        for step in range(5):
-            put(writer, step)
-        writer.flush(TIMEOUT_S)
-        server.kill()
-        (path,) = server.segments("s0.F")
-        path.write_bytes(path.read_bytes()[: scan(path).records[3].offset])
-        server.start()
-        put(writer, 5)
-        writer.close()
-        (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
-        assert found.corrupt
-        assert "records 3 to 4 were acknowledged and are gone" in found.reason
-        reader = LogReader([server.address], JOB)
-        with pytest.raises(RecordCorrupt):
-            reader.digests("s0.F", 0, cancelled=never)
-        server.stop()
-        server.start()  # nor is it forgotten
-        with pytest.raises(RecordCorrupt):
-            reader.digests("s0.F", 0, cancelled=never)
-        reader.close()
 
 
 def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
@@ -270,24 +221,6 @@ def test_bad_directories(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     one_line(run(tmp_path / "file"), 2, "cannot use directory")
     one_line(run(Path("/proc/swift")), 2, "cannot use directory")
-
-
-def test_a_damaged_job_is_set_apart_and_the_others_are_served(tmp_path: Path) -> None:
-    with LogServer(tmp_path / "log") as server:
-        server.may_say = re.compile(f"WARNING job_set_apart job={JOB} .* --drop-job {JOB}")
-        server.fence(1)
-        admin.fence(server.address, "other", 1, TIMEOUT_S)
-        server.stop()
-        (tmp_path / "log" / JOB / ".manifest").write_text("nonsense")
-        server.start()
-        apart = {job.job: job.apart for job in admin.status(server.address, TIMEOUT_S).jobs}
-        assert apart["other"] == ""
-        assert "is damaged" in apart[JOB]
-        with pytest.raises(JobSetApart, match="others are served"):
-            server.fence(2)
-        admin.fence(server.address, "other", 2, TIMEOUT_S)
-        admin.drop(server.address, JOB, TIMEOUT_S)
-        server.fence(1)
 
 
 def test_off_loopback_only_if_told_so(tmp_path: Path) -> None:

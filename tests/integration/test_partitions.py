@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from swift_ft import events, rpc
-from swift_ft.rpc.client import ATTEMPT_TIMEOUT_S
 from tests.faults.world import Helper
 from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import REPOSITORY, LogServer
@@ -29,10 +28,7 @@ NOTICED_S = 20.0
 """docs/protocol.md: a peer that is gone without a word."""
 TIMEOUT_S = 40.0
 MACHINES = ("meta", "log", "a", "b", "c", "d")
-ZOMBIES_PATIENCE_S = 1.0
-"""After which a writer says what it was refused for: until then it hopes for a newer generation."""
 PORT = 7000
-STREAM = "s1.F"
 
 
 class Machine:
@@ -123,168 +119,6 @@ def grows(machine: Machine, generation: int, by: int = 20) -> None:
     assert (found["generation"], found["state"]) == (generation, rpc.RUNNING)
 
 
-def wrote(machine: Machine, more_than: int) -> int:
-    deadline = time.monotonic() + TIMEOUT_S
-    while (found := machine("written"))[0] <= more_than:
-        assert found[1] == "", found
-        assert time.monotonic() < deadline, found
-        time.sleep(0.02)
-    return int(found[0])
-
-
-def refused(machine: Machine) -> int:
-    """How many steps were durable when it was told that its generation is over."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (found := machine("written"))[1]:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.02)
-    assert found[1] == "StaleGeneration"
-    return int(found[0])
-
-
-def check_heirs_log(world: World, reader: Machine, acked: int, heirs: range) -> None:
-    """Generation 1 up to the fence, then the heir's; nothing between, behind, or missing."""
-    found = reader("read", world.log, STREAM, 0, heirs.stop)
-    of_old = [record for record in found if record[2] == 1]
-    assert len(of_old) == heirs.start >= acked
-    assert found == [[step, step, 1 if step < heirs.start else 2] for step in range(heirs.stop)]
-    assert reader("inventory", world.log, STREAM) == {
-        "records": heirs.stop,
-        "next": heirs.stop,
-        "corrupt": False,
-    }
-
-
-def write_as_heir(world: World, heir: Machine) -> range:
-    """Under generation 2, from where the log ends."""
-    begin = heir("inventory", world.log, STREAM)["next"]
-    assert heir("open_writer", world.log, 2, TIMEOUT_S) is None
-    assert heir("write", STREAM, begin, begin + 5) is None
-    return range(begin, begin + 5)
-
-
-def test_partitioned_rank_is_fenced_when_its_lease_ends_and_refused_everywhere_after_healing(
-    world: World,
-) -> None:
-    world.log_server()
-    world.coordinator()
-    a, b, _ = form(world)
-    assert b("open_writer", world.log, 1, ZOMBIES_PATIENCE_S) is None
-    assert b("write_on", STREAM, 0) is None
-    wrote(b, 20)
-    began = time.monotonic()
-    world.network.isolate("b")
-    view = until(a, lambda view: bool(view["generation"] == 2), "the fence")
-    assert "rank 1 was silent for" in view["reason"]
-    assert LEASE_S / 2 < time.monotonic() - began < LEASE_S + SLACK_S
-    d = world.agent("d")
-    assert d("join", world.meta, 1, 3) is None
-    for rank in (a, d):
-        until(rank, in_generation(2, rpc.RUNNING), "the recovery")
-    heirs = write_as_heir(world, d)
-    alone = b("view")
-    assert (alone["generation"], alone["fenced"]) == (1, False)  # it knows of nothing
-    world.network.rejoin("b")
-    acked = refused(b)
-    until(b, lambda view: bool(view["fenced"]), "its fence")
-    assert "StaleGeneration" in b("write", STREAM, heirs.stop, heirs.stop + 1)
-    check_heirs_log(world, d, acked, heirs)
-    grows(a, 2)
-
-
-def test_zombie_that_reaches_the_log_but_not_the_coordinator_writes_nothing_behind_the_fence(
-    world: World,
-) -> None:
-    """First the coordinator cannot reach the log either: nobody goes on before the fence is there."""
-    world.log_server()
-    world.coordinator()
-    a, b, _ = form(world)
-    assert b("open_writer", world.log, 1, ZOMBIES_PATIENCE_S) is None
-    assert b("write_on", STREAM, 0) is None
-    wrote(b, 20)
-    world.network.separate("b", "meta")
-    world.network.separate("meta", "log")
-    view = until(a, lambda view: world.log in view["waiting_for"], "the coordinator to miss the log")
-    assert (view["generation"], view["state"]) == (2, rpc.FENCING)
-    d = world.agent("d")
-    assert d("join", world.meta, 1, 3) is None
-    # Fenced, but not at the log: it is before the fence, and a replay may have it.
-    wrote(b, b("written")[0] + 20)
-    assert a("view")["state"] == rpc.FENCING
-    world.network.reunite("meta", "log")
-    acked = refused(b)
-    for rank in (a, d):
-        until(rank, in_generation(2, rpc.RUNNING), "the recovery")
-    heirs = write_as_heir(world, d)
-    assert "StaleGeneration" in b("write", STREAM, heirs.stop, heirs.stop + 1)  # the coordinator is still far
-    assert b("view")["generation"] == 1
-    check_heirs_log(world, d, acked, heirs)
-    world.network.reunite("b", "meta")
-    until(b, lambda view: bool(view["fenced"]), "its fence")
-
-
-def test_partitioned_log_server_makes_writers_wait_and_loses_nothing(world: World) -> None:
-    """For so long that connections are given up; then all that was not acknowledged is sent again."""
-    world.log_server()
-    writers = {f"s{number}.F": world.agent(name) for number, name in enumerate("ab")}
-    impatient, reader = world.agent("c"), world.agent("d")
-    assert reader("fence", world.log, 1) is None
-    for stream, writer in writers.items():
-        assert writer("open_writer", world.log, 1, 3 * NOTICED_S) is None
-        assert writer("write_on", stream, 0) is None
-        wrote(writer, 20)
-    assert impatient("open_writer", world.log, 1, 1.0) is None
-    assert impatient("write", "s2.F", 0, 5) is None
-    before = {stream: writer("trouble") for stream, writer in writers.items()}
-    world.network.isolate("log")
-    assert "LogUnavailable" in impatient("write", "s2.F", 5, 10)
-    stuck = {stream: writer("written") for stream, writer in writers.items()}
-    began = time.monotonic()
-    while any(writer("trouble") == before[stream] for stream, writer in writers.items()):
-        assert time.monotonic() - began < NOTICED_S + SLACK_S
-        time.sleep(0.1)
-    assert {stream: writer("written") for stream, writer in writers.items()} == stuck
-    assert all(failure == "" for _, failure in stuck.values())
-    world.network.rejoin("log")
-    for stream, writer in writers.items():
-        wrote(writer, stuck[stream][0] + 20)
-        assert writer("resent") > 0
-        count = writer("stop_writing")
-        assert reader("read", world.log, stream, 0, count) == [[step, step, 1] for step in range(count)]
-        assert reader("inventory", world.log, stream) == {"records": count, "next": count, "corrupt": False}
-    # What the impatient one could not make durable was kept all the same, and comes once.
-    assert impatient("write", "s2.F", 10, 15) is None
-    assert reader("read", world.log, "s2.F", 0, 15) == [[step, step, 1] for step in range(15)]
-    assert reader("inventory", world.log, "s2.F")["next"] == 15
-
-
-def test_training_goes_on_without_the_coordinator_and_a_death_is_handled_after_healing(world: World) -> None:
-    world.log_server()
-    world.coordinator(lease_s=30.0)
-    a, b, c = form(world)
-    world.network.isolate("meta")
-    for rank in (a, b, c):
-        grows(rank, 1)
-    world.network.rejoin("meta")
-    for rank in (a, b, c):
-        grows(rank, 1)
-    world.network.isolate("meta")
-    b("die")
-    time.sleep(ATTEMPT_TIMEOUT_S + 1.0)  # the first attempts to say so, and to renew a lease, fail
-    for rank in (a, c):
-        grows(rank, 1)
-    world.network.rejoin("meta")
-    view = until(a, lambda view: bool(view["generation"] == 2), "the death")
-    assert "rank 1" in view["reason"]
-    assert all(f"rank {rank}" not in view["reason"] for rank in (0, 2))
-    d = world.agent("d")
-    assert d("join", world.meta, 1, 3) is None
-    for rank in (a, c, d):
-        until(rank, in_generation(2, rpc.RUNNING), "the recovery")
-        grows(rank, 2)
-        assert rank("view")["error"] == ""
-
-
 def test_coordinator_that_was_away_for_longer_than_a_lease_has_fenced_everybody(world: World) -> None:
     """It cannot tell that from the loss of all machines. Nobody goes on as before; new processes do."""
     world.log_server()
@@ -332,15 +166,6 @@ def test_half_open_connections_are_noticed_in_time_whichever_way_is_lost(world: 
             after_s, words = noticed
             assert after_s < NOTICED_S + SLACK_S, words
             assert "ping timeout" in words or "timed out" in words or "reset" in words, words
-
-
-def test_everything_that_was_made_is_gone(world: World) -> None:
-    """Of the tests' own world: machines are separate, and vanish with their keepers."""
-    pids = [keeper.pid for keeper in world.network._keepers.values()]
-    inside = {name: Path(f"/proc/{pid}/ns/net").readlink() for name, pid in zip(("switch", *MACHINES), pids)}
-    assert len({*inside.values(), Path("/proc/self/ns/net").readlink()}) == len(MACHINES) + 2
-    world.network.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 # -- trainers -------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -20,13 +19,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swift_ft import events, rpc
 from swift_ft._pb import coordinator_pb2, coordinator_pb2_grpc, log_pb2
-from swift_ft._pb import coordinator_pb2 as pb
-from swift_ft.errors import SwiftError
 from swift_ft.log import admin
 from swift_ft.log.protocol import SERVICE, code_of, method, open_channel
-from swift_ft.log.reader import LogReader
 from swift_ft.log.record import RecordKey
-from tests.integration.coordinator_world import Coordinator, FakeMember
+from tests.integration.coordinator_world import Coordinator
 from tests.integration.logserver_world import JOB, REPOSITORY, TIMEOUT_S, LogServer
 from tests.log_client import LogWriter
 
@@ -51,58 +47,6 @@ def test_a_health_answer_tells_version_and_clock(tmp_path: Path) -> None:
             assert about["swift-version"] == version("swift-ft")
             assert before <= float(about["swift-time"]) <= time.time()
     assert coordinator.stop() == 0
-
-
-def test_stopped_and_started_again_under_writers_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
-    """Four SIGTERMs while three writers write. What a flush has confirmed is there before each restart."""
-    count, confirmed = 300, dict.fromkeys(STREAMS, 0)
-    with LogServer(tmp_path / "log", "--segment-bytes", "500000") as server:
-        server.fence(1)
-        writers = {stream: LogWriter([server.address], JOB, 1, records_max=20) for stream in STREAMS}
-        failures: list[SwiftError] = []
-        turn = threading.Semaphore(0)
-
-        def write(stream: str) -> None:
-            try:
-                for step in range(count):
-                    writers[stream].append(stream, RecordKey(step, 0, 0), "uint8", (20_000,), body_of(step))
-                    if step % 10 == 9:
-                        writers[stream].flush(TIMEOUT_S * 2)
-                        confirmed[stream] = step + 1
-                        turn.release()
-            except SwiftError as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=write, args=(stream,)) for stream in STREAMS]
-        for thread in threads:
-            thread.start()
-        for _ in range(4):
-            for _ in range(12):
-                assert turn.acquire(timeout=TIMEOUT_S), failures
-            before = dict(confirmed)
-            assert server.stop() == 0
-            server.start()
-            held = {s.stream: s.durable_sequence for s in admin.inventory(server.address, JOB, TIMEOUT_S)}
-            assert all(held[stream] >= before[stream] for stream in STREAMS), (before, held)
-        for thread in threads:
-            thread.join(TIMEOUT_S * 3)
-        assert not failures, failures
-        assert confirmed == dict.fromkeys(STREAMS, count)
-        trace = events.read(server.events)
-        assert [e["event"] for e in trace if e["event"] in ("draining", "stopped")] == [
-            "draining",
-            "stopped",
-        ] * 4
-        reader = LogReader([server.address], JOB)
-        for stream in STREAMS:
-            cursor = reader.follow(stream, 0)
-            for step in range(count):
-                record = cursor.get(RecordKey(step, 0, 0), TIMEOUT_S, lambda: False)
-                assert (record.sequence, record.body) == (step, body_of(step))
-            cursor.close()
-        reader.close()
-        for writer in writers.values():
-            writer.close()
 
 
 def wait_for_event(directory: Path, name: str) -> None:
@@ -153,36 +97,6 @@ def test_a_second_signal_kills_a_log_server_that_waits(tmp_path: Path, number: s
         server.start()
         (found,) = admin.inventory(server.address, JOB, TIMEOUT_S)
         assert (found.records, found.corrupt) == (400, False)
-
-
-def test_a_coordinator_stopped_under_members_loses_nothing_and_they_come_back(tmp_path: Path) -> None:
-    coordinator = Coordinator(tmp_path / "meta").start()
-    members = [FakeMember(coordinator.address, "a", rank, 2).start() for rank in range(2)]
-    try:
-        members[0].watcher.wait_for(lambda view: view.state == rpc.RUNNING, TIMEOUT_S)
-        for version in (1, 2, 3):
-            seen = members[0].watcher.latest
-            assert seen is not None
-            assert coordinator.stop() == 0
-            coordinator.start()
-            view = members[0].client.status().view  # as the new process has it
-            assert (view.state, view.generation) == (rpc.RUNNING, 1)
-            assert view.revision >= seen.revision
-            assert max(view.checkpoints) == version - 1
-            for member in members:
-                member.client.call(pb.CheckpointRequest(version=version))
-            for member in members:  # what they watch comes from the new process as well
-                view = member.watcher.wait_for(lambda view: version in view.checkpoints, TIMEOUT_S)  # noqa: B023
-                assert (view.state, view.generation) == (rpc.RUNNING, 1)
-                assert view.revision > seen.revision
-        for member in members:
-            member.steps = max(m.version or 0 for m in members) + 20
-        members[0].watcher.wait_for(lambda view: view.state == rpc.FINISHED, TIMEOUT_S)
-    finally:
-        for member in members:
-            member.kill()
-        assert coordinator.stop() == 0
-    assert [member.error for member in members] == [None, None]
 
 
 def test_a_second_signal_kills_a_coordinator_that_waits(

@@ -180,13 +180,6 @@ def test_every_cut_of_a_frame_is_incomplete() -> None:
             read_back(frame[:length])
 
 
-@given(st.binary(max_size=600))
-@settings(max_examples=300, deadline=None)
-def test_any_bytes_are_refused_with_our_errors(data: bytes) -> None:
-    with pytest.raises(LogError):
-        read_back(data)
-
-
 @given(
     offset=st.sampled_from([16, 24, 32, 40, 48, 56, 64, 72, 73, 75, 76, 96, 128, 136]),
     value=st.integers(0, (1 << 64) - 1),

@@ -124,32 +124,6 @@ def test_changed_frames(codec: int, data: st.DataObject) -> None:
     decode(with_checksum(mutant))
 
 
-def test_a_frame_that_would_unfold_to_more_than_it_says_is_refused() -> None:
-    """A body of 64 KiB by its header that holds 64 MiB."""
-    bomb = lz4.block.compress(bytes(64 << 20), store_size=False)
-    body = bytes(BODY_BYTES_MAX)
-    header = FrameHeader(
-        stream_tag=stream_tag(JOB, STREAM),
-        sequence=0,
-        generation=1,
-        key=RecordKey(0, 0, 0),
-        dtype="uint8",
-        shape=(len(body),),
-        codec=CODEC_LZ4,
-        raw_bytes=len(body),
-        stored_bytes=len(bomb),
-        body_crc=checksum(bomb),
-        digest=digest_of("uint8", (len(body),), body),
-    )
-    tracemalloc.start()
-    try:
-        with pytest.raises(LogError):
-            decode_record(header, memoryview(bomb))
-        assert tracemalloc.get_traced_memory()[1] < MEMORY_MAX
-    finally:
-        tracemalloc.stop()
-
-
 @st.composite
 def another_digit(draw: st.DrawFn, whole: bytes) -> bytes:
     """As good a text as it was, which says something else."""

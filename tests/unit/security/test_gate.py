@@ -16,7 +16,7 @@ from swift_ft.errors import AccessDenied, LogUnavailable
 from swift_ft.log import admin
 from swift_ft.log.protocol import client_options, message_of, reason_of
 from swift_ft.log.record import RecordKey
-from swift_ft.tokens import COORDINATOR, EVERY_JOB, LOG, MAY_CALL, Role
+from swift_ft.tokens import COORDINATOR, LOG, MAY_CALL, Role
 from swift_ft_services.authorization import CallLimits
 from swift_ft_services.logserver.state import EngineConfig
 from tests.health_probe import check_service
@@ -74,29 +74,6 @@ def test_every_call_of_both_services_has_its_roles() -> None:
     assert {method.removeprefix(LOG) for method in methods if method.startswith(LOG)} == set(REQUESTS)
 
 
-@pytest.mark.parametrize("role", list(Role))
-@pytest.mark.parametrize("name", list(REQUESTS))
-def test_a_role_may_do_what_the_document_says(server: Guarded, keys: Keys, name: str, role: Role) -> None:
-    code, _, reason = call(server.address, name, REQUESTS[name](JOB).SerializeToString(), keys.mint([role]))
-    if role in documented_roles()[LOG + name]:
-        assert code is grpc.StatusCode.OK
-    else:
-        assert (code, reason) == (DENIED, "denied")
-
-
-@pytest.mark.parametrize("name", list(REQUESTS))
-def test_nobody_learns_whether_a_job_is_there(server: Guarded, keys: Keys, name: str) -> None:
-    elsewhere = keys.mint(list(Role), job="elsewhere")
-    for token in (elsewhere, None, "no.token.atall", keys.mint(list(Role), lifetime_s=-5)):
-        answers = {
-            call(server.address, name, REQUESTS[name](job).SerializeToString(), token)
-            for job in (JOB, "nojob", "../x", "")
-        }
-        assert len(answers) == 1
-        assert answers.pop()[0] is (DENIED if token == elsewhere else UNKNOWN_CALLER)
-    assert set(server.engine.state.core.jobs) == {JOB}, "nothing was made for who may not"
-
-
 def test_a_token_reaches_no_newer_generation(server: Guarded, keys: Keys) -> None:
     fenced = keys.mint(RANK, generation=1)
 
@@ -112,25 +89,6 @@ def test_a_token_reaches_no_newer_generation(server: Guarded, keys: Keys) -> Non
     bound = keys.mint([Role.COORDINATOR], generation=2)
     request = log_pb2.FenceRequest(job=JOB, generation=3).SerializeToString()
     assert call(server.address, "Fence", request, bound)[2] == "denied"
-
-
-@pytest.mark.parametrize("name", list(REQUESTS))
-def test_a_bound_token_is_worth_nothing_once_its_generation_is_over(
-    server: Guarded, keys: Keys, name: str
-) -> None:
-    """Also in calls that name no generation, or an older one: whoever copied it reads nothing more."""
-    everything, request = list(Role), REQUESTS[name](JOB).SerializeToString()
-    assert call(server.address, name, request, keys.mint(everything, generation=1))[0] is grpc.StatusCode.OK
-    server.engine.administration.fence(JOB, 2)
-    code, words, reason = call(server.address, name, request, keys.mint(everything, generation=1))
-    if name == "Append":  # it names its generation, and that is over for everybody
-        assert reason == "stale-generation"
-    else:
-        assert (code, reason) == (DENIED, "denied")
-        assert "bound to generation 1" in words
-        assert "\n" not in words
-        assert call(server.address, name, request, keys.mint(everything, generation=2))[2] != "denied"
-        assert call(server.address, name, request, keys.mint(everything))[2] != "denied"
 
 
 def test_a_reader_with_a_bound_token_ends_with_its_generation(server: Guarded, keys: Keys) -> None:
@@ -330,12 +288,6 @@ def test_writers_of_a_job_are_limited_by_what_they_may_have_under_way() -> None:
         held[0].cancel()
         eventually(lambda: call(server.address, "Append", opening.SerializeToString(), None)[0] == OK[0])
         done.set()
-
-
-def test_a_coordinator_token_is_of_every_job(server: Guarded, keys: Keys) -> None:
-    token = keys.mint([Role.COORDINATOR], job=EVERY_JOB)
-    for job in (JOB, "other"):
-        assert call(server.address, "Fence", REQUESTS["Fence"](job).SerializeToString(), token)[0] == OK[0]
 
 
 @pytest.mark.parametrize("name", [name for name in REQUESTS if name != "Append"])
