@@ -332,3 +332,14 @@ def same_parameters(one: Rank, other: Rank) -> None:
             gradients = [one.grad for one in (parameter, its) if one.grad is not None]
             assert len({gradient.stride() for gradient in gradients}) <= 1, f"{mine.stage_index}: {name}"
             assert len(gradients) != 1, f"{mine.stage_index}: {name}"
+
+
+def logged(rank: int, store: Any, schedule: Any, microbatches: int, **options: Any) -> tuple[Rank, Log]:
+    """A replay alone, and the log with all that it sends."""
+    log = log_for(rank, microbatches, schedule)
+    single = alone(rank, store, log, schedule, microbatches, **options)
+    for (stream, key), tensor in single.captured.sent.items():
+        log.put(stream, key, tensor)
+    log.read.clear()
+    log.shares.clear()
+    return single, log

@@ -14,22 +14,21 @@ from swift_ft.errors import Divergence, ReplayRefused
 from swift_ft.log.reader import never
 from swift_ft.log.record import RecordKey
 from swift_ft.planner import Help
-from swift_ft.state.tensors import as_bytes, same_bits
+from swift_ft.state.tensors import as_bytes
 from swift_ft.train import replay_helper, shared_replay
 from swift_ft.train.gradient_chain import module_layout
 from swift_ft.train.replay_helper import Helper
 from swift_ft.train.shared_replay import Owner, send_away, why_alone
 from tests.local_backend import LocalWire, Network
 from tests.unit.runtime.shared_replay_world import (
-    RANKS,
     ROWS,
     STEPS,
     WIDTH,
     Part,
     Rank,
     alone,
-    batch,
     log_for,
+    logged,
     published,
     same_parameters,
     shared,
@@ -43,84 +42,22 @@ def store() -> Iterator[Any]:
         yield found
 
 
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-@pytest.mark.parametrize(("rank", "helpers"), [(0, (1,)), (1, (0, 2)), (2, (1, 0))])
-@pytest.mark.parametrize("microbatches", [3, 5])
-def test_a_shared_replay_has_the_bits_of_one(
-    rank: int,
-    helpers: tuple[int, ...],
-    schedule: Any,
-    microbatches: int,
-    store: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log = log_for(rank, microbatches)
-    single = alone(rank, store, log, schedule, microbatches)
-    for (stream, key), tensor in single.captured.sent.items():
-        log.put(stream, key, tensor)
-    before = [replay_helper.state_digest(single.state)]
-    log.read.clear()
-    log.shares.clear()
-    both = shared(rank, helpers, store, log, schedule, microbatches, monkeypatch=monkeypatch)
-    same_parameters(both.owner, single)
-    assert both.owner.losses == single.losses
-    assert replay_helper.state_digest(both.owner.state) == before[0]
-    streams = (rank > 0) + (rank < RANKS - 1)
-    assert len([1 for stream, _ in log.read if stream[-1] in "FB"]) == len(STEPS) * microbatches * streams
-    assert None not in log.shares
-    helped = both.sharing.helped
-    assert helped.steps == len(STEPS)
-    own = len(both.sharing._own)
-    assert helped.microbatches == len(STEPS) * (microbatches - own)
-    assert helped.verified == len(STEPS) * (microbatches - own) * streams
-    assert (
-        len([1 for stream, _ in both.owner.captured.sent if stream[-1] in "FB"]) == len(STEPS) * own * streams
-    )
-    assert both.owner.stage.share is None
-    for parameter in both.owner.module.parameters():
-        assert not parameter._post_accumulate_grad_hooks
-
-
-def test_the_owner_gets_what_the_log_lacks(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = log_for(1, 4)
-    single = alone(1, store, log, ScheduleGPipe, 4)
-    for (stream, key), tensor in single.captured.sent.items():
-        log.put(stream, key, tensor)
-        if key.step == STEPS.stop - 1:
-            log.lacking.add((stream, key))
-    both = shared(1, (0, 2), store, log, ScheduleGPipe, 4, monkeypatch=monkeypatch)
-    handed = both.owner.captured.sent
-    last = {at: tensor for at, tensor in single.captured.sent.items() if at[1].step == STEPS.stop - 1}
-    assert len(last) == 8
-    for at, tensor in last.items():
-        assert same_bits(handed[at], tensor)
-    same_parameters(both.owner, single)
-
-
 def test_help_ends_before_the_replay_does(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = log_for(1, 4)
-    single = alone(1, store, log, Schedule1F1B, 4)
-    for (stream, key), tensor in single.captured.sent.items():
-        log.put(stream, key, tensor)
+    single, log = logged(1, store, Schedule1F1B, 4)
     both = shared(1, (0,), store, log, Schedule1F1B, 4, until=STEPS.start + 1, monkeypatch=monkeypatch)
     assert both.sharing.helped.steps == 1
     same_parameters(both.owner, single)
 
 
 def test_more_ranks_than_make_it_quicker_stay_out(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = log_for(1, 2)
-    single = alone(1, store, log, ScheduleGPipe, 2)
-    for (stream, key), tensor in single.captured.sent.items():
-        log.put(stream, key, tensor)
+    single, log = logged(1, store, ScheduleGPipe, 2)
     both = shared(1, (0, 2), store, log, ScheduleGPipe, 2, monkeypatch=monkeypatch)
     assert both.sharing._helpers == (0,)
     same_parameters(both.owner, single)
 
 
 def test_another_result_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = log_for(1, 4)
-    for (stream, key), tensor in alone(1, store, log, ScheduleGPipe, 4).captured.sent.items():
-        log.put(stream, key, tensor)
+    _, log = logged(1, store, ScheduleGPipe, 4)
     checked = replay_helper.VerifyingCapture({"s1.F": log.digests("s1.F", 0, cancelled=never)})
     key = RecordKey(STEPS.start, 0, 512)
     _, _, body = log.records["s1.F", key]
@@ -183,39 +120,8 @@ class TestNobodyHelps:
         assert "no plain tensor" in sharing._unfit((), {"scale": torch.ones(1, requires_grad=True)}, False)
         assert "return_outputs=False" in sharing._unfit((), {}, True)
 
-    def test_running_statistics(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Found out when shapes are inferred, before anything is computed; the rest is replayed alone."""
-
-        def make(_index: int) -> nn.Module:
-            return Part(norm=nn.BatchNorm1d)
-
-        log = log_for(1, 4)
-        single = Rank(1, store, make, ScheduleGPipe, 4)
-        single.channel.begin_replay(log, STEPS.start, ())  # type: ignore[arg-type]
-        for step in STEPS:
-            single.step(step, batch(step, 4))
-        for (stream, key), tensor in single.captured.sent.items():
-            log.put(stream, key, tensor)
-        both = shared(
-            1,
-            (0, 2),
-            store,
-            log,
-            ScheduleGPipe,
-            4,
-            makes=make,
-            module=make,
-            monkeypatch=monkeypatch,
-        )
-        assert both.sharing.helped.steps == 0
-        assert len(both.owner.captured.sent) == len(single.captured.sent)
-        same_parameters(both.owner, single)
-
     def test_whoever_cannot_make_the_module(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        log = log_for(1, 4)
-        single = alone(1, store, log, ScheduleGPipe, 4)
-        for (stream, key), tensor in single.captured.sent.items():
-            log.put(stream, key, tensor)
+        single, log = logged(1, store, ScheduleGPipe, 4)
 
         def cannot(_index: int) -> nn.Module:
             raise MemoryError("no room")
@@ -237,10 +143,7 @@ class TestNobodyHelps:
         assert "MiB of memory" in helper._build(asked)[1]
 
     def test_an_owner_without_memory(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        log = log_for(1, 4)
-        single = alone(1, store, log, ScheduleGPipe, 4)
-        for (stream, key), tensor in single.captured.sent.items():
-            log.put(stream, key, tensor)
+        single, log = logged(1, store, ScheduleGPipe, 4)
         monkeypatch.setattr(shared_replay, "available_memory", lambda: 100)
         both = shared(1, (0, 2), store, log, ScheduleGPipe, 4, monkeypatch=monkeypatch)
         assert both.sharing._helpers == ()
@@ -317,9 +220,7 @@ def test_randomness_of_a_trainer_is_kept(store: Any) -> None:
 
 def test_a_state_that_changed_meanwhile_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a trainer's module shares with its own stage in a way that addresses do not show."""
-    log = log_for(1, 4)
-    for (stream, key), tensor in alone(1, store, log, ScheduleGPipe, 4).captured.sent.items():
-        log.put(stream, key, tensor)
+    _, log = logged(1, store, ScheduleGPipe, 4)
     touched: list[nn.Module] = []
 
     def makes(_index: int) -> nn.Module:

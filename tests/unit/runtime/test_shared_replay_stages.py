@@ -1,4 +1,4 @@
-"""A shared replay of a rank with several stages, under each of torch's schedules, has the bits of one process."""
+"""A shared replay of a rank with one stage or several, under each of torch's schedules, has the bits of one process."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.pipelining import (
+    Schedule1F1B,
     ScheduleDualPipeV,
+    ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
@@ -33,6 +35,7 @@ from tests.unit.runtime.shared_replay_world import (
     Shared,
     alone,
     log_for,
+    logged,
     placed,
     same_parameters,
     shared,
@@ -44,6 +47,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey the g
 
 # What does not divide by the number of ranks, where the schedule takes it.
 SCHEDULES = [
+    (ScheduleGPipe, 3),
+    (Schedule1F1B, 5),
     (ScheduleInterleaved1F1B, 5),
     (ScheduleInterleavedZeroBubble, 8),
     (ScheduleZBVZeroBubble, 5),
@@ -55,16 +60,6 @@ SCHEDULES = [
 def store() -> Iterator[Any]:
     with told_shapes() as found:
         yield found
-
-
-def logged(rank: int, store: Any, schedule: Any, microbatches: int, **options: Any) -> tuple[Rank, Log]:
-    """A replay alone, and the log with all that it sends."""
-    log = log_for(rank, microbatches, schedule)
-    single = alone(rank, store, log, schedule, microbatches, **options)
-    for (stream, key), tensor in single.captured.sent.items():
-        log.put(stream, key, tensor)
-    log.read.clear()
-    return single, log
 
 
 def crossings(rank: int, schedule: Any) -> int:
@@ -88,8 +83,11 @@ def same(both: Shared, single: Rank, log: Log, microbatches: int, schedule: Any)
     assert len(received) == len(STEPS) * microbatches * crossings(rank, schedule)
     sent = [stream for stream, _ in both.owner.captured.sent if stream[-1] in "FB"]
     assert len(sent) == len(STEPS) * own * crossings(rank, schedule)
+    assert None not in log.shares
     for stage in both.owner.stages:
         assert stage.share is None
+    for parameter in both.owner.parameters:
+        assert not parameter._post_accumulate_grad_hooks
 
 
 @pytest.mark.parametrize(("schedule", "microbatches"), SCHEDULES)
@@ -123,7 +121,7 @@ def test_what_the_list_says_is_what_is_computed(
         monkeypatch.setattr(LoggedPipelineStage, name, noted)
 
     noting("forward_one_chunk", lambda _named: "F")
-    noting("backward_one_chunk", lambda named: "B" if named["full_backward"] else "I")
+    noting("backward_one_chunk", lambda named: "B" if named.get("full_backward", True) else "I")
     noting("backward_weight_one_chunk", lambda _named: "W")
     rank = alone(1, store, log_for(1, microbatches, schedule), schedule, microbatches)
     assert done == (actions_of(rank.state) or []) * len(STEPS)
