@@ -13,6 +13,7 @@ import swift_ft
 with swift_ft.Session.from_env(replicas=probe.replicas(), checkpoint_every=5) as session:
     torch.manual_seed(0)
     model = session.module(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)))
+    model.last_loss = 0.0
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train_step(step: int) -> None:
